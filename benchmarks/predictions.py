@@ -23,7 +23,7 @@ from uspft.planner.memory import longest_row, memory_of, options_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import CONFIGS
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, ranking_of, step_of
-from uspft.prepare.memory_need import settled_memory
+from uspft.prepare.memory import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, make_algorithm
 from uspft.tensor.megatron import Megatron
@@ -31,18 +31,26 @@ from uspft.verify.verdict import FIXED, PLAIN
 
 RECIPES, MIB = ROOT / "recipes", 2**20
 LONGEST = {
-    "1 card": "llama3.1-8b-text-whole-512k",
-    "8 cards": "llama3.1-8b-text-ulysses-4m",
-    "32 cards": "llama3.1-8b-text-planned-15m-32gpu",
+    "1 card": "llama3.1-8b-text-whole-1m",
+    "8 cards": "llama3.1-8b-text-planned-8m",
+    "32 cards": "llama3.1-8b-text-planned-32m-32gpu",
 }
 """The recipes of the longest rows, by cards."""
 CARD = read_hardware(CONFIGS / "hardware" / "h100.yaml").memory.bytes
 WITHOUT = {key: f"memory.{key}=none" for key in ("mlp_tile_tokens", "offload_activations")}
+INSIDE = ("parallel_config.ulysses_degree_in_cp=8",)
+"""A word for Ulysses on the 8 cards of a host; on one card it is left out."""
+BEFORE = (*INSIDE, "memory.attention_heads=all")
 OPTIONS = {
-    "`recompute: nothing`": (*WITHOUT.values(), "memory.recompute=nothing"),
-    "`recompute: attention`": tuple(WITHOUT.values()),
-    "… and `mlp_tile_tokens: auto`": (WITHOUT["offload_activations"],),
-    "… and `offload_activations: cpu`": (),
+    "`recompute: nothing`": (*BEFORE, *WITHOUT.values(), "memory.recompute=nothing"),
+    "`recompute: attention`": (*BEFORE, *WITHOUT.values()),
+    "… and `mlp_tile_tokens: auto`": (*BEFORE, WITHOUT["offload_activations"]),
+    "… and `offload_activations: cpu`": BEFORE,
+    "… and `attention_heads: 1`": (*INSIDE, "memory.attention_heads=1"),
+    "… with `attention_heads: 4` under `ring_cp` alone": (
+        "parallel_config.context_parallel_algo=ring_cp",
+    ),
+    "… with `attention_heads: 4` under `planned_cp` alone": (),
     "… and the optimizer on the host": ("{zero}.offload_optimizer.device=cpu",),
     "… and weights too (`offload_param`)": (
         "{zero}.offload_optimizer.device=cpu",
@@ -193,8 +201,9 @@ class Rows:
     @classmethod
     def of(cls, name: str, words: Sequence[str]) -> Rows:
         """Return those of a shipped recipe with words of the command line."""
-        zero = "deepspeed.zero_optimization"
-        recipe = load(RECIPES / f"{name}.yaml", [word.format(zero=zero) for word in words]).recipe
+        zero, alone = "deepspeed.zero_optimization", name == LONGEST["1 card"]
+        words = [word.format(zero=zero) for word in words if not (alone and word in INSIDE)]
+        recipe = load(RECIPES / f"{name}.yaml", words).recipe
         shape, layout = read_shape(recipe.model, CONFIGS), layout_of(recipe.parallel_config, None)
         assert isinstance(shape, ModelShape) and isinstance(layout, Layout)
         return cls(settled_memory(recipe, shape), shape, layout)

@@ -31,8 +31,8 @@ from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
-from uspft.switching.dealing import training_loader
-from uspft.switching.moving import MovingEngine, hosts_of_ranks
+from uspft.switching.deal.dealing import training_loader
+from uspft.switching.move.moving import MovingEngine, hosts_of_ranks
 from uspft.world import World, live_worlds
 
 

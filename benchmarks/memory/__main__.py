@@ -22,25 +22,18 @@ from transformers import LlamaConfig
 from benchmarks.lab.results import RESULTS, ROOT, read, write
 from benchmarks.memory.count import count
 from benchmarks.memory.measured import Counted
-from benchmarks.memory.options import MODEL, ours
+from benchmarks.memory.options import LAYOUTS, MODEL, ways
 from benchmarks.memory.peers import count_alst, count_plain
 from benchmarks.memory.predicted import predicted
-from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OURS_OFFLOADED, figures
+from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OFFLOADED, figures
 from uspft.config import load
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
-from uspft.layout import Layout
 from uspft.planner.memory import memory_of, options_of
 from uspft.planner.products import parameters_of
 from uspft.prepare.invocation import CONFIGS
 
-LAYOUTS = {
-    1: ("whole", Layout()),
-    8: ("ulysses_cp", Layout(ulysses=8)),
-    32: ("planned_cp", Layout(ulysses=8, ring=4)),
-}
-"""Ours by number of ranks; ALST has Ulysses over all of them."""
-RECIPE = ROOT / "recipes" / "llama3.1-8b-text-ulysses-4m.yaml"
+RECIPE = ROOT / "recipes" / "llama3.1-8b-text-planned-8m.yaml"
 """Whose buckets and ZeRO stage all contenders have."""
 CPU = {"device": "cpu"}
 
@@ -67,7 +60,7 @@ def measured(shape: ModelShape, tokens: int, ranks: int) -> dict[str, Any]:
     beside = 0  # what is alive after a forward beside what layers keep
 
     def add(name: str, counted: Callable[[Any], Counted], gradient_bytes: int) -> None:
-        offloads = name in (ALST_OFFLOADED, OURS_OFFLOADED)
+        offloads = name in OFFLOADED
         layers = 2 if offloads else 1  # the one at work, and the input of that below it
         said = counted(config_of(layers))
         nonlocal beside
@@ -90,8 +83,7 @@ def measured(shape: ModelShape, tokens: int, ranks: int) -> dict[str, Any]:
     for name in (ALST, ALST_OFFLOADED):
         offload = name == ALST_OFFLOADED
         add(name, partial(count_alst, tokens=tokens, ranks=ranks, offload=offload), 2)
-    algorithm, layout = LAYOUTS[ranks]
-    for name, memory in ours(shape, ranks).items():
+    for name, (algorithm, layout, memory) in ways(shape, ranks).items():
         how = partial(
             count,
             tokens=tokens,

@@ -37,6 +37,7 @@ from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
+from uspft.model.parameter_adapter import adapters
 from uspft.model.staged import StagedModel, stage_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
@@ -284,7 +285,7 @@ def _apart(counting: LiveBytes) -> Any:
     """Return what copies to the host, and is counted apart."""
     plain = Copies.to_host
 
-    def to_host(copies: Any, flat: Tensor) -> Tensor:
+    def to_host(copies: Any, flat: Tensor) -> list[Tensor]:
         with counting.on_host():
             return plain(copies, flat)
 
@@ -312,7 +313,12 @@ def module_of(
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
     model.to(config.dtype)  # adapters too
     held = Layout()
-    if world and groups and world.layout.tensor * world.layout.experts > 1:
+    divides = world and world.layout.tensor * world.layout.experts > 1
+    if (
+        world
+        and groups
+        and (divides or any(True for one in model.modules() for _ in adapters(one)))
+    ):
         held = world.layout
         shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
         holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks.lab.processes import Tell, as_rank
 from benchmarks.memory.count import module_of, world_of
 from benchmarks.memory.peers import alst_model, tiled_loss, tiled_mlps
+from benchmarks.memory.report import ALL_HEADS
 from uspft.batch import Batch
 from uspft.config.recipe import MemoryBlock
 from uspft.kernels.torch_cpu import TorchCpu
@@ -30,6 +31,8 @@ VOCABULARY, HEADS, KV_HEADS, LAYERS = 4096, 4, 2, 1
 SAME = 1e-4
 """Relative differences of losses and gradient norms that are those of another computation."""
 OURS, AGAIN = "uspft", "uspft again"
+GROUPED_HEADS, GROUPED_KV_HEADS = 8, 4
+"""Of the model whose attention works in groups: two for each of two Ulysses ranks."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Setting:
     tokens: int
     hidden: int
     rounds: int
+    groups_under: str | None = None
+    """The algorithm under which groups of heads take turns with all heads; None: ours with
+    ALST's."""
+
+    def layout(self, ranks: int) -> tuple[str, Layout]:
+        """Return by which algorithm so many ranks share the row, and their layout."""
+        name = self.groups_under or "ulysses_cp"
+        return name, Layout(ulysses=ranks) if name == "ulysses_cp" else Layout(ring=ranks)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,8 @@ class Racer:
 def measured(record: dict[str, Any], tell: Tell) -> dict[str, list[float]]:
     """Return the seconds of each contender's steps, of the slowest rank; collective."""
     setting = Setting(**record)
-    racers, found = _racers(setting), dict[str, list[float]]()
+    racers = _grouped(setting) if setting.groups_under else _racers(setting)
+    found = dict[str, list[float]]()
     for number in range(setting.rounds + 1):
         turn, names, said = number % len(racers), list(racers), {}
         for name in names[turn:] + names[:turn]:
@@ -98,20 +110,39 @@ def _require_same(said: dict[str, tuple[float, float]]) -> None:
             raise RuntimeError(f"losses and norms differ: {said}")
 
 
-def _racers(setting: Setting) -> dict[str, Racer]:
-    config = LlamaConfig(
+def _config(setting: Setting, heads: int, kv_heads: int) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=setting.hidden,
         intermediate_size=11 * setting.hidden // 4,
         num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=setting.tokens,
         tie_word_embeddings=False,
         dtype=torch.float32,
     )
+
+
+def _ids(setting: Setting) -> Tensor:
     torch.manual_seed(1)
-    ids = torch.randint(VOCABULARY, (setting.tokens + 1,))
+    return torch.randint(VOCABULARY, (setting.tokens + 1,))
+
+
+def _grouped(setting: Setting) -> dict[str, Racer]:
+    """Return ours with all heads at once, the same again, and with groups of all query heads of a
+    KV head."""
+    config = _config(setting, GROUPED_HEADS, GROUPED_KV_HEADS)
+    ids, per_kv = _ids(setting), GROUPED_HEADS // GROUPED_KV_HEADS
+    parts: Any = module_of(deepcopy(config), MemoryBlock()).parts
+    weights = parts.model.state_dict()
+    wanted: dict[str, int | str] = {ALL_HEADS: "all", f"{ALL_HEADS} again": "all"}
+    wanted[f"{per_kv} of {GROUPED_HEADS} heads"] = per_kv
+    return {name: _ours(config, setting, ids, weights, heads) for name, heads in wanted.items()}
+
+
+def _racers(setting: Setting) -> dict[str, Racer]:
+    config, ids = _config(setting, HEADS, KV_HEADS), _ids(setting)
     with tiled_mlps():
         theirs = alst_model(config, sdpa_attention_forward)
     part = setting.tokens // dist.get_world_size()
@@ -130,7 +161,13 @@ def _racers(setting: Setting) -> dict[str, Racer]:
     }
 
 
-def _ours(config: Any, setting: Setting, ids: Tensor, weights: dict[str, Tensor]) -> Racer:
+def _ours(
+    config: Any,
+    setting: Setting,
+    ids: Tensor,
+    weights: dict[str, Tensor],
+    heads_at_once: int | str = "all",
+) -> Racer:
     """Return ours with ALST's choices: tiles of as many tokens as the hidden size, and the loss of
     a rank in one."""
     ranks = dist.get_world_size()
@@ -138,11 +175,13 @@ def _ours(config: Any, setting: Setting, ids: Tensor, weights: dict[str, Tensor]
         "recompute": "attention",
         "mlp_tile_tokens": setting.hidden,
         "loss_tile_tokens": setting.tokens // ranks,
+        "attention_heads": heads_at_once,
     }
     module = module_of(deepcopy(config), MemoryBlock.model_validate(options))
     parts: Any = module.parts
     parts.model.load_state_dict(weights)
-    world = world_of(Layout(ulysses=ranks), "ulysses_cp", torch.device("cpu"), TorchCpu())
+    algorithm, layout = setting.layout(ranks)
+    world = world_of(layout, algorithm, torch.device("cpu"), TorchCpu())
     share = world.share([Segments.single(setting.tokens)])
     held = torch.cat([torch.arange(start, stop) for start, stop in share.held])
     every = torch.arange(len(held))

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from benchmarks.switching.contenders import CHOSEN, STATIC, Contender
 from benchmarks.switching.corpus import even
 from benchmarks.switching.predicted import choice_of
-from uspft.prepare.chosen_layouts import degrees_of
 from uspft.prepare.examine import Examined
-from uspft.switching.choice import SwitchingChoice
-from uspft.switching.priced import PricedLayout
+from uspft.prepare.resolve import keys_of
+from uspft.switching.choose.choice import SwitchingChoice
+from uspft.switching.choose.priced import PricedLayout
 
 BESIDE = 4
 """How many static layouts are timed, those of the least predicted seconds."""
@@ -50,7 +50,7 @@ def _alone(one: PricedLayout) -> str:
 
 def _each(static: list[PricedLayout]) -> dict[str, Contender]:
     return {
-        _alone(one): Contender(STATIC, one.name, {1: degrees_of(one.layout, one.row)})
+        _alone(one): Contender(STATIC, one.name, {1: keys_of(one.layout, one.row)})
         for one in static[:BESIDE]
     }
 
@@ -65,5 +65,5 @@ def _chosen(choice: SwitchingChoice) -> Contender:
     assert choice.mix
     buckets = choice.mix.buckets
     longest = max(one.length for one in buckets)
-    strategies = {longest // one.length: degrees_of(one.layout, one.row) for one in buckets}
+    strategies = {longest // one.length: keys_of(one.layout, one.row) for one in buckets}
     return Contender(CHOSEN, "auto", strategies, moves=choice.mix.moves)

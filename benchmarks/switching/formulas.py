@@ -31,7 +31,7 @@ def held_bytes(one: Contender, ranks: int) -> float:
     """Return what a rank holds between steps for each parameter under ZeRO-1.
 
     In place: weights, and of the ranks that hold the same a share of masters and Adam's moments.
-    Moving, as uspft/switching/moving.py says: masters, moments and summed gradients of what it
+    Moving, as uspft/switching/move/moving.py says: masters, moments and summed gradients of what it
     owns; straight also the weights of the most sharded layout.
     """
     degrees = one.degrees()

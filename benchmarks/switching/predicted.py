@@ -17,11 +17,11 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import step_of
 from uspft.prepare.step import matrices_of
 from uspft.sequence import of_recipe
-from uspft.switching.choice import SwitchingChoice, choose
-from uspft.switching.drawn_steps import DrawnSteps
-from uspft.switching.mix import Mix
-from uspft.switching.priced import PricedLayout, priced
-from uspft.switching.setting import Setting as Given
+from uspft.switching.choose.choice import SwitchingChoice, choose
+from uspft.switching.choose.drawn_steps import DrawnSteps
+from uspft.switching.choose.layout_set import LayoutSet
+from uspft.switching.choose.priced import PricedLayout, priced
+from uspft.switching.choose.setting import Setting as Given
 
 MEMORY_BYTES = 1e12
 """No bound: the contenders are given."""
@@ -52,7 +52,7 @@ def choice_of(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> Swit
     memory that the one layout of a recipe needs."""
     given, drawn = _given(found, hardware, lengths)
     mix = _mix(given, found, drawn)
-    need = MEMORY_BYTES * USABLE_SHARE - mix.room(mix.buckets[0]) + mix.buckets[0].row_bytes
+    need = MEMORY_BYTES * USABLE_SHARE - mix.memory(mix.buckets[0]) + mix.buckets[0].row_bytes
     rows = found.recipe.training.micro_batch_size
     memory = SLACK * need / USABLE_SHARE
     return choose(replace(given, memory_bytes=memory, rows_at_once=rows), drawn)
@@ -65,10 +65,10 @@ def _given(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> tuple[G
     return Given(step_of(found), figures, ranks, MEMORY_BYTES), drawn
 
 
-def _mix(given: Given, found: Examined, drawn: DrawnSteps, *, moves: bool = False) -> Mix:
+def _mix(given: Given, found: Examined, drawn: DrawnSteps, *, moves: bool = False) -> LayoutSet:
     every = range(len(strategies_of(found.recipe)))
     buckets = tuple(_priced(given, found, number, drawn) for number in every)
-    return Mix(given, buckets, min(bucket.layout.tensor for bucket in buckets), moves)
+    return LayoutSet(given, buckets, min(bucket.layout.tensor for bucket in buckets), moves)
 
 
 def _priced(given: Given, found: Examined, number: int, drawn: DrawnSteps) -> PricedLayout:

@@ -15,7 +15,7 @@ from benchmarks.switching.corpus import write_samples
 from uspft.data import prepare
 from uspft.job import Job
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.prices import prices_of
+from uspft.prepare.make_plan import prices_of
 
 HOSTS = 2
 VOCABULARY, HEADS, KV_HEADS = 1024, 8, 4

@@ -24,8 +24,8 @@ from uspft.assemble import Run, assemble
 from uspft.engine.quarantine import forget_mpu, prepare_deepspeed
 from uspft.job import Job
 from uspft.mesh import Groups
-from uspft.switching.dealing import SwitchingLoader
-from uspft.switching.moving import MovingEngine
+from uspft.switching.deal.dealing import SwitchingLoader
+from uspft.switching.move.moving import MovingEngine
 
 SAME = 1e-4
 """Losses and norms that differ by more, relatively, are not those of the same computation."""

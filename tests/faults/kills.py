@@ -90,7 +90,7 @@ def kill(trial: Trial, mark: Path) -> None:
     from uspft import assemble
     from uspft.checkpoint import save
     from uspft.engine.zero import ZeroEngine
-    from uspft.training import evaluating, loop
+    from uspft.training import evaluate, loop
 
     visits = 0
 
@@ -116,7 +116,7 @@ def kill(trial: Trial, mark: Path) -> None:
     where, name = {
         "training": (ZeroEngine, "step"),
         "saving": (save.Save, "finish" if trial.after_seconds < 0.1 else "__init__"),
-        "evaluating": (evaluating, "evaluate"),
+        "evaluating": (evaluate, "evaluate"),
         "exporting": (loop, "export_run"),
         "resuming": (assemble, "load_state"),
     }[trial.moment]

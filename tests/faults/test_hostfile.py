@@ -16,7 +16,7 @@ from tests.faults.launched import two_free_ports
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
 from uspft.launcher import LaunchError, run_on_hosts
-from uspft.launcher.hostfile import read_hostfile
+from uspft.launcher.remote import read_hostfile
 
 
 def written(folder: Path, text: str) -> Path:

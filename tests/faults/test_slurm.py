@@ -6,7 +6,7 @@ import pytest
 
 from uspft.called import VARIABLE
 from uspft.launcher import Hosts, LaunchError, hosts_from, planned_hosts, variables
-from uspft.launcher.slurm import PORTS, first_host
+from uspft.launcher.variables import PORTS, first_host
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "4"}
 STEP = {

@@ -1,5 +1,5 @@
-"""One ZeRO-3 step of each algorithm on GPUs, and of experts that ranks divide, has the loss and
-gradient norm of one GPU."""
+"""One ZeRO-3 step of each algorithm on GPUs, of groups of heads and of experts that ranks divide,
+has the loss and gradient norm of one GPU."""
 
 from __future__ import annotations
 
@@ -66,6 +66,29 @@ def test_algorithms_agree_with_one_process(
         row(f"ZeRO-3, {name}, {count} GPUs", told)
         wrong += [] if fine else [f"{name}: {told}"]
     assert not wrong and len(LAYOUTS) >= 7
+
+
+GROUPED = ("", "ulysses_cp", "planned_cp")
+AWAY = {"recompute": "attention", "mlp_tile_tokens": 48, "offload_activations": "cpu"}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("device", "count"), PLACES[:2])
+def test_groups_of_heads_agree_with_all_heads(
+    inputs: tuple[Path, Path], tmp_path: Path, device: str, count: int, row: Row
+) -> None:
+    model = make_model(tmp_path / "model", "qwen3", heads=8, kv_heads=4, head_dim=64)
+    alone = steps_of(recipe_of((model, inputs[1]), device, 1), tmp_path / "alone")
+    wrong = []
+    for name in GROUPED:
+        for heads in (1, 2):
+            recipe = recipe_of((model, inputs[1]), device, count if name else 1, name)
+            recipe["memory"] = {**AWAY, "attention_heads": heads}
+            found = steps_of(recipe, tmp_path / f"{name}-{heads}")
+            fine, told = agree(found, alone)
+            row(f"ZeRO-3, {name or 'whole'}, {heads} heads at once, {count} GPUs", told)
+            wrong += [] if fine else [f"{name} {heads}: {told}"]
+    assert not wrong
 
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

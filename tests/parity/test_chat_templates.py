@@ -16,7 +16,7 @@ import pytest
 from tests.support.chat_templates import CONVERSATIONS, ENDS, render
 from tests.support.originals import DOWNLOADED, original
 from tests.support.shapes_of_chat import SHAPES
-from uspft.data import twins
+from uspft.data import chat_template
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
 from uspft.data.samples import Rendered
@@ -181,12 +181,12 @@ def test_what_is_not_compared_cannot_be(name: str, conversation: str) -> None:
 def test_a_twin_writes_the_same_text_and_encloses_what_is_told(name: str) -> None:
     known = template(name)
     unknown = Unknown(known.source, SPECIAL, TOKENS)
-    assert known.twin and known.twin.marked and not known.marked
+    assert known.marked_copy and known.marked_copy.marked and not known.marked
     found = rendered(known, "assistant")
     assert len(SHAPES) == 40 and sum(map(bool, found.values())) == TWINS[name]
     for shape in [shape for shape in SHAPES if found[shape]]:
         turns, settings = handed(shape, known)
-        text, answers = marked(known.twin, known, shape)
+        text, answers = marked(known.marked_copy, known, shape)
         assert text == known.write(turns, **settings)
         assert len(answers) == sum(one["role"] == "assistant" for one in turns)
     for train_on in ("assistant", "last", "all"):
@@ -201,14 +201,14 @@ def test_a_twin_writes_the_same_text_and_encloses_what_is_told(name: str) -> Non
 def test_each_edit_of_a_twin_is_seen(name: str) -> None:
     """Without any one of them there is no twin, or one that writes or encloses something else."""
     known = template(name)
-    assert known.twin
-    edits = twins.models()[twins.digest(known.source)]["edits"]
-    right = {shape: marked(known.twin, known, shape) for shape in SHAPES}
+    assert known.marked_copy
+    edits = chat_template.models()[chat_template.digest(known.source)]["edits"]
+    right = {shape: marked(known.marked_copy, known, shape) for shape in SHAPES}
     for left_out in range(len(edits)):
         source = known.source
         try:
             for edit in [*edits[:left_out], *edits[left_out + 1 :]]:
-                source = twins.edited(source, edit)
+                source = chat_template.edited(source, edit)
         except ValueError:
             continue  # what another edit is made at is there twice
         wrong = ChatTemplate(source, SPECIAL, TOKENS)
@@ -218,15 +218,15 @@ def test_each_edit_of_a_twin_is_seen(name: str) -> None:
 
 def test_every_known_template_is_compared() -> None:
     here = [name for name in TWINS if name not in DOWNLOADED]
-    known = {twins.digest(template(name).source) for name in here}
-    assert known <= twins.models().keys() and len(known) == len(here) == 13
-    assert len(twins.models()) == len(TWINS) == len(here) + len(DOWNLOADED)
+    known = {chat_template.digest(template(name).source) for name in here}
+    assert known <= chat_template.models().keys() and len(known) == len(here) == 13
+    assert len(chat_template.models()) == len(TWINS) == len(here) + len(DOWNLOADED)
 
 
 @pytest.mark.full
 def test_every_known_template_that_is_downloaded_is_compared() -> None:
-    known = {twins.digest(template(name).source) for name in TWINS}
-    assert known == twins.models().keys()
+    known = {chat_template.digest(template(name).source) for name in TWINS}
+    assert known == chat_template.models().keys()
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -234,6 +234,6 @@ def test_a_template_that_differs_has_no_twin(name: str) -> None:
     """One space more, and its answers are told."""
     known = template(name)
     other = ChatTemplate(known.source.replace("messages", "messages ", 1), SPECIAL, TOKENS)
-    assert other.twin is None and other.source != known.source
+    assert other.marked_copy is None and other.source != known.source
     turns = CONVERSATIONS["one answer"]
     assert render(turns, other, "assistant") == render(turns, known, "assistant")

@@ -38,7 +38,7 @@ def work(
 ) -> dict[Any, Any]:
     """endless: as if rows went on after the last epoch."""
     from uspft.data.loader import StepLoader
-    from uspft.switching import dealing
+    from uspft.switching.deal import dealing
 
     if endless:
         dealing.StepLoader = lambda *a, **k: StepLoader(*a, **{**k, "last_row": None})  # type: ignore[attr-defined,misc,assignment]

@@ -35,7 +35,7 @@ from tests.support.moving import MOVED, PASSES, Moving, recipe, started, train, 
 from tests.support.ranks import spawn
 from tests.support.runs import held, prepared
 from tests.support.stages import ZERO
-from uspft.switching.routes import ByOwners
+from uspft.switching.move.routes import ByOwners
 
 pytestmark = pytest.mark.timeout(900)
 TWO_HOSTS = (0, 0, 1, 1)
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     ),
     "weights are those of the step before": (
         Moving("llama"),
-        "uspft.switching.routes.ByOwners.fetch",
+        "uspft.switching.move.routes.ByOwners.fetch",
         once_fetched(ByOwners.fetch),
     ),
     PADDING: (
@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     ),
     "sums are not brought to the next layout": (
         Moving("llama", straight=True),
-        "uspft.switching.routes.Straight.finish",
+        "uspft.switching.move.routes.Straight.finish",
         lambda self: (self.fetch(self._home), self.begin()),
     ),
 }

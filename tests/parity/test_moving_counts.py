@@ -19,7 +19,7 @@ from tests.support.moving import MOVED, Moving, started
 from tests.support.ranks import spawn
 from uspft.parameters.owned import owned_parts
 from uspft.parameters.part import Part
-from uspft.switching.routes import ByOwners
+from uspft.switching.move.routes import ByOwners
 
 SMALL = 1024
 """Bytes of a tensor that is left out of what is counted: scalars, batches, rotary frequencies."""

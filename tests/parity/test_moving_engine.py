@@ -20,7 +20,7 @@ from uspft.comm import total
 from uspft.engine.step import NotFinite
 from uspft.layout import Layout
 from uspft.parameters.shards import Shards
-from uspft.switching.moving import MovingEngine
+from uspft.switching.move.moving import MovingEngine
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from tests.support.ranks import spawn
 from tests.support.stocks import LAYOUTS, SHAPES, SPLITS, shards
 from uspft.comm import Books
 from uspft.mesh import Groups
-from uspft.switching import switch as switching
-from uspft.switching.moves import Moves, Stock, plan_moves, stock_of
-from uspft.switching.switch import Switch
+from uspft.switching.move import switch as switching
+from uspft.switching.move.moves import Moves, Stock, plan_moves, stock_of
+from uspft.switching.move.switch import Switch
 
 HOSTS = (0, 0, 1, 1), (0, 1, 1, 1)
 DTYPES = torch.float32, torch.bfloat16

@@ -120,7 +120,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
     found = ran(CASES, RESUMED, folder / "runs", folder, data)
     found["an epoch"] = run_recipe(recipe(CASES[0], folder, data, **EPOCH), folder / "epoch")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("uspft.switching.dealing.SwitchingLoader.of_group", first_row_twice)
+        patch.setattr("uspft.switching.deal.dealing.SwitchingLoader.of_group", first_row_twice)
         patch.setattr("uspft.training.guards.Guards.rows", lambda *_: None)
         found["wrong"] = run_recipe(recipe(CASES[0], folder, data), folder / "wrong")
     return found if rank == 0 else {}

@@ -65,15 +65,15 @@ WANTED = {
     "llama3.1-8b-text-ulysses-64k.yaml": Wanted(
         2, "each row shared by 2 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
-    "llama3.1-8b-text-whole-512k.yaml": Wanted(
+    "llama3.1-8b-text-whole-1m.yaml": Wanted(
         1, "each row whole on one process, 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
-    "llama3.1-8b-text-ulysses-4m.yaml": Wanted(
-        8, "each row shared by 8 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    "llama3.1-8b-text-planned-8m.yaml": Wanted(
+        8, "each row shared by 8 (exchange), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
-    "llama3.1-8b-text-planned-15m-32gpu.yaml": Wanted(
+    "llama3.1-8b-text-planned-32m-32gpu.yaml": Wanted(
         32,
-        "each row shared by 32 (Ulysses 8 × exchange 4), 1 row at a time; ZeRO-3, bfloat16 on cuda",
+        "each row shared by 32 (exchange), 1 row at a time; ZeRO-3, bfloat16 on cuda",
     ),
     "llama3.1-70b-lora-tensor-32k.yaml": Wanted(
         8,

@@ -205,7 +205,7 @@ def alive(
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.engine.zero import ZeroEngine, partitioner
     from uspft.parameters.fill import fill
-    from uspft.switching.moving import MovingEngine
+    from uspft.switching.move.moving import MovingEngine
 
     prepare_deepspeed()
     mesh = make_mesh(held.layout, groups, Books())

@@ -146,7 +146,7 @@ def started(
     from uspft.objective import TrainedModel, make_objective
     from uspft.parameters.fill import fill, shapes_of
     from uspft.parameters.shards import Holders
-    from uspft.switching.moving import MovingEngine
+    from uspft.switching.move.moving import MovingEngine
 
     job = job_of(recipe(case, folder, data), output, resume=resume)
     block, dtype = job.here.model, getattr(torch, job.here.model.dtype)

@@ -76,7 +76,7 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
     from uspft.job import Job
     from uspft.prepare.data import steps_of
     from uspft.prepare.examine import examine
-    from uspft.prepare.prices import prices_of
+    from uspft.prepare.make_plan import prices_of
 
     output.mkdir(parents=True, exist_ok=True)
     path = output / "asked.yaml"

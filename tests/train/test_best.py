@@ -20,7 +20,7 @@ from tests.support.launch import records, write_recipe
 from tests.support.models import VOCABULARY, make_documents, make_model
 from tests.support.runs import small_recipe
 from uspft.checkpoint.folder import Checkpoint
-from uspft.commands.finishing import reason_to_end
+from uspft.commands.train import reason_to_end
 from uspft.config import load
 from uspft.metrics.trackers import numbers
 

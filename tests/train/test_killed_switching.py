@@ -70,8 +70,8 @@ def loses_a_rank(switching: str, mark: Path) -> None:
     their owners; else after the last row of one layout, and before the first of the other.
     """
     from uspft.engine.zero import ZeroEngine
-    from uspft.switching import switch
-    from uspft.switching.moving import MovingEngine
+    from uspft.switching.move import switch
+    from uspft.switching.move.moving import MovingEngine
 
     engine = MovingEngine if switching == "move" else ZeroEngine
     take, forward, shift = engine.step, ZeroEngine.forward, switch.shift

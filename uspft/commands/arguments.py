@@ -145,11 +145,11 @@ def _run_of(verb: str, *, of_checkpoint: bool) -> Callable[[Path, Sequence[str],
     """What runs a command that takes a target, overrides and nothing else. of_checkpoint: the
     target of `check` is a folder, and no recipe."""
     if verb == "check" and of_checkpoint:
-        from uspft.commands.check_checkpoint import check_checkpoint as run
+        from uspft.commands.check import check_checkpoint as run
     elif verb == "check":
         from uspft.commands.check import check as run
     elif verb == "chat":
-        from uspft.commands.talk import chat as run
+        from uspft.commands.chat import chat as run
     elif verb == "export":
         from uspft.commands.export import export as run
     elif verb == "calibrate":

@@ -6,20 +6,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from uspft.checkpoint.folder import Checkpoint, CheckpointError, folders_of
 from uspft.config import Fault, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
+from uspft.config.problems import COMMAND_LINE, UsageError
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.data import tokenizer_here
+from uspft.prepare.disk_space import last_step, space_finding, space_free, space_needed
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.expert_side import expert_side
 from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import ExaminedModel, examine_model
 from uspft.prepare.output import output_of
-from uspft.prepare.space import last_step, space_finding, space_free, space_needed
-from uspft.prepare.waste import wasted
+from uspft.prepare.remarks import expert_side, wasted
 from uspft.prepare.weigh_strategies import weighed_here
 
 CACHE = "data.cache_dir"
@@ -128,3 +129,35 @@ def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
     if wrong:
         return ["warning: {}: {}; {}".format(*wrong)]
     return [f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}"]
+
+
+def check_checkpoint(target: Path, overrides: Sequence[str], place: Invocation) -> int:
+    """Print for each checkpoint that a folder holds whether it is whole.
+
+    target: a checkpoint, `checkpoints/` or the folder of a run. Raises CheckpointError, with a line
+    for each checkpoint that is damaged, and UsageError for what else was said.
+    """
+    if overrides or place.ranks:
+        more = overrides[0] if overrides else "--ranks"
+        raise UsageError(more, "a checkpoint is checked, and not a recipe", "leave it out")
+    damaged = []
+    try:
+        folders = folders_of(target)
+    except CheckpointError as error:
+        remedy = "name a recipe, a checkpoint or the output folder of a run"
+        what = str(error).removeprefix(f"{target} ")
+        raise CheckpointError(f"{COMMAND_LINE}: {target}: {what}; {remedy}") from error
+    for folder in folders:
+        try:
+            found = Checkpoint.open(folder)
+        except CheckpointError as error:
+            damaged.append(f"{COMMAND_LINE}: {target}: {error}; go on from another checkpoint")
+            continue
+        files = f"{folder}: step {found.step}, {len(found.state['sizes'])} files"
+        if found.has_checksums:
+            print(f"{files}, {as_size(found.size)}: every checksum is right")
+        else:
+            print(f"{files}: whole by their lengths and headers, and written without checksums")
+    if damaged:
+        raise CheckpointError("\n".join(damaged))
+    return 0

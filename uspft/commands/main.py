@@ -138,9 +138,9 @@ def _rank(words: Sequence[str]) -> int:
     begin_imports()
     try:
         if words[1:] == ["verify"]:
-            from uspft.commands.verify_rank import rank
+            from uspft.commands.verify import rank
         elif words[1:] == ["calibrate"]:
-            from uspft.commands.calibrate_rank import rank
+            from uspft.commands.calibrate import rank
         else:
             from uspft.commands.rank import rank
         code = rank(Path(words[0]), Invocation("rank", dict(os.environ)), waiting)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from uspft.commands.aligned import aligned
 from uspft.commands.plan_pages import (
     LEGEND,
+    aligned,
     as_data,
     layouts_table,
     left_out_lines,
@@ -40,8 +40,7 @@ from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
 from uspft.prepare.model import examine_model, must_be_built
-from uspft.prepare.sampled import sample_of
-from uspft.prepare.weigh_strategies import has_strategies, weighed_here
+from uspft.prepare.weigh_strategies import has_strategies, sample_of, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
 ALGORITHMS = dict.fromkeys(row.short for row in CONTEXT.values())

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from uspft.commands.aligned import aligned
 from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
 from uspft.metrics import as_size
@@ -16,6 +15,17 @@ from uspft.planner.auto import ROWS, STAGE
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.rank import Ranked, Ranking
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines whose first column stands to the left and whose numbers stand to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
 
 GIB = 1 << 30
 _BESIDE = "beside the first"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from uspft.commands.aligned import aligned
+from uspft.commands.plan_pages import aligned
 from uspft.metrics import as_size
-from uspft.switching.choice import SwitchingChoice
-from uspft.switching.drawn_steps import DrawnSteps
-from uspft.switching.mix import Mix
+from uspft.switching.choose.choice import SwitchingChoice
+from uspft.switching.choose.drawn_steps import DrawnSteps
+from uspft.switching.choose.layout_set import LayoutSet
 
 STATIC_LINES = 12
 """The most static layouts that are listed; the others are counted."""
@@ -28,7 +28,7 @@ def switching_lines(found: SwitchingChoice, drawn: DrawnSteps) -> list[str]:
     return [*lines, f"and {left} more static layouts"] if left > 0 else lines
 
 
-def _buckets(mix: Mix, drawn: DrawnSteps) -> str:
+def _buckets(mix: LayoutSet, drawn: DrawnSteps) -> str:
     """Return a line for each bucket, those of shorter rows first."""
     lines = [["rows of", "layout", "ranks of a group", "rows a step", "seconds a row", "memory"]]
     steps = [drawn.rows(step, mix.bounds) for step in range(len(drawn.steps))]
@@ -48,7 +48,7 @@ def _buckets(mix: Mix, drawn: DrawnSteps) -> str:
     return aligned(lines)
 
 
-def _switches(mix: Mix) -> str:
+def _switches(mix: LayoutSet) -> str:
     """Return what a rank receives for each switch of layouts."""
     if mix.moves:
         degrees = sorted({one.layout.tensor for one in mix.buckets})

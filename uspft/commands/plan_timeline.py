@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from uspft.commands.aligned import aligned
+from uspft.commands.plan_pages import aligned
 from uspft.pipeline.simulator import Timed
 from uspft.planner.timeline import PipelineTimeline
 

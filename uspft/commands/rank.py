@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from uspft.comm import deadline, set_deadline
 from uspft.commands.imports import keep_imports
-from uspft.commands.joining import joined
-from uspft.commands.shared import ranks_of_host, require_shared
+from uspft.commands.joining import joined, ranks_of_host, require_shared
 from uspft.config import Recipe, dump
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import Interrupted

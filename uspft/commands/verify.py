@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
 from rich.console import Console
 
+from uspft.commands.imports import keep_imports
+from uspft.commands.joining import joined, ranks_of_host, require_shared
 from uspft.commands.starting import start_ranks
-from uspft.launcher import Hosts
+from uspft.launcher import Hosts, Waiting
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_verify_job import Asked, clear_results, prepare_verify
@@ -85,3 +88,30 @@ def _start(work: VerifyJob, hosts: Hosts, place: Invocation, logs: str) -> int:
             logs=work.folder / logs,
             on_stop="nothing is saved",
         )
+
+
+def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
+    """Be one rank of the job that `verify` left in `folder`. Raises what the run raises."""
+    from uspft.verify.work import VerifyJob
+
+    work = VerifyJob.read(folder)
+    with joined(work.job.recipe.launch, place.environment) as device:
+        waiting.close()
+        from uspft.verify.ranks import run_layouts, run_reference
+
+        keep_imports()
+        if work.is_reference:
+            run_reference(work, device)
+        else:
+            require_shared(work.folder, place.environment)
+            say = _say if dist.get_rank() == 0 else _silent
+            run_layouts(work, device, say, ranks_of_host(place.environment))
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _silent(line: str) -> None:
+    """Print nothing, since only the first rank speaks."""

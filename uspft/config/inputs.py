@@ -47,7 +47,7 @@ _Null = Annotated[None, BeforeValidator(_nothing)]
 
 
 @with_config(STRICT)
-class FieldNames(TypedDict, total=False):
+class RecordFields(TypedDict, total=False):
     """What records call the fields that have these names here."""
 
     messages: _Other
@@ -65,6 +65,12 @@ class FieldNames(TypedDict, total=False):
     text: _Other
     input_ids: _Other
     labels: _Other
+
+
+@with_config(STRICT)
+class FieldsLeftAlone(TypedDict, total=False):
+    """Fields with which a sample is refused, unless null says to leave them alone."""
+
     label: _Null
     kto_tag: _Null
     weight: _Null
@@ -91,6 +97,12 @@ class FieldNames(TypedDict, total=False):
     video: _Null
     audios: _Null
     audio: _Null
+
+
+@with_config(STRICT)
+class FieldNames(RecordFields, FieldsLeftAlone, total=False):
+    """What `data.fields` may say."""
+
     role: Annotated[Text, Field(title="the key of a turn's role")]
     content: Annotated[Text, Field(title="the key of a turn's content")]
     roles: Free

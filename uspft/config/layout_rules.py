@@ -17,10 +17,16 @@ from uspft.config.algorithms import (
     names,
 )
 from uspft.config.degrees import Degrees
-from uspft.config.problems import Finding
+from uspft.config.messages import shown as in_words
+from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import KEY, strategies_of
 from uspft.config.types import Open
+
+
+def degrees(*keys: str) -> tuple[str, ...]:
+    """Return the keys of `parallel_config`, and those of every strategy, which stand in one."""
+    return (*(f"parallel_config.{key}" for key in keys), "parallel_config.strategies")
 
 
 def of_each_layout(
@@ -37,6 +43,7 @@ def of_each_layout(
     return rule
 
 
+@reads(*degrees("context_parallel", "context_parallel_algo", "tensor_parallel_algo"))
 @of_each_layout
 def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
     """Where ranks share a row, the algorithm is named, but on a mesh."""
@@ -46,9 +53,12 @@ def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
         yield f"{at}.context_parallel_algo", what, f"write {names(CONTEXT)}"
 
 
+@reads(
+    *degrees("model_parallel", "use_seq_parallel", "tensor_parallel_algo", *sorted(MESH_OPTIONS))
+)
 @of_each_layout
 def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """What is said of tensor parallel ranks fits their algorithm and degree."""
+    """The keys of tensor parallelism fit its algorithm and degree."""
     degree, name, mesh = parallel.model_parallel, parallel.tensor_parallel_algo, "tensor_mesh"
     if parallel.use_seq_parallel and parallel.on_a_mesh:
         what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
@@ -78,6 +88,16 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
             yield f"{at}.{option}", what, "leave it out, or write model_parallel above 1"
 
 
+@reads(
+    *degrees(
+        "context_parallel",
+        "context_parallel_algo",
+        "ulysses_degree_in_cp",
+        "model_parallel",
+        "tensor_parallel_algo",
+        "tensor_mesh",
+    )
+)
 @of_each_layout
 def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
     """The Ulysses degree is there where it must be, and divides the ranks that share a row."""
@@ -111,6 +131,14 @@ def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
         yield key, f"is {ulysses}, which does not divide {product}", fitting
 
 
+@reads(
+    *degrees(
+        "context_parallel_algo",
+        "tensor_parallel_algo",
+        *sorted(every_option(CONTEXT)),
+        *sorted(every_option(TENSOR)),
+    )
+)
 @of_each_layout
 def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
     """Options that only other algorithms have are refused, instead of dropped."""
@@ -127,3 +155,41 @@ def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
                 shown = list(value) if isinstance(value, tuple) else value
                 what = f"is {shown}, and only {' and '.join(having(option, table))} has it"
                 yield f"{at}.{option}", what, f"write {AUTO}, or leave it out"
+
+
+# Experts that ranks divide: much beside them is silently wrong in DeepSpeed 0.19.
+
+_ZERO = "deepspeed.zero_optimization"
+_WRONG: dict[str, tuple[object, str]] = {
+    "contiguous_gradients": (False, "sums their gradients twice"),
+    "round_robin_gradients": (True, "ends in an error"),
+    "reduce_scatter": (False, "averages them with those of ranks that hold others"),
+}
+"""Keys of ZeRO with the value that divided experts cannot have, and what DeepSpeed does there."""
+
+
+@reads(
+    "parallel_config.expert_parallel", "parallel_config.switching", "deepspeed.zero_optimization"
+)
+def experts(recipe: Recipe) -> Iterator[Finding]:
+    """Where ranks divide experts, settings that make DeepSpeed's gradients wrong are refused."""
+    parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
+    if isinstance(parallel.expert_parallel, Open) and parallel.strategies is not None:
+        what = f"is {AUTO}, beside strategies, whose layouts all have it"
+        yield "parallel_config.expert_parallel", what, "write a number"
+    if parallel.expert_parallel == 1:
+        return
+    beside = f"beside parallel_config.expert_parallel {parallel.expert_parallel}"
+    if zero.get("stage", 1) == 0:
+        what = f"is 0, {beside}: each rank would clip by the norm of its own experts"
+        yield f"{_ZERO}.stage", what, "write 1, 2 or 3"
+    for key, (value, does) in _WRONG.items():
+        if zero.get(key) is value:
+            what = f"is {in_words(value)}, {beside}, where DeepSpeed {does}"
+            yield f"{_ZERO}.{key}", what, f"write {in_words(not value)}, or leave it out"
+    if (shared := zero.get("zero_hpz_partition_size", 1)) > 1:
+        what = f"is {shared}, which is not available {beside}"
+        yield f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"
+    if parallel.switching == "move":
+        what = f"is move, {beside}: owners gather weights that all ranks hold alike"
+        yield "parallel_config.switching", what, "write in_place, or expert_parallel: 1"

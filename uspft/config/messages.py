@@ -305,6 +305,8 @@ def _sentence(
     if not parts:
         return unknown_value(value, node)
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value in (0, 1) and number and "boolean" in types:
+        return f"expected true or false, got {value}", f"write {'true' if value else 'false'}"
     if number and kinds & _BOUNDS:
         said = f"{value:g}" if "number" in types else value
         return f"is {said}, out of range", f"write {wanted}"
@@ -321,8 +323,6 @@ def _sentence(
     text = any(one.get("type") == "string" and one.get("pattern") != SUFFIXED for one in every)
     if text and (isinstance(value, str) or number or len(parts) == 1):
         return _no_text(value, node, wanted)
-    if value in (0, 1) and number and "boolean" in types and "integer" not in types:
-        return f"expected {wanted}, got {value}", f"write {'true' if value else 'false'}"
     remedy = f"write {wanted}"
     if value == "None" and None in choices(node):
         remedy = "write null"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AUTO
-from uspft.config.problems import Finding
+from uspft.config.problems import Finding, reads
 from uspft.config.strategies import KEY, strategies_of
 from uspft.config.types import Open
 
@@ -32,6 +32,7 @@ WITHOUT_STAGES = {
 """What a resolved `parallel_config` says of stages where there is one."""
 
 
+@reads("parallel_config", "deepspeed.zero_optimization")
 def stages(recipe: Recipe) -> Iterator[Finding]:
     """Stages stand beside what they go with; where there is one, nothing is said of several."""
     parallel = recipe.parallel_config
@@ -97,6 +98,11 @@ def beside_stages(recipe: Recipe) -> list[Finding]:
     return found
 
 
+@reads(
+    "memory.gradient_checkpointing",
+    "parallel_config.pipeline_stage",
+    "parallel_config.pp_interleave_num",
+)
 def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     """A list of checkpointed layers has a number for each stage."""
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config

@@ -5,24 +5,20 @@ A rule is asked only where the keys that it reads are free of faults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
 
-from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, every_option
-from uspft.config.expert_rules import experts
-from uspft.config.layout_rules import algorithm, own_options, tensor_options, ulysses_degree
+from uspft.config.algorithms import AUTO
+from uspft.config.layout_rules import (
+    algorithm,
+    experts,
+    own_options,
+    tensor_options,
+    ulysses_degree,
+)
 from uspft.config.pipeline_rules import checkpointed, stages
-from uspft.config.problems import Finding
+from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
-from uspft.config.strategy_rules import one_layout, rising, switchable
-
-
-@dataclass(frozen=True)
-class KeyRule:
-    """A rule and the keys that it reads: where one is faulty, it would only repeat that fault."""
-
-    reads: tuple[str, ...]
-    check: Callable[[Recipe], Iterator[Finding]]
+from uspft.config.strategies import one_layout, rising, switchable
 
 
 def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
@@ -30,7 +26,7 @@ def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
     return [
         finding
         for rule in RULES
-        if not any(touches(key, bad) for key in rule.reads for bad in faulty)
+        if not any(touches(key, bad) for key in rule.keys for bad in faulty)
         for finding in rule.check(recipe)
     ]
 
@@ -40,6 +36,7 @@ def touches(key: str, bad: str) -> bool:
     return key == bad or key.startswith(f"{bad}.") or bad.startswith((f"{key}.", f"{key}["))
 
 
+@reads("model.name_or_path", "model.config")
 def _one_model(recipe: Recipe) -> Iterator[Finding]:
     name, config = recipe.model.name_or_path, recipe.model.config
     if name is not None and config is not None:
@@ -50,6 +47,7 @@ def _one_model(recipe: Recipe) -> Iterator[Finding]:
         yield "model.name_or_path", what, "write a Hugging Face folder or hub id, or model.config"
 
 
+@reads("model.add_tokens", "model.adapter")
 def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
     tokens = recipe.model.add_tokens
     if tokens and recipe.model.adapter:
@@ -60,6 +58,7 @@ def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
             yield f"model.add_tokens[{number}]", f"`{token}` stands there twice", "write it once"
 
 
+@reads("training.steps", "training.epochs")
 def _one_length(recipe: Recipe) -> Iterator[Finding]:
     steps, epochs = recipe.training.steps, recipe.training.epochs
     if steps is not None and epochs is not None:
@@ -70,6 +69,7 @@ def _one_length(recipe: Recipe) -> Iterator[Finding]:
         yield "training.steps", what, "write one of them, such as steps: 1000"
 
 
+@reads("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps")
 def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
     ratio, steps = recipe.lr_schedule.warmup_ratio, recipe.lr_schedule.warmup_steps
     if ratio is not None and steps is not None:
@@ -80,6 +80,7 @@ def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
         yield "lr_schedule.warmup_ratio", what, "write 0.0 for no warm-up"
 
 
+@reads("lr_schedule.min_learning_rate", "lr_schedule.warmup_initial", "optimizer.learning_rate")
 def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
     peak = recipe.optimizer.learning_rate
     for key in ("min_learning_rate", "warmup_initial"):
@@ -93,6 +94,7 @@ _OF_SCHEDULE = {"cycles": "cosine_restarts", "power": "polynomial", "decay_ratio
 """Keys of `lr_schedule` that one of its types alone has."""
 
 
+@reads("lr_schedule")
 def _schedule(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what shapes another schedule, and a fall that begins inside the warm-up."""
     block = recipe.lr_schedule
@@ -107,6 +109,7 @@ def _schedule(recipe: Recipe) -> Iterator[Finding]:
         yield "lr_schedule.decay_ratio", what, "write shares of at most 1 together"
 
 
+@reads("training.stop_step", "training.steps")
 def _last_step(recipe: Recipe) -> Iterator[Finding]:
     stop, steps = recipe.training.stop_step, recipe.training.steps
     if stop is not None and steps is not None and stop > steps:
@@ -114,6 +117,9 @@ def _last_step(recipe: Recipe) -> Iterator[Finding]:
         yield "training.stop_step", what, f"write at most {steps:,}, or null"
 
 
+@reads(
+    "training.eval_every_steps", "training.eval_micro_batch_size", "data.eval", "data.eval_fraction"
+)
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.eval is not None and recipe.data.eval_fraction is not None:
         what = f"is {recipe.data.eval_fraction:g}, and data.eval names what is evaluated on"
@@ -125,6 +131,7 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
             yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
 
 
+@reads("launch.min_hosts", "launch.restarts")
 def _restarts(recipe: Recipe) -> Iterator[Finding]:
     """Refuse hosts to start again on where nothing starts again."""
     hosts = recipe.launch.min_hosts
@@ -133,6 +140,13 @@ def _restarts(recipe: Recipe) -> Iterator[Finding]:
         yield "launch.min_hosts", what, "write launch.restarts too, or null here"
 
 
+@reads(
+    "training.patience",
+    "checkpoint.keep_best",
+    "training.eval_every_steps",
+    "data.eval",
+    "data.eval_fraction",
+)
 def _least_loss(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what compares evaluations where there are none to compare."""
     for key, value, off in (
@@ -151,6 +165,7 @@ def _least_loss(recipe: Recipe) -> Iterator[Finding]:
             yield key, what, f"write training.eval_every_steps, such as 100, or {off} here"
 
 
+@reads("data.eval")
 def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
     titles: list[str] = []
     for number, source in enumerate(recipe.data.eval or ()):
@@ -163,6 +178,7 @@ def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
         titles.append(source.title)
 
 
+@reads("data.train")
 def _weights(recipe: Recipe) -> Iterator[Finding]:
     weights = [source.weight for source in recipe.data.train]
     if None in weights and any(weight is not None for weight in weights):
@@ -171,6 +187,7 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
         yield f"data.train[{number}].weight", what, "write one for each source, or for none"
 
 
+@reads("model.dtype", "model.attention", "launch.device")
 def _device(recipe: Recipe) -> Iterator[Finding]:
     if recipe.launch.device == "cpu":
         if recipe.model.attention.startswith("flash_attn"):
@@ -181,6 +198,7 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
         yield "model.attention", what, "write auto or torch, or dtype: bfloat16"
 
 
+@reads("memory.gradient_checkpointing", "memory.recompute", "memory.offload_activations")
 def _recomputed(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what asks for checkpointed layers where there are none."""
     memory = recipe.memory
@@ -193,6 +211,7 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
             yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
 
 
+@reads("memory.attention_heads", "memory.recompute")
 def _grouped(recipe: Recipe) -> Iterator[Finding]:
     """Refuse to remember what lies between exchanges of heads, where each group has its own."""
     memory = recipe.memory
@@ -202,6 +221,7 @@ def _grouped(recipe: Recipe) -> Iterator[Finding]:
         yield "memory.recompute", what, f"write {AUTO}, nothing or attention"
 
 
+@reads("memory.gradient_reduction", "model.dtype")
 def _reduced(recipe: Recipe) -> Iterator[Finding]:
     """Refuse to send gradients in a type that is not theirs."""
     if recipe.memory.gradient_reduction == "bfloat16" != recipe.model.dtype:
@@ -209,109 +229,31 @@ def _reduced(recipe: Recipe) -> Iterator[Finding]:
         yield "memory.gradient_reduction", what, "write float32, or model.dtype: bfloat16"
 
 
-def _degrees(*keys: str) -> tuple[str, ...]:
-    """Return the keys of `parallel_config`, and those of every strategy, which stand in one."""
-    return (*(f"parallel_config.{key}" for key in keys), "parallel_config.strategies")
-
-
 RULES = (
-    KeyRule(
-        _degrees(
-            "context_parallel_algo",
-            "tensor_parallel_algo",
-            *sorted(every_option(CONTEXT)),
-            *sorted(every_option(TENSOR)),
-        ),
-        own_options,
-    ),
-    KeyRule(("model.name_or_path", "model.config"), _one_model),
-    KeyRule(("model.add_tokens", "model.adapter"), _new_tokens),
-    KeyRule(("training.steps", "training.epochs"), _one_length),
-    KeyRule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
-    KeyRule(
-        ("lr_schedule.min_learning_rate", "lr_schedule.warmup_initial", "optimizer.learning_rate"),
-        _learning_rates,
-    ),
-    KeyRule(("lr_schedule",), _schedule),
-    KeyRule(("training.stop_step", "training.steps"), _last_step),
-    KeyRule(
-        _degrees("context_parallel", "context_parallel_algo", "tensor_parallel_algo"), algorithm
-    ),
-    KeyRule(
-        _degrees(
-            "model_parallel", "use_seq_parallel", "tensor_parallel_algo", *sorted(MESH_OPTIONS)
-        ),
-        tensor_options,
-    ),
-    KeyRule(
-        _degrees(
-            "context_parallel",
-            "context_parallel_algo",
-            "ulysses_degree_in_cp",
-            "model_parallel",
-            "tensor_parallel_algo",
-            "tensor_mesh",
-        ),
-        ulysses_degree,
-    ),
-    KeyRule(("parallel_config.strategies", "data.sequence_length"), rising),
-    KeyRule(("parallel_config", "deepspeed.zero_optimization"), stages),
-    KeyRule(
-        (
-            "parallel_config.expert_parallel",
-            "parallel_config.switching",
-            "deepspeed.zero_optimization",
-        ),
-        experts,
-    ),
-    KeyRule(
-        (
-            "memory.gradient_checkpointing",
-            "parallel_config.pipeline_stage",
-            "parallel_config.pp_interleave_num",
-        ),
-        checkpointed,
-    ),
-    KeyRule(("parallel_config",), one_layout),
-    KeyRule(
-        (
-            "parallel_config.strategies",
-            "deepspeed.zero_optimization.stage",
-            "memory.gradient_reduction",
-        ),
-        switchable,
-    ),
-    KeyRule(
-        (
-            "training.eval_every_steps",
-            "training.eval_micro_batch_size",
-            "data.eval",
-            "data.eval_fraction",
-        ),
-        _evaluation,
-    ),
-    KeyRule(
-        (
-            "training.patience",
-            "checkpoint.keep_best",
-            "training.eval_every_steps",
-            "data.eval",
-            "data.eval_fraction",
-        ),
-        _least_loss,
-    ),
-    KeyRule(("launch.min_hosts", "launch.restarts"), _restarts),
-    KeyRule(("data.eval",), _evaluation_sets),
-    KeyRule(("data.train",), _weights),
-    KeyRule(("model.dtype", "model.attention", "launch.device"), _device),
-    KeyRule(
-        (
-            "memory.gradient_checkpointing",
-            "memory.recompute",
-            "memory.offload_activations",
-        ),
-        _recomputed,
-    ),
-    KeyRule(("memory.attention_heads", "memory.recompute"), _grouped),
-    KeyRule(("memory.gradient_reduction", "model.dtype"), _reduced),
+    own_options,
+    _one_model,
+    _new_tokens,
+    _one_length,
+    _one_warmup,
+    _learning_rates,
+    _schedule,
+    _last_step,
+    algorithm,
+    tensor_options,
+    ulysses_degree,
+    rising,
+    stages,
+    experts,
+    checkpointed,
+    one_layout,
+    switchable,
+    _evaluation,
+    _least_loss,
+    _restarts,
+    _evaluation_sets,
+    _weights,
+    _device,
+    _recomputed,
+    _grouped,
+    _reduced,
 )

@@ -1,9 +1,17 @@
-"""The strategies of a recipe: layouts that a run switches between inside one step, by length."""
+"""The strategies of a recipe: layouts that a run switches between inside one step, by length; and
+the rules between them and what else the recipe says."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from uspft.config.algorithms import AUTO
 from uspft.config.degrees import Degrees, ParallelBlock, Strategy
+from uspft.config.messages import shown
+from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
+from uspft.config.types import Open
 
 KEY = "parallel_config.strategies"
 
@@ -21,9 +29,9 @@ def row_lengths(recipe: Recipe) -> tuple[int, ...]:
     return tuple(min(one.max_length, most) for one in strategies_of(recipe))
 
 
-def ranks_go_together(recipe: Recipe) -> bool:
-    """Return whether all ranks run as many micro-batches, since each is a collective of all that
-    divide weights (ZeRO-2, 3) or experts."""
+def ranks_in_lockstep(recipe: Recipe) -> bool:
+    """Return whether all ranks run the same number of micro-batches: under ZeRO-2, ZeRO-3 and
+    divided experts every micro-batch contains a collective of all of them."""
     stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
     return stage > 1 or recipe.parallel_config.expert_parallel > 1
 
@@ -58,3 +66,163 @@ def alike(parallel: ParallelBlock) -> ParallelBlock:
 def layouts_of(recipe: Recipe) -> list[Recipe]:
     """Return a recipe for each of its strategies; the recipe itself where it has one layout."""
     return [under(recipe, number) for number in range(len(strategies_of(recipe)))] or [recipe]
+
+
+@reads("parallel_config.strategies", "data.sequence_length")
+def rising(recipe: Recipe) -> Iterator[Finding]:
+    """Lengths rise up to `sequence_length`, so that each row has one strategy."""
+    if recipe.parallel_config.strategies == ():
+        yield KEY, "is an empty list", "list {max_length: …, context_parallel: …}, or write null"
+        return
+    every, most = strategies_of(recipe), recipe.data.sequence_length
+    for number, one in enumerate(every):
+        for key in (key for key in Degrees.model_fields if isinstance(getattr(one, key), Open)):
+            remedy = f"write a number, or {KEY}: {AUTO}, which chooses all of them"
+            yield f"{KEY}[{number}].{key}", f"is {AUTO}, and a strategy says its degrees", remedy
+    for number, (before, one) in enumerate(pairwise(every), 1):
+        key, longest = f"{KEY}[{number}].max_length", one.max_length
+        if longest == before.max_length:
+            what = f"is {longest}, as of {KEY}[{number - 1}]: its rows would have two layouts"
+            yield key, what, "keep one of them"
+        elif longest < before.max_length:
+            what = f"is {longest}, below {before.max_length} of {KEY}[{number - 1}]"
+            yield key, what, "list the strategies from the shortest rows to the longest"
+        elif before.max_length >= most:
+            what = f"is {longest}, and no row has more than data.sequence_length: {most} tokens"
+            yield key, f"{what}, which {KEY}[{number - 1}] takes", "leave this strategy out"
+    if every and max(one.max_length for one in every) < most:
+        number, last = len(every) - 1, every[-1].max_length
+        what = f"is {last}, and rows may have data.sequence_length: {most} tokens"
+        yield f"{KEY}[{number}].max_length", what, f"write {most} for the longest rows"
+
+
+@reads("parallel_config")
+def one_layout(recipe: Recipe) -> Iterator[Finding]:
+    """Degrees written beside `strategies` repeat those of the strategy for the longest rows, or are
+    left at their defaults; `switching` is only written where there are strategies."""
+    parallel, every = recipe.parallel_config, strategies_of(recipe)
+    beside = [
+        key
+        for key, field in Degrees.model_fields.items()
+        if not _open(value := getattr(parallel, key)) and value != field.default
+    ]
+    if every:
+        longest = every[-1]
+        for key in Degrees.model_fields if beside else ():
+            here, there = getattr(parallel, key), getattr(longest, key)
+            if here != there and not _open(here, there):
+                what = (
+                    f"is {_plain(here)}, and {KEY}[{len(every) - 1}], whose rows are the longest,"
+                )
+                yield f"parallel_config.{key}", f"{what} has {_plain(there)}", _REMEDY
+    elif parallel.strategies == AUTO:
+        for key in beside:
+            what = f"is {_plain(getattr(parallel, key))}, and {KEY}: {AUTO} chooses the layouts"
+            yield f"parallel_config.{key}", what, f"leave it out, or list {KEY}"
+    elif parallel.switching not in (AUTO, None):
+        what = f"is {parallel.switching}, and there are no strategies to switch between"
+        yield "parallel_config.switching", what, f"write {AUTO}, or list parallel_config.strategies"
+
+
+_REMEDY = "leave out the degrees beside the strategies, or write those of the longest rows"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _open(*values: object) -> bool:
+    """Return whether one of the values is left open: auto, null, or a number yet to be chosen."""
+    return AUTO in values or None in values or any(isinstance(one, Open) for one in values)
+
+
+@reads(
+    "parallel_config.strategies", "deepspeed.zero_optimization.stage", "memory.gradient_reduction"
+)
+def switchable(recipe: Recipe) -> Iterator[Finding]:
+    """What a step under several layouts cannot do is refused."""
+    if recipe.parallel_config.strategies is None:
+        return
+    if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
+        what = "is 0, and layouts that switch share one optimizer over all ranks"
+        yield "deepspeed.zero_optimization.stage", what, f"write 1, 2 or 3, or leave {KEY} out"
+    every, moves = strategies_of(recipe), recipe.parallel_config.switching == "move"
+    if moves:
+        yield from _movable(recipe)
+    else:
+        yield from _inside_one_another(every)
+
+
+def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
+    """Where weights stay in place, ranks store the shards of the strategy with the least tensor
+    degree, so those of every other strategy have to be parts of them."""
+    least = min(range(len(every)), key=lambda number: every[number].model_parallel, default=0)
+    for number, one in enumerate(every):
+        held, key = every[least], f"{KEY}[{number}]"
+        ways, degree = held.model_parallel, one.model_parallel
+        if number == least or ways == 1:
+            continue
+        there = f"{KEY}[{least}], {ways} ways"
+        divides = not one.mesh_is_open and degree // one.mesh_rows % ways == 0
+        if held.on_a_mesh or (one.on_a_mesh and not divides):
+            if not (held.on_a_mesh and _same_mesh(one, held)):
+                yield _not_nested(key, one, there)
+        elif not divides:
+            what = f"is {degree}: its parts do not lie inside those of {there}"
+            yield f"{key}.model_parallel", what, f"write a multiple of {ways} here, or 1 there"
+        elif _splits_tokens(one) != _splits_tokens(held):
+            what = f"is {shown(one.use_seq_parallel)}, and {KEY}[{least}] has the other"
+            remedy = "write the same in all, or let one strategy have model_parallel 1"
+            if one.on_a_mesh:
+                what = f"is false, and the mesh of {KEY}[{number}] splits tokens between blocks"
+                key, remedy = f"{KEY}[{least}]", remedy.replace("the same in all", "true")
+            yield f"{key}.use_seq_parallel", what, remedy
+
+
+def _same_mesh(one: Strategy, held: Strategy) -> bool:
+    """Return whether two strategies name the same mesh; one that is chosen later may differ."""
+    return one.on_a_mesh and not one.mesh_is_open and one.tensor_mesh == held.tensor_mesh
+
+
+def _splits_tokens(one: Strategy) -> bool:
+    return one.use_seq_parallel or one.on_a_mesh
+
+
+def _not_nested(key: str, one: Strategy, there: str) -> Finding:
+    """Return the finding that a strategy cannot use parts of the shards that ranks store, where the
+    strategy or the stored layout is a mesh.
+
+    there: the stored layout in words, with the number of ways in which it splits matrices.
+    """
+    remedy = "write the same tensor_mesh in all, or let one strategy have model_parallel 1"
+    if not one.on_a_mesh:
+        what = f"is {one.model_parallel}: its parts do not lie inside the blocks of {there}"
+        return f"{key}.model_parallel", what, remedy
+    mesh = "left to be chosen" if one.mesh_is_open else list(one.tensor_mesh or ())
+    what = f"is {mesh}: its blocks do not lie inside those of {there}"
+    return f"{key}.tensor_mesh", what, remedy
+
+
+def _movable(recipe: Recipe) -> Iterator[Finding]:
+    """Where weights move, uspft itself shards the optimizer as ZeRO-1 does, so DeepSpeed's ZeRO
+    settings have nothing to act on."""
+    zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
+    if (stage := zero.get("stage", 1)) > 1:
+        what = f"is {stage}, and with switching: move weights belong to owners, as in stage 1"
+        yield f"{key}.stage", what, "write 1, or switching: in_place"
+    for name in sorted(set(zero) - {"stage"}):
+        what = "is set, and with switching: move DeepSpeed's ZeRO does not run"
+        yield f"{key}.{name}", what, "leave it out, or write switching: in_place"
+    if recipe.memory.gradient_reduction != "float32":
+        what = "is bfloat16, and with switching: move gradients go to their owners in float32"
+        yield "memory.gradient_reduction", what, "write float32, or switching: in_place"
+    tokens: dict[int, bool] = {}
+    for number, one in enumerate(strategies_of(recipe)):
+        degree, splits = one.model_parallel, one.use_seq_parallel
+        if one.on_a_mesh:
+            what = f"is {one.tensor_parallel_algo}, whose blocks owners do not gather"
+            remedy = "write megatron in every strategy, or switching: in_place"
+            yield f"{KEY}[{number}].tensor_parallel_algo", what, remedy
+        if tokens.setdefault(degree, splits) != splits:
+            what = f"is {shown(splits)}, and another strategy with model_parallel {degree} has not"
+            yield f"{KEY}[{number}].use_seq_parallel", what, "write the same in both"

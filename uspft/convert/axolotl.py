@@ -48,7 +48,7 @@ LORA = (
     *("lora_target_parameters", "load_in_4bit", "load_in_8bit"),
 )
 CHATS = ("chat_template", "chat_template.default", "sharegpt", "chatml.sharegpt")
-PAIRS = ("alpaca", "alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
+PAIRS = ("alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
 MARKS = ("weight", "loss", "train", "training")
 """What a turn's own mark of training is called here."""
 
@@ -65,8 +65,7 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
     _layout(run, rows)
     length(run, SAY)
     optimizer(run, SAY)
-    schedule(run, SAY)
-    _warmup(run)
+    schedule(run, SAY, _warmup)
     _least(run)
     precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
     _model(run)
@@ -114,23 +113,22 @@ def _layout(run: Conversion, rows: int) -> None:
     context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
 
 
-def _warmup(run: Conversion) -> None:
-    """Round a warm-up down, as they do, where the steps are known."""
-    values, block = run.outcome.values, "lr_schedule"
-    share, total = values.get(f"{block}.warmup_ratio"), values.get("training.steps")
-    if values.get(f"{block}.warmup_steps") == 1:
-        values[f"{block}.warmup_steps"] = 2
-        run.outcome.comments[f"{block}.warmup_steps"] = "1 is 2, as there"
-    if share is None:
-        return
-    if isinstance(total, int):
-        del values[f"{block}.warmup_ratio"]
-        steps = int(share * total)
-        if not run.written("warmup_ratio"):
-            steps = min(steps, 100)
-        run.put(f"{block}.warmup_steps", 2 if steps == 1 else steps, "warmup_ratio")
-    elif run.written("warmup_ratio"):
-        run.changed("warmup_ratio", f"{short(share)}: rounded up here, down there")
+def _warmup(run: Conversion, say: Dialect) -> None:
+    """Write the warm-up as axolotl counts it: a share is rounded down, and one step is two."""
+    steps, share, block = "warmup_steps", "warmup_ratio", "lr_schedule"
+    total = run.outcome.values.get("training.steps")
+    if run.written(steps):
+        count = run.whole(steps, least=0)
+        run.put(f"{block}.warmup_steps", 2 if count == 1 else count, steps)
+        if run.written(share):
+            run.changed(share, f"{steps} wins, as there")
+    elif isinstance(total, int):
+        count = int(run.number(share, default=say.default(share)) * total)
+        count = count if run.written(share) else min(count, 100)
+        run.put(f"{block}.warmup_steps", 2 if count == 1 else count, share)
+    else:
+        found = run.number(share, default=say.default(share))
+        run.put(f"{block}.warmup_ratio", found, share, say="rounded up here, down there")
 
 
 def _least(run: Conversion) -> None:
@@ -311,7 +309,11 @@ def _form(run: Conversion, item: str, kind: Any) -> str | None:
     if name in CHATS or name.startswith("sharegpt"):
         run.changed(key, "here `format: messages`")
         return "messages"
-    if name in PAIRS or name.startswith("alpaca"):
+    if name == "alpaca":
+        say = "its sentences, an answer right behind the last word, a line below it there"
+        run.put("data.prompt_template", "alpaca", key, say=say)
+        return "prompt_completion"
+    if name in PAIRS:
         what = "instruction and answer, an empty line apart, no sentences around them"
         run.changed(key, f"here `format: prompt_completion`: {what}")
         return "prompt_completion"

@@ -27,7 +27,11 @@ def _length(run: Conversion, batch: int) -> None:
     """Write how long the run is. batch: the rows of one update."""
     total, epochs = run.whole("lr_schedule.total_steps", default=-1), "runner_config.epochs"
     rows = rows_of_blend(run)
-    if total > 0:
+    if given := {"training.steps", "training.epochs"} & set(run.given):
+        for key in (epochs, "lr_schedule.total_steps", f"{LOADER}.sizes"):
+            if run.written(key) and not run.spoken(key):
+                run.changed(key, f"`{min(given)}` of the command line stands in its place")
+    elif total > 0:
         say = "the run ends with its schedule"
         run.put("training.steps", total, "lr_schedule.total_steps", epochs, say=say)
         if rows is not None:
@@ -81,10 +85,10 @@ def _schedule(run: Conversion) -> None:
         return
     ours = SCHEDULES[kind]
     run.put(f"{block}.type", ours, f"{block}.type", say="our step i has the rate of theirs i + 1")
-    total = run.outcome.values.get("training.steps")
+    total = run.given.get("training.steps", run.outcome.values.get("training.steps"))
     ratio, steps = run.written(f"{block}.warmup_ratio"), run.written(f"{block}.warmup_steps")
     share = run.number(f"{block}.warmup_ratio", default=0.0)
-    if ratio is not None and total is not None:
+    if ratio is not None and isinstance(total, int):
         run.put(f"{block}.warmup_steps", int(total * share), f"{block}.warmup_ratio")
     elif ratio is not None:
         say = "rounded up here, down there"

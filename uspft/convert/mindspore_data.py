@@ -166,7 +166,7 @@ def _weight(value: Any) -> float | None:
     """Return a weight, which may be a text; None where it is none."""
     try:
         found = None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return found if found is not None and 0 < found < float("inf") else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +122,7 @@ def _divides(replicas: int, batch: int) -> bool:
 
 def micro_batch(run: Conversion, batch: int, replicas: int) -> int:
     """Return the rows of a micro-batch: theirs, or fewer where a replica's rows are no multiple."""
-    rows = max(1, batch // replicas)
-    most = min(rows, max(1, run.whole("runner_config.batch_size")))
-    return next(micro for micro in range(most, 0, -1) if rows % micro == 0)
+    return math.gcd(max(1, batch // replicas), max(1, run.whole("runner_config.batch_size")))
 
 
 def _tensor(run: Conversion, degrees: TheirDegrees) -> None:

@@ -138,7 +138,7 @@ def _positions(run: Conversion) -> None:
             if key in run.theirs.values:
                 run.ignored(key, "positions are not scaled")
         return
-    if theirs not in SCALED:
+    if not isinstance(theirs, str) or theirs not in SCALED:
         run.refuse(method, f"is {theirs}", f"write one of {', '.join(SCALED)}")
         return
     scaling: dict[str, Any] = {"rope_type": SCALED[theirs]}

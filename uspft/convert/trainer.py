@@ -7,7 +7,7 @@ A tool has its own names for some of them, and its own defaults: a Dialect.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,8 +171,13 @@ def optimizer(run: Conversion, say: Dialect) -> None:
     run.put("training.max_grad_norm", norm if norm > 0 else None, say.key("max_grad_norm"))
 
 
-def schedule(run: Conversion, say: Dialect) -> None:
-    """Write the learning rate's schedule; theirs begins at rate 0, a step before ours."""
+def schedule(
+    run: Conversion, say: Dialect, warm_up: Callable[[Conversion, Dialect], None] | None = None
+) -> None:
+    """Write the learning rate's schedule; theirs begins at rate 0, a step before ours.
+
+    warm_up: writes the warm-up; None: as the Trainer counts it.
+    """
     key = say.key("lr_scheduler_type")
     kind = str(run.value(key, say.default("lr_scheduler_type")))
     kind = kind.removeprefix("SchedulerType.").lower()
@@ -188,7 +193,7 @@ def schedule(run: Conversion, say: Dialect) -> None:
                 run.changed(say.key(name), "constant has no warm-up there, and none here")
         run.outcome.values["lr_schedule.warmup_steps"] = 0
         return
-    warmup(run, say)
+    (warm_up or warmup)(run, say)
 
 
 def _shape(run: Conversion, kind: str, block: str) -> None:

@@ -4,7 +4,7 @@ Reading order: sources (which files) → opened (their bytes) → objects (what 
 separated, tables) → samples (what each is from here on: Record, Rendered, Sample) → known_fields
 (every name that is known, and what becomes of it) → shapes, other_fields, misnamed, conversations
 (what is made of them, what is refused) → records, values (a Record: checked) → rendering (Rendered:
-its text; of conversations by chat_template, twins, turns, left_out) → tokenise, chat (a Sample: ids
+its text; of conversations by chat_template, turns, left_out) → tokenise, chat (a Sample: ids
 and labels) → reading, workers (all of it, on threads or in processes) → cache_key, cache (once, in
 a folder; evaluation: each set in its own; holdout; required: what all must have) → corpus → packing
 → stream (rows) → loader (each rank's share; eval_rows: those of evaluation sets). serving: the

@@ -6,13 +6,54 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from uspft.data.faults import SampleFault
 from uspft.data.known_fields import ROLES
 from uspft.data.turns import STAND_IN, Manner, Spans, Turn, between
-from uspft.data.twins import twin_of
+
+TABLE = Path(__file__).with_name("marked_templates.yaml")
+
+
+def marked_copy_of(source: str) -> str | None:
+    """Return the marked twin of a chat template, or None where the template is not known."""
+    known = models().get(digest(source))
+    if known is None:
+        return None
+    for edit in known["edits"]:
+        source = edited(source, edit)
+    return source
+
+
+def digest(source: str) -> str:
+    """Return the hash by which a template is known.
+
+    A newline at its end does not count: Jinja drops it, and a file may have one that the
+    tokenizer's own text has not.
+    """
+    return sha256(source.removesuffix("\n").encode()).hexdigest()
+
+
+@cache
+def models() -> dict[str, dict[str, Any]]:
+    """Return the known templates by their hash: whose each is, and its edits."""
+    listed = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return {known["sha256"]: known for known in listed}
+
+
+def edited(source: str, edit: Mapping[str, str]) -> str:
+    """Return a template after an edit. Raises ValueError where its place is not there once."""
+    at = edit["at"]
+    if source.count(at) != 1:
+        raise ValueError(f"{TABLE.name}: the template holds {at!r} {source.count(at)} times")
+    middle = edit.get("instead", at)
+    return source.replace(at, edit.get("before", "") + middle + edit.get("after", ""))
+
 
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TODAY = "26 Jul 2024"
@@ -38,12 +79,12 @@ class ChatTemplate:
         return MARK.search(self.source) is not None
 
     @cached_property
-    def twin(self) -> ChatTemplate | None:
+    def marked_copy(self) -> ChatTemplate | None:
         """The template that writes the same text with one mark for each answer, where it is known.
 
         None too where this one is marked.
         """
-        source = None if self.marked else twin_of(self.source)
+        source = None if self.marked else marked_copy_of(self.source)
         return None if source is None else replace(self, source=source)
 
     @property

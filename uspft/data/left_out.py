@@ -104,9 +104,9 @@ def require_turns(
 
 
 def _in_order(turns: list[Turn], text: str) -> bool:
-    """Tell whether the text holds what each turn says behind what the turn before it says.
+    """Return whether the rendered text contains the turns' contents one after another, in order.
 
-    Then it holds everything as often as turns say it; to count that takes far longer.
+    If so, every content occurs as often as turns say it, and the slow count is not needed.
     """
     at = 0
     for turn in turns:
@@ -121,7 +121,8 @@ def _in_order(turns: list[Turn], text: str) -> bool:
 
 
 def _ways(piece: str, role: str) -> Iterator[str]:
-    """Yield how a template may write a piece: as it is, without its thoughts, inside JSON."""
+    """Yield the forms in which a template may write a piece of a turn: as it is, without its
+    reasoning, or escaped inside JSON."""
     yield piece.strip()
     if role == "assistant":
         yield piece.rpartition(_THOUGHT)[2].strip()

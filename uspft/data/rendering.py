@@ -1,8 +1,8 @@
 """Records as text, with the spans that train; conversations through the tokenizer's chat template.
 
 A template may mark the assistant's part with {% generation %} … {% endgeneration %}; of those that
-do not, known ones have a twin that does (`twins`), and of others rendering with and without each
-turn tells the part (`turns`). The text is never searched for answers.
+do not, known ones have a copy that does (marked_templates.yaml), and of others rendering with and
+without each turn tells the part (`turns`). The text is never searched for answers.
 """
 
 from __future__ import annotations
@@ -147,11 +147,14 @@ def _unmarked(
     template: ChatTemplate,
     more: dict[str, Any],
 ) -> tuple[str, Spans]:
-    """Return the text and the spans of the answers asked for, by the template's twin or told."""
+    """Return the text and the spans of the answers asked for.
+
+    They are marked by the template's marked copy, or told by rendering with and without turns.
+    """
     spans: Spans = []
-    if template.twin:
-        text, spans = template.twin.write_marked(turns, **more)
-    if template.twin and len(spans) == len(answers):
+    if template.marked_copy:
+        text, spans = template.marked_copy.write_marked(turns, **more)
+    if template.marked_copy and len(spans) == len(answers):
         spans = [span for span, i in zip(spans, answers, strict=True) if i in asked]
     else:  # unknown, or it writes an answer in another's place, as Llama 3.1's can with tools
         text = template.write(turns, **more)

@@ -51,7 +51,7 @@ class TextTokeniser:
     def identity(self) -> str:
         """Return a hash of everything here that decides which tokens a text becomes."""
         versions = f"{version('tokenizers')} {version('transformers')}"
-        template = (self.template.twin or self.template).source if self.template else None
+        template = (self.template.marked_copy or self.template).source if self.template else None
         parts = (self.backend.to_str(), str(template), str(self.eos), versions)
         # As "True" and "False", so that data tokenised before there was `last` keeps its name.
         trains = {"all": "True", "assistant": "False"}.get(self.train_on, self.train_on)

@@ -3,8 +3,7 @@
 from uspft.metrics.best import Best
 from uspft.metrics.console import RunDisplay
 from uspft.metrics.journal import Journal
-from uspft.metrics.peak_memory import peak_memory_bytes
-from uspft.metrics.size import as_size
+from uspft.metrics.peak_memory import as_size, peak_memory_bytes
 from uspft.metrics.trackers import tracking
 
 __all__ = ["Best", "Journal", "RunDisplay", "as_size", "peak_memory_bytes", "tracking"]

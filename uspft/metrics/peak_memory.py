@@ -18,3 +18,12 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def as_size(byte_count: float) -> str:
+    """Return a byte count as four digits and a binary unit, such as `1.234 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if byte_count < 1024:
+            return f"{byte_count:.4g} {unit}"
+        byte_count /= 1024
+    return f"{byte_count:.4g} GiB"

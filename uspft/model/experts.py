@@ -72,8 +72,9 @@ class HeldExperts:
         if not self._parts.divided:
             return self._all(x_td, index_tk, weight_tk)
         bound = self._parts.call.bound
-        entered = [bound.enter(one[None])[0] for one in (x_td, index_tk, weight_tk)]
-        return bound.leave(self._all(*entered)[None])[0]
+        # squeeze, and not [0], whose gradient would be a copy
+        entered = [bound.enter(one[None]).squeeze(0) for one in (x_td, index_tk, weight_tk)]
+        return bound.leave(self._all(*entered)[None]).squeeze(0)
 
     def _all(self, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor) -> Tensor:
         """Return what the experts of all ranks make of tokens."""

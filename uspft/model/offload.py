@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+PIECE_BYTES = 1 << 28
+"""Of a block of the host's memory. torch rounds pinned blocks up to a power of two: of a tensor in
+one block up to half would be lost, of one in pieces less than one of them."""
+
 
 class HostShelf:
     """What one forward pass has put on the host, in the order in which it was kept.
@@ -142,26 +146,31 @@ class Copies:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def to_host(self, flat: Tensor) -> Tensor:
-        """Return a copy on the host, which is whole once the stream has come to it."""
+    def to_host(self, flat: Tensor) -> list[Tensor]:
+        """Return a copy on the host, in pieces, which is whole once the stream has come to it."""
+        pieces = flat.split(max(1, PIECE_BYTES // flat.element_size()))
         if self._stream is None:
-            return flat.clone()
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            return [piece.clone() for piece in pieces]
+        host = [torch.empty(p.shape, dtype=p.dtype, pin_memory=True) for p in pieces]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host.copy_(flat, non_blocking=True)
+            for there, piece in zip(host, pieces, strict=True):
+                there.copy_(piece, non_blocking=True)
         flat.record_stream(self._stream)  # its memory is not given to others before
         return host
 
-    def to_device(self, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def to_device(self, host: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Return a copy on the device, and the function that lets what follows wait for it."""
         if self._stream is None:
-            return host.clone(), _nothing
+            return torch.cat(host), _nothing
         current = torch.cuda.current_stream(self._device)
-        flat = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        number = sum(len(piece) for piece in host)
+        flat = torch.empty(number, dtype=host[0].dtype, device=self._device)
         self._stream.wait_stream(current)  # whose work may have had this memory before
         with torch.cuda.stream(self._stream):
-            flat.copy_(host, non_blocking=True)
+            pieces = flat.split([len(piece) for piece in host])
+            for piece, there in zip(pieces, host, strict=True):
+                piece.copy_(there, non_blocking=True)
             come = self._stream.record_event()
         flat.record_stream(self._stream)
         return flat, lambda: current.wait_event(come)

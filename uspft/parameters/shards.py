@@ -66,16 +66,18 @@ class Shards:
 
     layout: Layout
     splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
-    """The parameters that are divided over mesh columns."""
+    """The parameters that are sharded over tensor parallel ranks; on a mesh, over its columns."""
     row_splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
-    """The parameters that are divided over mesh rows, too or alone."""
+    """The parameters that are sharded over mesh rows, whether or not over its columns too."""
     experts: Mapping[str, MatrixSplit] = field(default_factory=dict)
-    """The parameters that are divided over the ranks that divide experts, too or alone."""
+    """The parameters of experts, which are sharded over the ranks of `expert_parallel`; tensor
+    parallel ranks may shard them further."""
     stages: Mapping[str, int] = field(default_factory=dict)
-    """By name the stage whose ranks hold a parameter, of all where there are several stages."""
+    """The pipeline stage that holds each parameter; empty where there is one stage."""
     inside: frozenset[str] = frozenset()
-    """Those not divided that stand inside a block, such as what is whole between its matrices: of
-    their gradients tensor ranks compute pieces, however rows are split."""
+    """The parameters that are replicated over tensor ranks and used between a block's split
+    matrices, such as the norms of single heads. Each tensor rank sees only its own heads there, so
+    it computes a part of their gradient, and the parts are summed."""
     splits_tokens: bool = False
     """Whether the layout's tensor ranks see different tokens between blocks."""
 

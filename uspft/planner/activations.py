@@ -421,9 +421,9 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
-        inner = x if s.mesh_rows else enter(tape, s, x)
-        if s.experts:
-            made = routed(tape, inner, s.experts, self._trains, s.tile)
+        inner = x if s.mesh_rows or s.experts else enter(tape, s, x)
+        if s.experts:  # their router sees tokens as they are between blocks
+            made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
         elif s.tile and s.tile < s.sharing.tokens:
             share = s.tile / s.sharing.tokens
             trains = any(name.startswith("mlp.") for name in s.trained | s.adapted)
@@ -457,7 +457,7 @@ def enter(tape: Tape, sizes: LayerSizes, x: Tensor) -> Tensor:
     if not sizes.splits_tokens:
         return viewed(tape, x)
     part = viewed(tape, x)
-    every, own = sizes.inside_bytes(), x.size
+    every, own = x.size / sizes.between * sizes.sharing.tokens, x.size
     return tape.record((part,), (every,), lambda: lambda grads: [tape.new(own)])[0]
 
 

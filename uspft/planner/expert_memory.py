@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from uspft.planner.operations import (
     INDEX,
     WIDE,
+    added,
     bent,
     gated,
     halves,
@@ -40,11 +41,21 @@ class Experts:
     """That divide them."""
     met_ranks: float = 0.0
     """How many others of these a token meets."""
+    tensor: int = 1
+    """Ranks that divide each of them."""
+    between: int = 0
+    """The tokens that the router sees of those that experts do."""
+    rank: int = 0
+    """Of adapters."""
+    adapted: tuple[bool, ...] = (False, False)
+    """Whether matrices into and out of experts have one."""
 
     @property
     def sent(self) -> float:
         """The rows that leave, and that come: a token is one for each rank that it meets, with its
         own as likely as another."""
+        if self.ranks == 1:
+            return self.tokens
         return self.tokens * self.met_ranks * self.ranks / max(1, self.ranks - 1)
 
     @property
@@ -54,20 +65,34 @@ class Experts:
 
 
 def routed(
-    tape: Tape, x: Tensor, of: Experts, trains: Callable[[str], bool], tile: int | None
+    tape: Tape,
+    x: Tensor,
+    of: Experts,
+    trains: Callable[[str], bool],
+    tile: int | None,
+    enter: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return what experts make of x. trains: tells it of a module by its name. tile: tokens that
-    experts take at a time, but not the router; None: all."""
-    weight = float(of.element * of.number * of.hidden)
-    logits = linear(tape, x, of.element * of.tokens * of.number, weight, trains=trains(of.router))
-    index, scores = _chosen(tape, logits, of)
+    experts take at a time, but not the router; None: all. enter: returns what tensor ranks take of
+    what lies between blocks."""
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)
+    divides = of.ranks > 1 or of.tensor > 1 or any(of.adapted)
+    grows = any((into, out, trains(of.router), *of.adapted))
+    if divides and grows and not x.node and x.storage:  # as model/experts.py has such blocks
+        x = tape.leaf(x.size, x.storage)
+    weight, seen = float(of.element * of.number * of.hidden), replace(of, tokens=of.between)
+    size = of.element * seen.tokens * of.number
+    logits = linear(tape, x, size, weight, trains=trains(of.router))
+    index, scores = _chosen(tape, logits, seen)
+    del logits
+    if of.tensor > 1:
+        x, index, scores = (enter(one) for one in (x, index, scores))
 
     def run(parts: Sequence[Tensor]) -> Tensor:
         return _experts(tape, parts, of, into, out)
 
-    if of.ranks > 1:
+    if divides:
         return _divided(tape, (x, index, scores), of, (into, out), tile)
     if tile and tile < of.tokens:
         share, wide = tile / of.tokens, WIDE / of.element
@@ -145,14 +170,16 @@ def _divided(
 ) -> Tensor:
     """Return what the experts of all ranks make of tokens (model/experts.py). The arguments are
     those of `_experts` and `routed`."""
-    x, _, scores = parts
-    route = tape.new(2 * INDEX * of.sent)
-    tape.hold(route, route)
-    rows, factors = _sent(tape, x, scores, of, route)
-    sent = tape.new(INDEX * of.met * of.sent)
-    whole = [tape.new(INDEX / 2 * of.met * of.sent) for _ in range(2)]
-    del sent, whole
-    index = Tensor(INDEX * of.met * of.sent, tape.new(INDEX * of.met * of.sent), None, 0)
+    x, index, scores = parts
+    rows, factors, size = x, scores, x.size
+    if of.ranks > 1:
+        route = tape.new(2 * INDEX * of.sent)
+        tape.hold(route, route)
+        rows, factors = _sent(tape, x, scores, of, route)
+        sent = tape.new(INDEX * of.met * of.sent)
+        whole = [tape.new(INDEX / 2 * of.met * of.sent) for _ in range(2)]
+        del sent, whole
+        index = Tensor(INDEX * of.met * of.sent, tape.new(INDEX * of.met * of.sent), None, 0)
 
     def run(tiles: Sequence[Tensor]) -> Tensor:
         return _here(tape, tiles, of, *trains)
@@ -160,10 +187,10 @@ def _divided(
     every = [rows, index, factors]
     if tile and tile < of.sent:
         wide = WIDE / of.element
-        made = tiled(tape, every, run, tile / of.sent, wide, trains=any(trains))
+        made = tiled(tape, every, run, tile / of.sent, wide, trains=any((*trains, *of.adapted)))
     else:
         made = run(every)
-    return _returned(tape, made, of, x.size)
+    return _returned(tape, made, of, size) if of.ranks > 1 else made
 
 
 def _sent(
@@ -238,11 +265,15 @@ def _here(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: boo
     del found
     selected = _taken(tape, x, e * pairs * of.hidden, row)
     made = linear(tape, selected, e * pairs * 2 * of.inner, 2 * matrix, trains=into)
+    if of.adapted[0]:
+        made = added(tape, made, _beside(tape, selected, of, of.hidden, 2 * of.inner))
     del selected
     if of.clamped:
         made = _biased(tape, made, expert)
     inner = _clamped(tape, made) if of.clamped else _gated(tape, made)
     made_of = linear(tape, inner, e * pairs * of.hidden, matrix, trains=out)
+    if of.adapted[1]:
+        made_of = added(tape, made_of, _beside(tape, inner, of, of.inner, of.hidden))
     del made, inner
     if of.clamped:
         made_of = _biased(tape, made_of, expert)
@@ -253,6 +284,13 @@ def _here(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: boo
     total = _put(tape, wide, WIDE * rows * of.hidden, row)
     del order, index, expert
     return total if e == WIDE else remade(tape, total, x.size)
+
+
+def _beside(tape: Tape, x: Tensor, of: Experts, takes: int, gives: int) -> Tensor:
+    """Return what the adapters of experts make of rows, times a number."""
+    each = float(of.element * (of.number // of.ranks) * of.rank)
+    thin = linear(tape, x, x.size / takes * of.rank, each * takes, trains=True)
+    return remade(tape, linear(tape, thin, x.size / takes * gives, each * gives, trains=True))
 
 
 def _biased(tape: Tape, x: Tensor, expert: object) -> Tensor:

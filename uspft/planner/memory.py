@@ -29,6 +29,7 @@ from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.state_memory import StateHeads
 from uspft.planner.trained import (
     EMBEDDING,
+    EXPERTS,
     HEAD,
     LAST_NORM,
     Lora,
@@ -289,10 +290,15 @@ def unpredicted(
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
-        "experts in parts over tensor ranks": layout.tensor > 1 and shape.experts > 1,
-        "adapters of experts": bool(options.lora and options.lora.parameters),
+        "adapters of routers": bool(options.lora) and not _of_experts_alone(options.lora),
     }
     return tuple(what for what, here in found.items() if here)
+
+
+def _of_experts_alone(lora: Lora | None) -> bool:
+    """Tell whether what has adapters beside projections are experts' matrices alone."""
+    named = lora.parameters if lora else ()
+    return all(one.rpartition(".")[2] in ("gate_up_proj", "down_proj") for one in named)
 
 
 def _unknown_states(shape: ModelShape, layout: Layout) -> dict[str, bool]:
@@ -428,7 +434,15 @@ def _layers(
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
-                experts=experts,
+                experts=experts
+                and replace(
+                    experts,
+                    rank=options.lora.rank if options.lora else 0,
+                    adapted=tuple(
+                        f"{EXPERTS}{one}" in trained.adapters
+                        for one in ("gate_up_proj", "down_proj")
+                    ),
+                ),
                 trained=trained.weights,
                 adapted=trained.adapters,
                 rank=options.lora.rank if options.lora else 0,
@@ -483,9 +497,10 @@ def _full(shape: ModelShape) -> dict[str, Any]:
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
     kind = LAYER_KINDS[shape.model_type]
-    down = layer_projections(shape)[-1]
+    down = layer_projections(shape)[-1].on(layout.tensor)
     if not kind.router:
         return None
+    between = -(-tokens // layout.tensor) if options.use_seq_parallel else tokens
     return Experts(
         options.element,
         tokens,
@@ -499,6 +514,8 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -
         kind.clamped,
         layout.experts,
         ranks_met(shape, layout.experts),
+        layout.tensor,
+        between,
     )
 
 

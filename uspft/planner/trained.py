@@ -44,8 +44,10 @@ class Lora:
     """The names of what has one beside these: matrices of experts, and of routers."""
 
     def adapts(self, name: str) -> bool:
-        """Tell whether a projection of a layer has an adapter."""
-        if name.rpartition(".")[2] not in PROJECTIONS or name.startswith(EXPERTS):
+        """Tell whether a projection of a layer, or of its experts, has an adapter."""
+        if name.startswith(EXPERTS):
+            return any(f".{name}".endswith(f".{one}") for one in self.parameters)
+        if name.rpartition(".")[2] not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -145,6 +147,10 @@ def _parameter(name: str) -> str:
     return name if own else f"{name}.weight"
 
 
+def _of_experts(name: str) -> bool:
+    return name.startswith(EXPERTS)
+
+
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
     return any(re.search(expression, name) for expression in freeze)
 
@@ -204,7 +210,7 @@ def counts_of(
         modules[name] = replace(modules[name], copies=modules[name].copies // experts)
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
     adapter = (
-        {name: lora.rank * (one.inputs + one.outputs) for name, one in modules.items()}
+        {name: lora.rank * (one.inputs + one.outputs) * one.copies for name, one in modules.items()}
         if lora
         else {}
     )
@@ -215,10 +221,10 @@ def counts_of(
     held = [sum(modules[n].parameters + beside.get(n, 0) for n in kind) for kind in both]
     trained = experts_trained = 0
     for one, number in layers.items():
-        there = one.weights if experts > 1 else ()
-        experts_trained += number * sum(
-            modules[name].parameters for name in there if name.startswith(EXPERTS)
-        )
+        for name in filter(_of_experts, one.weights if experts > 1 else ()):
+            experts_trained += number * modules[name].parameters
+        for name in filter(_of_experts, one.adapters if experts > 1 else ()):
+            experts_trained += number * adapter[name]
         trained += number * sum(modules[name].parameters for name in one.weights)
         trained += number * sum(adapter[name] for name in one.adapters)
     trained += mine.last * outside[LAST_NORM] * shape.hidden_size
@@ -231,7 +237,9 @@ def counts_of(
     sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
     head *= mine.first or mine.last
-    of_experts = sum(one.parameters for name, one in modules.items() if name.startswith(EXPERTS))
+    of_experts = sum(
+        modules[name].parameters + beside.get(name, 0) for name in filter(_of_experts, modules)
+    )
     return ParameterCounts(
         every,
         trained,

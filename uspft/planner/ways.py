@@ -274,8 +274,10 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
     """Return why a model's matrices cannot be split as a layout does, or None where they can."""
     if layout.tensor == 1:
         return None
-    if FAMILIES[model.model_type].routed:
-        return "matrices of experts are not split"
+    family = FAMILIES[model.model_type]
+    if family.routed and (family.states or layout.is_mesh):
+        where = "on a mesh" if layout.is_mesh else "beside layers with a state"
+        return f"matrices of experts are not split {where}"
     states = state_sizes(model)
     if states and layout.is_mesh:
         return "layers with a state are not split on a mesh"

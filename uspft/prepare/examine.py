@@ -22,7 +22,7 @@ from uspft.prepare.installed import tracker_findings
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
-from uspft.prepare.memory_need import exchange_findings, memory_sentence, memory_unknown
+from uspft.prepare.memory import exchange_findings, memory_sentence, memory_unknown
 from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
 from uspft.prepare.pipelines import stages_sentence

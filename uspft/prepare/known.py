@@ -11,8 +11,8 @@ from uspft.families import ModelShape
 from uspft.job import placed
 from uspft.prepare.cluster import Cluster
 from uspft.segments import Segments
-from uspft.switching.choice import SwitchingChoice
-from uspft.switching.drawn_steps import DrawnSteps
+from uspft.switching.choose.choice import SwitchingChoice
+from uspft.switching.choose.drawn_steps import DrawnSteps
 
 
 class Weighed(NamedTuple):

@@ -7,7 +7,7 @@ from uspft.config.strategies import KEY, strategies_of, under
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of
-from uspft.prepare.memory_need import group_findings, tile_findings
+from uspft.prepare.memory import group_findings, tile_findings
 from uspft.prepare.pipelines import stage_findings
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm

@@ -14,7 +14,7 @@ from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, ON_A_MESH, TENSOR, Splits
 from uspft.config.deepspeed_fields import stages_for
 from uspft.config.degrees import PLANNED
-from uspft.config.expert_rules import experts
+from uspft.config.layout_rules import experts
 from uspft.config.pipeline_rules import beside_stages
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
@@ -38,7 +38,7 @@ from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import layout_findings
-from uspft.prepare.memory_need import settled_memory
+from uspft.prepare.memory import settled_memory
 from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 
 BLOCK = "parallel_config"

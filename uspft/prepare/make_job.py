@@ -25,17 +25,17 @@ from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
 from uspft.parameters.digest import base_digest
 from uspft.prepare.data import first_rows, prepare_data, steps_of, tokenizer_of
+from uspft.prepare.disk_space import last_step, space_needed
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.memory_need import exchange_findings
+from uspft.prepare.make_plan import prices_of
+from uspft.prepare.memory import exchange_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
-from uspft.prepare.prices import prices_of
 from uspft.prepare.serving_files import serving_of
-from uspft.prepare.space import last_step, space_needed
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 
 STEP = "step of the checkpoint"

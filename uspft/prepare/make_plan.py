@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
+from uspft.config.strategies import strategies_of, under
+from uspft.job import Prices
+from uspft.layout import Layout, layout_of
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import RECOMPUTES, options_of
+from uspft.planner.memory import RECOMPUTES, options_of, row_memory
 from uspft.planner.rank import Ranked, Ranking, ranked, ranking
+from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way
@@ -18,7 +23,9 @@ from uspft.prepare.examine import Examined, examine
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
 from uspft.prepare.paths import find_paths
 from uspft.prepare.pipelines import says_layers
-from uspft.prepare.step import stage_of, step_shape
+from uspft.prepare.step import matrices_of, stage_of, step_shape
+from uspft.segments import Segments
+from uspft.sequence import of_recipe
 
 
 def examine_for_plan(
@@ -99,3 +106,36 @@ def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Ranked:
     """Return what a step takes and needs under the recipe's own layout and algorithm."""
     options = options_of(found.recipe, found.layout)
     return ranked(step, own_way(found), hardware, options, own=True)
+
+
+def prices_of(found: Examined, hosts: int) -> Prices | None:
+    """Return the prices of a recipe's strategies by the cost model; None where it has one layout.
+
+    A row's seconds are a line in its pairs of query and key, through those of a row without
+    documents and of one that a document fills.
+    """
+    recipe = found.recipe
+    if not strategies_of(recipe):
+        return None
+    step, hardware = step_of(found), hardware_of(found, hosts)
+    rows, pairs, beside, layouts, taken = [], [], [], [], []
+    for number in range(len(strategies_of(recipe))):
+        alone = under(recipe, number)
+        layout = layout_of(alone.parallel_config, found.layout.ranks)
+        assert isinstance(layout, Layout)  # or the recipe would have been refused
+        length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
+        shape = replace(step, **matrices_of(alone.parallel_config))
+        empty, full = (
+            row_time(shape, layout, algorithm, hardware, row)
+            for row in (Segments((0,), length), Segments.single(length))
+        )
+        layouts.append(layout)
+        rows.append(empty.row)
+        pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
+        beside.append(full.beside)
+        row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
+        options = options_of(alone, layout)
+        taken.append(row_memory(options, step.model, row, layout, length)[0])
+    held = min(layouts, key=lambda layout: layout.tensor)
+    together = micro_step_seconds(step, held, hardware)
+    return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))

@@ -21,11 +21,11 @@ from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import run_findings
+from uspft.prepare.make_plan import prices_of
 from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.pipelines import with_stages
-from uspft.prepare.prices import prices_of
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras

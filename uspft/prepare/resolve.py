@@ -14,18 +14,26 @@ from math import prod
 from typing import Any
 
 from uspft.config import Recipe
-from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
-from uspft.config.degrees import PLANNED
+from uspft.config.algorithms import (
+    AUTO,
+    CONTEXT,
+    MESH_OPTIONS,
+    ON_A_MESH,
+    AlgorithmRow,
+    Splits,
+    every_option,
+    row_of,
+)
+from uspft.config.degrees import PLANNED, Strategy
 from uspft.config.strategies import degrees_of, strategies_of, under
 from uspft.config.types import Open
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
 from uspft.planner.mesh_tuner import Tuning, tune
-from uspft.prepare.chosen_layouts import with_layouts
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, Weighed
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
-from uspft.prepare.memory_need import fitting_heads, settled_memory
+from uspft.prepare.memory import fitting_heads, settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
 from uspft.prepare.pipelines import with_stages
 from uspft.prepare.step import recomputes_of, slices_of, step_shape
@@ -287,3 +295,40 @@ SETTLED: Mapping[str, Settle] = {
     "memory.attention_heads": _head_groups,
 }
 """The function that settles each other key, in the order in which one needs another."""
+
+
+def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
+    """Return the recipe with the chosen layouts for `strategies: auto`, or with the one layout that
+    is as fast and as many packed rows in a step as its samples make."""
+    found, mix = weighed.choice, weighed.choice.mix
+    if found.switches and mix:
+        listed = tuple(
+            Strategy(max_length=one.length, **keys_of(one.layout, one.row)) for one in mix.buckets
+        )
+        way = "move" if mix.moves else "in_place"
+        return _with(recipe, "parallel_config", strategies=listed, switching=way)
+    best = found.best_static
+    assert best  # or the choice would have been refused
+    layout = best.priced.layout
+    degrees = {**keys_of(layout, best.priced.row), "data_parallel": layout.data}
+    rows = {"global_batch_size": weighed.drawn.packed_rows}
+    training = recipe.training.model_copy(update=rows)
+    return _with(
+        recipe.model_copy(update={"training": training}),
+        "parallel_config",
+        strategies=None,
+        **degrees,
+    )
+
+
+def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:
+    """Return what a recipe says of a layout whose matrices are split in Megatron's way, and tokens
+    between them."""
+    shared = layout.context > 1
+    return {
+        "model_parallel": layout.tensor,
+        "use_seq_parallel": layout.tensor > 1,
+        "context_parallel": layout.context,
+        "context_parallel_algo": row.name if shared else None,
+        "ulysses_degree_in_cp": layout.ulysses if shared and row.splits is Splits.BOTH else None,
+    }

@@ -10,9 +10,10 @@ from pathlib import Path
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, layouts_of, strategies_of
-from uspft.data import prepared, training_rows
+from uspft.data import first_look, prepared, training_rows
 from uspft.launcher import Meeting, host_memory
 from uspft.layout import Layout, layout_of
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.memory import options_of
 from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
 from uspft.prepare.examine import Examined
@@ -20,14 +21,16 @@ from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.make_plan import hardware_of, step_of
-from uspft.prepare.memory_need import exchange_findings
+from uspft.prepare.memory import exchange_findings
 from uspft.prepare.step import matrices_of
+from uspft.segments import Segments
 from uspft.sequence import of_recipe
-from uspft.switching.choice import SwitchingChoice, beside_static, choose
-from uspft.switching.drawn_steps import DrawnSteps
-from uspft.switching.mix import Mix
-from uspft.switching.priced import priced
-from uspft.switching.setting import Setting
+from uspft.switching.choose.choice import SwitchingChoice, beside_static, choose
+from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
+from uspft.switching.choose.layout_set import LayoutSet
+from uspft.switching.choose.priced import priced
+from uspft.switching.choose.setting import Setting
+from uspft.switching.deal.buckets import rows_of_samples
 
 LOOKED_AT = 16_384
 """The most samples whose lengths are looked at, evenly spaced over an epoch."""
@@ -153,10 +156,58 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
         buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     held = min(one.layout.tensor for one in buckets)
-    return beside_static(Mix(setting, tuple(buckets), held, moves), drawn)
+    return beside_static(LayoutSet(setting, tuple(buckets), held, moves), drawn)
 
 
 def has_strategies(found: Examined) -> bool:
     """Return whether several layouts are asked for, as a list or by `auto`."""
     asked = found.loaded.recipe
     return bool(strategies_of(asked)) or asked.parallel_config.strategies == AUTO
+
+
+ROWS = 64
+"""Rows that are looked at."""
+MOST_SAMPLES = 1 << 14
+"""Samples that are packed, where the first records are to fill rows."""
+
+
+def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
+    """Return rows of the data: those of a run where a command has tokenised it before, else rows
+    packed of the first records; None where neither is here. Nothing is written. Raises DataError.
+    """
+    recipe = found.here
+    if found.shape is None:
+        return None
+    vocabulary = found.shape.vocab_size
+    with tokenizer_here(recipe) as tokenizer:
+        if tokenizer is not None or not tokenizer_of(recipe):
+            corpus = prepared(recipe.data, tokenizer, vocabulary, cache_of(recipe, place))
+            if corpus:
+                stream = training_rows(recipe.data, corpus, recipe.seed)
+                rows = _spread(range(stream.rows_in_epoch(0)))
+                segments = tuple(stream.row(number).segments for number in rows)
+                return DrawnRows(segments, "the data") if segments else None
+        lengths = first_look(recipe.data, tokenizer, vocabulary).lengths
+    packed = _packed(recipe, documents_of(recipe, lengths))
+    return DrawnRows(packed, "the first records") if packed else None
+
+
+def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:
+    """Return rows of samples of these lengths, packed as the recipe says; few samples come often
+    enough to fill rows."""
+    data = recipe.data
+    if lengths and data.packing == "best_fit":
+        often = -(-ROWS * data.sequence_length // sum(lengths))
+        lengths = lengths * min(often, -(-MOST_SAMPLES // len(lengths)))
+    rows = rows_of_samples(dict(enumerate(lengths)), (data.sequence_length,), data.packing)
+    chosen = (rows[number] for number in _spread(range(len(rows))))
+    return tuple(
+        segments_of([lengths[place] for place in row.samples], data.sequence_length)
+        for row in chosen
+    )
+
+
+def _spread(numbers: range) -> list[int]:
+    """Return ROWS of so many numbers, or all, evenly spread."""
+    count = min(ROWS, len(numbers))
+    return [numbers[place * len(numbers) // count] for place in range(count)]

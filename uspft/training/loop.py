@@ -25,7 +25,7 @@ from uspft.metrics import Journal, RunDisplay, tracking
 from uspft.model.adapter import adapter_of, merge_order, merged, touched
 from uspft.parameters.names import is_adapter
 from uspft.training.bad_steps import BadSteps
-from uspft.training.evaluating import Evaluation
+from uspft.training.evaluate import Evaluation
 from uspft.training.guards import Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter

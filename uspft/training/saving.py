@@ -19,7 +19,7 @@ from uspft.metrics import Journal, RunDisplay
 if TYPE_CHECKING:
     from uspft.assemble import Run
     from uspft.training.bad_steps import BadSteps
-    from uspft.training.evaluating import Evaluation
+    from uspft.training.evaluate import Evaluation
 
 
 class Saving:

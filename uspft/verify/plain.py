@@ -24,7 +24,7 @@ from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.fill import places
 from uspft.parameters.names import is_adapter
 from uspft.parameters.part import Part
-from uspft.switching.buckets import rows_of_samples
+from uspft.switching.deal.buckets import rows_of_samples
 from uspft.verify.gradients import See
 from uspft.verify.plain_config import pin_frequencies, plain_config
 from uspft.verify.result import Measured

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uspft.comm import deadline
+from uspft.assemble import Run, assemble
+from uspft.comm import deadline, largest
+from uspft.engine.step import NotFinite
 from uspft.mesh import Groups
-from uspft.verify.gradients import Comparison, GradientFile, GradientWriter
-from uspft.verify.measure import measure
+from uspft.training.learning_rate import learning_rate
+from uspft.verify.gradients import Comparison, GradientFile, GradientWriter, See, show_gradients
+from uspft.verify.inject import EVERYWHERE, FAULTS
 from uspft.verify.plain import plain
-from uspft.verify.result import Difference, Result
+from uspft.verify.result import Difference, Measured, Result
+from uspft.verify.under_way import weights_under_way
 from uspft.verify.work import GRADIENTS, LAYOUTS, PLAIN, PLAIN_GRADIENTS, REFERENCE, VerifyJob
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.job import Job
+    from uspft.mesh import Groups
 
 
 def run_reference(verify: VerifyJob, device: torch.device) -> None:
@@ -71,3 +83,55 @@ def run_layouts(
 
 def _ignore(name: str, gradient: Tensor) -> None:
     """Take no notice of a gradient, since another rank compares."""
+
+
+def measure(
+    job: Job,
+    device: torch.device,
+    groups: Groups,
+    see: See,
+    *,
+    steps: int,
+    fault: str | None = None,
+) -> Measured:
+    """Train for some steps, and return what each gave; collective.
+
+    see: called on the first rank with every gradient of the first step. groups: those of the
+    process. fault: one of FAULTS, or None. Nothing is written, and all memory is given back.
+    """
+    run = assemble(job, device, groups, weights_under_way)
+    recipe, found = job.recipe, Measured()
+    for step in range(1, steps + 1):
+        batches = run.loader.batches(step)
+        if step == 1:
+            run.loader.require_same_rows(batches)
+            run.loader.require_shares(batches)
+        if fault:
+            batches = _broken(run, batches, fault)
+        rate = learning_rate(step, job.steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
+        look = partial(show_gradients, run.engine, see) if step == 1 else None
+        try:
+            result = run.engine.step(batches, rate, False, look)
+        except NotFinite as error:
+            found.stopped = f"step {step}: {error}"
+            break
+        found.losses.append(result.loss)
+        found.grad_norms.append(result.grad_norm)
+        found.targets.append(next(iter(result.counts.values())))
+    run.loader.close()
+    run.engine.close()
+    run.world.books.close()
+    del run
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _broken(run: Run, batches: list[Batch], fault: str) -> list[Batch]:
+    """Return the micro-batches with a fault in them, on the ranks that it is meant for."""
+    targets = float(sum(batch.targets for batch in batches))
+    here = [targets] == largest([targets], run.engine.holders.everyone, run.engine.device)
+    if not (here or fault in EVERYWHERE):
+        return batches
+    return [FAULTS[fault](batch, batch.world, run.loader.documents(batch)) for batch in batches]

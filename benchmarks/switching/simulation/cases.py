@@ -12,10 +12,10 @@ from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.memory import Options
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
-from uspft.switching.choice import SwitchingChoice, choose
-from uspft.switching.drawn_steps import DrawnSteps
-from uspft.switching.priced import Among, every_layout
-from uspft.switching.setting import Setting
+from uspft.switching.choose.choice import SwitchingChoice, choose
+from uspft.switching.choose.drawn_steps import DrawnSteps
+from uspft.switching.choose.priced import Among, every_layout
+from uspft.switching.choose.setting import Setting
 
 A800 = read_hardware(ROOT / "configs" / "hardware" / "a800.yaml")
 SAMPLES = 512

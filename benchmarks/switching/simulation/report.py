@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.lab.tables import markdown, span
 from benchmarks.switching.simulation.cases import LONG, PAPERS, SEARCHED, WAYS, Case
 from benchmarks.switching.simulation.lengths import CORPORA, share_above
-from uspft.switching.choice import SwitchingChoice
+from uspft.switching.choose.choice import SwitchingChoice
 
 PAPER = {"GitHub": 1.5, "CommonCrawl": 2.99}
 """How many times faster than Megatron HotSPa is at best, by its authors, pipelines included."""

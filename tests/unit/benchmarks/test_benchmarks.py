@@ -31,9 +31,11 @@ from benchmarks.convergence.rows import STDLIB, rows_of
 from benchmarks.lab.machine import measured_on
 from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.lab.tables import as_tokens, listed, markdown, span
+from benchmarks.memory.report import GROUPS, GROUPS_EXCHANGE, GROUPS_RING, at_work
 from benchmarks.orders.figures import MOST_SECONDS
 from benchmarks.planning.hosts import figures as hosts
 from benchmarks.planning.hosts.__main__ import joined
+from benchmarks.predictions import LONGEST, RECIPES, Rows
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
 from uspft.data.sources import list_files
@@ -294,7 +296,20 @@ def test_kept_cases_are_named_after_their_settings_and_were_right() -> None:
             assert max(each["errors"].values(), default=0) < LARGEST_ERROR
 
 
+MOST_AT_WORK = [
+    ("524288-1", GROUPS, 5.5),
+    ("4194304-8", GROUPS, 6.2),
+    ("4194304-8", GROUPS_RING, 5.5),
+    ("4194304-8", GROUPS_EXCHANGE, 5.5),
+    ("16777216-32", GROUPS, 9.7),
+]
+"""Case, contender and the most layer inputs at work where attention goes by groups of heads."""
+
+
 def test_kept_results_are_as_good_as_pages_say() -> None:
+    memory = read(RESULTS, "memory")
+    for case, name, most in MOST_AT_WORK:
+        assert at_work(memory[case][name]) <= most, (case, name)
     convergence = read(RESULTS, "convergence")
     compared = {kind: compare(each) for kind, each in convergence["losses"].items()}
     assert compared == convergence["largest_differences"]
@@ -302,3 +317,14 @@ def test_kept_results_are_as_good_as_pages_say() -> None:
     for case in read(RESULTS, "orders")["cases"]:
         assert case["search_seconds"] <= 1.2 * MOST_SECONDS[case["tokens"]], case
         assert case["balance"] <= 1.05, case
+
+
+def test_the_longest_rows_are_as_long_as_their_recipes_say() -> None:
+    longest = {}
+    for cards, name in LONGEST.items():
+        one = Rows.of(name, ())
+        longest[cards] = one.longest
+        words = (RECIPES / f"{name}.yaml").read_text().replace("#", "").split()
+        assert f"`check` predicts that {as_tokens(one.longest)} fit" in " ".join(words)
+        assert one.recipe.data.sequence_length <= one.longest
+    assert longest["8 cards"] >= 9 << 20 and longest["32 cards"] >= 26 << 20

@@ -29,6 +29,7 @@ TABLES = {
 }
 """Tables that may have numbers, by page and first head, each with the reason."""
 SENTENCES = {
+    ("docs/data.md", "8 bytes a token"): "the type in which token ids are kept",
     ("docs/hosts.md", "within 20 s"): "how long the launcher waits for a silent host",
     ("docs/long-context.md", "within 2 %"): "the bound of tests/parity/test_memory.py",
     ("docs/outputs.md", "more than 15 s"): "when the screen says what it waits for",

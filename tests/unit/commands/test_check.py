@@ -12,9 +12,11 @@ import yaml
 
 from tests.support.models import ARCHITECTURES, make_model
 from tests.support.shapes import TINY
+from tests.unit.checkpoint.test_folder import PART, flip, made
 from uspft.__main__ import main
 from uspft.called import VARIABLE
-from uspft.prepare import space
+from uspft.checkpoint.folder import folder_of
+from uspft.prepare import disk_space
 
 GIB = 1 << 30
 PARALLEL = "parallel_config"
@@ -125,7 +127,7 @@ def test_a_disk_that_is_too_small_here_is_a_warning_until_the_run_is_here(
     assert check().about("disk") and not check().about("warning")
     unknown = check(model={"name_or_path": "org/name"}).about("not checked")
     assert "not checked: disk (the sizes of the model are not known here)" in unknown
-    monkeypatch.setattr(space, "space_free", lambda _: 1000)
+    monkeypatch.setattr(disk_space, "space_free", lambda _: 1000)
     elsewhere = check()
     (line,) = elsewhere.about("warning")
     assert elsewhere.code == 0 and not elsewhere.about("disk")
@@ -262,3 +264,39 @@ def test_lengths_that_are_not_known_are_found_by_a_command(
     assert said.unknown("memory") == ["not checked: memory (the layouts are not chosen yet)"]
     (line,) = said.unknown("strategies")
     assert line.endswith(f" or `../bin/uspft preprocess {tmp_path / 'r.yaml'} {word}`)")
+
+
+def test_each_checkpoint_of_a_run_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path, 1, 2, 3, summed=True)
+    made(tmp_path, 4)
+    for place in (tmp_path, tmp_path / "checkpoints"):
+        assert main(["check", str(place)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 4 and all("every checksum is right" in line for line in lines[:3])
+        assert f"{folder_of(tmp_path, 4)}: step 4, 1 files: whole by their lengths" in lines[3]
+    flip(folder_of(tmp_path, 2) / PART, 800)
+    assert main(["check", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 3
+    (line,) = said.err.splitlines()
+    assert f"{folder_of(tmp_path, 2)} is damaged: {PART}: another checksum" in line
+    assert main(["check", str(folder_of(tmp_path, 1))]) == 0
+    assert "step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "holds no checkpoint; name a recipe, a checkpoint"),
+        (["seed=1"], "command line: seed=1: a checkpoint is checked, and not a recipe"),
+        (["--ranks", "2"], "command line: --ranks: a checkpoint is checked"),
+    ],
+)
+def test_what_is_no_checkpoint_and_what_it_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert main(["check", str(tmp_path), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("command line: ") and told in line

@@ -9,11 +9,11 @@ from tests.support.shapes import hub
 from uspft.commands.plan_switching import STATIC_LINES, switching_lines
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
-from uspft.switching.choice import StaticTime, SwitchingChoice
-from uspft.switching.drawn_steps import DrawnSteps
-from uspft.switching.mix import Mix
-from uspft.switching.priced import PricedLayout, priced_layouts
-from uspft.switching.setting import Setting
+from uspft.switching.choose.choice import StaticTime, SwitchingChoice
+from uspft.switching.choose.drawn_steps import DrawnSteps
+from uspft.switching.choose.layout_set import LayoutSet
+from uspft.switching.choose.priced import PricedLayout, priced_layouts
+from uspft.switching.choose.setting import Setting
 
 LLAMA, ROW = hub("meta-llama/Llama-3.1-8B"), 8192
 SETTING = Setting(StepShape(LLAMA, Segments.single(ROW), (None,) * 32, step_rows=8), H100, 4, 400e9)
@@ -28,7 +28,7 @@ def one(length: int, tensor: int, context: int) -> PricedLayout:
 
 
 def found(*buckets: PricedLayout, seconds: float, moves: bool = False) -> SwitchingChoice:
-    mix = Mix(SETTING, buckets, 1, moves)
+    mix = LayoutSet(SETTING, buckets, 1, moves)
     return SwitchingChoice(mix, seconds, (StaticTime(one(ROW, 1, 4), 2.0),))
 
 

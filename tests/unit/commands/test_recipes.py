@@ -19,8 +19,8 @@ NAMES = sorted(path.stem for path in SHIPPED.iterdir())
 WANTED = """\
 quickstart
     random weights, 4 CPU processes, rows of 4k: all weights, on Python's standard library
-llama3.1-8b-text-whole-512k
-    meta-llama/Llama-3.1-8B, 1 GPU, rows of 512k: all weights, on texts
+llama3.1-8b-text-whole-1m
+    meta-llama/Llama-3.1-8B, 1 GPU, rows of 1m: all weights, on texts
 qwen3-0.6b-chat-whole-8k
     Qwen/Qwen3-0.6B, 1 GPU, rows of 8k: all weights, on conversations
 qwen3.5-9b-lora-whole-32k
@@ -37,8 +37,8 @@ llama3.1-70b-lora-tensor-32k
     meta-llama/Llama-3.1-70B, 8 GPUs, rows of 32k: LoRA, on conversations
 llama3.1-8b-text-hybrid-128k
     meta-llama/Llama-3.1-8B, 8 GPUs, rows of 128k: all weights, on texts
-llama3.1-8b-text-ulysses-4m
-    meta-llama/Llama-3.1-8B, 8 GPUs, rows of 4m: all weights, on texts
+llama3.1-8b-text-planned-8m
+    meta-llama/Llama-3.1-8B, 8 GPUs, rows of 8m: all weights, on texts
 qwen2.5-32b-lora-planned-32k
     Qwen/Qwen2.5-32B, 8 GPUs, rows of 32k: LoRA, on conversations
 qwen2.5-7b-chat-switching-32k
@@ -55,8 +55,8 @@ llama3.1-8b-text-hybrid-128k-16gpu
     meta-llama/Llama-3.1-8B, 16 GPUs, rows of 128k: all weights, on texts
 mixtral-8x7b-v0.1-text-ulysses-32k-16gpu
     mistralai/Mixtral-8x7B-v0.1, 16 GPUs, rows of 32k: all weights, on texts
-llama3.1-8b-text-planned-15m-32gpu
-    meta-llama/Llama-3.1-8B, 32 GPUs, rows of 15m: all weights, on texts
+llama3.1-8b-text-planned-32m-32gpu
+    meta-llama/Llama-3.1-8B, 32 GPUs, rows of 32m: all weights, on texts
 llama3.1-70b-text-pipeline-8k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 8k: all weights, on texts
 llama3.1-70b-text-tensor-128k-64gpu

@@ -293,6 +293,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"model_config": {"seq_length": 8, "fine_grain_interleave": 2}}},
         "write 1",
     ),
+    "scaled positions of another kind": (
+        {
+            "pretrained_model_dir": None,
+            "model": {
+                "model_config": {
+                    "seq_length": 8,
+                    "compute_dtype": "bfloat16",
+                    "extend_method": ["NTK"],
+                }
+            },
+        },
+        "write one of PI",
+    ),
     "by layer": (
         {"parallel_config": {"context_parallel": 2, "cp_comm_type": ["a2a", "p2p"]}},
         "one algorithm is for all layers",
@@ -536,3 +549,22 @@ def test_plan_explains_it(name: str, recipe_of: Any, capsys: pytest.CaptureFixtu
     assert main(["plan", *words, "--top", "1"]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
     assert "(the recipe's)" in said and "by part (" in said and "not predicted: " in said
+
+
+def test_ulysses_alone_is_the_other_half_of_d(
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The documentation's other snippet: two ranks that share heads."""
+    monkeypatch.chdir(tmp_path)
+    tree = yaml.safe_load(example("mindspore-d").read_text())
+    degrees = {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"}
+    tree["parallel_config"] = {"data_parallel": 1, "model_parallel": 1, **degrees}
+    found = {key.replace(".", "__"): value for key, value in given.items()}
+    outcome, recipe = converted(tmp_path, tree, **found)
+    assert not outcome.refused, outcome.lines()
+    assert {key: recipe["parallel_config"][key] for key in degrees} == degrees
+    assert main(["check", "recipe.yaml", "--ranks", "2"]) == 0
+    assert "each row shared by 2 (Ulysses)" in capsys.readouterr().out

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.support.megatron_index import written
 from tests.support.mindspore import converted, line_of, with_blocks
+from tests.support.shapes import TINY
+from uspft.__main__ import main
 
 
 def loader(**keys: Any) -> dict[str, Any]:
@@ -111,6 +116,23 @@ def test_samples_that_are_not_read_say_what_to_do(name: str, tmp_path: Path) -> 
     outcome = converted(tmp_path, loader(**keys))
     lines = [str(remark) for remark in outcome.remarks if remark.weight == "refused"]
     assert any(said in line for line in lines), lines
+
+
+def test_a_blend_passes_check_where_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        written(tmp_path / f"{name}_text_document", [[[5, 6, 7, 0]]] * 9, "i")
+    monkeypatch.chdir(tmp_path)
+    tree = blend(data_path=["0.3", "a_text_document", "0.7", "b_text_document"], eod=0)
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(tree))
+    model = f"model.config={json.dumps({**TINY, 'model_type': 'llama'})}"
+    length = "data.sequence_length=32"
+    assert (
+        main(["convert", "theirs.yaml", "-o", "r.yaml", "--from", "mindspore", model, length]) == 0
+    )
+    assert main(["check", "r.yaml", "--ranks", "1"]) == 0, capsys.readouterr()
+    assert "Megatron's index" in capsys.readouterr().out
 
 
 def blend(**config: Any) -> dict[str, Any]:

@@ -65,6 +65,7 @@ CASES: dict[str, Example] = {
             "model.adapter.alpha": 32,
             "model.adapter.dropout": 0.05,
             "data.train": [{"path": "org/instructions", "format": "prompt_completion"}],
+            "data.prompt_template": "alpaca",
             "data.overlong": "drop",
             "data.eval_fraction": 0.1,
             "training.steps": 200,

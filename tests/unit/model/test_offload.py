@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from uspft.model.offload import HostShelf, Offloaded
+from uspft.model.offload import Copies, HostShelf, Offloaded
 from uspft.model.recompute import attend_once
 
 CPU = torch.device("cpu")
@@ -85,6 +85,20 @@ def test_it_comes_back_as_it_was_and_nothing_stays_behind(offloads: bool) -> Non
     for one, other in zip(layers, plain, strict=True):
         for a, b in zip(one.parameters(), other.parameters(), strict=True):
             assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(("piece_bytes", "pieces"), [(96, [24]), (40, [10, 10, 4]), (3, [1] * 24)])
+def test_what_is_large_waits_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, pieces: list[int]
+) -> None:
+    monkeypatch.setattr("uspft.model.offload.PIECE_BYTES", piece_bytes)
+    copies, flat = Copies(CPU), torch.arange(24.0)
+    host = copies.to_host(flat)
+    assert [len(piece) for piece in host] == pieces
+    assert all(one.untyped_storage().nbytes() == 4 * len(one) for one in host)
+    back, wait = copies.to_device(host)
+    wait()
+    assert torch.equal(back, flat) and back.data_ptr() not in [one.data_ptr() for one in host]
 
 
 def test_a_storage_leaves_once_and_comes_back_with_its_strides() -> None:

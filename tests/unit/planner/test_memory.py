@@ -29,6 +29,7 @@ from uspft.planner.memory import (
     memory_of,
     unpredicted,
 )
+from uspft.planner.trained import Lora
 from uspft.prepare.invocation import CONFIGS
 
 TOKENS = 4096
@@ -99,6 +100,7 @@ LAYOUTS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
         "ring_cp",
         {"parallel": {"use_seq_parallel": True}},
     ),
+    "tensor, experts": (Layout(mesh_columns=2, ring=2, experts=2), "ring_cp", {}),
     "mesh 1 2": (Layout(mesh_columns=2, blocks=True), "ulysses_cp", on_mesh(1, 2, 1, 1, 1, 1)),
     "mesh 2 1": (Layout(ulysses=2, mesh_rows=2), "ulysses_cp", on_mesh(2, 1, 2, 2, 2, 2)),
     "mesh 2 2": (Layout(2, ring=2, mesh_rows=2), "ring_cp", on_mesh(2, 2, 2, 4, 1, 4)),
@@ -120,12 +122,14 @@ SAVING: dict[str, dict[str, Any]] = {
     "groups, whole": {"attention_heads": 3, "recompute": "attention", "loss_tile_tokens": 1024},
     "groups, no layer again": {"attention_heads": 4, "gradient_checkpointing": False, **TILED},
 }
+STACKED = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 TRAINED: dict[str, dict[str, Any]] = {
     "all": {},
     "lora": {"adapter": {"type": "lora", "rank": 8}},
     "some lora": {
         "adapter": {"type": "lora", "rank": 4, "target_modules": ["q_proj", "down_proj"]}
     },
+    "experts lora": {"adapter": {"type": "lora", "rank": 8, "target_modules": [], **STACKED}},
     "no mlp": {"freeze": ["mlp", "norm"]},
     "last layer": {"freeze": [r"layers\.0\.", "embed"]},
 }
@@ -162,6 +166,14 @@ FEW = [
     Case("mixtral", "experts 2", "offload", "lora", "bfloat16"),
     Case("qwen3 moe", "experts 4", "attention, tiles", "all", "bfloat16"),
     Case("gpt-oss", "experts 2", "nothing", "all", "bfloat16"),
+    Case("mixtral", "tensor", "none", "all", "bfloat16"),
+    Case("gpt-oss", "tensor, tokens", "attention, tiles", "all", "bfloat16"),
+    Case("qwen3 moe", "tensor, ring", "offload", "lora", "bfloat16"),
+    Case("qwen3 moe", "tensor, experts", "nothing", "all", "bfloat16"),
+    Case("gpt-oss", "tensor", "nothing", "no mlp", "bfloat16"),
+    Case("mixtral", "whole", "none", "experts lora", "bfloat16"),
+    Case("qwen3 moe", "experts 2", "nothing", "experts lora", "bfloat16"),
+    Case("gpt-oss", "tensor, experts", "attention, tiles", "experts lora", "bfloat16"),
     Case("states", "planned 4", "exchange", "all", "bfloat16"),
     Case("states", "ring 4", "offload", "some lora", "float32"),
     Case("states", "tensor, tokens", "nothing", "lora", "bfloat16"),
@@ -183,11 +195,13 @@ def cases(*, full: bool) -> list[Case]:
 def legal(traits: tuple[Any, ...]) -> bool:
     """Whether a recipe may ask for it, and it can be counted."""
     case = Case(*traits)
-    if case.model in ROUTED and LAYOUTS[case.layout][0].tensor > 1:
+    if case.model in ROUTED and "mesh" in case.layout:
         return False
     if case.model in ROUTED and case.dtype == "float32":  # grouped products on meta have one type
         return False
     if "experts" in case.layout and case.model not in ROUTED:
+        return False
+    if case.trained == "experts lora" and case.model not in ROUTED:
         return False
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
@@ -316,6 +330,10 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
     hybrid = replace(shape, model_type="qwen3_next")
+    named = {"mlp.gate.weight": ("adapters of routers",), "mlp.experts.down_proj": ()}
+    for parameter, unknown in named.items():
+        options = Options(lora=Lora(8, parameters=(parameter,)))
+        assert unpredicted(hub("Qwen/Qwen3-30B-A3B"), Layout(), 4096, options=options) == unknown
     assert unpredicted(hybrid, Layout(), 4096) == ("layers with a state of qwen3_next",)
     mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
     assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)

@@ -118,7 +118,8 @@ def test_heads_and_experts_decide_which_matrices_divide() -> None:
 
     assert divided(LLAMA, 1, 2, 4, 8, 16, 3) == [1, 2, 4, 8, 16]
     assert divided(QWEN, 1, 2, 4, 7, 8) == [1, 2, 4]  # 28 and 4 heads
-    assert divided(replace(LLAMA, model_type="mixtral"), 1, 2) == [1]
+    assert divided(replace(LLAMA, model_type="mixtral"), 1, 2) == [1, 2]
+    assert divided(replace(LLAMA, model_type="qwen3_next"), 1, 2) == [1]
     mesh = Layout(2, ring=3, mesh_rows=3)
     assert "hidden size" in str(why_no_matrices(LLAMA, mesh))
 

@@ -86,7 +86,7 @@ def test_a_file_is_looked_for_beside_the_recipe_then_here(recipe: Path) -> None:
     [
         ("h10", ("`h10` is no file, and no name in configs/hardware", "did you mean `h100`?")),
         ("none.yaml", ("write auto, a file or one of a100, a800, cpu, h100, h200, l20",)),
-        ("bad.yaml", ("bad.yaml:1: speed: unknown key `speed`", "leave it out")),
+        ("bad.yaml", ("bad.yaml:1: speed: unknown key `speed`", "known here: name, what, ")),
     ],
 )
 def test_a_wrong_name_is_refused_with_the_list(

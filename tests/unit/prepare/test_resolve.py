@@ -20,7 +20,7 @@ from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.known import Known
-from uspft.prepare.memory_need import memory_sentence
+from uspft.prepare.memory import memory_sentence
 from uspft.prepare.resolve import CHOSEN, FIRST, SETTLED, resolve, tuning
 from uspft.segments import Segments
 

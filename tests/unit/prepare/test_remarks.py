@@ -1,0 +1,156 @@
+"""On which side of the crossover recipes are, and the number of ranks that divide experts where a
+recipe leaves it open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.shapes import TINY
+from uspft.prepare.examine import Examined, examine
+from uspft.prepare.make_plan import hardware_of, ranking_of, step_of
+from uspft.prepare.remarks import expert_side, wasted
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+LORA = "qwen3-30b-a3b-lora-ulysses-32k.yaml"
+DEGREE = "parallel_config.expert_parallel"
+
+
+def examined(name: str, *words: str, ranks: int = 8) -> Examined:
+    return examine(RECIPES / name, words, 1, ranks)
+
+
+def side(found: Examined) -> str | None:
+    assert found.shape
+    return expert_side(found.recipe, found.shape, found.layout)
+
+
+@pytest.mark.parametrize("hardware", ["h100", "l20"])
+def test_auto_is_the_first_of_plan(hardware: str) -> None:
+    found = examined(LORA, f"launch.hardware={hardware}")
+    step = step_of(found)
+    order = ranking_of(found, step, hardware_of(found, 1)).layouts
+    own = found.layout
+    asked = [
+        one.layout.experts
+        for one in order
+        if one.layout.pipeline == 1 and (one.layout.ulysses, one.layout.data) == (2, 4)
+    ]
+    assert sorted(asked) == [1, 2, 4, 8]
+    assert own.experts == asked[0] == int(found.recipe.parallel_config.expert_parallel)
+    (line,) = [line for line in found.settled if line.startswith(f"auto: {DEGREE}: ")]
+    assert f"{DEGREE}: {own.experts}, since with " in line
+
+
+def test_links_decide_it() -> None:
+    """Where gathers pass behind products experts stay; on slow links it pays to send tokens."""
+    degrees = [examined(LORA, f"launch.hardware={name}").layout.experts for name in ("h100", "l20")]
+    assert degrees[0] < degrees[1]
+
+
+def test_a_model_without_experts_has_none_to_divide() -> None:
+    name = "qwen3-8b-text-ring-64k.yaml"
+    found = examined(name, f"{DEGREE}=auto")
+    assert found.layout.experts == 1 and side(found) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "degree", "said"),
+    [
+        (1, 8, "below the crossover of 21,973: dispatch sends less than it saves"),
+        (2, 8, "above the crossover of 21,973: dispatch sends more than it saves"),
+        (1, 1, "expert_parallel 2 or 4 or 8 sends less"),
+        (2, 1, "expert_parallel 2 sends less"),
+        (4, 1, "none of these sends less"),
+    ],
+)
+def test_check_says_on_which_side_a_recipe_is(rows: int, degree: int, said: str) -> None:
+    """Frozen experts have no gradients: 4 bytes of each, of the 8 with which they cross over at
+    twice as many tokens."""
+    words = (f"{DEGREE}={degree}", f"training.micro_batch_size={rows}")
+    told = side(examined(LORA, *words))
+    assert told and told.endswith(said)
+    assert f"{rows * 16_384:,} tokens" in told and f"{128 // degree} of a layer's 128" in told
+
+
+def examined_over(folder: Path, rows: int, **changes: Any) -> Examined:
+    """A recipe of a model with 8 query heads, on as many processes as its degrees ask for."""
+    (folder / "config.json").write_text(json.dumps({**TINY, "model_type": "llama"}))
+    (folder / "d.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    tree = {
+        "model": {"config": str(folder / "config.json"), "dtype": "float32"},
+        "data": {"train": str(folder / "d.jsonl"), "sequence_length": 64},
+        "training": {"steps": 1, "global_batch_size": rows, "micro_batch_size": 1},
+        "launch": {"device": "cpu"},
+    }
+    for key, value in changes.items():
+        tree[key] = {**tree.get(key, {}), **value}
+    (folder / "r.yaml").write_text(yaml.safe_dump(tree))
+    return examine(folder / "r.yaml", [], 1, None)
+
+
+def hybrid(ulysses: int, ring: int = 1, **more: Any) -> dict[str, Any]:
+    ways = {"context_parallel": ulysses * ring, "ulysses_degree_in_cp": ulysses}
+    return {**ways, "context_parallel_algo": "hybrid_cp", **more}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "told"),
+    [
+        (hybrid(8, 2), []),
+        (
+            hybrid(16, 2),
+            [
+                "parallel_config.ulysses_degree_in_cp: Ulysses splits 8 query heads over 16 ranks:"
+                " 8 of them compute no attention; split heads 8 ways at most, and tokens the rest"
+            ],
+        ),
+        (
+            {"context_parallel": 16, "context_parallel_algo": "ulysses_cp"},
+            [
+                "parallel_config.context_parallel: Ulysses splits 8 query heads over 16 ranks: 8 of"
+                " them compute no attention; split heads 8 ways at most, and tokens the rest"
+            ],
+        ),
+        (
+            hybrid(4, model_parallel=4),
+            [
+                "parallel_config.ulysses_degree_in_cp: Ulysses splits 2 query heads of a tensor "
+                "rank over 4 ranks: 2 of them compute no attention; split heads 2 ways at most, "
+                "and tokens the rest"
+            ],
+        ),
+        ({"context_parallel": 16, "context_parallel_algo": "ring_cp"}, []),
+    ],
+)
+def test_ulysses_ranks_without_heads(
+    tmp_path: Path, parallel: dict[str, Any], told: list[str]
+) -> None:
+    assert wasted(examined_over(tmp_path, 1, parallel_config=parallel)) == told
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "told"),
+    [
+        (8, 1, []),
+        (4, 2, ["4 rows a step leave 4 of 8 places empty (one pass of 4 replicas, 2 rows each)"]),
+        (1, 1, ["a row a step leaves 3 of 4 places empty (one pass of 4 rows)"]),
+        (6, 1, ["6 rows a step leave 2 of 8 places empty (2 passes of 4 rows)"]),
+    ],
+)
+def test_replicas_without_rows(tmp_path: Path, rows: int, micro: int, told: list[str]) -> None:
+    found = examined_over(
+        tmp_path, rows, training={"micro_batch_size": micro}, parallel_config={"data_parallel": 4}
+    )
+    remedy = f"which compute padding; write a multiple of {4 * micro}, or use fewer processes"
+    assert wasted(found) == [f"training.global_batch_size: {line}, {remedy}" for line in told]
+
+
+def test_each_strategy_is_looked_at_and_its_samples_are_not(tmp_path: Path) -> None:
+    strategies = [{"max_length": 16}, {"max_length": 64, **hybrid(16)}]
+    (line,) = wasted(examined_over(tmp_path, 1, parallel_config={"strategies": strategies}))
+    assert line.startswith("parallel_config.strategies[1].ulysses_degree_in_cp: Ulysses splits 8 ")

@@ -1,0 +1,204 @@
+"""When several layouts are predicted to beat one, when not, and what memory forbids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.hardware import H100
+from tests.support.shapes import hub
+from uspft.layout import Layout
+from uspft.planner.machine import Hardware
+from uspft.planner.row_time import micro_step_seconds
+from uspft.planner.step_shape import StepShape
+from uspft.segments import Segments
+from uspft.switching.choose.choice import AS_FAST, SwitchingChoice, beside_static, choose
+from uspft.switching.choose.drawn_steps import DrawnSteps, lower_bounds, pairs_of
+from uspft.switching.choose.layout_set import LayoutSet, Static
+from uspft.switching.choose.priced import PricedLayout, priced_layouts
+from uspft.switching.choose.setting import Setting
+
+LLAMA = hub("meta-llama/Llama-3.1-8B")
+ROW = 1 << 15
+STEP = StepShape(LLAMA, Segments.single(ROW), (None,) * 32, step_rows=8)
+
+
+def apart(gigabytes: float) -> Hardware:
+    """H100s of which each is a host of its own."""
+    links = H100.between.model_copy(
+        update={
+            "bytes_per_second": gigabytes * 1e9,
+            "host_bytes_per_second": None,
+            "all_to_all": None,
+            "point_to_point": None,
+        }
+    )
+    return H100.model_copy(update={"ranks_per_host": 1, "between": links})
+
+
+@cache
+def tail(count: int = 4_000) -> tuple[int, ...]:
+    """Lengths of which half are below 700 tokens, and a few fill a row."""
+    random, found = Random(0), []
+    while len(found) < count:
+        length = int(random.lognormvariate(6.5, 1.4))
+        if 32 <= length <= ROW:
+            found.append(length)
+    return tuple(found)
+
+
+def setting(memory: float = 105e9, speed: float = 5.0, **changes: Any) -> Setting:
+    return Setting(replace(STEP, **changes), apart(speed), 4, memory)
+
+
+@cache
+def chosen(memory: float = 105e9, speed: float = 5.0, stage: int = 1) -> SwitchingChoice:
+    return choose(setting(memory, speed, stage=stage), DrawnSteps(tail(), 1024, ROW))
+
+
+def test_a_long_tail_whose_weights_do_not_fit_whole_is_switched_by_moving() -> None:
+    """No rank holds weights, gradients and optimizer of stage 1 whole: one layout splits matrices
+    for every row, over slow links; weights that move do so for long rows alone."""
+    found = chosen()
+    assert found.mix and found.switches and found.mix.moves and found.best_static
+    assert found.best_static.priced.layout.tensor > 1
+    assert found.mix.buckets[0].layout.tensor == 1 < found.mix.buckets[-1].layout.tensor
+    assert found.best_static.seconds and found.best_static.seconds > 1.2 * found.mix_seconds
+    assert found.why.startswith("switching takes") and "s a step, and tensor" in found.why
+    assert len(found.mix.transfers) == len({b.layout.tensor for b in found.mix.buckets})
+
+
+def test_memory_forbids_whole_weights_and_with_them_short_rows_on_one_rank() -> None:
+    found = chosen(memory=80e9)
+    assert all(one.seconds is None for one in found.static if one.priced.layout.tensor == 1)
+    assert found.mix is None or all(b.layout.tensor > 1 for b in found.mix.buckets)
+    none = chosen(memory=20e9)
+    assert none.mix is None and not none.switches and none.why == "no layout's rows fit in memory"
+
+
+def test_without_a_tail_one_layout_stays() -> None:
+    """Samples that fill their rows gain nothing from shorter ones; where all weights fit, rows that
+    are packed and split by their documents do as well."""
+    found = choose(setting(), DrawnSteps([ROW] * 100, 64, ROW))
+    assert not found.switches and found.best_static
+    assert f"{found.best_static.priced.name} alone takes" in found.why
+    roomy = chosen(memory=400e9)
+    assert not roomy.switches and roomy.best_static
+    assert roomy.best_static.seconds and roomy.best_static.seconds < AS_FAST * roomy.mix_seconds
+
+
+def test_where_no_mix_fits_it_is_the_mix_that_is_said_to_lack() -> None:
+    found = choose(setting(400e9), DrawnSteps([64] * 8, 2, 64))
+    assert found.mix is None and sum(one.seconds is not None for one in found.static) > 1
+    assert found.why.endswith(" s a step, and no mix of several layouts fits")
+
+
+def test_rows_of_one_sample_are_switched_since_short_rows_have_less_padding() -> None:
+    found = choose(setting(400e9), DrawnSteps(tail(), 256, ROW, packing="none"))
+    assert found.mix and found.switches and found.best_static and found.best_static.seconds
+    assert found.best_static.seconds > 3 * found.mix_seconds
+    drawn = DrawnSteps(tail(), 256, ROW, packing="none")
+    again = beside_static(found.mix, drawn)
+    assert (again.mix_seconds, again.best_static) == (found.mix_seconds, found.best_static)
+
+
+def test_more_memory_and_faster_links_are_never_slower() -> None:
+    def step(found: SwitchingChoice) -> float:
+        static = found.best_static
+        return min(found.mix_seconds, (static and static.seconds) or float("inf"))
+
+    memory = [step(chosen(memory=size)) for size in (80e9, 105e9, 400e9)]
+    assert memory == sorted(memory, reverse=True) and memory[0] > memory[-1]
+    assert step(chosen(speed=20.0)) < step(chosen(speed=5.0))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_bucket_takes_what_its_static_layout_takes(stage: int) -> None:
+    """All rows alike, as many as replicas take in whole passes."""
+    given, drawn = setting(400e9, stage=stage), DrawnSteps([ROW] * 8, 8, ROW)
+    for one in priced_layouts(given, ROW, Segments.single(ROW), most=1)[:3]:
+        mix = LayoutSet(given, (one,), one.layout.tensor)
+        assert mix.seconds(drawn) == pytest.approx(Static(given, one).seconds(drawn), rel=0.02)
+
+
+def test_a_step_of_a_mix_by_hand() -> None:
+    """One long row on four ranks while nothing else is there; ZeRO-3's part once for each pass."""
+    given = setting(400e9, stage=3)
+    four = next(one for one in layouts(given, ROW) if one.layout.context == 4)
+    one = next(one for one in layouts(given, 1024) if one.layout.ranks == one.layout.data)
+    mix = LayoutSet(given, (one, four), 1)
+    drawn = DrawnSteps([ROW], 1, ROW)
+    zero = micro_step_seconds(given.step, Layout(data=4), given.hardware)
+    row = four.row_seconds(pairs_of([ROW])) + four.beside
+    assert mix.seconds(drawn) == pytest.approx(mix.once_seconds + row + zero, rel=1e-3)
+    assert mix.transfers == []
+
+
+def layouts(given: Setting, length: int) -> Sequence[PricedLayout]:
+    return priced_layouts(given, length, Segments.single(length), most=1)
+
+
+def test_rows_at_once_are_those_of_a_run_where_it_says_how_many() -> None:
+    """Of the longest bucket as many as are said, of shorter ones as many tokens; memory then says
+    whether these fit. A bucket's portion by tokens does not depend on memory."""
+    given = replace(setting(400e9), rows_at_once=2)
+    one = next(each for each in layouts(given, 1024) if each.layout.ranks == each.layout.data)
+    four = next(each for each in layouts(given, ROW) if each.layout.context == 4)
+    mix = LayoutSet(given, (one, four), 1)
+    assert one.row_bytes < four.row_bytes
+    assert mix.portions == pytest.approx([one.row_bytes / four.row_bytes / 2, 1 / 2], rel=1e-3)
+    assert mix.fits and not replace(mix, setting=replace(given, rows_at_once=2_000)).fits
+    assert mix.portions == replace(mix, setting=replace(given, memory_bytes=1e9)).portions
+    alone = Static(given, four)
+    drawn = DrawnSteps([ROW] * 8, 8, ROW)
+    free = Static(setting(400e9), four).seconds(drawn)
+    assert alone.seconds(drawn) >= free
+    assert alone.seconds(drawn) == pytest.approx(
+        4 * (2 * four.row_seconds(pairs_of([ROW])) + four.beside) + mix.once_seconds, rel=1e-3
+    )
+
+
+def test_a_layout_may_stay_the_same_where_rows_are_not_packed() -> None:
+    """Rows of a bucket's length have less padding, also under the layout of all others."""
+    drawn = DrawnSteps(tail(), 192, ROW, packing="none")
+    found = choose(setting(400e9), drawn, whole)
+    assert found.mix and found.switches and {b.name for b in found.mix.buckets} == {"data4"}
+    assert choose(setting(400e9), replace(drawn, packing="best_fit"), whole).mix is None
+
+
+def whole(layout: Layout) -> bool:
+    return layout.data == layout.ranks
+
+
+def test_a_checkpoint_keeps_its_kind_of_steps() -> None:
+    drawn = DrawnSteps([ROW] * 8, 8, ROW)
+    one = choose(setting(400e9), drawn, keeps=True)
+    assert one.switches and one.mix and len(one.mix.buckets) == 1
+    assert not choose(setting(400e9), DrawnSteps(tail(), 256, ROW, "none"), keeps=False).switches
+
+
+def test_rows_of_packed_samples_are_counted() -> None:
+    assert DrawnSteps([ROW // 4] * 10, 8, ROW).packed_rows == 2
+    assert DrawnSteps([ROW // 4] * 10, 8, ROW, packing="none").packed_rows == 8
+    assert DrawnSteps([64], 2, ROW).packed_rows == 2
+
+
+def test_lower_bounds_are_halves_down_to_the_median() -> None:
+    assert lower_bounds(DrawnSteps([100, 700, 900, 8192], 4, 8192)) == [4096, 2048, 1024]
+    assert lower_bounds(DrawnSteps([8192], 4, 8192)) == []
+    assert lower_bounds(DrawnSteps([8, 8, 512], 4, 512)) == [256, 128, 64]
+
+
+def test_a_corpus_packs_each_bucket_by_itself_and_nothing_is_left_out() -> None:
+    drawn = DrawnSteps(tail(), 256, ROW)
+    assert drawn.steps == DrawnSteps(tail(), 256, ROW).steps and len(drawn.steps) >= 3
+    rows = drawn.rows(0, (1024, ROW))
+    assert sum(row.pairs for row in rows) == pairs_of(drawn.steps[0])
+    short = [length for length in drawn.steps[0] if length <= 1024]
+    assert sum(row.pairs for row in rows if row.bucket == 0) == pairs_of(short)
+    assert sum(map(pairs_of, drawn.pooled)) == sum(map(pairs_of, drawn.steps))

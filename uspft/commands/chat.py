@@ -1,0 +1,237 @@
+"""The command `chat`: it talks to a trained model in the terminal, in the template of its training.
+
+It is plain transformers, on one GPU where there is one: what it shows is what a server would serve.
+Answers are on stdout; thoughts and what chat itself has to say are on stderr.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from uspft.commands.talker import Talker, load_talker, wrong
+from uspft.config.problems import said
+from uspft.prepare.invocation import Invocation
+from uspft.written import ADAPTER, MODEL
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+"""The tokens of gpt-oss's template before a message, and between the parts of its head."""
+FINAL = "final"
+
+
+class Answer(TextStreamer):
+    """A streamer that prints an answer on stdout as it comes, and a model's thoughts on stderr.
+
+    A model of gpt-oss's template writes messages, each for a channel that its head names; the
+    answer is what stands in `final`. Elsewhere the answer is all that the model writes.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        known = tokenizer.get_added_vocab()
+        marks = (START, CHANNEL, MESSAGE)
+        self._marks = {known[mark]: mark for mark in marks} if known.keys() >= {*marks} else {}
+        self._head: list[int] | None = None
+        self._thinks = False
+        self._answer: list[int] = []
+        self.channels = False
+        """Whether the model has named a channel."""
+
+    @property
+    def text(self) -> str:
+        """The answer, without thoughts and special tokens."""
+        text: str = self.tokenizer.decode(self._answer, skip_special_tokens=True)
+        return text
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, which is not shown, and then tokens of the answer."""
+        if self.next_tokens_are_prompt:
+            super().put(value)
+            return
+        for token in value.flatten().tolist():
+            self._take(token)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a piece of a message; of a thought it ends the parenthesis around it."""
+        end = "\n" if stream_end else ""
+        if self._thinks:
+            print(text, end=f"){end}" if stream_end else "", flush=True, file=sys.stderr)
+        else:
+            print(text, end=end, flush=True)
+
+    def _take(self, token: int) -> None:
+        mark = self._marks.get(token)
+        if mark in (START, CHANNEL):
+            if self._head is None:
+                self._end_message()
+            self._head = [*(self._head or ()), token]
+        elif self._head is None:
+            if not self._thinks:
+                self._answer.append(token)
+            super().put(torch.tensor([token]))
+        elif mark == MESSAGE:
+            self._begin_message(self.tokenizer.decode(self._head))
+            self._head = None
+        else:
+            self._head.append(token)
+
+    def _begin_message(self, head: str) -> None:
+        _, channel, name = head.rpartition(CHANNEL)
+        self.channels |= bool(channel)
+        self._thinks = bool(channel) and name.split()[:1] != [FINAL]
+        if self._thinks:
+            print("(", end="", file=sys.stderr)
+
+    def _end_message(self) -> None:
+        if self._thinks or self._answer:
+            self.end()
+            self.next_tokens_are_prompt = self._thinks = False
+
+
+HELP = "Ctrl-C ends an answer, /new the conversation, Ctrl-D the program"
+ANSWER_TOKENS = 1024
+"""The most tokens of an answer where the command line says no other number."""
+
+
+def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
+    """Answer what is typed, or read from stdin, line by line until its end.
+
+    target: an output folder, whose `hf` is taken or else its `adapter`; or such a folder itself.
+    overrides: `system=TEXT`, `max_new_tokens=N`, and `base=PLACE` for an adapter whose base model
+    is elsewhere now. Raises InputError, also where stdin is closed.
+    """
+    asked = _asked(overrides)
+    if sys.stdin is None or sys.stdin.closed:
+        raise wrong("chat", "there is no stdin to read questions from", "run it in a terminal")
+    limit = _limit(asked.get("max_new_tokens"))
+    folder = _folder(target, place)
+    talker = load_talker(folder, asked.get("base"))
+    opening = [{"role": "system", "content": asked["system"]}] if "system" in asked else []
+    turns = list(opening)
+    if sys.stdin.isatty():
+        print(f"{folder}: {HELP}")
+    for line in _lines():
+        if re.fullmatch(r"/\w+(\s.*)?", line):
+            if line == "/new":
+                turns = list(opening)
+            else:
+                _note(f"`{line}` is no command: {HELP}; a blank before it makes it a question")
+            continue
+        turns.append({"role": "user", "content": line.strip()})
+        answer = _answer(talker, turns, limit, target)
+        if answer is None:
+            turns.pop()
+        else:
+            turns.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Yield each line that is not empty, until Ctrl-D, Ctrl-C or the end of the input.
+
+    Raises InputError for a line that is no text.
+    """
+    prompt = "> " if sys.stdin.isatty() else ""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # to tell which line it is
+    for number in count(1):
+        try:
+            line = input(prompt).rstrip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not _is_text(line):
+            what = f"line {number} of stdin holds bytes that are not UTF-8"
+            raise wrong("chat", what, "write it in UTF-8: iconv -f LATIN1 -t UTF-8 makes it so")
+        if line.strip():
+            yield line
+
+
+def _is_text(word: str) -> bool:
+    """Return whether a word came here without bytes that could not be decoded."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _answer(talker: Talker, turns: list[dict[str, str]], limit: int, target: Path) -> str | None:
+    """Print the answer to the last turn as it comes, and return it; None where there is none to
+    go on from, since it was stopped or cut among thoughts.
+
+    Raises InputError where the template refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        inputs = talker.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(talker.model.device)
+    except (TemplateError, TypeError, ValueError) as error:
+        what = f"the chat template refuses the conversation: {said(error)}"
+        raise wrong(str(target), what, "leave system= out where it knows none") from error
+    answer = Answer(talker.tokenizer)
+    try:
+        with torch.inference_mode():
+            out = talker.model.generate(**inputs, streamer=answer, max_new_tokens=limit)
+    except KeyboardInterrupt:
+        _note("stopped: this question and its answer are forgotten", "\n")
+        return None
+    made = out[0, inputs["input_ids"].shape[1] :].tolist()
+    ends = talker.model.generation_config.eos_token_id
+    if len(made) == limit and made[-1] not in (ends if isinstance(ends, list) else [ends]):
+        _note(f"cut at {limit} tokens: max_new_tokens=N takes more")
+    if answer.channels and not answer.text:
+        _note("no answer came behind the thoughts: this question is forgotten")
+        return None
+    return answer.text
+
+
+def _note(what: str, before: str = "") -> None:
+    """Say on stderr what is no part of an answer."""
+    print(f"{before}({what})", file=sys.stderr)
+
+
+def _folder(target: Path, place: Invocation) -> Path:
+    """Return the folder of the model that a path means. Raises InputError."""
+    for folder in (target / MODEL, target / ADAPTER, target):
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            return folder
+    if not target.exists():
+        raise wrong(str(target), "does not exist", "name a run's output folder")
+    if (target / "checkpoints").is_dir():
+        remedy = f"write {place.to_type('export', str(target))}"
+        raise wrong(str(target), "holds no trained model yet", remedy)
+    raise wrong(str(target), "holds no hf, adapter or model", "name a run's output folder")
+
+
+def _asked(words: Sequence[str]) -> dict[str, str]:
+    """Return what the command line asks for, by name. Raises InputError."""
+    asked: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in ("system", "max_new_tokens", "base") or not value:
+            what = "chat takes system=TEXT, max_new_tokens=N and base=PLACE and nothing else"
+            raise wrong(word, what, "write one of them or leave it out")
+        if key in asked:
+            raise wrong(key, "is given twice", "write it once")
+        if key == "system" and not _is_text(value):
+            raise wrong(key, "holds bytes that are not UTF-8", "write it in UTF-8")
+        asked[key] = value
+    return asked
+
+
+def _limit(value: str | None) -> int:
+    if value is None:
+        return ANSWER_TOKENS
+    if not (value.isascii() and value.isdigit() and int(value)):
+        raise wrong("max_new_tokens", f"`{value}` is no number of tokens", "write 512")
+    return int(value)

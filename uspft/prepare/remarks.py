@@ -1,0 +1,122 @@
+"""What `check` remarks on a legal recipe: whether dispatching tokens to divided experts sends less
+than ZeRO saves, and which parts of a layout leave ranks without work or hide no transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from uspft.config import Recipe
+from uspft.config.strategies import KEY, layouts_of, strategies_of
+from uspft.engine.deepspeed_config import micro_batches
+from uspft.families import ModelShape
+from uspft.layout import Layout, layout_of
+from uspft.planner.expert_traffic import crossover_tokens, token_cost
+from uspft.planner.memory import lora_of
+from uspft.planner.step_shape import StepShape
+from uspft.planner.trained import EXPERTS, trained_layers
+from uspft.prepare.examine import Examined
+from uspft.prepare.step import stage_of, step_shape
+
+NAMED = 3
+"""Degrees that are named beside experts that are not divided."""
+
+
+def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None:
+    """Return for a person where experts are, and on which side of the crossover in local tokens;
+    None of a model that has none.
+
+    Where ranks do not divide experts, the degrees that may are named with theirs.
+    """
+    every, degree = shape.experts, layout.experts
+    if every == 1:
+        return None
+    step = step_shape(recipe, shape)
+    tokens = step.tokens(layout)
+    said = f"{every // degree} of a layer's {every} on a rank, {tokens:,.0f} tokens in a forward"
+    if degree > 1:
+        most = _crossover(recipe, step, layout, degree)
+        side, sends = ("below", "less") if tokens < most else ("above", "more")
+        return f"{said}, {side} the crossover of {most:,.0f}: dispatch sends {sends} than it saves"
+    able = [d for d in range(2, layout.copies + 1) if layout.copies % d == every % d == 0]
+    if not able:
+        return said
+    each = {d: _crossover(recipe, step, layout, d) for d in able[:NAMED]}
+    lines = ", ".join(f"{most:,.0f} over {d} ranks" for d, most in each.items())
+    less = [f"{d}" for d, most in each.items() if tokens < most]
+    what = f"expert_parallel {' or '.join(less)} sends less" if less else "none of these sends less"
+    return f"{said}; dispatch sends less than it saves below {lines}: {what}"
+
+
+def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> float:
+    """Return below how many tokens of a rank so many ranks that divide experts send less."""
+    token = token_cost(step.model, step.element_bytes, ranks, step.forwards)
+    return crossover_tokens(step.model, ranks, _zero_bytes(recipe, step, layout), token)
+
+
+def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
+    """Return the bytes of one of the experts' parameters that ZeRO moves for each forward and
+    backward; an all-reduce moves a gradient twice."""
+    model = recipe.model
+    layers = trained_layers(step.model, lora_of(model), tuple(model.freeze))
+    matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
+    trained = sum(matrices) / (2 * len(layers))
+    gradient, weight, passes = step.gradient_bytes, step.element_bytes, step.passes(layout)
+    if step.stage == 3:
+        return 2 * weight + gradient * trained
+    once = weight / passes
+    return (2 * gradient + once if step.stage == 2 else 2 * gradient / passes + once) * trained
+
+
+def wasted(found: Examined) -> list[str]:
+    """Return a line `key: what; remedy` for each thing that leaves ranks without work."""
+    lines = list(_prefetch(found.recipe, found.layout))
+    for number, recipe in enumerate(layouts_of(found.recipe)):
+        layout = layout_of(recipe.parallel_config, found.layout.ranks)
+        assert isinstance(layout, Layout)  # anything else was refused before
+        at = f"{KEY}[{number}]" if strategies_of(found.recipe) else "parallel_config"
+        lines += _heads(recipe, layout, found, at)
+    several = found.is_open or strategies_of(found.recipe)
+    if not several:  # else samples are dealt out by what they cost
+        lines += _rows(found.recipe, found.layout)
+    return lines
+
+
+def _prefetch(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Where layers are split in stages, ZeRO-3 fetches no weights ahead: ranks run their stages in
+    another order each time, and DeepSpeed knows what comes next from one order alone."""
+    if layout.pipeline > 1 and stage_of(recipe) == 3:
+        yield (
+            "deepspeed.zero_optimization.stage: is 3, beside parallel_config.pipeline_stage "
+            f"{layout.pipeline}: weights are not fetched ahead there, so each layer waits for its "
+            "own; write 1 or 2 where a stage's weights fit"
+        )
+
+
+def _heads(recipe: Recipe, layout: Layout, found: Examined, at: str) -> Iterator[str]:
+    """Where Ulysses has more ranks than there are query heads, some of them attend with none."""
+    heads = found.shape.heads // layout.mesh_columns if found.shape else layout.ulysses
+    if layout.ulysses > heads:
+        named = recipe.parallel_config.ulysses_degree_in_cp is not None
+        key = f"{at}.{'ulysses_degree_in_cp' if named else 'context_parallel'}"
+        of = f"{heads} query heads" + (" of a tensor rank" if layout.mesh_columns > 1 else "")
+        yield (
+            f"{key}: Ulysses splits {of} over {layout.ulysses} ranks: {layout.ulysses - heads} of "
+            f"them compute no attention; split heads {heads} ways at most, and tokens the rest"
+        )
+
+
+def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Where a step has fewer rows than places for them, replicas compute padding."""
+    rows, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
+    passes = micro_batches(recipe, layout)
+    at_once = micro * layout.data
+    empty = passes * at_once - rows
+    if empty:
+        turns = f"{passes} passes" if passes > 1 else "one pass"
+        of = f"{layout.data} replicas, {micro} rows each" if micro > 1 else f"{layout.data} rows"
+        few = f"{rows} rows a step leave" if rows > 1 else "a row a step leaves"
+        yield (
+            f"training.global_batch_size: {few} {empty} of {passes * at_once} places empty "
+            f"({turns} of {of}), which compute padding; "
+            f"write a multiple of {at_once}, or use fewer processes"
+        )

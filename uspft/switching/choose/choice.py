@@ -1,0 +1,211 @@
+"""The choice of `strategies: auto`: the mix of layouts that is predicted to take least, or none.
+
+Every static layout with packed rows is an alternative, and is taken where it is as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from uspft.switching.choose.drawn_steps import DrawnSteps, lower_bounds
+from uspft.switching.choose.layout_set import LayoutSet, Static
+from uspft.switching.choose.priced import (
+    Among,
+    PricedLayout,
+    best_of_degrees,
+    every_layout,
+    priced_layouts,
+)
+from uspft.switching.choose.setting import Setting
+
+AS_FAST = 1.05
+"""Times a mix's seconds at which a static layout counts as fast: predictions are no closer."""
+LESS = 0.99
+"""Times the seconds of the best mix in place at which weights are moved instead."""
+LOWER_BUCKETS = 3
+"""The most buckets below the longest rows'."""
+SHORTLIST = 4
+"""Mixes of each kind whose steps are scheduled, those of least work."""
+
+
+_Timed = tuple[float, LayoutSet | None]
+"""A mix and the seconds of its step."""
+
+
+@dataclass(frozen=True)
+class StaticTime:
+    """A static layout, and its predicted step; None where its rows do not fit."""
+
+    priced: PricedLayout
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class SwitchingChoice:
+    """What `strategies: auto` became, with all that it was compared with."""
+
+    mix: LayoutSet | None
+    """The fastest mix of several layouts; None where there is none that fits."""
+    mix_seconds: float
+    static: tuple[StaticTime, ...]
+    """Every static layout, the fastest first and those that do not fit last."""
+    keeps: bool | None = None
+    """Whether a checkpoint's steps had several layouts, which then are kept, or one; None where
+    there is no checkpoint."""
+
+    @property
+    def best_static(self) -> StaticTime | None:
+        first = self.static[0] if self.static else None
+        return first if first and first.seconds is not None else None
+
+    @property
+    def switches(self) -> bool:
+        """Whether the mix is taken."""
+        if self.mix is None or self.keeps is False:
+            return False
+        best = None if self.keeps else self.best_static
+        return best is None or best.seconds is None or best.seconds > AS_FAST * self.mix_seconds
+
+    @property
+    def why(self) -> str:
+        """The reason, in one sentence."""
+        best = self.best_static
+        if best is None:
+            if not self.switches:
+                return "no layout's rows fit in memory"
+            return f"switching takes {self.mix_seconds:.3g} s a step, and no static layout fits"
+        static = f"{best.priced.name} alone takes {best.seconds:.3g} s a step"
+        if self.keeps is not None:
+            kept = "several layouts in a step" if self.keeps else "one layout"
+            static = f"the checkpoint has {kept}; {static}"
+        if self.mix is None:
+            return f"{static}, and no mix of several layouts fits"
+        if self.keeps is not None:
+            return f"{static}, and switching {self.mix_seconds:.3g} s"
+        if self.switches:
+            return f"switching takes {self.mix_seconds:.3g} s a step, and {static}"
+        return f"{static}, and switching {self.mix_seconds:.3g} s, which is not clearly less"
+
+
+def choose(
+    setting: Setting,
+    drawn: DrawnSteps,
+    among: Among = every_layout,
+    *,
+    keeps: bool | None = None,
+) -> SwitchingChoice:
+    """Return the mix that is predicted to take least, and every static layout's step.
+
+    among: which layouts count, static and in a mix. keeps: whether a checkpoint's steps had several
+    layouts, or one: then a mix is made of the best layout alone where there is no other.
+    """
+
+    def priced_at(length: int, most: int | None) -> list[PricedLayout]:
+        return priced_layouts(setting, length, drawn.typical(length), most, among)
+
+    longest = priced_at(drawn.row_tokens, None)
+    options = {drawn.row_tokens: best_of_degrees(longest)}
+    for bound in lower_bounds(drawn):
+        options[bound] = best_of_degrees(priced_at(bound, 2))
+    best: _Timed = float("inf"), None
+    alike = drawn.packing == "none"
+    for kind in _kinds(setting, options, alike):
+        listed = sorted(kind, key=lambda mix: mix.least_seconds(drawn))[:SHORTLIST]
+        found = min(((mix.seconds(drawn), mix) for mix in listed), key=_seconds, default=best)
+        if found[0] < best[0] * (LESS if found[1] and found[1].moves else 1):
+            best = found
+    if best[1] is not None:
+        best = _refined(best[0], best[1], drawn, options, alike)
+    choice = SwitchingChoice(best[1], best[0], _static(setting, drawn, longest), keeps)
+    if keeps and choice.mix is None and choice.best_static:
+        one = choice.best_static.priced
+        mix = LayoutSet(setting, (one,), one.layout.tensor)
+        return replace(choice, mix=mix, mix_seconds=mix.seconds(drawn))
+    return choice
+
+
+def beside_static(mix: LayoutSet, drawn: DrawnSteps) -> SwitchingChoice:
+    """Return a mix that a recipe names, with every static layout's step."""
+    length = drawn.row_tokens
+    longest = priced_layouts(mix.setting, length, drawn.typical(length), most=None)
+    return SwitchingChoice(mix, mix.seconds(drawn), _static(mix.setting, drawn, longest))
+
+
+def _static(
+    setting: Setting, drawn: DrawnSteps, longest: Sequence[PricedLayout]
+) -> tuple[StaticTime, ...]:
+    """Return each layout of the longest rows as the only one, the fastest first."""
+    every = [(one, Static(setting, one)) for one in longest]
+    found = [StaticTime(one, alone.seconds(drawn) if alone.fits else None) for one, alone in every]
+    return tuple(sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0)))
+
+
+def _seconds(found: _Timed) -> float:
+    return found[0]
+
+
+def _kinds(
+    setting: Setting, options: Mapping[int, Sequence[PricedLayout]], alike: bool
+) -> Iterator[list[LayoutSet]]:
+    """Yield, for each tensor degree that ranks may hold and for weights that move, every choice of
+    bounds with the layouts of least work that fit.
+
+    alike: whether all rows may have one layout, since rows that are not packed have less padding in
+    a bucket of their length.
+    """
+    tensor = sorted({one.layout.tensor for one in options[max(options)]})
+    ways = [(degree, False) for degree in tensor if setting.in_place]
+    if setting.step.stage == 1 and setting.moves:
+        ways.append((1, True))
+    for degree, moves in ways:
+        fitting = {}
+        for length, found in options.items():
+            alone = (LayoutSet(setting, (one,), degree, moves) for one in found)
+            fitting[length] = [mix.buckets[0] for mix in alone if mix.fits and mix.holds]
+        same = alike and not moves
+        mixes = _mixes(setting, fitting, degree, moves)
+        yield [mix for mix in mixes if mix.fits and (same or mix.switches)]
+
+
+def _mixes(
+    setting: Setting,
+    fitting: Mapping[int, Sequence[PricedLayout]],
+    tensor: int,
+    moves: bool,
+) -> Iterator[LayoutSet]:
+    """Yield the mixes of every choice of bounds: each layout of the longest rows, and for shorter
+    ones the layout of least work on as many ranks or fewer."""
+    longest = max(fitting)
+    lower = [length for length, found in fitting.items() if found and length < longest]
+    for last in fitting[longest]:
+        fewer = {
+            bound: [one for one in fitting[bound] if one.group_ranks <= last.group_ranks]
+            for bound in lower
+        }
+        able = [bound for bound in lower if fewer[bound]]
+        for count in range(1, LOWER_BUCKETS + 1):
+            for bounds in combinations(able, count):
+                buckets = (*(fewer[bound][0] for bound in sorted(bounds)), last)
+                yield LayoutSet(setting, buckets, tensor, moves)
+
+
+def _refined(
+    seconds: float,
+    mix: LayoutSet,
+    drawn: DrawnSteps,
+    options: Mapping[int, Sequence[PricedLayout]],
+    alike: bool,
+) -> tuple[float, LayoutSet]:
+    """Return what comes of trying another layout for one bucket after the other."""
+    for place, bucket in enumerate(mix.buckets):
+        for other in options[bucket.length]:
+            buckets = (*mix.buckets[:place], other, *mix.buckets[place + 1 :])
+            tried = replace(mix, buckets=buckets)
+            switches = tried.switches or (alike and not tried.moves)
+            if other is mix.buckets[place] or not (tried.holds and tried.fits and switches):
+                continue
+            if (found := tried.seconds(drawn)) < seconds:
+                seconds, mix = found, tried
+    return seconds, mix

@@ -1,0 +1,110 @@
+"""The samples of a few steps, drawn from a data set's lengths, and the rows that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import NamedTuple
+
+from uspft.segments import Segments
+from uspft.switching.deal.buckets import rows_of_samples
+
+LEAST_TOKENS = 64
+"""Tokens of the shortest rows that a bucket is for."""
+STEPS, SAMPLES = range(3, 65), 512
+"""How many steps are drawn: so many that they have this number of samples, within the range."""
+
+
+class PackedRow(NamedTuple):
+    """A row of one bucket, as the cost model sees it."""
+
+    bucket: int
+    pairs: int
+    """Pairs of query and key in its documents, no window counted."""
+
+
+@dataclass(frozen=True)
+class DrawnSteps:
+    """The lengths of a data set's samples, as a run takes them."""
+
+    lengths: Sequence[int]
+    """Tokens of each sample, or of enough of them, in any order; none is longer than a row."""
+    samples: int
+    """Samples of one step."""
+    row_tokens: int
+    """Tokens of the longest row."""
+    packing: str = "best_fit"
+    """The recipe's `data.packing`."""
+
+    @cached_property
+    def steps(self) -> list[list[int]]:
+        """The lengths of the samples of some steps, drawn alike each time."""
+        count = min(max(STEPS), max(min(STEPS), -(-SAMPLES // self.samples)))
+        random = Random(0)
+        return [
+            [self.lengths[int(random.random() * len(self.lengths))] for _ in range(self.samples)]
+            for _ in range(count)
+        ]
+
+    @cached_property
+    def pooled(self) -> list[list[int]]:
+        """The rows of all drawn steps packed as one, as a static layout may have them."""
+        return self._packed([length for step in self.steps for length in step], self.row_tokens)
+
+    @cached_property
+    def packed_rows(self) -> int:
+        """Rows of `row_tokens` that as many samples as a step has make on average; at least 1."""
+        rows = len(self._packed(list(self.lengths), self.row_tokens))
+        return max(1, round(self.samples * rows / len(self.lengths)))
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, ...], list[PackedRow]]:
+        return {}
+
+    def rows(self, step: int, bounds: Sequence[int]) -> list[PackedRow]:
+        """Return the rows of a step in buckets of these row lengths, which rise."""
+        if (key := (step, *bounds)) not in self._made:
+            lengths = self.steps[step]
+            self._made[key] = [
+                PackedRow(row.bucket, pairs_of(lengths[place] for place in row.samples))
+                for row in rows_of_samples(dict(enumerate(lengths)), bounds, self.packing)
+            ]
+        return self._made[key]
+
+    def typical(self, tokens: int) -> Segments:
+        """Return a row of so many tokens with the documents that rows have here: of those
+        that hold every sample that fits, the one with the median of pairs."""
+        fitting = [length for length in self.steps[0] if length <= tokens]
+        rows = sorted(self._packed(fitting, tokens), key=lambda row: (pairs_of(row), row))
+        return segments_of(rows[len(rows) // 2], tokens) if rows else Segments.single(tokens)
+
+    def _packed(self, lengths: list[int], tokens: int) -> list[list[int]]:
+        rows = rows_of_samples(dict(enumerate(lengths)), (tokens,), self.packing)
+        return [[lengths[place] for place in row.samples] for row in rows]
+
+
+def pairs_of(lengths: Iterable[int]) -> int:
+    """Return the pairs of query and key of causal documents of these lengths."""
+    return sum(length * (length + 1) // 2 for length in lengths)
+
+
+def segments_of(lengths: Sequence[int], tokens: int) -> Segments:
+    """Return a row of documents of these lengths, padded to `tokens`."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return Segments(tuple(bounds), tokens)
+
+
+def lower_bounds(drawn: DrawnSteps) -> list[int]:
+    """Return the row lengths that buckets below the longest may have, falling: halves of it, down
+    to the last that holds the median sample."""
+    ordered = sorted(drawn.lengths)
+    least = max(LEAST_TOKENS, ordered[len(ordered) // 2])
+    found, bound = [], drawn.row_tokens // 2
+    while bound >= least:
+        found.append(bound)
+        bound //= 2
+    return found

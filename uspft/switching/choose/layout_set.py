@@ -1,0 +1,245 @@
+"""A set of layouts, one for each bucket of row lengths, with the predicted seconds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+
+from uspft.layout import COPIES, Layout
+from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
+from uspft.planner.products import parameters_of
+from uspft.planner.row_time import micro_step_seconds
+from uspft.planner.spread import Spread
+from uspft.planner.state import moving_state_bytes
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.trained import counts_of
+from uspft.planner.zero_time import UPDATE_BYTES, zero_once
+from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
+from uspft.switching.choose.priced import PricedLayout
+from uspft.switching.choose.setting import Setting
+from uspft.switching.deal.schedule import Limits, MicroStep, RankGroup, RowWork, makespan, schedule
+
+
+@dataclass(frozen=True)
+class LayoutSet:
+    """The layouts of the buckets, by rising row length, and how tensor degrees switch."""
+
+    setting: Setting
+    buckets: tuple[PricedLayout, ...]
+    tensor: int
+    """The least tensor degree that may be used. Where weights stay in place, ranks store the shards
+    of this degree, and layouts of higher degrees use parts of them."""
+    moves: bool = False
+    """Whether weights move between layouts, which then run one after another."""
+
+    @property
+    def held(self) -> Layout:
+        return Layout(self.tensor, data=self.setting.ranks // self.tensor)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        return tuple(one.length for one in self.buckets)
+
+    def memory(self, bucket: PricedLayout) -> float:
+        """Return the bytes that a rank has for the rows of a bucket at once."""
+        setting, tensor = self.setting, bucket.layout.mesh_columns
+        model, options = setting.step.model, setting.options
+        if self.moves:
+            whole, part = (counts_of(model, t, options.lora, options.freeze) for t in (1, tensor))
+            state = moving_state_bytes(options.element, whole, part, setting.ranks)
+        else:
+            state = memory_of(model, self.held, bucket.length, options=options).state_bytes
+        _, once = row_memory(options, model, bucket.row, bucket.layout, bucket.length)
+        return USABLE_SHARE * setting.memory_bytes - state - once
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The share of a rank's free memory that one row of each bucket takes; above 1 it does not
+        fit. Where weights move, the free memory depends on the bucket's layout."""
+        return [
+            one.row_bytes / free if (free := self.memory(one)) > 0 else float("inf")
+            for one in self.buckets
+        ]
+
+    @cached_property
+    def portions(self) -> list[float]:
+        """The share that one row of each bucket has of the rows that a group holds at once. What a
+        group may hold is its free memory or, where the number of rows is given as in a run, what so
+        many of the most expensive rows take."""
+        if self.setting.rows_at_once is None:
+            return self.shares
+        largest = max(one.row_bytes for one in self.buckets)
+        most = (self.setting.rows_at_once + 1e-4) * largest  # shares are rounded later
+        return [one.row_bytes / most for one in self.buckets]
+
+    @property
+    def fits(self) -> bool:
+        """Whether what a group takes at once fits beside the model's state: a row of each bucket,
+        or where the rows at once are given all of them."""
+        pairs = zip(self.shares, self.portions, strict=True)
+        if self.setting.rows_at_once is None:
+            return max(self.shares) <= 1
+        return all(share * int(1 / portion) <= 1 for share, portion in pairs)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every layout uses a part of what ranks hold, where weights stay in place."""
+        return self.moves or all(one.layout.tensor % self.tensor == 0 for one in self.buckets)
+
+    @property
+    def switches(self) -> bool:
+        """Whether its layouts differ; in tensor degrees too, where weights are to move."""
+        degrees = {one.layout.tensor for one in self.buckets}
+        layouts = {(one.layout.tensor, one.layout.context) for one in self.buckets}
+        return len(degrees if self.moves else layouts) > 1
+
+    def least_seconds(self, drawn: DrawnSteps) -> float:
+        """Return the seconds of the first step if its rows' work were spread evenly."""
+        works = self._works(drawn.rows(0, self.bounds), min(one.beside for one in self.buckets))
+        even = sum(work.seconds * self.buckets[work.bucket].group_ranks for work in works)
+        longest = max((work.seconds for work in works), default=0.0)
+        return self.once_seconds + max(even / self.setting.ranks, longest)
+
+    def seconds(self, drawn: DrawnSteps) -> float:
+        """Return the seconds of a step, on average over the drawn ones."""
+        every = range(len(drawn.steps))
+        return fmean(self._step_seconds(drawn.rows(step, self.bounds)) for step in every)
+
+    @cached_property
+    def once_seconds(self) -> float:
+        """Seconds of what a step does once: the sum of gradients, the update, and the switches."""
+        step, hardware = self.setting.step, self.setting.hardware
+        if not self.moves:
+            return sum(part.seconds for part in zero_once(step, self.held, hardware))
+        return sum(seconds for _, seconds in self.transfers) + hardware.memory_seconds(
+            UPDATE_BYTES * step.trained * _parameters(step, 1) / self.setting.ranks
+        )
+
+    @cached_property
+    def transfers(self) -> list[tuple[float, float]]:
+        """What a rank receives, bytes and seconds, in switching to each layout and back to owners.
+
+        The least sharded layout gathers weights; each after it, more sharded, uses parts of them.
+        Every layout's float32 gradients go home to their owners. In place nothing moves.
+        """
+        found, setting = [], self.setting
+        degrees = sorted({one.layout.tensor for one in self.buckets})
+        for degree in degrees if self.moves else ():
+            layout = Layout(degree, data=setting.ranks // degree)
+            spread = Spread.of(layout, COPIES, setting.hardware.ranks_per_host)
+            mine, away = _parameters(setting.step, degree), 1 - degree / setting.ranks
+            weights = setting.step.element_bytes * mine * (degree == degrees[0])
+            gradients = GRADIENT_BYTES * mine * setting.step.trained
+            seconds = setting.hardware.collective_seconds("reduce_scatter", gradients, spread)
+            if weights:
+                seconds += setting.hardware.collective_seconds("all_gather", weights, spread)
+            found.append((away * (weights + gradients), seconds))
+        return found
+
+    @property
+    def padding_bytes(self) -> float:
+        """Bytes of zeros in the gradient that a rank sums, where the most sharded layout uses a
+        part of what it holds."""
+        most = max(one.layout.tensor for one in self.buckets)
+        step, held = self.setting.step, _parameters(self.setting.step, self.tensor)
+        return GRADIENT_BYTES * step.trained * (held - _parameters(step, most))
+
+    def _works(self, rows: Sequence[PackedRow], pass_seconds: float) -> list[RowWork]:
+        """Return the rows' work; what a bucket's pass takes beyond `pass_seconds` goes with it."""
+        found = []
+        for row in rows:
+            one = self.buckets[row.bucket]
+            more = max(0.0, one.beside - pass_seconds)
+            seconds = one.row_seconds(row.pairs) + more
+            found.append(RowWork(row.bucket, seconds, self.portions[row.bucket]))
+        return found
+
+    def _step_seconds(self, rows: Sequence[PackedRow]) -> float:
+        limits = Limits(1.0, min(one.beside for one in self.buckets))
+        works = self._works(rows, limits.pass_seconds)
+        sizes = [one.group_ranks for one in self.buckets]
+        if self.moves:
+            return self.once_seconds + sum(
+                self._planned([work for work in works if work.bucket == bucket], sizes, limits)
+                for bucket in range(len(sizes))
+            )
+        if self.setting.lockstep:
+            limits = replace(limits, lockstep=True, step_seconds=self._zero_seconds(works, sizes))
+        return self.once_seconds + self._planned(works, sizes, limits)
+
+    def _planned(self, works: Sequence[RowWork], sizes: Sequence[int], limits: Limits) -> float:
+        plan = schedule(works, sizes, self.setting.ranks, limits)
+        return makespan(plan, works, sizes, self.setting.ranks, limits)
+
+    def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
+        """Return ZeRO's seconds in a micro-step that lasts as long as they do on average: as many
+        as memory asks for."""
+        held = [work.memory * sizes[work.bucket] for work in works]
+        count = max(1.0, sum(held) / self.setting.ranks)
+        even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
+        step, hardware = self.setting.step, self.setting.hardware
+        return micro_step_seconds(step, self.held, hardware, even / count)
+
+
+@dataclass(frozen=True)
+class Static:
+    """One layout for all rows, which are packed to the longest row's length."""
+
+    setting: Setting
+    layout: PricedLayout
+
+    @property
+    def fits(self) -> bool:
+        mix = LayoutSet(self.setting, (self.layout,), self.layout.layout.tensor)
+        return mix.fits
+
+    def seconds(self, drawn: DrawnSteps) -> float:
+        """Return the seconds of a step of as many samples, on average over the drawn ones.
+
+        Rows are packed across steps, so that none is left half empty at a step's end. A pass has as
+        many rows a replica as are given, and a step as many passes as a run then makes; or else as
+        many rows as take least time, of those that fit.
+        """
+        setting, one = self.setting, self.layout
+        mix = LayoutSet(setting, (one,), one.layout.tensor)
+        rows = [one.row_seconds(pairs_of(row)) for row in drawn.pooled]
+        most = min(int(mix.memory(one) / one.row_bytes), -(-len(rows) // one.layout.data))
+        steps, given = len(drawn.steps), setting.rows_at_once
+        if given is not None:
+            passes = -(-drawn.packed_rows // (given * one.layout.data))
+            whole, count = self._passes(rows, given)
+            return whole / count * passes + mix.once_seconds
+        found = (self._passes(rows, at_once) for at_once in range(1, max(1, most) + 1))
+        # With fewer passes than steps, replicas are idle in each.
+        least = min(whole / steps * max(1.0, steps / count) for whole, count in found)
+        return least + mix.once_seconds
+
+    def _passes(self, rows: Sequence[float], at_once: int) -> tuple[float, int]:
+        """Return the seconds of all passes of so many rows a replica, in the rows' order; and how
+        many there are."""
+        one, setting = self.layout, self.setting
+        replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
+        plan: list[MicroStep] = []
+        for begin in range(0, len(rows), replicas * at_once):
+            groups = []
+            for replica in range(replicas):
+                first = begin + replica * at_once
+                mine = tuple(range(first, min(first + at_once, len(rows))))
+                if mine:
+                    groups.append(RankGroup(replica * one.group_ranks, 0, mine))
+            plan.append(tuple(groups))
+        each = fmean(rows) * at_once
+        limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
+        if setting.lockstep:
+            held = Layout(one.layout.tensor, data=setting.ranks // one.layout.tensor)
+            zero = micro_step_seconds(setting.step, held, setting.hardware, each)
+            limits = replace(limits, step_seconds=zero)
+        whole = makespan(plan, works, [one.group_ranks], setting.ranks, limits)
+        return whole, len(plan)
+
+
+def _parameters(step: StepShape, tensor: int) -> float:
+    outside, layer = parameters_of(step.model, tensor)
+    return outside + step.model.layers * layer

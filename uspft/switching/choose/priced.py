@@ -1,0 +1,137 @@
+"""Layouts with what rows of one length cost under them, by their pairs of query and key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from uspft.config.algorithms import AlgorithmRow
+from uspft.layout import Layout
+from uspft.planner.memory import row_memory
+from uspft.planner.row_time import row_time
+from uspft.planner.ways import Space, Way, legal_for, ways
+from uspft.segments import Segments
+from uspft.sequence import Algorithm
+from uspft.switching.choose.drawn_steps import pairs_of
+from uspft.switching.choose.setting import Setting
+
+
+@dataclass(frozen=True)
+class PricedLayout:
+    """A layout of all ranks with its algorithm, for rows of one length.
+
+    Seconds grow in a straight line between a row of typical documents and one of a single document.
+    """
+
+    length: int
+    layout: Layout
+    row: AlgorithmRow
+    pairs: tuple[int, int]
+    """Of the typical row, and of the single document."""
+    seconds: tuple[float, float]
+    """What these two rows add to a pass."""
+    beside: float
+    """Seconds of a pass beside its rows."""
+    row_bytes: float
+    """Of activations on the fullest rank of the group that runs a row."""
+
+    @property
+    def group_ranks(self) -> int:
+        return self.layout.ranks // self.layout.data
+
+    @property
+    def name(self) -> str:
+        return self.layout.name(self.row.name)
+
+    def row_seconds(self, pairs: int) -> float:
+        (few, many), (short, long) = self.pairs, self.seconds
+        slope = (long - short) / (many - few) if many > few else 0.0
+        return max(short + slope * (pairs - few), 0.5 * short)
+
+    @property
+    def work(self) -> float:
+        """The seconds that a typical row takes, times the ranks that take it."""
+        return (self.seconds[0] + self.beside) * self.group_ranks
+
+
+Among = Callable[[Layout], bool]
+"""A function that tells whether a layout is among those that may be chosen."""
+
+
+def every_layout(_: Layout) -> bool:
+    return True
+
+
+def priced_layouts(
+    setting: Setting,
+    length: int,
+    typical: Segments,
+    most: int | None,
+    among: Among = every_layout,
+) -> list[PricedLayout]:
+    """Return every layout in which rows of so many tokens can run, at each algorithm's degrees.
+
+    Matrices are split in Megatron's way alone, and tokens between them, which costs nothing and
+    saves memory. typical: a row with the documents that rows have. most: of each tensor and context
+    degree, how many ways to share a row are looked at closely, those that take least for a single
+    document; None: all. among: which layouts count.
+    """
+    step, ranks, hardware = setting.step, setting.ranks, setting.hardware
+    whole = Segments.single(length)
+    shape = replace(step, row=whole, rows=1, slices=None, use_seq_parallel=True)
+    divided = replace(setting, step=shape)
+    legal = legal_for(shape, hardware.ranks_per_host)
+
+    def why_not(way: Way) -> str | None:
+        return legal(way) or (None if among(way.layout) else "not among those asked for")
+
+    alike: dict[tuple[int, int], list[tuple[float, Way]]] = {}
+    for way in ways(ranks, Space(tokens=(True,)), why_not).legal:
+        algorithm = way.algorithm(shape, hardware.ranks_per_host)
+        alone = row_time(shape, way.layout, algorithm, hardware, whole).alone
+        alike.setdefault((way.layout.tensor, way.layout.context), []).append((alone, way))
+    found = list[PricedLayout]()
+    for each in alike.values():
+        for _, way in sorted(each, key=lambda one: one[0])[:most]:
+            algorithm = way.algorithm(shape, hardware.ranks_per_host)
+            found.append(priced(divided, (way.row, way.layout, algorithm), length, typical))
+    return found
+
+
+def priced(
+    setting: Setting,
+    way: tuple[AlgorithmRow, Layout, Algorithm],
+    length: int,
+    typical: Segments,
+) -> PricedLayout:
+    """Return a layout with its algorithm, priced for rows of so many tokens.
+
+    typical: a row with the documents that rows have.
+    """
+    (row, layout, algorithm), whole = way, Segments.single(length)
+    shape = replace(setting.step, row=whole, rows=1)
+    options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
+    short, long = (
+        row_time(shape, layout, algorithm, setting.hardware, one) for one in (typical, whole)
+    )
+    return PricedLayout(
+        length,
+        layout,
+        row,
+        (_pairs(typical), _pairs(whole)),
+        (short.row, long.row),
+        max(short.beside, long.beside),
+        row_memory(options, setting.step.model, row, layout, length)[0],
+    )
+
+
+def _pairs(row: Segments) -> int:
+    return pairs_of([stop - start for start, stop in row])
+
+
+def best_of_degrees(found: Sequence[PricedLayout]) -> list[PricedLayout]:
+    """Return the layout of least work of each tensor and context degree, the least work first."""
+    best: dict[tuple[int, int], PricedLayout] = {}
+    for one in sorted(found, key=lambda one: one.work):
+        best.setdefault((one.layout.tensor, one.layout.context), one)
+    return list(best.values())

@@ -1,0 +1,1 @@
+"""Which ranks take which rows of a step, and when."""

@@ -1,0 +1,282 @@
+"""A step's micro-batches where its rows run under several layouts, groups of ranks side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+
+from uspft.config.algorithms import ON_A_MESH, row_of
+from uspft.config.strategies import ranks_in_lockstep, row_lengths, strategies_of
+from uspft.data.loader import EMPTY, RowLoader, Size, StepLoader, StepRows
+from uspft.data.stream import Row, RowStream, empty_row, training_rows
+from uspft.sequence import make_algorithm
+from uspft.switching.deal.buckets import rows_of_samples
+from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork
+from uspft.switching.deal.schedule import schedule
+from uspft.world import make_world
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.data.orders import Orders
+    from uspft.job import Job, Prices
+    from uspft.mesh import Groups
+    from uspft.world import World
+
+IDLE_TOKENS = 1
+"""The tokens of the empty row that a rank computes while only other ranks have rows."""
+ROUNDED = 1 + 1e-6
+"""How far the memory of rows may exceed the bound, so that rounding never refuses rows that fit."""
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """The layouts between which a run switches, with their process groups, shortest rows first."""
+
+    worlds: Sequence[World]
+    row_lengths: Sequence[int]
+    idle: Mapping[int, World]
+    """The layout that a rank without a row uses, by tensor degree. In it no row is shared, except
+    by the rows of a mesh. Where weights stay in place there is one, of the degree at which they are
+    stored; where they move there is one for each degree that a strategy has."""
+    rows_at_once: int
+    """How many rows of the most expensive kind a rank may hold in memory at once."""
+    lockstep: bool
+    """Whether all ranks run the same number of micro-batches, since every micro-batch contains a
+    collective of all of them (ZeRO-2 and 3, divided experts)."""
+    moves: bool = False
+    """Whether weights move between layouts; all ranks then use the same tensor degree at a time."""
+
+
+class Phase(NamedTuple):
+    """The part of a step during which all weights are laid out for one tensor degree."""
+
+    tensor: int
+    """The tensor degree of a rank that has no row in it."""
+    groups: tuple[MicroStep, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of one step, by the number that names each, and the groups that run them."""
+
+    rows: dict[int, tuple[int, tuple[int, ...]]]
+    """By number: the row's bucket, and the stream's rows of one document that it is made of."""
+    numbers: tuple[int, ...]
+    """The numbers of the rows in the order in which groups name them."""
+    phases: tuple[Phase, ...]
+
+
+class SwitchingLoader(RowLoader):
+    """A loader whose step takes samples, makes rows of them, and deals these out to groups.
+
+    Step i (from 1) takes samples [(i − 1)·B, i·B) of the stream. A row is named by its first
+    sample's number. Every rank works out the same plan from the same lengths, ahead of the step.
+    """
+
+    counts = "samples"
+
+    def __init__(
+        self,
+        stream: RowStream,
+        strategies: Strategies,
+        prices: Prices,
+        of_step: StepRows,
+        *,
+        row_tokens: int,
+        packing: str,
+        orders: Orders | None = None,
+    ) -> None:
+        """stream: of rows of one document each. row_tokens: of the longest row."""
+        super().__init__(stream, row_tokens, of_step, orders)
+        self._strategies, self._prices, self._packing = strategies, prices, packing
+        self.worlds = strategies.worlds
+        self._plans: dict[int, StepPlan] = {}
+
+    def on_host(self, step: int) -> list[Batch]:
+        plan, found = self.plan(step), []
+        for tensor, micro_steps in plan.phases:
+            here = []
+            for mine in map(self._mine, micro_steps):
+                if mine:
+                    here.append(self.of_group(plan, mine))
+                elif self._strategies.lockstep:
+                    here.append(self._idle(tensor))
+            found += here or [self._idle(tensor)]
+        return found
+
+    def plan(self, step: int) -> StepPlan:
+        """Return the plan of a step, which is remembered until two steps later."""
+        if step not in self._plans:
+            self._plans[step] = self._planned(step)
+            for old in [one for one in self._plans if one < step - 1]:
+                self._plans.pop(old, None)
+        return self._plans[step]
+
+    def _planned(self, step: int) -> StepPlan:
+        of_step, live = self.rows_of(step), self._strategies
+        with self._reading:
+            lengths = {index: self.stream.tokens_of(index) for index in of_step}
+        rows, numbers, works = {}, [], []
+        for bucket, samples in rows_of_samples(lengths, live.row_lengths, self._packing):
+            rows[samples[0]] = bucket, samples
+            numbers.append(samples[0])
+            pairs = sum(lengths[one] * (lengths[one] + 1) // 2 for one in samples)
+            works.append(
+                RowWork(
+                    bucket,
+                    self._prices.row_seconds[bucket] + self._prices.pair_seconds[bucket] * pairs,
+                    self._prices.row_bytes[bucket],
+                )
+            )
+        most_memory = live.rows_at_once * max(self._prices.row_bytes) * ROUNDED
+        limits = Limits(
+            most_memory, self._prices.pass_seconds, self._prices.step_seconds, live.lockstep
+        )
+        return StepPlan(rows, tuple(numbers), tuple(self._phases(works, limits)))
+
+    def _phases(self, works: Sequence[RowWork], limits: Limits) -> Iterator[Phase]:
+        """Yield the groups of a step, of one tensor degree after another where weights move."""
+        layouts = [world.layout for world in self._strategies.worlds]
+        sharing_ranks = [layout.ranks // layout.data for layout in layouts]
+        for tensor in self._strategies.idle:
+            moves = self._strategies.moves
+            chosen = [
+                number
+                for number, work in enumerate(works)
+                if not moves or layouts[work.bucket].tensor == tensor
+            ]
+            if chosen:
+                here = [works[number] for number in chosen]
+                groups = schedule(here, sharing_ranks, layouts[0].ranks, limits)
+                yield Phase(tensor, tuple(_renumbered(one, chosen) for one in groups))
+
+    def _mine(self, groups: MicroStep) -> RankGroup | None:
+        """Return the group of a micro-step that this rank is in, if any."""
+        rank = self.worlds[0].mesh.rank
+        for group in groups:
+            layout = self._strategies.worlds[group.bucket].layout
+            if group.first <= rank < group.first + layout.ranks // layout.data:
+                return group
+        return None
+
+    def of_group(self, plan: StepPlan, group: RankGroup) -> Batch:
+        """Return this rank's share of the rows of its group, on the host."""
+        world = self._strategies.worlds[group.bucket]
+        return self._cut(world, [plan.numbers[row] for row in group.rows])
+
+    def empty(self) -> Batch:
+        return self.batch_of(next(iter(self._strategies.idle.values())), [EMPTY])
+
+    def _idle(self, tensor: int) -> Batch:
+        return self._cut(self._strategies.idle[tensor], [EMPTY])
+
+    def row(self, index: int) -> Row:
+        if index == EMPTY:
+            return empty_row(IDLE_TOKENS)
+        found = next(plan.rows[index] for plan in list(self._plans.values()) if index in plan.rows)
+        bucket, samples = found
+        with self._reading:
+            return self.stream.together(samples, self._strategies.row_lengths[bucket])
+
+    def sizes(self, step: int) -> list[Size]:
+        """Return how many rows and tokens a step has under each strategy."""
+        buckets = [bucket for bucket, _ in self.plan(step).rows.values()]
+        return [
+            Size(buckets.count(bucket), buckets.count(bucket) * length)
+            for bucket, length in enumerate(self._strategies.row_lengths)
+        ]
+
+
+def _renumbered(groups: MicroStep, numbers: Sequence[int]) -> MicroStep:
+    """Return the groups of some rows, whose numbers among them are given, in terms of all rows."""
+    return tuple(replace(one, rows=tuple(numbers[row] for row in one.rows)) for one in groups)
+
+
+def training_loader(
+    job: Job,
+    worlds: Sequence[World],
+    holders: Sequence[World],
+    groups: Groups,
+    orders: Orders | None = None,
+) -> RowLoader:
+    """Return the loader of the training rows, which end with the last epoch or step; collective.
+
+    worlds: of each strategy, or of the one layout. holders: of them, those under which ranks hold
+    the parameters, in the order of their tensor degrees; several where weights move. orders: where
+    token orders are found; None: in this process.
+    """
+    recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
+    switches = bool(strategies_of(recipe))
+    stream = training_rows(data, job.corpus, recipe.seed, one_document=switches)
+    each = training.global_batch_size
+    last = stream.rows_in(training.epochs) if training.epochs else job.steps * each
+    if switches:
+        of_step = StepRows(each, last)
+        return switching_loader(job, stream, of_step, (worlds, holders), groups, orders=orders)
+    return StepLoader(
+        stream,
+        worlds[0],
+        row_tokens=data.sequence_length,
+        rows_per_step=each,
+        rows_per_batch=training.micro_batch_size,
+        last_row=last,
+        orders=orders,
+    )
+
+
+def switching_loader(
+    job: Job,
+    stream: RowStream,
+    of_step: StepRows,
+    live: tuple[Sequence[World], Sequence[World]],
+    groups: Groups,
+    *,
+    orders: Orders | None = None,
+) -> SwitchingLoader:
+    """Return the loader of a recipe with strategies; collective.
+
+    live: the world of each strategy; and of them those under which ranks hold the parameters, in
+    the order of their tensor degrees: one, or where weights move all.
+    """
+    recipe, (worlds, holders) = job.recipe, live
+    lengths, by_degree = row_lengths(recipe), {one.layout.tensor: one for one in holders}
+    strategies = Strategies(
+        worlds,
+        lengths,
+        {degree: _idle_world(one, groups) for degree, one in by_degree.items()},
+        rows_at_once=recipe.training.micro_batch_size,
+        lockstep=ranks_in_lockstep(recipe),
+        moves=recipe.parallel_config.switching == "move",
+    )
+    data = recipe.data
+    return SwitchingLoader(
+        stream,
+        strategies,
+        _same_prices(job),
+        of_step,
+        row_tokens=data.sequence_length,
+        packing=data.packing,
+        orders=orders,
+    )
+
+
+def _idle_world(holder: World, groups: Groups) -> World:
+    """Return the layout in which rows are shared by mesh rows alone, and matrices are as `holder`
+    has them."""
+    layout = holder.layout
+    rows = layout.mesh_rows
+    alone = replace(layout, ulysses=1, ring=rows, data=layout.data * layout.context // rows)
+    row = row_of(ON_A_MESH, rows)
+    named = row, make_algorithm(row, 1, rows), holder.tensor
+    return make_world(alone, named, holder.kernel, holder.device, groups)
+
+
+def _same_prices(job: Job) -> Prices:
+    """Return the prices that the first rank has, on every rank; collective."""
+    told: list[Prices | None] = [job.prices]
+    dist.broadcast_object_list(told, src=0)
+    assert told[0]  # the preparation of a recipe with strategies leaves them
+    return told[0]

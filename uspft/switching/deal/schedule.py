@@ -1,0 +1,347 @@
+"""Which ranks take which rows of a step, and when: the longest rows first.
+
+FlexSP (arXiv 2412.01523) solves this for each micro-step as a mixed-integer program; the rules here
+take milliseconds. Every rank works out the same schedule from the same numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan
+
+MOST_TRIED = 2_000
+"""Blocks that are tried before groups count as not placeable, where sizes do not divide one
+another."""
+
+
+class Placement:
+    """The places of groups among ranks; a group of g ranks begins at a multiple of g.
+
+    What was found is remembered, since the same groups are asked for again and again.
+    """
+
+    def __init__(self, sizes: Sequence[int], ranks: int) -> None:
+        """Raises ValueError where a group would have more ranks than there are."""
+        if any(not 1 <= size <= ranks for size in sizes):
+            raise ValueError(f"groups of {list(sizes)} ranks do not fit among {ranks}")
+        self.sizes = tuple(sorted(set(sizes), reverse=True))
+        self.ranks = ranks
+        self.nested = all(wide % narrow == 0 for wide, narrow in pairwise(self.sizes))
+        """Whether every size divides the next: groups then fit where there are ranks enough."""
+        self._found: dict[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = {}
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Return whether so many groups of each size, of as many ranks as there are at most, fit
+        side by side."""
+        return self.nested or self.firsts(counts) is not None
+
+    def firsts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """Return the first ranks of so many groups of each size, or None where they do not fit."""
+        key = tuple(counts)
+        if key not in self._found:
+            self._tried = 0
+            self._found[key] = self._search(0, key, 0, 0)
+        return self._found[key]
+
+    def _search(
+        self, at: int, counts: tuple[int, ...], taken: int, begin: int
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Place what is left of `counts`, from sizes[at] on; its blocks begin at `begin` or later.
+
+        taken: a bit for each rank that has its group.
+        """
+        while at < len(counts) and counts[at] == 0:
+            at, begin = at + 1, 0
+        if at == len(counts):
+            return ((),) * len(counts)
+        size = self.sizes[at]
+        left = tuple(count - (place == at) for place, count in enumerate(counts))
+        for first in range(begin, self.ranks - size + 1, size):
+            block = ((1 << size) - 1) << first
+            if taken & block:
+                continue
+            self._tried += 1
+            if self._tried > MOST_TRIED:
+                return None
+            rest = self._search(at, left, taken | block, first + size)
+            if rest is not None:
+                mine = (first, *rest[at])
+                return (*rest[:at], mine, *rest[at + 1 :])
+        return None
+
+
+__all__ = ["Limits", "MicroStep", "RankGroup", "RowWork", "makespan", "schedule"]
+
+MORE_MICRO_STEPS = (0, 1, 2)
+"""How many micro-steps beyond the fewest that memory allows are tried."""
+INSERTED_AMONG = 24
+"""The last micro-steps, among which rows that are left over are placed."""
+SEEN = 8
+"""How many rows are looked at for one that fits in a group's memory, the longest first."""
+
+
+def schedule(
+    rows: Sequence[RowWork], group_ranks: Sequence[int], ranks: int, limits: Limits
+) -> tuple[MicroStep, ...]:
+    """Return the micro-steps of a step, in which each row is once.
+
+    group_ranks: how many ranks a group of each bucket has. Raises ValueError where a bucket that
+    has rows needs more ranks than there are.
+    """
+    if not rows:
+        return ()
+    placement = Placement([group_ranks[row.bucket] for row in rows], ranks)
+    if limits.lockstep:
+        return tuple(_Lockstep(rows, group_ranks, placement, limits).found())
+    return tuple(_independent(rows, group_ranks, ranks, limits))
+
+
+def _longest_first(rows: Sequence[RowWork]) -> list[int]:
+    return sorted(range(len(rows)), key=lambda number: (-rows[number].seconds, number))
+
+
+@dataclass(eq=False)
+class _Taken:
+    """The rows that a group takes at once."""
+
+    bucket: int
+    first: int = 0
+    """The group's first rank, once it is known."""
+    seconds: float = 0.0
+    memory: float = 0.0
+    rows: list[int] = field(default_factory=list)
+
+    def add(self, number: int, row: RowWork) -> None:
+        self.seconds += row.seconds
+        self.memory += row.memory
+        self.rows.append(number)
+
+    @property
+    def group(self) -> RankGroup:
+        return RankGroup(self.first, self.bucket, tuple(sorted(self.rows)))
+
+
+def _independent(
+    rows: Sequence[RowWork], group_ranks: Sequence[int], ranks: int, limits: Limits
+) -> list[MicroStep]:
+    """Return micro-steps of ranks that wait for the members of their groups alone (ZeRO-0, 1).
+
+    Each row goes to the block of ranks that is free first: the longest rows before others (Graham,
+    1969), and once those of wide groups before others; the shorter step is taken. Wide groups run
+    first: where every size divides the next, no rank then waits for another.
+    """
+    longest = _longest_first(rows)
+    widest = sorted(longest, key=lambda n: -group_ranks[rows[n].bucket])
+    tried = (
+        _in_turn(_dealt(order, rows, (group_ranks, ranks), limits), group_ranks, ranks)
+        for order in (longest, widest)
+    )
+    return min(tried, key=lambda plan: makespan(plan, rows, group_ranks, ranks, limits))
+
+
+def _dealt(
+    order: Sequence[int],
+    rows: Sequence[RowWork],
+    sizes: tuple[Sequence[int], int],
+    limits: Limits,
+) -> list[_Taken]:
+    """Deal rows out to blocks of ranks, each to the one that is free first.
+
+    order: the rows' numbers, in their order. sizes: the ranks of a group of each bucket, and all.
+    """
+    group_ranks, ranks = sizes
+    clocks, passes = [0.0] * ranks, dict[tuple[int, int], list[_Taken]]()
+    for number in order:
+        row, width = rows[number], group_ranks[rows[number].bucket]
+        firsts = range(0, ranks - width + 1, width)
+        end, first = min((max(clocks[at : at + width]), at) for at in firsts)
+        mine, most = passes.setdefault((row.bucket, first), []), limits.most_memory - row.memory
+        taken = next((one for one in reversed(mine) if one.memory <= most), None)
+        if taken is None:
+            taken = _Taken(row.bucket, first)
+            mine.append(taken)
+            end += limits.pass_seconds
+        taken.add(number, row)
+        clocks[first : first + width] = [end + row.seconds] * width
+    return [one for each in passes.values() for one in each]
+
+
+def _in_turn(found: Sequence[_Taken], group_ranks: Sequence[int], ranks: int) -> list[MicroStep]:
+    """Return micro-steps in which each rank finds its groups in turn, the widest first."""
+    steps, done = list[list[RankGroup]](), [0] * ranks
+    for one in sorted(
+        found, key=lambda one: (-group_ranks[one.bucket], one.bucket, one.first, -one.seconds)
+    ):
+        members = slice(one.first, one.first + group_ranks[one.bucket])
+        at = max(done[members])
+        done[members] = [at + 1] * group_ranks[one.bucket]
+        if at == len(steps):
+            steps.append([])
+        steps[at].append(one.group)
+    return [tuple(sorted(step, key=lambda group: group.first)) for step in steps]
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """A micro-step of ranks that go together: as long as its longest group."""
+
+    idle: int
+    """Ranks that are in no group."""
+    counts: list[int]
+    """How many groups there are of each size."""
+    groups: list[_Taken] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class _Lockstep:
+    """Micro-steps of ranks that go together: each lasts as long as its slowest group (ZeRO-2, 3).
+
+    This is packing of strips on shelves (Coffman et al., 1980): a micro-step is a shelf as wide as
+    there are ranks and as high as its longest group. Rows are placed longest first, once where each
+    adds least, and once for each of a few numbers of shelves; the least sum is taken.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowWork],
+        group_ranks: Sequence[int],
+        placement: Placement,
+        limits: Limits,
+    ) -> None:
+        self.rows, self.group_ranks, self.limits = rows, group_ranks, limits
+        self.placement, self.ranks = placement, placement.ranks
+        places = {size: place for place, size in enumerate(placement.sizes)}
+        self.place_of = [places.get(width, -1) for width in group_ranks]
+        self.beside = limits.pass_seconds + limits.step_seconds
+
+    def found(self) -> list[MicroStep]:
+        """Return the micro-steps, the longest first: what does not fit then shows at once."""
+        anywhere: list[_Shelf] = []
+        self._insert(anywhere, _longest_first(self.rows))
+        tried, fewest = [anywhere], self._fewest()
+        tried += [self._filled(fewest + more) for more in MORE_MICRO_STEPS]
+        best = min(tried, key=lambda found: sum(one.seconds + self.beside for one in found))
+        best.sort(key=lambda one: -one.seconds)
+        return [self._placed(one) for one in best]
+
+    def _placed(self, shelf: _Shelf) -> MicroStep:
+        """Place a micro-step's groups among the ranks."""
+        firsts = self.placement.firsts(shelf.counts)
+        assert firsts is not None  # or the group would not have been opened
+        free = {size: list(each) for size, each in zip(self.placement.sizes, firsts, strict=True)}
+        for one in shelf.groups:
+            one.first = free[self.group_ranks[one.bucket]].pop(0)
+        return tuple(one.group for one in sorted(shelf.groups, key=lambda one: one.first))
+
+    def _fewest(self) -> int:
+        """Return a number of micro-steps below which rows do not fit."""
+        most, held = self.limits.most_memory, dict[int, list[float]]()
+        for row in self.rows:
+            held.setdefault(row.bucket, []).append(min(row.memory, most))
+        ranks = alone = 0
+        for bucket, each in held.items():
+            at_once = max(1, int(most / min(each))) if min(each) > 0 else len(each)
+            groups = -(-len(each) // at_once)
+            ranks += groups * self.group_ranks[bucket]
+            alone += groups * (2 * self.group_ranks[bucket] > self.ranks)
+        return max(1, -(-ranks // self.ranks), alone)
+
+    def _filled(self, count: int) -> list[_Shelf]:
+        """Return so many micro-steps, filled one after the other with an even share of the work
+        that is left; a few rows that then are left over go where they add least."""
+        rows, widths = self.rows, self.group_ranks
+        pools: list[list[tuple[float, int]]] = [[] for _ in widths]
+        for number, row in enumerate(rows):
+            pools[row.bucket].append((row.seconds, number))
+        for pool in pools:
+            pool.sort()
+        work = sum(row.seconds * widths[row.bucket] for row in rows)
+        found: list[_Shelf] = []
+        while (left := sum(map(len, pools))) and (len(found) < count or left > self.ranks):
+            longest = max(pool[-1][0] for pool in pools if pool)
+            shelf = self._shelf(
+                pools, max(longest, work / (self.ranks * max(1, count - len(found))))
+            )
+            found.append(shelf)
+            work -= sum(one.seconds * widths[one.bucket] for one in shelf.groups)
+        rest = [number for pool in pools for _, number in pool]
+        last, found = found[-INSERTED_AMONG:], found[:-INSERTED_AMONG]
+        self._insert(last, sorted(rest, key=lambda n: (-rows[n].seconds, n)))
+        return found + last
+
+    def _shelf(self, pools: list[list[tuple[float, int]]], aim: float) -> _Shelf:
+        """Take rows out of the pools for a micro-step of no more than `aim` seconds, those of the
+        widest groups first."""
+        shelf = self._empty()
+        able = [bucket for bucket, pool in enumerate(pools) if pool]
+        while able:
+            bucket = max(able, key=lambda b: (self.group_ranks[b], pools[b][-1][0], -b))
+            if self._has_place(shelf, bucket):
+                self._fill(self._open(shelf, bucket), pools[bucket], aim)
+                shelf.seconds = max(shelf.seconds, shelf.groups[-1].seconds)
+                if pools[bucket]:
+                    continue
+            able.remove(bucket)
+        return shelf
+
+    def _fill(self, taken: _Taken, pool: list[tuple[float, int]], aim: float) -> None:
+        """Take the longest row that fits, again and again."""
+        last, most = len(pool) - 1, self.limits.most_memory
+        while last >= 0:
+            for at in range(last, max(-1, last - SEEN), -1):
+                if not taken.rows or taken.memory + self.rows[pool[at][1]].memory <= most:
+                    number = pool.pop(at)[1]
+                    taken.add(number, self.rows[number])
+                    break
+            else:
+                return
+            last = bisect_right(pool, (aim - taken.seconds, len(self.rows))) - 1
+
+    def _empty(self) -> _Shelf:
+        return _Shelf(self.ranks, [0] * len(self.placement.sizes))
+
+    def _has_place(self, shelf: _Shelf, bucket: int) -> bool:
+        if shelf.idle < self.group_ranks[bucket]:
+            return False
+        counts = shelf.counts.copy()
+        counts[self.place_of[bucket]] += 1
+        return self.placement.fits(counts)
+
+    def _open(self, shelf: _Shelf, bucket: int) -> _Taken:
+        """Open a group of a bucket in a micro-step that has a place for it."""
+        shelf.counts[self.place_of[bucket]] += 1
+        shelf.idle -= self.group_ranks[bucket]
+        shelf.groups.append(_Taken(bucket))
+        return shelf.groups[-1]
+
+    def _insert(self, found: list[_Shelf], numbers: Sequence[int]) -> None:
+        """Put each row where it adds least, and of such places where it fits best."""
+        for number in numbers:
+            row = self.rows[number]
+            # What it adds, the slack that is left, and whether it takes a new group.
+            best = (self.beside + row.seconds, 0.0, 1)
+            where: tuple[_Shelf | None, _Taken | None] = (None, None)
+            for shelf in found:
+                for one in shelf.groups:
+                    if (
+                        one.bucket == row.bucket
+                        and one.memory + row.memory <= self.limits.most_memory
+                    ):
+                        over = one.seconds + row.seconds - shelf.seconds
+                        if (key := (max(0.0, over), max(0.0, -over), 0)) < best:
+                            best, where = key, (shelf, one)
+                over = row.seconds - shelf.seconds
+                key = (max(0.0, over), max(0.0, -over), 1)
+                if key < best and self._has_place(shelf, row.bucket):
+                    best, where = key, (shelf, None)
+            chosen, taken = where
+            if chosen is None:
+                chosen = self._empty()
+                found.append(chosen)
+            taken = taken or self._open(chosen, row.bucket)
+            taken.add(number, row)
+            chosen.seconds = max(chosen.seconds, taken.seconds)

@@ -1,0 +1,300 @@
+"""An engine whose weights move between layouts inside a step, as a ZeRO-1 engine otherwise.
+
+Masters, Adam's moments and gradients are owned, each element by one rank. The layouts of a step run
+one after another, from the least to the most sharded, each on weights brought in its turn: the
+module's parameters are views of one flat tensor, which lives as long as the layout runs. Gradients
+of its micro-batches add up in float32, beside it, and then go to the owners.
+
+Bytes on a rank, for p parameters that train, of which it holds h under a layout, with b bytes of
+the compute type and n ranks: 16·p/n always, and (b + 4)·h while the layout runs; of frozen ones
+b·p/n and b·h. Straight it also keeps b·h of the most sharded layout between steps, and from the
+second layout on another 4·h, the reduced sums. What is under way comes on top, of at most
+BATCH_ELEMENTS of the parameters at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from uspft.comm import total
+from uspft.engine.state import Fragments
+from uspft.engine.step import (
+    Laps,
+    LossModule,
+    StepResult,
+    allowed,
+    counted,
+    evaluated,
+    in_turn,
+    means_of,
+    require_good,
+    scales_of,
+)
+from uspft.parameters import counting
+from uspft.switching.move.owners import Owners
+from uspft.switching.move.routes import ByOwners, Route, Straight, Switches, holds
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.config import Recipe
+    from uspft.objective import Scales
+    from uspft.parameters.part import Part
+    from uspft.parameters.shards import Holders, Shards
+
+
+SWITCH, UPDATE = -1, -2
+"""What a lap of the clock is of, if not of a micro-batch."""
+
+
+class MovingEngine:
+    """An engine of owners, whose steps take micro-batches of several layouts."""
+
+    stage = 1
+
+    def __init__(
+        self,
+        module: LossModule,
+        recipe: Recipe,
+        holders: Holders,
+        every: Sequence[Shards],
+        device: torch.device,
+        *,
+        hosts: Sequence[int] | None = None,
+        once_into_hosts: bool = True,
+        straight: bool = False,
+    ) -> None:
+        """Take over a module that is filled with what ranks hold under the most sharded layout;
+        collective.
+
+        holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
+        each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
+        weights go straight from layout to layout. Raises ValueError for meshes, on which a model
+        computes with the blocks of one, for stages and divided experts, and for layouts of one
+        degree of which some split tokens.
+        """
+        if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
+            raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
+        if apart := [s.layout.name() for s in every if s.layout.pipeline * s.layout.experts > 1]:
+            told = f"weights do not move where stages or experts are divided: {', '.join(apart)}"
+            raise ValueError(told)
+        self._every = {holds(shards.layout): shards for shards in every}
+        for shards in every:
+            if self._every[holds(shards.layout)].splits_tokens != shards.splits_tokens:
+                twice = f"tensor degree {shards.layout.tensor}"
+                raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
+        self.module, self.holders, self.device = module, holders, device
+        self._net = cast("nn.Module", module).to(device)
+        self.named = module.named()
+        self.owners = Owners(self.named, holders, recipe, device)
+        self.adam: torch.optim.Optimizer = self.owners.adam
+        switches = Switches(self.owners, holders.everyone, hosts, once_into_hosts=once_into_hosts)
+        route = Straight if straight else ByOwners
+        self._route: Route = route(self.owners, switches, holders.shards)
+        self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
+        self._here: Shards | None = None
+        """The layout whose parts the module's parameters are."""
+        self._sums: dict[str, tuple[Tensor, float]] = {}
+        """Where each gradient is added up while a layout trains, and what it is multiplied by."""
+        self.laps = Laps(device)
+        """The clock of the step's micro-batches, and of the switches between them."""
+        self._hooks = [
+            self.named[name].register_post_accumulate_grad_hook(self._adder(name))
+            for name in self.owners.trained
+        ]
+        self._release()
+
+    def _adder(self, name: str) -> Callable[[Tensor], None]:
+        """Return what takes a parameter's gradient away as soon as a backward pass has made it."""
+
+        def add(parameter: Tensor) -> None:
+            place, share = self._sums[name]
+            assert parameter.grad is not None
+            place.add_(parameter.grad, alpha=share)
+            parameter.grad = None
+
+        return add
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return every parameter that trains, by its Hugging Face name."""
+        return {name: p for name, p in self.named.items() if p.requires_grad}
+
+    def part_of(self, name: str) -> Part:
+        """Return the part of a parameter that this rank, with those of `zero_of` it, owns."""
+        return self.holders.part(name)
+
+    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
+        return self.owners.fragment(name, kind)
+
+    def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
+        start, held = self.fragment(name, kind)
+        if held.numel():
+            held.copy_(read(start, start + held.numel()))
+
+    def make_moments(self, empty: Batch) -> None:
+        """Do nothing, since owners have them from the beginning."""
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        """The table of which rank keeps which values; collective at its first use."""
+        return Fragments(self)
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+        *,
+        most: float = math.inf,
+    ) -> StepResult:
+        """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
+
+        All ranks must have micro-batches in the same layouts, or in layouts under which ranks hold
+        the same. look: called when gradients are complete, and before they are clipped. most: the
+        largest gradient norm that is taken. Raises NotFinite and TooLarge before anything is
+        updated.
+        """
+        turns = self._turns(batches)
+        objective, everyone = self.module.objective, self.holders.everyone
+        counts = counted(objective, batches, everyone, self.device)
+        scales = scales_of(objective, counts)
+        self.owners.begin(learning_rate)
+        self._route.begin()
+        sums = torch.zeros(len(scales), dtype=torch.float64, device=self.device)
+        self.laps, order = Laps(self.device), list[int]()  # what each lap is of
+        for shards, own in turns:
+            with self._training(shards):
+                self.laps.mark()
+                sums += in_turn(self, [batches[number] for number in own], scales)
+            self.laps.mark()
+            order += [SWITCH, *own, SWITCH]
+        means, stops = means_of(objective, sums, stop, everyone, self.device)
+        self._route.finish()
+        if look:
+            look()
+        norm = self.owners.update(allowed(means, most))
+        self.laps.mark()
+        self._route.updated()
+        self.laps.mark()
+        took = dict.fromkeys([SWITCH, UPDATE, *range(len(batches))], 0.0)
+        for of, seconds in zip([*order, UPDATE, SWITCH], self.laps.seconds(), strict=True):
+            took[of] += seconds
+        each = tuple(took[number] for number in range(len(batches)))
+        moved = took[SWITCH]
+        result = StepResult(means, counts, norm, stops, seconds=each, switch_seconds=moved)
+        return require_good(result, most)
+
+    def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
+        """Return the numbers of each layout's micro-batches, the least sharded first; collective.
+
+        Raises RuntimeError where another rank has other layouts, ValueError for one that the engine
+        was not made with.
+        """
+        for batch in batches:
+            if holds(batch.world.layout) not in self._every:
+                known = ", ".join(shards.layout.name() for shards in self._every.values())
+                raise ValueError(f"weights move between {known}, not to {batch.world.name}")
+        order = sorted(self._every, key=lambda key: self._every[key].layout.tensor)
+        place = {key: number for number, key in enumerate(order)}
+        keys = [holds(batch.world.layout) for batch in batches]
+        turns = [
+            (self._every[key], [number for number, one in enumerate(keys) if one == key])
+            for key in sorted(set(keys), key=order.index)
+        ]
+        mine = float(sum(1 << place[holds(shards.layout)] for shards, _ in turns))
+        everyone = self.holders.everyone
+        numbers, squares = total([mine, mine * mine], everyone, self.device)
+        if numbers * numbers != squares * everyone.size:  # equal just where all numbers are
+            raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
+        return turns
+
+    @contextmanager
+    def _training(self, shards: Shards) -> Iterator[None]:
+        """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
+        self._bind(shards)
+        sums, at = torch.zeros(self._count(shards), device=self.device), 0
+        for name in self.owners.trained:
+            part = self._part(shards, name)
+            place = sums[at : at + part.count].view(part.size)
+            degree, split = shards.layout.tensor, shards.splits_tokens
+            times = counting.times(shards, name, degree, splits_tokens=split)
+            self._sums[name] = place, 1 / times
+            at += part.count
+        try:
+            yield
+        finally:
+            self._release()
+        self._route.give(shards, sums)
+
+    def _count(self, shards: Shards) -> int:
+        """Return how many elements this rank holds of what trains under a layout."""
+        return sum(self._part(shards, name).count for name in self.owners.trained)
+
+    def _part(self, shards: Shards, name: str) -> Part:
+        return shards.part(name, self.owners.shapes[name], self.holders.rank)
+
+    def _bind(self, shards: Shards) -> None:
+        weights, at = self._route.fetch(shards), 0
+        for name in self.owners.shapes:
+            part = self._part(shards, name)
+            self.named[name].data = weights[at : at + part.count].view(part.size)
+            at += part.count
+        self._here = shards
+
+    def _release(self) -> None:
+        """Have the module's parameters be nothing, so that no layout's weights outlive it."""
+        for parameter in self.named.values():
+            parameter.data, parameter.grad = self._nothing, None
+        self._here = None
+        self._sums.clear()
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
+        return self.module(batch, scales)
+
+    def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
+        """Compute the gradients of a micro-batch's scaled loss, and add them up."""
+        loss.backward()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Allow forward passes alone, without gradients; collective.
+
+        Afterwards everything is as it was.
+        """
+        self._net.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._release()
+            self._net.train()
+            self.holders.everyone.books.close()  # what came for this is of no training step
+
+    def terms(self, batch: Batch) -> dict[str, float]:
+        """Return this rank's part of each term that evaluation tells; collective."""
+        shards = self._every[holds(batch.world.layout)]
+        if self._here is not shards:
+            self._release()
+            self._bind(shards)
+        return evaluated(self.module.objective, partial(self.forward, batch))
+
+    def close(self) -> None:
+        """Remove what the engine has hooked into the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def hosts_of_ranks(recipe: Recipe) -> list[int]:
+    """Return the number of the host that each rank is on."""
+    each = recipe.launch.processes
+    assert isinstance(each, int)  # settled before ranks start
+    return [rank // each for rank in range(dist.get_world_size())]
