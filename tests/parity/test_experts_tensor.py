@@ -96,16 +96,24 @@ ALGORITHMS = ("ulysses_cp", "ring_cp", "hybrid_cp", "allgather_cp", "planned_cp"
 
 
 STATES = {"qwen3_next", "qwen3_5_moe_text"}
-"""Models whose matrices tensor ranks do not divide yet."""
+"""Models with fewer key heads of a state than four tensor ranks."""
+
+
+def legal(traits: tuple[Any, ...]) -> bool:
+    """Whether a recipe may ask for it. Not right yet: where ranks divide the experts of a hybrid,
+    those of ZeRO-3 have other numbers of tiles, which DeepSpeed refuses."""
+    (tensor, _, experts), _, zero, model, _, _, _, tiles = traits
+    uneven = experts > 1 and tiles and zero.startswith("zero3")
+    return model not in STATES or (tensor < 4 and not uneven)
 
 
 def grid() -> list[Case]:
     """Every pair of layout, algorithm, ZeRO stage, family, and what else there may be."""
     found = []
-    models = [name for name in MODELS if name not in STATES]
-    factors = LAYOUTS, ALGORITHMS, ("zero1", "zero2", "zero3", "zero3 whole"), models
+    factors = LAYOUTS, ALGORITHMS, ("zero1", "zero2", "zero3", "zero3 whole"), [*MODELS]
     flags = ((False, True),) * 4
-    for layout, algorithm, zero, model, tokens, again, packed, tiles in pairwise(*factors, *flags):
+    every = pairwise(*factors, *flags, legal=legal)
+    for layout, algorithm, zero, model, tokens, again, packed, tiles in every:
         tensor, context, experts = layout
         if algorithm == "hybrid_cp" and context < 4:
             algorithm = "ring_cp"
@@ -124,7 +132,7 @@ def every_pair(rank: int, folder: Path, data: Documents) -> list[Any]:
 @pytest.mark.timeout(3600)
 def test_every_pair_trains_as_one_process(setting: tuple[Path, Documents]) -> None:
     cases = grid()
-    assert {case.model for case in cases} == {*MODELS} - STATES and len(cases) >= 40
+    assert {case.model for case in cases} == {*MODELS} and len(cases) >= 40
     assert {(one.tensor, one.context, one.experts) for one in cases} == {*LAYOUTS}
     answers = spawn(4, every_pair, *setting)[0]
     wrong = {case: different(case, got, setting) for case, got in zip(cases, answers, strict=True)}

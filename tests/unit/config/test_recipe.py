@@ -11,9 +11,9 @@ import pytest
 from uspft.config import RecipeError, dump, load
 from uspft.config.recipe import ParallelBlock, Recipe
 from uspft.config.schema import blocks, keys
-from uspft.config.yaml.unknown import known_keys
+from uspft.config.yaml.unknown import mappings
 
-KEYS = known_keys()
+KEYS = mappings()
 GOOD = """\
 model: {name_or_path: org/name}
 data: {train: x.jsonl, sequence_length: 4k}

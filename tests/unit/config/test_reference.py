@@ -23,12 +23,12 @@ from uspft.config.scalars import plain, token_count
 from uspft.config.schema import GROUPED, Key, blocks, keys, schema
 from uspft.config.types import Count, RecipeBlock, Text, validated
 from uspft.config.yaml.document import bare, parse
-from uspft.config.yaml.unknown import known_keys
+from uspft.config.yaml.unknown import mappings
 
 ROOT = Path(__file__).parents[3]
 FILES = ("keys.md", "recipe.schema.json")
 SCHEMA = schema()
-KEYS = known_keys()
+KEYS = mappings()
 EVERY = [key for at, kind in blocks().items() for key in keys(kind, at)]
 
 

@@ -38,11 +38,6 @@ def mappings() -> dict[str, Node]:
     return found
 
 
-def known_keys() -> dict[str, tuple[str, ...]]:
-    """Return the names of the keys of each of these mappings."""
-    return {at: tuple(keys) for at, keys in mappings().items()}
-
-
 def without_nulls(tree: Tree, at: str = "") -> Tree:
     """Return the tree without the keys that the command line sets to null and that may not be.
 

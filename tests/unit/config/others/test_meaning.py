@@ -14,7 +14,7 @@ from uspft.config import load
 from uspft.config.others import TOOLS, hint_of, table_of, tool_of
 from uspft.config.problems import InputError
 from uspft.config.recipe import Recipe
-from uspft.config.yaml.unknown import known_keys
+from uspft.config.yaml.unknown import mappings
 
 ACCUMULATION = (
     "here it is `training.global_batch_size`; rows of a whole step: per-device batch × "
@@ -154,7 +154,7 @@ CASES = [(text, said) for names in NAMES.values() for text, said in names.items(
 def written(text: str) -> tuple[str, str, Any]:
     """The path of the unknown key in a line of YAML, its last part and its value."""
     at, value = "", yaml.safe_load(text)
-    while isinstance(value, dict) and (not at or at in known_keys()):
+    while isinstance(value, dict) and (not at or at in mappings()):
         ((key, value),) = value.items()
         at = f"{at}.{key}" if at else key
     return at, key, value

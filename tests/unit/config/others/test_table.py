@@ -7,7 +7,7 @@ import pytest
 from uspft.config.others import TOOLS, table_of
 from uspft.config.others.table import FOLDER
 from uspft.config.yaml.document import parse
-from uspft.config.yaml.unknown import known_keys
+from uspft.config.yaml.unknown import mappings
 
 TABLES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
@@ -21,7 +21,7 @@ def test_each_tool_has_a_table_and_each_table_a_tool() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_row_leads_to_a_key_that_exists_or_says_why(name: str) -> None:
-    known = {f"{at}.{key}" if at else key for at, keys in known_keys().items() for key in keys} | {
+    known = {f"{at}.{key}" if at else key for at, keys in mappings().items() for key in keys} | {
         "base"
     }
     rows = table_of(name).rows.values()

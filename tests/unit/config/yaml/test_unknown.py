@@ -13,13 +13,13 @@ from uspft.config import Recipe, RecipeError, load
 from uspft.config.messages import choices
 from uspft.config.others import table_of
 from uspft.config.schema import blocks, keys
-from uspft.config.yaml.unknown import known_keys
+from uspft.config.yaml.unknown import mappings
 
 DERIVED = {
     row.key.removeprefix("deepspeed."): row.to
     for row in table_of("deepspeed").rows.values()
     if row.key.startswith("deepspeed.") and row.key.count(".") == 1 and row.to
-    if row.key.removeprefix("deepspeed.") not in known_keys()["deepspeed"]
+    if row.key.removeprefix("deepspeed.") not in mappings()["deepspeed"]
 }
 """DeepSpeed's own keys that follow from the recipe, and the key that rules each."""
 NAMES = {
@@ -65,7 +65,7 @@ def test_a_misspelt_required_key_is_one_problem(tmp_path: Path) -> None:
 
 
 def test_the_table_of_derived_keys_names_keys_that_exist() -> None:
-    known = {f"{at}.{key}" if at else key for at, keys in known_keys().items() for key in keys}
+    known = {f"{at}.{key}" if at else key for at, keys in mappings().items() for key in keys}
     known.add("model.adapter")
     assert {ours for ours in DERIVED.values() if ours not in known} == set()
     assert len(DERIVED) == 30
@@ -153,7 +153,7 @@ def test_a_key_of_deepspeed_and_a_block_are_taken_out(tmp_path: Path) -> None:
     assert loaded(tmp_path, "model.adapter=null").model.adapter is None
 
 
-def test_what_has_no_default_is_missing_and_unknown_keys_stay_unknown(tmp_path: Path) -> None:
+def test_what_has_no_default_is_missing_and_unmappings_stay_unknown(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"r.yaml:4: data.sequence_length: is missing"):
         loaded(tmp_path, "data.sequence_length=null")
     with pytest.raises(RecipeError, match=r"command line: sed: unknown key `sed`"):
