@@ -120,6 +120,19 @@ class FlopsProfiler(TypedDict, total=False):
     output_file: FilePath | None
 
 
+REDUCE_BUCKET = 50_000_000
+"""The elements of reduce_bucket_size where a recipe says none. DeepSpeed's own are ten times as
+many: in float32 2 GB, which stage 3 lays out once more as it sums them."""
+PREFETCH_BUCKET, LIVE_PARAMETERS = 50_000_000, 1_000_000_000
+"""DeepSpeed's elements of stage3_prefetch_bucket_size and stage3_max_live_parameters."""
+
+
+def live_parameters(zero: Mapping[str, Any]) -> int:
+    """Return how many elements of weights stay gathered at once under ZeRO-3."""
+    live = zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)
+    return int(live) + int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
+
+
 # DeepSpeed reads both names; the recipe holds the documented one.
 ALIASES = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from uspft.config.deepspeed_fields import REDUCE_BUCKET
 from uspft.config.strategies import strategies_of
 
 if TYPE_CHECKING:
@@ -34,16 +35,22 @@ def most_passes(recipe: Recipe, layout: Layout) -> int:
     return micro_batches(recipe, layout)
 
 
-def deepspeed_config(recipe: Recipe, replicas: int, passes: int) -> dict[str, Any]:
+def deepspeed_config(
+    recipe: Recipe, replicas: int, passes: int, *, trained: int | None = None
+) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a recipe.
 
     Ranks that share a row count as data-parallel ones: DeepSpeed averages gradients over them too,
     and the loss is scaled for it (engine/zero.py). Accumulation is float32 whatever the compute
     type. replicas: how many ranks hold the same parameters. passes: forward passes per
-    step.
+    step. trained: how many elements a rank has gradients of, where that is known: DeepSpeed
+    allocates a bucket of reduce_bucket_size at once, and more would never be filled.
     """
     micro = recipe.training.micro_batch_size
     zero = {"stage": 1} | dict(recipe.deepspeed.zero_optimization)
+    if trained is not None and zero["stage"] > 0:
+        bucket = int(zero.get("reduce_bucket_size") or REDUCE_BUCKET)
+        zero["reduce_bucket_size"] = max(1, min(bucket, trained))
     extra = recipe.deepspeed.model_dump(exclude={"zero_optimization"}, exclude_none=True)
     config: dict[str, Any] = {
         "train_batch_size": micro * passes * replicas,

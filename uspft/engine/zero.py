@@ -107,11 +107,13 @@ class ZeroEngine:
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.set_apart(module, optimizer)  # type: ignore[arg-type]
         gather_at_once(module)  # type: ignore[arg-type]
+        trains = [p for p in self._parameters if p.requires_grad]
+        trained = sum(getattr(p, "ds_numel", p.numel()) for p in trains)
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
-                config=deepspeed_config(recipe, holders.zero.size, passes),
+                config=deepspeed_config(recipe, holders.zero.size, passes, trained=trained),
                 mpu=mpu_of(holders),
             )
         layout = holders.shards.layout

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
+from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters
 from uspft.families import FAMILIES, NO_KEYS, state_layers, state_sizes
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
@@ -60,8 +61,6 @@ a target, all in int64."""
 KILOTOKEN = 1024
 MOST_KILOTOKENS = 1 << 20
 """Of a rank, at which the search for the longest row ends."""
-BUCKET = 500_000_000
-"""The elements of DeepSpeed's reduce_bucket_size where a recipe says none."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,11 @@ class Options:
     """Rows of a rank in one forward."""
     dtype: str = "bfloat16"
     zero_stage: int = 1
-    bucket: int = BUCKET
-    """The elements of DeepSpeed's reduce_bucket_size."""
+    bucket: int = REDUCE_BUCKET
+    """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
+    live: int = live_parameters({})
+    """The elements of weights that ZeRO-3 leaves gathered, those fetched ahead counted."""
+    two_buckets: bool = False
     offload_optimizer: bool = False
     offload_weights: bool = False
     saves_beside: bool = False
@@ -168,7 +170,9 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         micro_batch=recipe.training.micro_batch_size,
         dtype=model.dtype,
         zero_stage=int(zero.get("stage", 1)),
-        bucket=int(zero.get("reduce_bucket_size") or BUCKET),
+        bucket=int(zero.get("reduce_bucket_size") or REDUCE_BUCKET),
+        live=live_parameters(zero),
+        two_buckets=bool(zero.get("overlap_comm")),
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
         saves_beside=recipe.checkpoint.overlap,
@@ -208,7 +212,7 @@ def memory_of(
     state = state_in(shape, layout, options)
     device, waits = activations_in(shape, layout, row_tokens, options)
     return Memory(
-        {name: int(size) for name, size in (state.device | device).items()},
+        state.beside(device),
         int(sum(state.host.values()) + waits),
         unpredicted(shape, layout, row_tokens, options=options),
     )
@@ -260,9 +264,8 @@ def memory_of_ranks(
         taken = rank_bytes(of_pass, stages, schedule, passes, rank, sizes_of_chunks)
         state = state_in(shape, layout, options, stage_layers(stages, rank))
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
-        device = {name: int(size) for name, size in (state.device | parts).items()}
         host = int(sum(state.host.values()) + taken.on_host)
-        found.append(Memory(device, host, unknown, taken.inputs))
+        found.append(Memory(state.beside(parts), host, unknown, taken.inputs))
     return found
 
 
@@ -282,6 +285,8 @@ def state_in(
         element=options.element,
         crossing=2 if options.gradient_reduction == "bfloat16" else 4,
         bucket=options.bucket,
+        live=options.live,
+        two_buckets=options.two_buckets,
         matrix=shape.hidden_size * shape.intermediate_size,
         optimizer_away=options.offload_optimizer,
         weights_away=options.offload_weights,

@@ -369,9 +369,8 @@ class Needs:
             return most_of_ranks(every)
         state = self._state(layout, options)
         device, host = self._activations(layout, tokens, options)
-        parts = {name: int(size) for name, size in (state.device | device).items()}
         doubts = self.unpredicted(layout, options)
-        return Memory(parts, int(sum(state.host.values()) + host), doubts)
+        return Memory(state.beside(device), int(sum(state.host.values()) + host), doubts)
 
     def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
         """Return the longest row in tokens that fits a card, or 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ ADAM = 8
 """Of a parameter's two moments, in float32."""
 WIDE = 4
 """Of a master weight, and of a gradient as it is summed."""
+SUB_GROUP = 1e9
+"""DeepSpeed's elements of sub_group_size."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,11 @@ class Zero:
     crossing: int
     """Of gradients as they cross ranks, in bytes."""
     bucket: int
-    """In elements."""
+    """In elements; DeepSpeed is told of no more than there are gradients of."""
+    two_buckets: bool
+    """Whether one is filled while another crosses, at stages 1 and 2."""
+    live: int
+    """The elements of weights that stay gathered at stage 3, where there is room."""
     matrix: int
     """The elements of the largest matrix of a layer."""
     optimizer_away: bool = False
@@ -46,6 +53,15 @@ class State:
 
     device: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
+    in_update: float = 0.0
+    """What the update takes on the device, where nothing is gathered and no row is there."""
+
+    def beside(self, rows: Mapping[str, float]) -> dict[str, int]:
+        """Return the bytes on the device by part. rows: of what rows need, which are not there in
+        the update: what that takes beyond them and what is gathered is a part too."""
+        parts = {name: int(size) for name, size in (self.device | dict(rows)).items()}
+        over = self.in_update - sum(rows.values()) - self.device.get("gathered", 0.0)
+        return parts | {"update": int(over)} if over > 0 else parts
 
 
 def state_of(zero: Zero, counts: ParameterCounts) -> State:
@@ -88,15 +104,15 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
         gradients = float((e + WIDE) * trained)
         device = {"weights": float(e * counts.every), "gradients": gradients}
         return State({**device, "optimizer": optimizer})
-    bucket = min(zero.bucket, trained)
+    bucket, each = min(zero.bucket, trained), 2 if zero.two_buckets else 1
     matrix = float(e * min(zero.matrix, counts.largest_trained))
     if zero.stage == 2:
         # In 16 bits laid flat once more, and cast, while the gradient that is next waits.
         again = e + (WIDE if zero.crossing != e else 0) if e < WIDE else 0
-        buckets = bucket * (e + again) + matrix
+        buckets = bucket * (e * each + again) + matrix
         gradients = WIDE * own
     else:
-        buckets, gradients = float(WIDE * bucket), float(WIDE * trained)
+        buckets, gradients = float(WIDE * bucket * each), float(WIDE * trained)
     parts = {"weights": float(e * counts.every), "gradients": gradients, "buckets": buckets}
     if not zero.optimizer_away:
         return State({**parts, "optimizer": optimizer})
@@ -107,16 +123,24 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
 
 
 def _gathered(zero: Zero, counts: ParameterCounts) -> State:
-    """Stage 3: buckets are in the type that crosses ranks, and the head, or two layers, are whole
-    at a time; where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
-    grad_partitions_flat_buffer), and stay there once more as the update takes them."""
+    """Stage 3: the bucket is in the type that crosses ranks, laid out once more by rank as it is
+    summed. Weights stay gathered until DeepSpeed's bound of those, or two layers, or the head, are
+    there; where few train and the bucket has room for all gradients, it is summed without them.
+
+    Where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
+    grad_partitions_flat_buffer), and stay there once more as the update takes them.
+    """
     e, own = zero.element, zero.over(counts.trained, counts.experts_trained)
+    bucket = float(zero.crossing * min(zero.bucket, counts.trained))
+    most = max(zero.live, counts.head, 2 * counts.layer)
+    live = float(e * min(counts.every, most))
+    beside = live if zero.bucket < counts.trained or counts.trained == counts.every else 0.0
     device = {
         "weights": e * zero.over(counts.every, counts.experts),
         "gradients": WIDE * own,
         "optimizer": (WIDE + ADAM) * own,
-        "gathered": float(e * max(counts.head, 2 * counts.layer)),
-        "buckets": float(zero.crossing * min(zero.bucket, counts.trained)),
+        "gathered": max(live, bucket + beside),
+        "buckets": bucket,
     }
     host: dict[str, float] = {}
     if zero.optimizer_away:
@@ -124,4 +148,6 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
         host["update"] = WIDE * own
     if zero.weights_away:
         host["weights"] = device.pop("weights")
-    return State(device, host)
+    # The gradients of one of DeepSpeed's groups of parameters, as wide as the optimizer's.
+    in_update = WIDE * min(own, SUB_GROUP) if e < WIDE and not zero.optimizer_away else 0.0
+    return State(device, host, in_update)

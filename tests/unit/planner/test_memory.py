@@ -311,7 +311,7 @@ def test_of_divided_experts_a_rank_holds_a_part() -> None:
     state, gathered = {}, {}
     for stage in (1, 3):
         for degree in (1, 2, 8):
-            options = Options(zero_stage=stage)
+            options = Options(zero_stage=stage, live=0, bucket=2)
             found = memory_of(shape, Layout(data=8, experts=degree), 4096, options=options).parts
             state[stage, degree] = found["optimizer"], found["weights"]
             gathered[stage, degree] = found.get("gathered", 0)
