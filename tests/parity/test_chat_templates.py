@@ -88,9 +88,9 @@ def template(name: str) -> ChatTemplate:
 
 
 class Unknown(ChatTemplate):
-    """A template as one that has no twin, of which everything is told."""
+    """A template as one that has no marked copy, of which everything is told."""
 
-    twin = None
+    marked_copy = None
 
 
 def rendered(own: ChatTemplate, train_on: str) -> dict[str, Rendered | None]:

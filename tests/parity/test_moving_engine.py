@@ -36,7 +36,6 @@ TWO = Layout(mesh_columns=2, data=2)
 @pytest.mark.parametrize(
     ("dtype", "every", "told"),
     [
-        ("float16", [Shards(TWO)], "float32 or bfloat16, not float16"),
         ("float32", [Shards(Layout(ring=4, mesh_rows=4))], "to or from a mesh: mesh4x1-ring4"),
         ("float32", [Shards(Layout(data=2, pipeline=2))], "are divided: data2-pipeline2"),
         ("float32", [Shards(Layout(data=4, experts=2))], "are divided: data4-experts2"),

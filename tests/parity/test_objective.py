@@ -208,7 +208,7 @@ def alone(
         every = torch.stack(logps)
         return [value * each / len(documents) for value in values(every, every.detach())]
 
-    losses, norms = [], []
+    losses, norms, moments = [], [], tuple[dict[str, Tensor], ...]()
     for documents in steps:
         adam.zero_grad()
         loss = means(documents)[0]
@@ -216,10 +216,11 @@ def alone(
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), clip)))
         losses.append(float(loss.detach()))
         adam.step()
+        held = {name: adam.state[p]["exp_avg"].clone() for name, p in trained.items()}
+        moments = held, moments[-1] if moments else held
     counts = [len(documents) // each for documents in steps]
     end = {name: p.detach().clone() for name, p in trained.items()}
-    moments = {name: adam.state[p]["exp_avg"] for name, p in trained.items()}
-    want = Reference(losses, norms, counts, [RATE] * len(steps), start, end, moments)
+    want = Reference(losses, norms, counts, [RATE] * len(steps), start, end, *moments)
     return want, lambda documents: [float(mean.detach()) for mean in means(documents)]
 
 

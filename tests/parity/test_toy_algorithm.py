@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 from uspft.config import RecipeError
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
+from uspft.config.messages import schema_of
 from uspft.planner.layouts import candidates
 from uspft.prepare.examine import examine
 from uspft.prepare.layout_findings import layout_findings
@@ -70,8 +72,12 @@ ROW_OF_IT = AlgorithmRow(
 
 
 @pytest.fixture
-def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONTEXT, ROW_OF_IT.name, ROW_OF_IT)
+def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    schema_of.cache_clear()
+    with monkeypatch.context() as for_now:
+        for_now.setitem(CONTEXT, ROW_OF_IT.name, ROW_OF_IT)
+        yield
+    schema_of.cache_clear()
 
 
 def recipe(folder: Path, data: Documents, algorithm: str) -> dict[str, Any]:

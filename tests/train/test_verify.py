@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"adapter": {"rank": 4, "target_parameters": ["mlp.experts.down_proj"]}},
 }
 """What else the model of a case has."""
-MEMORY: dict[str, dict[str, Any]] = {"adapter": {"attention_heads": 1}}
+MEMORY: dict[str, dict[str, Any]] = {"single": {"attention_heads": 1}}
 """What saves memory in a case."""
 FOLDERS = {"adapter": "multimodal", "experts": "experts"}
 """The model of a case: one with a state inside a multimodal checkpoint, and one that is divided by

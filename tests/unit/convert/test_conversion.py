@@ -92,7 +92,12 @@ def mutated(draw: random.Random, tool: str, tree: dict[str, Any]) -> dict[str, A
 
 
 @pytest.mark.parametrize("tool", TOOLS_READ)
+@pytest.mark.parametrize(
+    ("mutants", "checked"), [(60, CHECKED), pytest.param(300, 300, marks=pytest.mark.full)]
+)
 def test_a_mutated_example_is_a_recipe_or_a_list_of_problems(
+    mutants: int,
+    checked: int,
     tool: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +110,7 @@ def test_a_mutated_example_is_a_recipe_or_a_list_of_problems(
     draw = random.Random(tool)
     mine = [tree for name, tree in TREES if name == tool]
     outcomes = {"recipe": 0, "refused": 0, "no recipe": 0}
-    for number in range(60):
+    for number in range(mutants):
         tree = mutated(draw, tool, mine[number % len(mine)])
         most = draw.choice((0.0, 0.5, 1.0))
         given = {key: value for key, value in GIVEN.items() if draw.random() < most}
@@ -117,7 +122,7 @@ def test_a_mutated_example_is_a_recipe_or_a_list_of_problems(
             outcomes["no recipe"] += 1
             continue
         outcomes["recipe" if recipe else "refused"] += 1
-        if recipe and outcomes["recipe"] <= CHECKED:
+        if recipe and outcomes["recipe"] <= checked:
             given_ranks = ["--ranks", str(ranks)] if ranks else []
             words = ["check", str(tmp_path / "recipe.yaml"), "logging.wandb=null", *given_ranks]
             code, said = main(words), capsys.readouterr()

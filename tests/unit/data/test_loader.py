@@ -48,7 +48,7 @@ class World:
         return [self.held]
 
     def share(self, rows: Any, orders: Any) -> Any:
-        return SimpleNamespace(held=self.held)
+        return SimpleNamespace(held=self.held, chunks=None)
 
 
 def batch(held: list[tuple[int, int]], indices: list[int]) -> Batch:
@@ -144,7 +144,7 @@ class Rank:
 
     def share(self, rows: Any, orders: Any) -> Any:
         assert orders == [[((2, 4),)] for _ in rows]
-        return SimpleNamespace(held=[(2, 4)])
+        return SimpleNamespace(held=[(2, 4)], chunks=None)
 
 
 def loader_of(stream: Any, last: int | None = None, device: str = "cpu") -> StepLoader:
