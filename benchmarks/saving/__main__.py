@@ -4,7 +4,8 @@
         [--out DIR]
 
 The files are written to the disk of --folder and synced, as a run does. The exit code is 1 where
-checksums take more than a twentieth of a save. The file keeps the parts and sizes that are not run
+checksums add more than a twentieth to a save; a disk's own spread is larger, so that is measured in
+a folder in memory. The file keeps the parts and sizes that are not run
 again.
 """
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
+from uspft.checkpoint import checksums
 from uspft.checkpoint.checksums import CHUNK_BYTES, write_part
 from uspft.checkpoint.save import PART_BYTES
 from uspft.durable import sync
@@ -24,15 +26,19 @@ MOST_COST = 0.05
 
 
 def measured(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
-    """Return the seconds of a rank's files with checksums and by safetensors alone, in turn, and
-    the CPU seconds of the checksums of the same bytes alone, by xxh3 and by CRC-32: medians of
-    rounds."""
+    """Return the seconds of a rank's files with checksums, without them and by safetensors alone,
+    in turn, and the CPU seconds of the checksums of the same bytes alone, by xxh3 and by CRC-32:
+    medians of rounds. cost: the median of what each round's checksums add, a share of the save."""
     files = _files(gigabytes)
     names = {number: folder / f"part-{number}" for number in range(len(files))}
 
     def ours() -> None:
         for number, tensors in enumerate(files):
             write_part(tensors, names[number])
+
+    def unsummed() -> None:
+        with patch.object(checksums, "sum_of", lambda pieces: ""):
+            ours()
 
     def theirs() -> None:
         for number, tensors in enumerate(files):
@@ -51,6 +57,7 @@ def measured(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
 
     turns = {
         "save_seconds": (ours, time.perf_counter),
+        "unsummed_seconds": (unsummed, time.perf_counter),
         "safetensors_seconds": (theirs, time.perf_counter),
         "xxh3_seconds": (summed, time.process_time),
         "crc32_seconds": (crc, time.process_time),
@@ -67,7 +74,8 @@ def measured(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
         file.unlink(missing_ok=True)
     middle = {name: median(each) for name, each in found.items()}
     size = sum(4 * value.numel() for tensors in files for value in tensors.values())
-    cost = middle["xxh3_seconds"] / middle["save_seconds"]
+    pairs = zip(found["save_seconds"], found["unsummed_seconds"], strict=True)
+    cost = median(save / without - 1 for save, without in pairs)
     return {"bytes": size, "rounds": rounds, **middle, "cost": cost}
 
 
