@@ -10,9 +10,9 @@ from uspft.kernels.torch_cpu import TorchCpu
 
 
 def test_joining_parts_whose_weights_differ_by_more_than_a_float_can_hold() -> None:
-    # whole numbers, whose scores have no rounding that such weights would make large
-    q, k = (torch.randint(-100, 101, (tokens, 2, 8)).float() for tokens in (6, 9))
-    v = torch.randn(9, 2, 8)
+    torch.manual_seed(0)  # no two parts weigh alike: float32 holds such large sums to 1e-3
+    q = torch.randn(6, 2, 8) * 40
+    k, v = torch.randn(9, 2, 8) * 40, torch.randn(9, 2, 8)
     partial = Partial(q)
     for block in (Block(0, 6, 0, 4, Mask.FULL), Block(2, 6, 4, 9, Mask.FULL)):
         partial.add(TorchCpu().forward((q, k, v), [block], 1.0))
