@@ -7,27 +7,18 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.models import VOCABULARY, make_documents
 from tests.support.ranks import spawn
-from tests.support.runs import run_recipe, small_recipe
-from uspft.config.recipe import MemoryBlock, Recipe
+from tests.support.runs import run_recipe
+from tests.support.zero_state import BUCKET, LORA, Case, apart, make_inputs
 from uspft.engine.zero import ZeroEngine
-from uspft.families import ModelShape, read_shape
-from uspft.layout import Layout
-from uspft.planner.memory import memory_of, options_of
-from uspft.prepare.invocation import CONFIGS
 
-ROW = 4  # few tokens: activations are hardly seen
-BUCKET = {"reduce_bucket_size": 160_300}
-"""Of 320,384 elements: what the gradients of the head and of a layer just fill."""
 LAYERS = {
     "stage": 3,
     "stage3_param_persistence_threshold": 0,
@@ -37,24 +28,6 @@ LAYERS = {
 }
 """Of a layer's 147,712: as much as DeepSpeed's own bounds are of a layer of 7B."""
 WHOLE = {**BUCKET, **LAYERS}
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LORA = {"adapter": {"type": "lora", "rank": 64}}
-
-
-class Case(NamedTuple):
-    zero: dict[str, Any]
-    reduction: str = "float32"
-    dtype: str = "bfloat16"
-    trained: dict[str, Any] | None = None
-
-
 CASES = {
     "some": Case(WHOLE),
     "wide": Case(WHOLE, dtype="float32"),
@@ -131,47 +104,18 @@ class Live(TorchDispatchMode):
         return patch.object(owner, method, call)
 
 
-def work(rank: int, cases: dict[str, Case], folder: Path, corpus: Path) -> dict[str, int]:
+def work(rank: int, folder: Path) -> dict[str, int]:
     found = {}
-    for name, case in cases.items():
-        recipe = small_recipe(
-            folder / "model",
-            corpus,
-            ROW,
-            model={"dtype": case.dtype, **(case.trained or {})},
-            memory={"gradient_reduction": case.reduction},
-            deepspeed={"zero_optimization": case.zero},
-            training={"steps": 2, "global_batch_size": 2},
-        )
+    for name, case in CASES.items():
         live = Live()
         with live.of_steps():
-            run_recipe(recipe, folder / name)
+            run_recipe(case.recipe(folder), folder / name)
         found[name] = live.most
     return found
 
 
 def test_the_most_of_stage_3_is_predicted_within_two_percent(tmp_path: Path) -> None:
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
-    corpus = make_documents(tmp_path / "d.jsonl", [ROW] * 8, masked=[0.0]).path
-    counted = spawn(2, work, CASES, tmp_path, corpus)[0]
-    off = {}
-    for name, case in CASES.items():
-        recipe = Recipe.model_validate(
-            small_recipe(
-                tmp_path / "model",
-                corpus,
-                ROW,
-                model={"dtype": case.dtype, **(case.trained or {})},
-                deepspeed={"zero_optimization": case.zero},
-            )
-        )
-        memory = MemoryBlock.model_validate({"gradient_reduction": case.reduction})
-        recipe = recipe.model_copy(update={"memory": memory})
-        shape = read_shape(recipe.model, CONFIGS)
-        assert isinstance(shape, ModelShape)
-        layout = Layout(data=2)
-        need = memory_of(shape, layout, ROW, options=options_of(recipe, layout))
-        predicted = need.peak_bytes + need.host_bytes
-        if not counted[name] or abs(predicted / counted[name] - 1) > 0.02:
-            off[name] = predicted, counted[name]
-    assert off == {}
+    make_inputs(tmp_path, layers=6)
+    needs = {name: case.predicted(tmp_path) for name, case in CASES.items()}
+    predicted = {name: need.peak_bytes + need.host_bytes for name, need in needs.items()}
+    assert apart(spawn(2, work, tmp_path)[0], predicted) == {}

@@ -8,47 +8,18 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.models import VOCABULARY, make_documents
 from tests.support.ranks import spawn
-from tests.support.runs import run_recipe, small_recipe
-from uspft.config.recipe import MemoryBlock, Recipe
-from uspft.families import ModelShape, read_shape
-from uspft.layout import Layout
-from uspft.planner.memory import memory_of, options_of
-from uspft.prepare.invocation import CONFIGS
+from tests.support.runs import run_recipe
+from tests.support.zero_state import BUCKET, LORA, Case, apart, make_inputs
 
-ROW = 4  # few tokens: activations are hardly seen
 CPU = {"device": "cpu"}
-BUCKET = {"reduce_bucket_size": 160_300}
-"""Of 320,384 elements: what the gradients of the head and of a layer just fill."""
 WHOLE = {**BUCKET, "stage3_param_persistence_threshold": 0}
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LORA = {"adapter": {"type": "lora", "rank": 64}}
-
-
-class Case(NamedTuple):
-    zero: dict[str, Any]
-    reduction: str = "float32"
-    dtype: str = "bfloat16"
-    trained: dict[str, Any] | None = None
-    gathers: bool = True
-    """Whether it is looked at while weights are gathered, and not in the update alone."""
-
-
 FEW = {
     "0, wide, frozen": Case({"stage": 0}, "float32", "float32", {"freeze": ["mlp", "embed"]}),
     "1, lora": Case({"stage": 1, **BUCKET}, trained=LORA),
@@ -107,18 +78,9 @@ def looked_at(
         yield
 
 
-def work(rank: int, cases: dict[str, Case], folder: Path, corpus: Path) -> dict[str, int]:
+def work(rank: int, cases: dict[str, Case], folder: Path) -> dict[str, int]:
     found = {}
     for name, case in cases.items():
-        recipe = small_recipe(
-            folder / "model",
-            corpus,
-            ROW,
-            model={"dtype": case.dtype, **(case.trained or {})},
-            memory={"gradient_reduction": case.reduction},
-            deepspeed={"zero_optimization": case.zero},
-            training={"steps": 2, "global_batch_size": 2},
-        )
         before, most = storages(), 0  # held: an address is not given to another meanwhile
 
         def look(before: dict[int, Any] = before) -> None:
@@ -127,35 +89,17 @@ def work(rank: int, cases: dict[str, Case], folder: Path, corpus: Path) -> dict[
             most = max(most, sum(now))
 
         with looked_at(look, in_backward=case.zero["stage"] == 2, gathers=case.gathers):
-            run_recipe(recipe, folder / name)
+            run_recipe(case.recipe(folder), folder / name)
         found[name] = most
     return found
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
 def test_state_is_predicted_within_two_percent(cases: dict[str, Case], tmp_path: Path) -> None:
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
-    corpus = make_documents(tmp_path / "d.jsonl", [ROW] * 8, masked=[0.0]).path
-    counted = spawn(2, work, cases, tmp_path, corpus)[0]
-    off = {}
+    make_inputs(tmp_path, layers=2)
+    predicted = {}
     for name, case in cases.items():
-        recipe = Recipe.model_validate(
-            small_recipe(
-                tmp_path / "model",
-                corpus,
-                ROW,
-                model={"dtype": case.dtype, **(case.trained or {})},
-                deepspeed={"zero_optimization": case.zero},
-            )
-        )
-        memory = MemoryBlock.model_validate({"gradient_reduction": case.reduction})
-        recipe = recipe.model_copy(update={"memory": memory})
-        shape = read_shape(recipe.model, CONFIGS)
-        assert isinstance(shape, ModelShape)
-        layout = Layout(data=2)
-        need = memory_of(shape, layout, ROW, options=options_of(recipe, layout))
-        predicted = need.state_bytes + need.host_bytes
-        predicted -= 0 if case.gathers else need.parts["gathered"]
-        if not counted[name] or abs(predicted / counted[name] - 1) > 0.02:
-            off[name] = predicted, counted[name]
-    assert off == {}
+        need = case.predicted(tmp_path)
+        gathered = 0 if case.gathers else need.parts["gathered"]
+        predicted[name] = need.state_bytes + need.host_bytes - gathered
+    assert apart(spawn(2, work, cases, tmp_path)[0], predicted) == {}

@@ -325,7 +325,8 @@ def mismatch(case: Case, got: dict[str, Any], folder: Path, data: Documents) -> 
             found.append(f"{what} {ours} != {theirs}")
 
     near("losses", got["losses"], want.losses, 1e-6)
-    near("norms", got["norms"], want.grad_norms, 1e-5)
+    near("first norm", got["norms"][:1], want.grad_norms[:1], 3e-6)
+    near("norms", got["norms"], want.grad_norms, 1e-5)  # an update has made rounding larger
     near("targets", got["targets"], want.targets, 0)
     near("evaluated", [got["evaluated"]], [_evaluated(folder / case.model, data.path)], 1e-6)
     if not min(want.grad_norms) > 1.1 * CLIP:

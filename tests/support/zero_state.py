@@ -1,0 +1,69 @@
+"""A small model whose weights, gradients and optimizer are far more than its rows, and what is
+predicted of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.models import VOCABULARY, make_documents
+from tests.support.runs import small_recipe
+from uspft.config.recipe import Recipe
+from uspft.families import ModelShape, read_shape
+from uspft.layout import Layout
+from uspft.planner.memory import Memory, memory_of, options_of
+from uspft.prepare.invocation import CONFIGS
+
+ROW = 4  # few tokens: activations are hardly seen
+BUCKET = {"reduce_bucket_size": 160_300}
+"""What the gradients of the head and of a layer just fill."""
+LORA = {"adapter": {"type": "lora", "rank": 64}}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class Case(NamedTuple):
+    zero: dict[str, Any]
+    reduction: str = "float32"
+    dtype: str = "bfloat16"
+    trained: dict[str, Any] | None = None
+    gathers: bool = True
+    """Whether it is looked at while weights are gathered, and not in the update alone."""
+
+    def recipe(self, folder: Path) -> dict[str, Any]:
+        return small_recipe(
+            folder / "model",
+            folder / "d.jsonl",
+            ROW,
+            model={"dtype": self.dtype, **(self.trained or {})},
+            memory={"gradient_reduction": self.reduction},
+            deepspeed={"zero_optimization": self.zero},
+            training={"steps": 2, "global_batch_size": 2},
+        )
+
+    def predicted(self, folder: Path) -> Memory:
+        """What a rank of two needs."""
+        recipe, layout = Recipe.model_validate(self.recipe(folder)), Layout(data=2)
+        shape = read_shape(recipe.model, CONFIGS)
+        assert isinstance(shape, ModelShape)
+        return memory_of(shape, layout, ROW, options=options_of(recipe, layout))
+
+
+def make_inputs(folder: Path, layers: int) -> None:
+    """Write a model of so many layers, and documents."""
+    config = LlamaConfig(**SIZES, num_hidden_layers=layers)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    make_documents(folder / "d.jsonl", [ROW] * 8, masked=[0.0])
+
+
+def apart(found: dict[str, int], predicted: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What is predicted and counted of cases where these are over two percent apart."""
+    pairs = {name: (predicted[name], counted) for name, counted in found.items()}
+    return {name: (a, b) for name, (a, b) in pairs.items() if not b or abs(a / b - 1) > 0.02}
