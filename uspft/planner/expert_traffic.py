@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import comb
 from typing import NamedTuple
 
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import ModelShape
 from uspft.planner.layer_kinds import LAYER_KINDS
 from uspft.planner.operations import INDEX, WIDE
-from uspft.planner.products import layer_projections
+from uspft.planner.products import full_config, layer_projections
 from uspft.sequence import Traffic
 
 CHOICE = 4
@@ -38,7 +38,7 @@ class RowSizes:
     def of(cls, shape: ModelShape, element: int) -> RowSizes:
         """Return those of a model whose weights have so many bytes."""
         score = WIDE if LAYER_KINDS[shape.model_type].wide_scores else element
-        met, raw = met_experts(shape), {**FAMILIES[shape.model_type].defaults, **shape.raw}
+        met, raw = met_experts(shape), full_config(shape)
         shared = bool(raw.get("shared_expert_intermediate_size"))
         return cls(shape.hidden_size * element, met * score, met * CHOICE, shared)
 
@@ -76,7 +76,7 @@ def met_experts(shape: ModelShape) -> int:
 
 def _whole(shape: ModelShape) -> ModelShape:
     """Return a shape whose config has what transformers takes where a file has no such field."""
-    return replace(shape, raw={**FAMILIES[shape.model_type].defaults, **shape.raw})
+    return replace(shape, raw=full_config(shape))
 
 
 def ranks_met(shape: ModelShape, ranks: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from uspft.families import FAMILIES, ModelShape, state_layers, state_sizes
 from uspft.families.projections import (
@@ -20,6 +20,8 @@ from uspft.families.projections import (
 SplitSide = Literal["inputs", "outputs", "none"]
 PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
 """How the names of projections of a layer with a state end."""
+SHARED_EXPERT = "mlp.shared_expert"
+SHARED_GATE = f"{SHARED_EXPERT}_gate"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
+def full_config(shape: ModelShape) -> dict[str, Any]:
+    """Return a model's config with what transformers takes where it has no such field."""
+    return {**FAMILIES[shape.model_type].defaults, **shape.raw}
+
+
 def layer_projections(shape: ModelShape) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
     MLP or of the experts."""
@@ -79,6 +86,18 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
         found.append(ProductShape(hidden, experts))
     found += [ProductShape(hidden, inner, "outputs", 1, met, experts)] * 2
     return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]
+
+
+def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name the projections of the expert that every token meets, and the one that gates
+    it; none where a layer has no such expert."""
+    hidden = shape.hidden_size
+    inner = int(full_config(shape).get("shared_expert_intermediate_size") or 0)
+    if not inner:
+        return {}
+    into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
+    named = {f"{SHARED_EXPERT}.gate_proj": into, f"{SHARED_EXPERT}.up_proj": into}
+    return {**named, f"{SHARED_EXPERT}.down_proj": out, SHARED_GATE: ProductShape(hidden, 1)}
 
 
 def has_gated_heads(shape: ModelShape) -> bool:
@@ -121,7 +140,7 @@ def projections_of_layers(
 
     states: how many have a state; None: as the config says.
     """
-    with_attention = layer_projections(shape)
+    with_attention = [*layer_projections(shape), *shared_projections(shape).values()]
     states = sum(state_layers(shape)) if states is None else states
     found = [(with_attention, shape.layers - states)]
     if states:
