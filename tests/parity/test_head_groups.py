@@ -124,6 +124,7 @@ FEW = [
     Case("gpt-oss 8/2", "ulysses 2", 1, True),
     Case("olmo2 lora 8/4", "tensor 2, tokens split", 1, True, KEPT),
     Case("gemma2 8/4", "ulysses 2", 1),
+    Case("llama lora 8/4", "tensor 2", 1),
 ]
 
 

@@ -245,7 +245,10 @@ class FusedHeads:
         self._split, self._call = split, call
 
     def count(self, attention: Any, args: Any) -> None:
-        """Tell the attention how many heads this call has here, before it runs."""
+        """Tell the attention how many heads this call has here, before it runs, unless it is to
+        make some of them alone."""
+        if attention.config is not self._config:
+            return
         degree = self._call.group.size
         self._config.num_attention_heads = self._heads // degree
         attention.num_key_value_heads = max(1, self._kv_heads // degree)

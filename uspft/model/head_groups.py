@@ -6,9 +6,10 @@ stands where all heads' is. The backward goes the same way: the gradient of a gr
 the place of its output, and where it can, the input's that of the queries' gradient. Gradients of
 weights are summed over tiles in float32 and leave once.
 
-Where no rank shares a layer's matrices, attention and the MLP are each one function with norms and
-residual: what lives of it is its input, one group or one tile, and the residual's gradient; where a
-norm is behind attention, also the gradient of what that takes, since it needs all heads.
+Attention and the MLP are each one function with norms and residual: what lives of it is its input,
+one group or one tile, and the residual's gradient; where a norm is behind attention, also the
+gradient of what that takes, since it needs all heads. Where tensor ranks have different tokens
+between blocks, or such a norm takes what they have summed, groups are inside attention alone.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads of
 this tensor rank, N some of either; D head dim, d hidden size.
@@ -17,6 +18,7 @@ this tensor rank, N some of either; D head dim, d hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,9 +30,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from uspft.families import FAMILIES
 from uspft.families.projections import PER_HEAD, ROWS
+from uspft.model.divided import PartLinear
 from uspft.model.head_turns import Crossing, Turn, UnderWay, arrived, pick, put, turns_among
 from uspft.model.some_heads import (
     Halves,
+    Hook,
     SomeHeads,
     first_half,
     halves_of,
@@ -66,22 +70,27 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
     for layer in model.base_model.layers:
         some = SomeHeads(layer.self_attn, normed_together=together)
         how = Grouping(layer.self_attn, some, at_once, heads, tile)
-        if halves := halves_of(layer):
-            layer.forward = TwoHalves(layer, halves, _FirstHalf(layer, halves, how))
-            layer.register_forward_pre_hook(with_gradient)
-            setattr(layer, WHOLE, True)
-        else:
+        halves, divided = halves_of(layer), any(isinstance(m, PartLinear) for m in layer.modules())
+        if halves and divided and halves.behind:  # whose norm takes what ranks have summed
+            halves = None
+        if divided or not halves:
             attention = layer.self_attn
             attention.forward = GroupedBlock(attention, how)
             attention.register_forward_pre_hook(_by_place, with_kwargs=True)
-            attention.register_forward_pre_hook(with_gradient)
-            setattr(attention, WHOLE, True)
+        if halves:
+            layer.forward = TwoHalves(layer, halves, _FirstHalf(layer, halves, how))
+            layer.register_forward_pre_hook(with_gradient)
+        setattr(layer if halves else layer.self_attn, WHOLE, True)
 
 
 def _by_place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a block its input by place, before it runs: torch takes the gradients of a module's
-    parameters to be there when those of such inputs are, and without any before it began."""
-    return (args, kwargs) if args else ((kwargs.pop("hidden_states"),), kwargs)
+    """Give a block its input by place, and with a gradient, before it runs: torch takes the
+    gradients of a module's parameters to be there when those of such inputs are, and without any
+    before it began."""
+    if isinstance(kwargs["uspft"], Hook):  # a layer runs up to attention
+        return None
+    args = args or (kwargs.pop("hidden_states"),)
+    return with_gradient(module, args) or args, kwargs
 
 
 @dataclass(frozen=True)
@@ -112,9 +121,11 @@ class GroupedBlock:
         """The modules behind attention."""
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        made = self.attend(hidden_states, kwargs)
-        bound: Bound = kwargs["uspft"]
-        return bound.leave(made), None
+        bound: Bound | Hook = kwargs["uspft"]
+        if isinstance(bound, Hook):
+            found: tuple[Tensor, None] = self.run(self.module, hidden_states, **kwargs)
+            return found
+        return bound.leave(self.attend(hidden_states, kwargs)), None
 
     def attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Return what the block makes of x [1, t, d]; differentiable."""
@@ -126,6 +137,10 @@ class GroupedBlock:
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
         """Return what the block gives of its input and of what its last projection made."""
+        return made
+
+    def left(self, made: Tensor, bound: Bound) -> Tensor:
+        """Return what the last projection made, summed over ranks where the block does that."""
         return made
 
 
@@ -142,29 +157,46 @@ class _FirstHalf(GroupedBlock):
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
         return first_half(self.module, self._halves, partial(self.run, self.module), x, made)
 
+    def left(self, made: Tensor, bound: Bound) -> Tensor:
+        return bound.leave(made)
+
 
 class TwoHalves:
-    """What stands in for the forward of a layer of two halves, each of which is one function."""
+    """What stands in for the forward of a layer of two halves, each of which is one function.
+
+    Where tensor ranks have different tokens between blocks, which come from all of them for each,
+    the layer runs as it is.
+    """
 
     def __init__(self, layer: Any, halves: Halves, first: GroupedBlock) -> None:
         self._layer, self._first = layer, first
-        second: Any = partial(second_half, layer, halves, partial(first.run, layer))
-        tile = first.how.tile
-        parts = nn.ModuleList(layer.get_submodule(name) for name in halves.rest)
-        if tile and not any(hasattr(one, "experts") for one in parts):  # routers see all tokens
-            second = Tiled(parts, tile, plain=second)
-        self._second = second
+        self._second = partial(second_half, layer, halves, partial(first.run, layer))
+        self._parts = nn.ModuleList(layer.get_submodule(name) for name in halves.rest)
+        routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
+        self._tile = None if routed else first.how.tile
+        self._unsummed = not halves.behind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._layer
+        layer, bound = self._layer, kwargs["uspft"]
+        if bound.world.tensor.splits_tokens and bound.world.mesh.columns.size > 1:
+            return type(layer).forward(layer, *args, **kwargs)
         if layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, **kwargs), *args)
         return self._run(*args, **kwargs)
 
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        between = self._first.attend(hidden_states, kwargs)
+        between, bound = self._first.attend(hidden_states, kwargs), kwargs["uspft"]
         del hidden_states
-        out: Tensor = self._second(between)
+        if not self._tile or between.shape[TOKENS] <= self._tile:
+            return self._second(between)
+
+        def rest(x: Tensor) -> Tensor:
+            # Backwards a tile's value is not asked for: ranks need not sum it once more.
+            again = torch.is_grad_enabled() and self._unsummed
+            with bound.unsummed() if again else nullcontext():
+                return self._second(x)
+
+        out: Tensor = Tiled(self._parts, self._tile, plain=rest)(between)
         return out
 
 
@@ -224,14 +256,14 @@ class GroupsCall:
 
     def measure(self, x: Tensor) -> None:
         """Find out by what norms over all heads multiply each token."""
-        places, norms = self.block.how.some.measuring()
-        if not norms:
-            return
+        places, norms = self.block.how.some.measuring(x)
         with standing_in(places):
-            for tile, told in self.spans(x):
+            for tile, told in self.spans(x) if norms else ():
+                for norm in norms:
+                    norm.tile = tile
                 with told:
                     self.qkv(x[:, tile], tile)
-        self.scales = [torch.cat(one.found, dim=1) for one in norms]
+        self.scales = [norm.scale for norm in norms]
 
     def made(self, x: Tensor, turn: Turn) -> list[Tensor]:
         """Return the queries [t, N, D] of a turn, and in its group's first the keys and values."""
@@ -344,7 +376,9 @@ class _InGroups(torch.autograd.Function):
         whole = torch.empty_like(x)
         for tile, told in call.spans(x):
             with told:
-                whole[:, tile] = call.block.whole(x[:, tile], call.projected(out[:, tile]))
+                made = call.block.left(call.projected(out[:, tile]), bound)
+                whole[:, tile] = call.block.whole(x[:, tile], made)
+                del made
         ctx.call = call
         ctx.save_for_backward(x, *found)
         return whole
@@ -402,6 +436,7 @@ class _Backward:
                 made = call.projected(out[:, tile])
             of = self._x[:, tile], self._dh[:, tile], made if norms else None
             _, slope, *found = call.slope(*of, [self.leaves[n] for n in after])
+            assert slope is not None
             if self._slopes is not None:
                 self._slopes[:, tile] = slope
             if projection:

@@ -110,18 +110,22 @@ class _OtherHeads:
 
 
 class _Measured:
-    """What stands in for an RMS norm over all heads, and keeps by what it multiplies each token."""
+    """What stands in for an RMS norm over all heads, and finds by what it multiplies each token."""
 
-    def __init__(self, norm: Any) -> None:
-        self._norm, self.found = norm, list[Tensor]()
+    def __init__(self, norm: Any, x: Tensor) -> None:
+        """x: [1, t, d], of all tokens."""
+        self._norm = norm
+        self.scale = x.new_empty((1, x.shape[1], 1), dtype=torch.float32)
+        self.tile = slice(None)
 
     def __call__(self, x: Tensor) -> Tensor:
         norm = self._norm
         if isinstance(norm, SplitNorm):
-            self.found.append(norm.scale(x))
+            found = norm.scale(x)
         else:
             mean = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-            self.found.append(torch.rsqrt(mean + eps_of(norm)))
+            found = torch.rsqrt(mean + eps_of(norm))
+        self.scale[:, self.tile] = found
         return x
 
 
@@ -149,9 +153,10 @@ class SomeHeads:
         self._fused = hasattr(attention, "qkv_proj")
         self._norms = ("q_norm", "k_norm") if normed_together else ()
 
-    def measuring(self) -> tuple[list[StandIn], list[_Measured]]:
-        """Return what stands in for norms over all heads, and the same once more."""
-        norms = [_Measured(getattr(self._attention, name)) for name in self._norms]
+    def measuring(self, x: Tensor) -> tuple[list[StandIn], list[_Measured]]:
+        """Return what stands in for norms over all heads, and the same once more. x: of all
+        tokens."""
+        norms = [_Measured(getattr(self._attention, name), x) for name in self._norms]
         table = self._attention._modules
         return [StandIn(table, *one) for one in zip(self._norms, norms, strict=True)], norms
 
@@ -309,9 +314,7 @@ _FORMS = (
 
 
 def halves_of(layer: nn.Module) -> Halves | None:
-    """Return the halves of a layer; None where it has another form, or ranks share its matrices."""
-    if any(isinstance(module, PartLinear) for module in layer.modules()):
-        return None
+    """Return the halves of a layer; None where it has another form."""
     names = {name for name, one in layer.named_children() if not isinstance(one, nn.Dropout)}
     of_names = (form for form in _FORMS if names == {*filter(None, form[:3]), *form.rest})
     return next(of_names, None)

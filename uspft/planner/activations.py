@@ -95,7 +95,8 @@ class LayerSizes:
     @property
     def in_halves(self) -> bool:
         """Whether attention with its norms and residual is one function, and the rest another."""
-        return bool(self.at_once) and self.tensor == 1
+        alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
+        return bool(self.at_once) and not (self.tensor > 1 and alone)
 
     def of_tile(self, sharing: Sharing | None = None) -> LayerSizes:
         """Return the layer as it takes a tile of tokens, with other heads where they are given."""
@@ -234,7 +235,7 @@ class Layer:
                 del made, slope
 
         def out_slope(heads: int) -> None:
-            sizes = *[size] * (0 if behind else 2), *[whole.sharing.bytes(heads)] * 2
+            sizes = *[size] * (1 if behind else 2), *[whole.sharing.bytes(heads)] * 2
             held = [tape.new(one) for one in sizes]
             del held
 
