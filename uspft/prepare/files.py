@@ -10,7 +10,7 @@ from uspft.checkpoint.folder import CHECKPOINTS, CheckpointError
 from uspft.checkpoint.folder import named as named_checkpoint
 from uspft.config import Fault, Finding, Recipe, dump, load
 from uspft.data.faults import grouped
-from uspft.data.sources import is_hub_id, list_files
+from uspft.data.files.sources import is_hub_id, list_files
 from uspft.families.shape import HUB_ID
 from uspft.prepare.output import ANOTHER, KEY, output_of
 from uspft.written import LOGS, is_of_a_run, is_written, written

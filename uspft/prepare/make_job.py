@@ -20,7 +20,7 @@ from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, difference
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.data import Corpus, formats_of
-from uspft.data.tokenizer_files import holds_tokenizer
+from uspft.data.corpus.tokenise import holds_tokenizer
 from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
 from uspft.parameters.digest import base_digest

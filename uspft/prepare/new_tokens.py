@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from uspft.config import Fault, Finding, ModelBlock, Recipe
-from uspft.data.tokenizer_files import read_tokenizer
+from uspft.data.corpus.tokenise import read_tokenizer
 from uspft.families import ModelShape, read_shape
 from uspft.model.fetch import fetch_model
 from uspft.prepare.invocation import CONFIGS

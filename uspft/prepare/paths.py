@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from uspft.config import Finding, Recipe
-from uspft.data.sources import STDLIB
+from uspft.data.files.sources import STDLIB
 from uspft.prepare.cluster import shipped
 
 

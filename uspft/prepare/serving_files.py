@@ -10,7 +10,7 @@ from typing import Any
 from uspft.config import Fault, Recipe
 from uspft.config.problems import said
 from uspft.data import turn_ends, without_marks
-from uspft.data.tokenise import load_tokeniser
+from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.job import Serving
 from uspft.prepare.data import tokenizer_of
 

@@ -20,7 +20,7 @@ from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
 from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.config import Recipe, load
-from uspft.data.tokenise import load_tokeniser
+from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.job import Job
 from uspft.model.hf_config import model_config
 from uspft.prepare.serving_files import serving_of

@@ -18,7 +18,7 @@ from uspft.checkpoint.hf_folder import export_folder
 from uspft.checkpoint.model_files import write_model_files
 from uspft.config import Recipe, load
 from uspft.config.problems import Fault
-from uspft.data.tokenise import load_tokeniser
+from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.families import FAMILIES
 from uspft.job import Job
 from uspft.model.hf_config import model_config
