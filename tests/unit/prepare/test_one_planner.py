@@ -15,14 +15,14 @@ import yaml
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError
 from uspft.planner import row_time, step
-from uspft.planner.rank import Ranked
+from uspft.planner.memory import options_of
+from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import StepPart, StepTime
 from uspft.planner.ways import Space, Way, every_way
 from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import (
     examine_for_plan,
     hardware_of,
-    own_layout,
     own_way,
     ranking_of,
     step_of,
@@ -278,7 +278,8 @@ def seconds_of(folder: Path, key: str, value: Any) -> float | None:
         found = SMALL.examined(folder, *words)
     except RecipeError:
         return None
-    one = own_layout(found, step_of(found), hardware_of(found, 1))
+    options = options_of(found.recipe, found.layout)
+    one = ranked(step_of(found), own_way(found), hardware_of(found, 1), options, own=True)
     assert one.room is not False
     return one.seconds
 
