@@ -26,9 +26,8 @@ from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 from tests.support.stages import ZERO
 from uspft.checkpoint.folder import Checkpoint, newest
-from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.hf_folder import PREFIX, export_folder
 from uspft.checkpoint.identity import BASE
-from uspft.checkpoint.peft_folder import PREFIX
 from uspft.checkpoint.whole_model import whole_model
 from uspft.commands.export import model_files
 from uspft.config.recipe import ModelBlock

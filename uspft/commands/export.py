@@ -11,8 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, folder_of, named
-from uspft.checkpoint.hf_folder import export_folder
-from uspft.checkpoint.peft_folder import export_adapter
+from uspft.checkpoint.hf_folder import write_exports
 from uspft.checkpoint.whole_model import WholeModel, whole_model
 from uspft.config import Fault, InputError, load
 from uspft.config.problems import COMMAND_LINE
@@ -53,7 +52,7 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     whole = whole_model(checkpoint, asked.get("base"))
     if to:
         with _writing(to):
-            export_folder(whole.merged(), whole.dtype, model_files(checkpoint), to, whole.base)
+            write_exports(whole, model_files(checkpoint), hf=to)
         _tell(checkpoint, to)
         return 0
     output = checkpoint.folder.parent.parent
@@ -81,10 +80,7 @@ def export_beside(
     """
     describe, new = model_files(checkpoint), new_exports(output)
     with _writing(output):
-        if whole.block.adapter:
-            export_adapter(whole.adapter(), whole.block, describe, new / ADAPTER)
-        if model:
-            export_folder(whole.merged(), whole.dtype, describe, new / MODEL, whole.base)
+        write_exports(whole, describe, hf=new / MODEL if model else None, adapter=new / ADAPTER)
         moved = publish_exports(output)
     if moved:
         print(f"what was exported before is now in {moved}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.checkpoint.folder import delete_older
-from uspft.checkpoint.model_files import write_model_files
+from uspft.checkpoint.hf_folder import write_model_files
 from uspft.checkpoint.save import Save
 from uspft.comm import largest
 from uspft.config.problems import RunFailed, said

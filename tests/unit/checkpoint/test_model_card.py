@@ -15,10 +15,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.answers import ANSWER, base_model, says
-from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.hf_folder import export_adapter, export_folder, write_model_files
 from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
-from uspft.checkpoint.model_files import write_model_files
-from uspft.checkpoint.peft_folder import export_adapter
 from uspft.config import Recipe, load
 from uspft.data.tokenise import load_tokeniser
 from uspft.job import Job

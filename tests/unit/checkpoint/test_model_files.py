@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.answers import ANSWER, ASKED, OTHER_END, base_model, says
 from tests.support.models import ARCHITECTURES
-from uspft.checkpoint.hf_folder import export_folder
-from uspft.checkpoint.model_files import write_model_files
+from uspft.checkpoint.hf_folder import export_folder, write_model_files
 from uspft.config import Recipe, load
 from uspft.config.problems import Fault
 from uspft.data.tokenise import load_tokeniser
