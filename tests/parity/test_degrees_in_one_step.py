@@ -43,7 +43,7 @@ from tests.support.models import (
 from tests.support.ranks import spawn
 from tests.support.stages import FULLY
 from uspft.model.parallel import vocabulary_of
-from uspft.parameters.used import used_of_held, used_ranges
+from uspft.parameters.shards import used_of_held, used_ranges
 from uspft.planner.flops import step_flops
 
 pytestmark = pytest.mark.timeout(900)

@@ -177,7 +177,7 @@ def trained(rank: int, folder: Path, cases: list[Case]) -> dict[Case, dict[str, 
 def resumed(rank: int, folder: Path, pairs: dict[Case, Case]) -> dict[Case, Any]:
     """Go on from what was saved: the norm, and weights and moments after a step."""
     from uspft.checkpoint.folder import Checkpoint
-    from uspft.checkpoint.load import load_state
+    from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import CheckpointWeights
     from uspft.parameters.source import FolderWeights, SplitWeights
 

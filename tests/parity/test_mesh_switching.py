@@ -31,8 +31,7 @@ from tests.support.switching import (
 )
 from tests.support.tensor import MODELS
 from uspft.families.projections import COLUMNS
-from uspft.parameters.shards import MatrixSplit
-from uspft.parameters.used import used_of_held
+from uspft.parameters.shards import MatrixSplit, used_of_held
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -97,7 +97,7 @@ def describe_export(folder: Path) -> None:
 def resumed(rank: int, folder: Path, layout: Layout, cases: list[tuple[str, str]]) -> Any:
     """Another split and number of ranks go on from what a stage has saved, under another one."""
     from uspft.checkpoint.folder import Checkpoint
-    from uspft.checkpoint.load import load_state
+    from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import CheckpointWeights
 
     groups, found = Groups(), {}

@@ -1,10 +1,13 @@
-"""The writing of a checkpoint: on the disk aside and then renamed, so it is complete or absent."""
+"""The writing of a checkpoint and its loading into an engine.
+
+It is on the disk aside and then renamed, so it is complete or absent."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uspft.checkpoint.checksums import Written, checksum_of, sealed, write_part
-from uspft.checkpoint.folder import (
-    FORMAT,
-    LATEST,
-    STATE,
-    CheckpointError,
-    folder_of,
-)
+from uspft.checkpoint.folder import FORMAT, LATEST, STATE, CheckpointError, folder_of
 from uspft.durable import partial_of, publish, start_partial, sync, write_text
-from uspft.engine.state import KINDS, Wanted, adam_steps, gather
+from uspft.engine.state import KINDS, Wanted, adam_steps, gather, set_adam_steps
 
 if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.checkpoint.folder import Checkpoint
     from uspft.engine.step import Engine
     from uspft.parameters.part import Part
+
 
 Describe = Callable[[Path], dict[str, Any]]
 
@@ -208,3 +208,18 @@ def _publish(
     sync(final.parent.parent)  # where checkpoints/ itself may be new
     write_text(final.parent / LATEST, final.name + "\n")
     return sum(sizes.values()) + len(whole)
+
+
+def load_state(engine: Engine, checkpoint: Checkpoint, empty: Batch) -> None:
+    """Load master weights, Adam moments and Adam's step count into an engine; collective.
+
+    The engine may be any, at any ZeRO stage; each rank reads what it keeps and nothing else. The
+    model must have been built from the same checkpoint. empty: a batch without targets.
+    """
+    engine.make_moments(empty)
+    for name in engine.trained():
+        part = engine.part_of(name)
+        for kind in KINDS:
+            read = partial(checkpoint.read_flat, kind, name, part)
+            engine.write_fragment(name, kind, read)
+    set_adam_steps(engine, int(checkpoint.state["adam_steps"]))

@@ -15,11 +15,11 @@ from uspft.data import formats_of, load_tokeniser, read_report
 from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.durable import write_text
 from uspft.launcher import planned_hosts
-from uspft.prepare.data import first_rows, prepare_data, tokenizer_of
+from uspft.prepare.data import first_rows, prepare_data
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.inspection import Decode, inspected
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.new_tokens import fetched
+from uspft.prepare.tokenizer import fetched, tokenizer_of
 from uspft.prepare.weigh_strategies import lengths_of, weighing
 
 ROWS = 2
@@ -76,7 +76,7 @@ def _decoder(found: Examined) -> Decode:
 
     Data that is tokenised already needs none, and a model's folder may hold none.
     """
-    place, named = tokenizer_of(found.here), found.here.model.tokenizer
+    place, named = tokenizer_of(found.here.model), found.here.model.tokenizer
     if place is None or not (named or holds_tokenizer(Path(place))):
         return lambda ids: "".join(f"{one} " for one in ids)
     backend = load_tokeniser(place, found.here.data).backend

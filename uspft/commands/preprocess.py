@@ -16,7 +16,7 @@ from uspft.metrics import as_size
 from uspft.prepare.data import cache_of, prepare_data
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.new_tokens import fetched
+from uspft.prepare.tokenizer import fetched
 
 
 def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool) -> int:

@@ -27,13 +27,11 @@ from uspft.config.algorithms import AUTO
 from uspft.launcher import BY_HOSTFILE, WRONG_INPUT, Hosts, Loss, Restart, say
 from uspft.lease import Lease
 from uspft.metrics import Best, Journal
-from uspft.prepare.disk_space import require_space
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_job import prepare_job
-from uspft.prepare.output import held_output, not_written, open_output, output_of
-from uspft.prepare.remarks import wasted
-from uspft.prepare.run_length import length_of_run, rate_after
+from uspft.prepare.output import held_output, not_written, open_output, output_of, require_space
+from uspft.prepare.remarks import length_of_run, rate_after, wasted
 from uspft.written import (
     ADAPTER,
     EXPORTS,

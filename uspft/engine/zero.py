@@ -26,10 +26,9 @@ from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.expert_sets import ExpertSets, mark_for_partition
 from uspft.engine.leaves import gather_at_once
-from uspft.engine.mpu import mpu_of
 from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import compare_traces_within, forget_mpu, judge_norm, sum_norm_once
-from uspft.engine.replicas import Replicas
+from uspft.engine.replicas import Replicas, mpu_of
 from uspft.engine.state import Fragments
 from uspft.engine.step import (
     Laps,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from uspft.families.projections import COLUMNS, ROWS
-from uspft.parameters.used import used_of_held, used_ranges
+from uspft.parameters.shards import used_of_held, used_ranges
 from uspft.tensor.cutting import Used, cut, put_back
 from uspft.tensor.parts import Range
 from uspft.tensor.shared_heads import Maker, whole_head

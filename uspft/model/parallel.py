@@ -44,8 +44,7 @@ from uspft.model.recompute import before_each_run
 from uspft.model.state_heads import divide_states
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
-from uspft.parameters.shards import MatrixSplit, Shards
-from uspft.parameters.used import used_of_held, used_ranges
+from uspft.parameters.shards import MatrixSplit, Shards, used_of_held, used_ranges
 from uspft.tensor.cutting import cut
 from uspft.tensor.parts import Range, part_index, part_range
 

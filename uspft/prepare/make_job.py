@@ -20,12 +20,10 @@ from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, difference
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.data import Corpus, formats_of
-from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
 from uspft.parameters.digest import base_digest
-from uspft.prepare.data import first_rows, prepare_data, steps_of, tokenizer_of
-from uspft.prepare.disk_space import last_step, space_needed
+from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
 from uspft.prepare.gpus import require_here
@@ -33,9 +31,8 @@ from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_plan import chunk_prices_of, prices_of
 from uspft.prepare.memory import exchange_findings
 from uspft.prepare.model import examine_model
-from uspft.prepare.new_tokens import fetched
-from uspft.prepare.output import output_of
-from uspft.prepare.serving_files import serving_of
+from uspft.prepare.output import last_step, output_of, space_needed
+from uspft.prepare.tokenizer import exported_tokenizer, fetched, serving_of
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 
 STEP = "step of the checkpoint"
@@ -81,7 +78,7 @@ def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared
     _same(checkpoint, identity)
     if wrong := exchange_findings(found.recipe, found.layout):
         raise Fault(wrong)
-    tokenizer = _with_tokenizer(found.here)
+    tokenizer = exported_tokenizer(found.here)
     job = Job(
         found.recipe,
         corpus,
@@ -98,13 +95,6 @@ def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared
         comments=found.decision.comments if found.decision else {},
     )
     return Prepared(found, job, checkpoint, damaged, needed)
-
-
-def _with_tokenizer(recipe: Recipe) -> str | None:
-    """Return the tokenizer's folder, or None where it holds no tokenizer to export."""
-    folder = tokenizer_of(recipe)
-    has_one = folder and holds_tokenizer(Path(folder))
-    return str(Path(folder).resolve()) if folder and has_one else None
 
 
 def _checkpoint(recipe: Recipe, meeting: Meeting, screen: Console) -> Newest:

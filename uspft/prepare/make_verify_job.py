@@ -23,9 +23,9 @@ from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.make_plan import chunk_prices_of, prices_of
 from uspft.prepare.model import examine_model
-from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.pipelines import with_stages
+from uspft.prepare.tokenizer import fetched
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras

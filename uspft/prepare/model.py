@@ -50,8 +50,7 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     parameter that rows use lies inside what ranks hold. Raises Fault or WeightsError.
     """
     # These imports take seconds, which a recipe that is refused before does without.
-    from uspft.model.build import parameter_count
-    from uspft.model.fit import require_fit, require_model
+    from uspft.model.build import parameter_count, require_fit, require_model
     from uspft.model.hf_config import model_config
     from uspft.model.trained import choose_trained, what_trains
 
@@ -98,7 +97,7 @@ def inside_findings(strategies: Sequence[Strategy], held: Shards) -> list[Findin
     held: who holds what under the strategy of the least tensor degree, which divides all others. On
     a mesh columns use parts as those of so many ranks; mesh rows use parts of what is whole.
     """
-    from uspft.parameters.used import outside
+    from uspft.parameters.shards import outside
 
     degrees = [one.model_parallel for one in strategies]
     least, found = degrees.index(held.layout.tensor), []

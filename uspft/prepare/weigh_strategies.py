@@ -15,7 +15,7 @@ from uspft.launcher import Meeting, host_memory
 from uspft.layout import Layout, layout_of
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.memory import options_of
-from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
+from uspft.prepare.data import cache_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
@@ -23,13 +23,13 @@ from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.make_plan import hardware_of, step_of
 from uspft.prepare.memory import exchange_findings
 from uspft.prepare.step import matrices_of
+from uspft.prepare.tokenizer import tokenizer_here, tokenizer_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 from uspft.switching.choose.choice import SwitchingChoice, beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
 from uspft.switching.choose.layout_set import LayoutSet
-from uspft.switching.choose.priced import priced
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import Setting, priced
 from uspft.switching.deal.buckets import rows_of_samples
 
 LOOKED_AT = 16_384
@@ -53,7 +53,7 @@ def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
     """
     recipe = found.here
     with tokenizer_here(recipe) as tokenizer:
-        if found.shape is None or (tokenizer is None and tokenizer_of(recipe)):
+        if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
             return None
         cache = cache_of(recipe, place)
         corpus = prepared(recipe.data, tokenizer, found.shape.vocab_size, cache)
@@ -180,7 +180,7 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
         return None
     vocabulary = found.shape.vocab_size
     with tokenizer_here(recipe) as tokenizer:
-        if tokenizer is not None or not tokenizer_of(recipe):
+        if tokenizer is not None or not tokenizer_of(recipe.model):
             corpus = prepared(recipe.data, tokenizer, vocabulary, cache_of(recipe, place))
             if corpus:
                 stream = training_rows(recipe.data, corpus, recipe.seed)

@@ -28,8 +28,7 @@ from uspft.prepare.make_plan import (
     step_of,
 )
 from uspft.segments import Segments
-from uspft.switching.choose.priced import priced_layouts
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import Setting, priced_layouts
 
 MODELS = (
     "meta-llama/Llama-3.1-8B",

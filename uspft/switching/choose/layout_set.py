@@ -17,8 +17,7 @@ from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of
 from uspft.planner.zero_time import UPDATE_BYTES, zero_once
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
-from uspft.switching.choose.priced import PricedLayout
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import PricedLayout, Setting
 from uspft.switching.deal.schedule import Limits, MicroStep, RankGroup, RowWork, makespan, schedule
 
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 import pytest
 
 from uspft.layout import Layout
-from uspft.parameters.owned import owned, owned_parts, piece_of
 from uspft.parameters.part import Part
-from uspft.parameters.shards import MatrixSplit, Shards
+from uspft.parameters.shards import MatrixSplit, Shards, owned, owned_parts, piece_of
 from uspft.switching.move.moves import Stock, plan_moves, stock_of
 
 SHAPES = {"up": (16, 8), "down": (8, 16)}
