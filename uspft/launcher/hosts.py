@@ -3,23 +3,20 @@ interface that leads to the others."""
 
 from __future__ import annotations
 
-import array
-import fcntl
 import ipaddress
 import os
 import re
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from uspft.called import to_type
 from uspft.config.problems import InputError
 
 MAX_PORT = 65535
-SIOCGIFCONF, INTERFACE_BYTES = 0x8912, 40  # Linux, 64 bit: struct ifreq
 ELSEWHERE = socket.AF_INET, "198.51.100.1"
 """An address of RFC 5737 that nobody has, so that the default route leads there."""
 
@@ -107,7 +104,7 @@ def interface_to(address: str) -> str | None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((place, 9))
             here = str(probe.getsockname()[0])
-        return carriers_v4().get(here) if family == socket.AF_INET else carriers_v6().get(here)
+        return carriers().get(here)
     except OSError:
         return None
 
@@ -120,26 +117,14 @@ def is_loopback(address: str) -> bool:
         return address.partition(".")[0] in ("localhost", "ip6-localhost", "ip6-loopback")
 
 
-def carriers_v4() -> dict[str, str]:
-    """Return the interface of each IPv4 address of this host, second addresses included."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        room = array.array("B", bytes(INTERFACE_BYTES * 256))
-        asked = bytearray(struct.pack("iL", len(room), room.buffer_info()[0]))
-        fcntl.ioctl(probe, SIOCGIFCONF, asked)
-    filled = room.tobytes()[: struct.unpack("iL", asked)[0]]
-    entries = [filled[at : at + INTERFACE_BYTES] for at in range(0, len(filled), INTERFACE_BYTES)]
+def carriers() -> dict[str, str]:
+    """Return the interface of each IP address of this host, second addresses included."""
     # A second address may stand under a label, eth0:1; gloo wants the interface.
     return {
-        socket.inet_ntoa(entry[20:24]): entry[:16].split(b"\0")[0].decode().split(":")[0]
-        for entry in entries
-    }
-
-
-def carriers_v6() -> dict[str, str]:
-    """Return the interface of each IPv6 address of this host."""
-    table = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    return {
-        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])): fields[5] for fields in table
+        one.address.partition("%")[0]: name.partition(":")[0]
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family in (socket.AF_INET, socket.AF_INET6)
     }
 
 
