@@ -239,38 +239,40 @@ def owned_parts(shards: Shards, name: str, shape: Sequence[int]) -> tuple[tuple[
 
 
 @cache
-def used_ranges(split: MatrixSplit, rank: int, degree: int, held: int) -> tuple[Range, ...]:
+def used_ranges(split: MatrixSplit, rank: int, degree: int, stored: int) -> tuple[Range, ...]:
     """Return what rows use of a parameter along its dimension, in coordinates of the whole.
 
-    rank: the rank's place among the `degree` ranks over which the rows divide matrices. held: the
-    degree at which they are held. Raises ValueError where it does not divide the rows' degree, or
-    where parts that ranks have in their own order are held several ways and divided further.
+    rank: the rank's place among the `degree` ranks over which the rows divide matrices. stored: the
+    degree at which ranks store them. Raises ValueError where it does not divide the rows' degree, or
+    where parts that ranks have in their own order are stored several ways and divided further.
     """
-    if degree % held or (split.in_order and held not in (1, degree)):
-        raise ValueError(f"matrices are held {held} ways: rows cannot divide them {degree} ways")
+    if degree % stored or (split.in_order and stored not in (1, degree)):
+        raise ValueError(f"matrices are held {stored} ways: rows cannot divide them {degree} ways")
     if split.in_order:
         return split.ranges(rank, degree)
-    return split.ranges(part_index(rank, degree, (held,)), degree)
+    return split.ranges(part_index(rank, degree, (stored,)), degree)
 
 
 @cache
-def used_of_held(split: MatrixSplit, rank: int, degree: int, held: int) -> tuple[Range, ...] | None:
+def used_of_stored(
+    split: MatrixSplit, rank: int, degree: int, stored: int
+) -> tuple[Range, ...] | None:
     """Return `used_ranges` in coordinates of the part that the rank holds; None for all of it."""
     size = (sum(split.stacked),)
-    used = Part(size, (used_ranges(split, rank, degree, held),))
-    mine = Part(size, (split.ranges_of(rank % held, held),))
+    used = Part(size, (used_ranges(split, rank, degree, stored),))
+    mine = Part(size, (split.ranges_of(rank % stored, stored),))
     return None if used == mine else tuple(box[0] for box, _ in mine.meets(used))
 
 
-def outside(held: Shards, degree: int) -> str | None:
+def outside(stored: Shards, degree: int) -> str | None:
     """Return a parameter of which rows use, on some rank, more than it holds; None where the parts
     of all lie inside what ranks hold.
 
-    held: with the splits of every parameter that rows divide. degree: over how many ranks the rows
-    divide matrices, a multiple of the layout's.
+    stored: with the splits of every parameter that rows divide. degree: over how many ranks the
+    rows divide matrices, a multiple of the layout's.
     """
-    ways = held.layout.tensor
-    for name, split in held.splits.items():
+    ways = stored.layout.tensor
+    for name, split in stored.splits.items():
         size = (sum(split.stacked),)
         for rank in range(degree):
             used = Part(size, (used_ranges(split, rank, degree, ways),))

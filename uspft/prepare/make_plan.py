@@ -143,6 +143,6 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
         row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
         options = options_of(alone, layout)
         taken.append(row_memory(options, step.model, row, layout, length)[0])
-    held = min(layouts, key=lambda layout: layout.tensor)
-    together = micro_step_seconds(step, held, hardware)
+    stored = min(layouts, key=lambda layout: layout.tensor)
+    together = micro_step_seconds(step, stored, hardware)
     return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))

@@ -155,8 +155,8 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
         way = row, layout, of_recipe(alone, layout)
         buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
-    held = min(one.layout.tensor for one in buckets)
-    return beside_static(LayoutSet(setting, tuple(buckets), held, moves), drawn)
+    stored = min(one.layout.tensor for one in buckets)
+    return beside_static(LayoutSet(setting, tuple(buckets), stored, moves), drawn)
 
 
 def has_strategies(found: Examined) -> bool:
