@@ -106,9 +106,9 @@ def algorithms() -> str:
     return markdown([*heads_of, *(f"s a step, {title}" for title in CARDS.values())], rows)
 
 
-def own_layout(found: Examined, hosts: int = 1) -> Ranked:
+def own_layout(found: Examined) -> Ranked:
     """This returns what a step takes and needs under the recipe's own layout and algorithm."""
-    options, hardware = options_of(found.recipe, found.layout), hardware_of(found, hosts)
+    options, hardware = options_of(found.recipe, found.layout), hardware_of(found)
     return ranked(step_of(found), own_way(found), hardware, options, own=True)
 
 
@@ -169,7 +169,7 @@ def _predicted(recipe: str, card: str, *words: str) -> tuple[float, Layout]:
 def _whole(card: str) -> float:
     """Return the predicted seconds of the recipe's step where nothing is split but the rows."""
     found = _examined(TENSOR, card)
-    every = ranking_of(found, step_of(found), hardware_of(found, 1)).layouts
+    every = ranking_of(found, step_of(found)).layouts
     return next(one.seconds for one in every if one.layout.data == one.layout.ranks)
 
 

@@ -93,8 +93,8 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
         {},
         prepare_sets(found.data, None, VOCABULARY, cache),
         checkpoint.folder if checkpoint else None,
-        prices=prices_of(examined, 1),
-        chunk_prices=chunk_prices_of(examined, 1),
+        prices=prices_of(examined),
+        chunk_prices=chunk_prices_of(examined),
     )
 
 

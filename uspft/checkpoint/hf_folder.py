@@ -56,12 +56,12 @@ _OF_EXPERTS = re.compile(
 )
 
 
-Describe = Callable[[Path], object]
+WriteBeside = Callable[[Path], object]
 """Writes into a folder what lies beside the weights."""
 
 
 def write_exports(
-    whole: WholeModel, describe: Describe, *, hf: Path | None, adapter: Path | None = None
+    whole: WholeModel, describe: WriteBeside, *, hf: Path | None, adapter: Path | None = None
 ) -> None:
     """Write a trained model as Hugging Face folders, each of which is complete or absent.
 
@@ -136,7 +136,7 @@ def _write_config(folder: Path, config: Any, job: Job) -> None:
 def export_folder(
     tensors: Iterator[tuple[str, Tensor]],
     dtype: torch.dtype,
-    describe: Describe,
+    describe: WriteBeside,
     target: Path,
     base: FolderWeights | None = None,
 ) -> Path:
@@ -227,7 +227,7 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
 def export_adapter(
     tensors: Iterable[tuple[str, Tensor]],
     block: ModelBlock,
-    describe: Describe,
+    describe: WriteBeside,
     target: Path,
 ) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.

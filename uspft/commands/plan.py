@@ -94,8 +94,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     asked.require_known()
     named = asked.hardware
     words = [*overrides, f"launch.hardware={named}"] if named is not None else overrides
-    hosts = planned_hosts(place.environment)
-    found = examine_for_plan(target, words, hosts, place.ranks)
+    found = examine_for_plan(target, words, planned_hosts(place.environment), place.ranks)
     with found.placed():
         if found.shape and must_be_built(found.here):
             examine_model(found.here)
@@ -110,8 +109,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     if has_strategies(found):
         print("\n".join([*found.settled, _several(found.known.weighed)]))
         return 0
-    hardware = hardware_of(found, hosts)
-    order = ranking_of(found, step, hardware)
+    order, hardware = ranking_of(found, step), hardware_of(found)
     every = shown(order, asked.top or TOP, asked.only)
     if asked.as_json:
         whole = shown(order, asked.top, asked.only)

@@ -243,8 +243,8 @@ def used_ranges(split: MatrixSplit, rank: int, degree: int, stored: int) -> tupl
     """Return what rows use of a parameter along its dimension, in coordinates of the whole.
 
     rank: the rank's place among the `degree` ranks over which the rows divide matrices. stored: the
-    degree at which ranks store them. Raises ValueError where it does not divide the rows' degree, or
-    where parts that ranks have in their own order are stored several ways and divided further.
+    degree at which ranks store them. Raises ValueError where it does not divide the rows' degree,
+    or where parts that ranks have in their own order are stored several ways and divided further.
     """
     if degree % stored or (split.in_order and stored not in (1, degree)):
         raise ValueError(f"matrices are held {stored} ways: rows cannot divide them {degree} ways")

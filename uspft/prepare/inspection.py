@@ -171,7 +171,7 @@ class _Way(NamedTuple):
 def _ways(found: Examined) -> list[_Way]:
     recipe, layout = found.recipe, found.layout
     if not strategies_of(recipe):
-        prices = chunk_prices_of(found, found.known.hosts) if found.shape else None
+        prices = chunk_prices_of(found) if found.shape else None
         cut = cut_of(recipe.parallel_config, layout, prices)
         return [_Way(recipe.data.sequence_length, recipe, layout, cut)]
     return _strategies(recipe, layout)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from uspft.config import Recipe
 from uspft.families import ModelShape
 from uspft.job import placed
+from uspft.planner.machine import Hardware
 from uspft.prepare.cluster import Cluster
 from uspft.segments import Segments
 from uspft.switching.choose.choice import SwitchingChoice
@@ -50,6 +51,11 @@ class Known:
     """The attention kernel that ranks have chosen."""
     places: Mapping[str, str] = field(default_factory=dict)
     """The folder on this host that each key of `model` with a hub id stands for."""
+
+    def hardware_on(self, ranks: int) -> Hardware:
+        """Return the cluster's figures where so many ranks run, as many on each host."""
+        assert self.cluster
+        return self.cluster.hardware.on_hosts_of(-(-ranks // self.hosts))
 
     def here(self, recipe: Recipe) -> Recipe:
         """Return the recipe as this host reads it, with folders in place of hub ids."""

@@ -302,7 +302,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     asked = open_keys(alone)
     if alone is not recipe:
         asked = tuple(key for key in asked if not key.startswith(BLOCK))
-    model, cluster = known.shape, known.cluster
+    model = known.shape
     if model is None:  # and so nothing says what fits, or how matrices can be split
         later = (RECOMPUTE, f"{BLOCK}.tensor_mesh", SLICES)
         asked = tuple(key for key in asked if key not in later)
@@ -314,13 +314,13 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         moves = recipe.parallel_config.switching == "move"
         above = [stage for stage in space.stages if stage > 0]
         space = replace(space, stages=[1] if moves and STAGE in asked else above)
-    if model is None or cluster is None:
+    if model is None or known.cluster is None:
         unknown = "the model's sizes" if model is None else "the cluster"
         why = f"{unknown}, not known yet, may change this"
         return _likely(alone, ranks, space, asked, why)
     if model.experts == 1:
         space = replace(space, experts={1})
-    hardware = cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
+    hardware = known.hardware_on(ranks)
     step = step_shape(alone, model)
     seen = known.rows if alone is recipe else ()
     tiled = settled_memory(alone, model)

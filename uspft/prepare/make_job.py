@@ -90,8 +90,8 @@ def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared
         serving=serving_of(found.here, formats, model.config, tokenizer),
         command=place.command,
         places=found.known.places,
-        prices=prices_of(found, found.known.hosts),
-        chunk_prices=chunk_prices_of(found, found.known.hosts),
+        prices=prices_of(found),
+        chunk_prices=chunk_prices_of(found),
         comments=found.decision.comments if found.decision else {},
     )
     return Prepared(found, job, checkpoint, damaged, needed)

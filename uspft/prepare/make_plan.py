@@ -43,10 +43,9 @@ def examine_for_plan(
     return examine(target, overrides, hosts, ranks, trains=False)
 
 
-def hardware_of(found: Examined, hosts: int) -> Hardware:
+def hardware_of(found: Examined) -> Hardware:
     """Return the cluster's figures for as many ranks as this run puts on a host."""
-    assert found.known.cluster
-    return found.known.cluster.hardware.on_hosts_of(-(-found.layout.ranks // hosts))
+    return found.known.hardware_on(found.layout.ranks)
 
 
 def step_of(found: Examined) -> StepShape:
@@ -81,9 +80,9 @@ def own_way(found: Examined) -> Way:
     )
 
 
-def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
+def ranking_of(found: Examined, step: StepShape) -> Ranking:
     """Return the order of every layout of the recipe's ranks that its other keys allow."""
-    own, recipe = own_way(found), found.recipe
+    own, recipe, hardware = own_way(found), found.recipe, hardware_of(found)
     asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
     left = space_of(asked)
     space = Space(
@@ -104,7 +103,7 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
     return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)
 
 
-def chunk_prices_of(found: Examined, hosts: int) -> ChunkPrices | None:
+def chunk_prices_of(found: Examined) -> ChunkPrices | None:
     """Return the prices by which a recipe's rows are cut into chunks that take equal time; None
     where no rows are."""
     recipe, layout = found.recipe, found.layout
@@ -112,10 +111,10 @@ def chunk_prices_of(found: Examined, hosts: int) -> ChunkPrices | None:
     if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
         return None
     step, algorithm = step_of(found), of_recipe(recipe, layout)
-    return chunk_prices(step, layout, algorithm, hardware_of(found, hosts))
+    return chunk_prices(step, layout, algorithm, hardware_of(found))
 
 
-def prices_of(found: Examined, hosts: int) -> Prices | None:
+def prices_of(found: Examined) -> Prices | None:
     """Return the prices of a recipe's strategies by the cost model; None where it has one layout.
 
     A row's seconds are a line in its pairs of query and key, through those of a row without
@@ -124,7 +123,7 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
     recipe = found.recipe
     if not strategies_of(recipe):
         return None
-    step, hardware = step_of(found), hardware_of(found, hosts)
+    step, hardware = step_of(found), hardware_of(found)
     rows, pairs, beside, layouts, taken = [], [], [], [], []
     for number in range(len(strategies_of(recipe))):
         alone = under(recipe, number)

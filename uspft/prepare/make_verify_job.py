@@ -93,8 +93,8 @@ def prepare_verify(
         {},
         command=place.command,
         places=places,
-        prices=prices_of(found, found.known.hosts),
-        chunk_prices=chunk_prices_of(found, found.known.hosts),
+        prices=prices_of(found),
+        chunk_prices=chunk_prices_of(found),
     )
     every = _candidates(found, None if asked.every else MAX_LAYOUTS)
     work = VerifyJob(

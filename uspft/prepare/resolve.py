@@ -107,7 +107,7 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
     return tune(
         step,
         (*degrees, max(1, ranks // prod(degrees))),
-        known.cluster.hardware.on_hosts_of(-(-ranks // known.hosts)),
+        known.hardware_on(ranks),
         slices=slices_of(parallel),
         why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
     )

@@ -125,7 +125,7 @@ def _too_much(recipe: Recipe, setting: Setting) -> tuple[str, str, str]:
 
 def _setting(found: Examined) -> Setting:
     """Return what the run is given. Raises Fault where the model's config is not here."""
-    recipe, hardware = found.recipe, hardware_of(found, found.known.hosts)
+    recipe, hardware = found.recipe, hardware_of(found)
     asked, zero = recipe.parallel_config.switching, recipe.deepspeed.zero_optimization
     memory = hardware.memory.bytes
     ours = set(zero) <= {"stage"} and recipe.memory.gradient_reduction == "float32"

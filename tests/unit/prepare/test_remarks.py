@@ -16,7 +16,7 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe, load
 from uspft.data import prepare
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.make_plan import hardware_of, ranking_of, step_of
+from uspft.prepare.make_plan import ranking_of, step_of
 from uspft.prepare.remarks import expert_side, length_of_run, rate_after, wasted
 from uspft.training.learning_rate import learning_rate
 
@@ -38,7 +38,7 @@ def side(found: Examined) -> str | None:
 def test_auto_is_the_first_of_plan(hardware: str) -> None:
     found = examined(LORA, f"launch.hardware={hardware}")
     step = step_of(found)
-    order = ranking_of(found, step, hardware_of(found, 1)).layouts
+    order = ranking_of(found, step).layouts
     own = found.layout
     asked = [
         one.layout.experts
