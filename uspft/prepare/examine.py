@@ -59,6 +59,12 @@ class Examined:
         return self.known.shape
 
     @property
+    def corpus(self) -> Path:
+        """The folder of the tokenised training data, which has been read."""
+        assert self.known.corpus
+        return self.known.corpus
+
+    @property
     def tuning(self) -> Tuning | None:
         """What the tuner finds for MeshSlice; None where it is not used, or not all is known."""
         return tuning(self.loaded.recipe, self.known)

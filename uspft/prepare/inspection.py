@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -122,14 +121,14 @@ class Inspection:
     rows: list[SeenRow]
 
 
-def inspected(found: Examined, corpus: Path, count: int) -> Inspection:
+def inspected(found: Examined, count: int) -> Inspection:
     """Return how long the samples are, how full rows are, and the first `count` rows.
 
     The first epoch's rows are all that are shown.
     """
-    recipe, whole = found.recipe, Corpus.open(corpus)
+    recipe, whole = found.recipe, Corpus.open(found.corpus)
     switches = bool(strategies_of(recipe))
-    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
+    stream = training_rows(recipe.data, found.corpus, recipe.seed, one_document=switches)
     filling = None if switches else _filling(stream, recipe.data.sequence_length)
     ways = _ways(found)
     shown = min(count, stream.rows_in_epoch(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from uspft.config import Recipe
@@ -37,6 +38,10 @@ class Known:
     """How many processes all hosts have together, where the command says so."""
     shape: ModelShape | None = None
     """The sizes of the model."""
+    corpus: Path | None = None
+    """The folder of the tokenised training data, once that is read."""
+    evaluation: Mapping[str, Path] = field(default_factory=dict)
+    """The folders of the tokenised evaluation sets, by title."""
     rows: Sequence[Segments] = ()
     """The documents of the run's first rows; none where the data is not read yet."""
     memory_bytes: int | None = None
