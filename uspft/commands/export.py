@@ -109,7 +109,7 @@ def _require_room(to: Path) -> None:
 def _open(target: Path) -> Checkpoint:
     try:
         newest = named(target, contents=False)
-        best = _best(target, newest)
+        best = best_up_to(target, newest) if _keeps_best(target) else None
         if best is None or best.step is None or best.step == newest.step:
             return named(target)
         chosen = Checkpoint.open(folder_of(target, best.step))
@@ -122,14 +122,18 @@ def _open(target: Path) -> Checkpoint:
     return chosen
 
 
-def _best(target: Path, newest: Checkpoint) -> Best | None:
-    """Return the best evaluation up to a checkpoint, where a target is the folder of a run that
-    keeps the best checkpoint; None elsewhere."""
-    if folder_of(target, newest.step).resolve() != newest.folder.resolve():
+def best_up_to(output: Path, checkpoint: Checkpoint | None) -> Best | None:
+    """Return the best evaluation of a run in an output folder, up to a checkpoint where one is
+    given; None where that is of another output folder."""
+    if checkpoint and checkpoint.folder.resolve() != folder_of(output, checkpoint.step).resolve():
         return None
+    records = Journal(output / METRICS).evaluations()
+    return Best.of(r for r in records if not checkpoint or r["step"] <= checkpoint.step)
+
+
+def _keeps_best(output: Path) -> bool:
+    """Tell whether a folder is that of a run which keeps the best checkpoint."""
     try:
-        keeps = load(target / RECIPE).recipe.checkpoint.keep_best
+        return load(output / RECIPE).recipe.checkpoint.keep_best
     except (InputError, OSError):
-        return None  # a folder that was brought here without its recipe, or an older one
-    evaluations = Journal(target / METRICS).evaluations() if keeps else []
-    return Best.of(each for each in evaluations if each["step"] <= newest.step)
+        return False  # it was brought here without its recipe, or is an older one
