@@ -1,4 +1,4 @@
-"""The lines between the supervisors of several hosts: all start together, and end together.
+"""Connections between the supervisors of several hosts, so that all start and end together.
 
 Host 0 listens on MASTER_PORT + 1 and passes on what it hears. Each message is a JSON object on a
 line of its own: hello (who), beat (every second: what the host does and gives, and by host 0 whom

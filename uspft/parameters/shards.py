@@ -39,11 +39,12 @@ class MatrixSplit:
     inside those of smaller degrees."""
 
     def ranges_of(self, rank: int, degree: int) -> tuple[Range, ...]:
-        """Return what a rank, by its place among `degree`, has along the dimension."""
+        """Return the ranges along the dimension that a rank has. rank: its place among `degree`
+        ranks."""
         return self.ranges(rank if self.in_order else part_index(rank, degree), degree)
 
     def ranges(self, index: int, degree: int) -> tuple[Range, ...]:
-        """Return what part `index` of `degree` has along the dimension."""
+        """Return the ranges along the dimension that part `index` of `degree` parts has."""
         found, at = [], 0
         for size, units in zip(self.stacked, self.units or self.stacked, strict=True):
             first, stop = part_range(units, index, degree)
@@ -53,7 +54,7 @@ class MatrixSplit:
         return tuple(found)
 
     def require(self, shape: Sequence[int]) -> None:
-        """Require of a shape what is said here. Raises ValueError."""
+        """Check that a parameter of this shape can be divided so. Raises ValueError."""
         if sum(self.stacked) != shape[self.dim]:
             raise ValueError(f"{tuple(shape)} does not have {self.stacked} along {self.dim}")
 
@@ -128,7 +129,7 @@ class Shards:
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
-        """The ranks of each place."""
+        """For each place among tensor and expert ranks, all ranks that are at it."""
         places = self.layout.tensor * self.layout.experts
         return [list(range(place, self.layout.ranks, places)) for place in range(places)]
 
@@ -137,7 +138,8 @@ class Shards:
         return rank % self.layout.tensor  # the mesh's axes vary fastest
 
     def replicas(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the tensor indices in sets, of which each holds the same part of a parameter."""
+        """Return the tensor ranks by their indices, in sets that hold the same part of a
+        parameter."""
         found: dict[tuple[tuple[Range, ...], ...], list[int]] = {}
         for index in range(self.layout.tensor):
             held = tuple(ranges for _, ranges in self._cuts(name, index))

@@ -1,4 +1,4 @@
-"""What is known beside a recipe when it is resolved."""
+"""The facts by which a recipe is resolved: machine, model, data, and what was predicted of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """The facts that are known beside the recipe; there are more of them as preparation goes on."""
+    """The facts by which a recipe is resolved; each stage of preparation adds some."""
 
     hosts: int = 1
     gpus: int = 0

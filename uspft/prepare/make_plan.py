@@ -1,4 +1,5 @@
-"""The way from a recipe to what `plan` predicts: its step, the cluster, its own layout's time."""
+"""A recipe as the planner's input: its step, its cluster, its own layout, and the prices that ranks
+deal rows out by."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def own_way(found: Examined) -> Way:
 
 
 def ranking_of(found: Examined, step: StepShape) -> Ranking:
-    """Return the order of every layout of the recipe's ranks that its other keys allow."""
+    """Return every layout for the recipe's ranks that its other keys allow, ranked by predicted
+    time."""
     own, recipe, hardware = own_way(found), found.recipe, hardware_of(found)
     asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
     left = space_of(asked)

@@ -1,5 +1,5 @@
-"""What `check` remarks on a legal recipe: whether dispatching tokens to divided experts sends less
-than ZeRO saves, and which parts of a layout leave ranks without work or hide no transfers."""
+"""What a person is told of a legal recipe before its ranks start: how long the run is, how its
+learning rate goes on, where its experts are, and which parts of the layout leave ranks idle."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NAMED = 3
 
 
 def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None:
-    """Return for a person where experts are, and on which side of the crossover in local tokens;
-    None of a model that has none.
+    """Return for a person how many experts a rank has, and whether dispatching tokens to them sends
+    less than ZeRO would for experts on every rank; None for a model without experts.
 
     Where ranks do not divide experts, the degrees that may are named with theirs.
     """
@@ -55,7 +55,8 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
 
 
 def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> float:
-    """Return below how many tokens of a rank so many ranks that divide experts send less."""
+    """Return the number of tokens on a rank below which dividing experts over `ranks` sends
+    less."""
     token = token_cost(step.model, step.element_bytes, ranks, step.forwards)
     return crossover_tokens(step.model, ranks, _zero_bytes(recipe, step, layout), token)
 

@@ -1,5 +1,5 @@
-"""What the layouts of `strategies` take, by the lengths of the data: what `auto` chooses, and what
-`plan` prints of a list."""
+"""The predicted time of `strategies` for the lengths of the data: by it `auto` chooses, and `plan`
+prints it of layouts that are listed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -
 
 
 def documents_of(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
-    """Return what `overlong` makes of samples that are longer than a row."""
+    """Return the lengths of the documents that samples become under `data.overlong`."""
     most, how = recipe.data.sequence_length, recipe.data.overlong
     cut = [min(length, most) for length in lengths if how != "drop" or length <= most]
     if how == "split":
@@ -94,7 +94,7 @@ def knowing_memory(found: Examined, meeting: Meeting) -> Examined:
 def weighing(
     found: Examined, lengths: Sequence[int], *, source: str = "data", keeps: bool | None = None
 ) -> Examined:
-    """Return the examination of a recipe with strategies, with what they are predicted to take.
+    """Return the examination of a recipe with strategies, with their predicted time added.
 
     lengths: tokens of samples. source: of which, for a person. keeps: whether the checkpoint that
     the run goes on from has several layouts in a step, to which `auto` keeps. Raises Fault where
@@ -144,7 +144,7 @@ def _setting(found: Examined) -> Setting:
 
 
 def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
-    """Return what the layouts that a recipe lists take, and every static one."""
+    """Return the predicted time of the layouts that a recipe lists, and of every static layout."""
     buckets = []
     for alone in layouts_of(found.recipe):
         parallel, length = alone.parallel_config, alone.data.sequence_length

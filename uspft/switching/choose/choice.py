@@ -1,4 +1,4 @@
-"""The choice of `strategies: auto`: the mix of layouts that is predicted to take least, or none.
+"""The choice of `strategies: auto`: the set of layouts with the least predicted time, or none.
 
 Every static layout with packed rows is an alternative, and is taken where it is as fast.
 """
