@@ -164,7 +164,7 @@ class Examined:
         assert isinstance(layout, Layout)  # it is one of as many ranks as before
         return replace(self, known=known, recipe=recipe, layout=layout, decision=decision)
 
-    def knowing_model(self, places: dict[str, str]) -> Examined:
+    def knowing_model(self, places: Mapping[str, str]) -> Examined:
         """Return the examination with the model in these folders of this host, by key of `model`.
 
         The model may not have been on this host before. Raises Fault where it cannot be trained,
