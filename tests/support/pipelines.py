@@ -199,13 +199,11 @@ def saved(run: Any, folder: Path) -> None:
     from tests.support.runs import save_checkpoint
     from uspft.checkpoint.hf_folder import write_model_files
 
-    def describe(at: Path) -> dict[str, Any]:
-        write_model_files(at / "model", run.config, run.job, 1)
-        found: dict[str, Any] = run.job.identity
-        return found
+    def write_model(at: Path) -> None:
+        write_model_files(at, run.config, run.job, 1)
 
     folder.mkdir(exist_ok=True)
-    save_checkpoint(run.engine, folder, 1, describe)
+    save_checkpoint(run.engine, folder, 1, write_model, run.job.identity)
 
 
 def trained(

@@ -141,11 +141,16 @@ def close(run: Any) -> None:
 
 
 def save_checkpoint(
-    engine: Any, output: Path, step: int, describe: Callable[[Path], dict[str, Any]]
+    engine: Any,
+    output: Path,
+    step: int,
+    write_model: Callable[[Path], object],
+    identity: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, and return its folder; collective."""
+    """Write the checkpoint of a step, and return its folder; collective. write_model, identity: as
+    of `Save.finish`."""
     from uspft.checkpoint.folder import folder_of
     from uspft.checkpoint.save import Save
 
-    Save(engine, output, step).finish(describe)
+    Save(engine, output, step).finish(identity or {}, write_model)
     return folder_of(output, step)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -56,23 +56,20 @@ _OF_EXPERTS = re.compile(
 )
 
 
-WriteBeside = Callable[[Path], object]
-"""Writes into a folder what lies beside the weights."""
-
-
 def write_exports(
-    whole: WholeModel, describe: WriteBeside, *, hf: Path | None, adapter: Path | None = None
+    whole: WholeModel, files: Path, *, hf: Path | None, adapter: Path | None = None
 ) -> None:
     """Write a trained model as Hugging Face folders, each of which is complete or absent.
 
-    hf: the folder of the whole model, an adapter merged into it; None: it is not asked for.
+    files: the folder with what lies beside the weights, as `write_model_files` leaves it. hf: the
+    folder of the whole model, an adapter merged into it; None: it is not asked for.
     adapter: the folder of the adapter, where one was trained. The parameters are read in the order
     of `export_order`. Raises OSError, and WeightsError where a base cannot be read.
     """
     if adapter and whole.block.adapter:
-        export_adapter(whole.adapter(), whole.block, describe, adapter)
+        export_adapter(whole.adapter(), whole.block, files, adapter)
     if hf:
-        export_folder(whole.merged(), whole.dtype, describe, hf, whole.base)
+        export_folder(whole.merged(), whole.dtype, files, hf, whole.base)
 
 
 def write_model_files(folder: Path, config: Any, job: Job, step: int) -> None:
@@ -136,20 +133,19 @@ def _write_config(folder: Path, config: Any, job: Job) -> None:
 def export_folder(
     tensors: Iterator[tuple[str, Tensor]],
     dtype: torch.dtype,
-    describe: WriteBeside,
+    files: Path,
     target: Path,
     base: FolderWeights | None = None,
 ) -> Path:
     """Write parameters in dtype, with what from_pretrained needs beside them; return the folder.
 
-    tensors: names and whole values, one at a time; only a shard is held in memory. describe: writes
-    config and tokenizer into the folder; the config says how files name experts. target: a new
-    name or an empty folder; it is complete or absent afterwards. base: the multimodal checkpoint
+    tensors: names and whole values, one at a time; only a shard is held in memory. files: the
+    folder of config and tokenizer; the config says how files name experts. target: a new name or an
+    empty folder; it is complete or absent afterwards. base: the multimodal checkpoint
     whose language model the parameters are, and of which all else is written bit for bit. Raises
     OSError, and WeightsError where the base cannot be read.
     """
-    aside = start_partial(target)
-    describe(aside)
+    aside = _begun(target, files)
     (aside / ADAPTER_CARD).unlink(missing_ok=True)
     config = json.loads((aside / CONFIG).read_text("utf-8"))
     named = _beside(tensors, dtype, base, config) if base else _alone(tensors, dtype, config)
@@ -167,6 +163,13 @@ def export_folder(
     _name_shards(aside, shards)
     publish(aside, target)
     return target
+
+
+def _begun(target: Path, files: Path) -> Path:
+    """Return the folder in which `target` is written, with copies of the files in it."""
+    aside = start_partial(target)
+    shutil.copytree(files, aside, dirs_exist_ok=True)
+    return aside
 
 
 def _alone(
@@ -227,19 +230,18 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
 def export_adapter(
     tensors: Iterable[tuple[str, Tensor]],
     block: ModelBlock,
-    describe: WriteBeside,
+    files: Path,
     target: Path,
 ) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
 
     tensors: what `adapter_of` gives; of a multimodal checkpoint's language model, the adapter then
-    fits the whole model. describe: writes config and tokenizer into the folder; peft reads neither,
-    but the base model needs that config, and answers in that template. target: a new name or an
+    fits the whole model. files: the folder of config and tokenizer; peft reads neither, but the
+    base model needs that config, and answers in that template. target: a new name or an
     empty folder; it is complete or absent afterwards. Raises OSError.
     """
     assert block.adapter is not None
-    aside = start_partial(target)
-    describe(aside)
+    aside = _begun(target, files)
     inside = is_multimodal(json.loads((aside / CONFIG).read_text("utf-8")))
     every = [(name, value.to("cpu").float().contiguous().clone()) for name, value in tensors]
     names = nested([name for name, _ in every])

@@ -76,7 +76,7 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
     base: where the base model is now, if not where the run found it. Raises CheckpointError where
     it cannot be read, is another model than was trained on, or is given and not needed; Fault.
     """
-    config, raw = _config(checkpoint.folder / "model")
+    config, raw = _config(checkpoint.model)
     identity, said = checkpoint.state["identity"], model_block(checkpoint)
     dtype = getattr(torch, said.dtype)
     if not (said.adapter or said.freeze or is_multimodal(raw)):  # all of it was trained

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -45,14 +43,13 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     if to:
         _require_room(to)
     checkpoint = _open(target)
-    model = checkpoint.folder / "model"
-    if not (model / "config.json").is_file():
-        what = f"{model} holds no config.json"
+    if not (checkpoint.model / "config.json").is_file():
+        what = f"{checkpoint.model} holds no config.json"
         raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
     whole = whole_model(checkpoint, asked.get("base"))
     if to:
         with _writing(to):
-            write_exports(whole, model_files(checkpoint), hf=to)
+            write_exports(whole, checkpoint.model, hf=to)
         _tell(checkpoint, to)
         return 0
     output = checkpoint.folder.parent.parent
@@ -65,11 +62,6 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     return 0
 
 
-def model_files(checkpoint: Checkpoint) -> Callable[[Path], object]:
-    """Return what copies the files beside a checkpoint's weights into a folder."""
-    return partial(shutil.copytree, checkpoint.folder / "model", dirs_exist_ok=True)
-
-
 def export_beside(
     whole: WholeModel, checkpoint: Checkpoint, output: Path, *, model: bool = True
 ) -> None:
@@ -78,9 +70,10 @@ def export_beside(
     model: False leaves hf/ out. What was exported before stays until all is whole, and then moves
     aside. Raises InputError.
     """
-    describe, new = model_files(checkpoint), new_exports(output)
+    new = new_exports(output)
+    hf = new / MODEL if model else None
     with _writing(output):
-        write_exports(whole, describe, hf=new / MODEL if model else None, adapter=new / ADAPTER)
+        write_exports(whole, checkpoint.model, hf=hf, adapter=new / ADAPTER)
         moved = publish_exports(output)
     if moved:
         print(f"what was exported before is now in {moved}")

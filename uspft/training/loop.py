@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from uspft.assemble import Run
-from uspft.checkpoint.hf_folder import write_exports
+from uspft.checkpoint.folder import MODEL_FILES
+from uspft.checkpoint.hf_folder import write_exports, write_model_files
 from uspft.checkpoint.weights_of import multimodal_base
 from uspft.checkpoint.whole_model import WholeModel, export_order
 from uspft.comm import deadline, set_deadline
@@ -27,7 +28,7 @@ from uspft.training.evaluate import Evaluation
 from uspft.training.guards import Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
-from uspft.training.saving import Saving, model_beside, writing
+from uspft.training.saving import Saving, writing
 from uspft.written import ADAPTER, INCIDENTS, METRICS, MODEL, new_exports, publish_exports
 
 if TYPE_CHECKING:
@@ -199,6 +200,9 @@ def export_run(run: Run, step: int) -> Path | None:
         if read:
             dtype, kind = getattr(torch, block.dtype), run.config.model_type
             whole = WholeModel(names, read, block, dtype, kind, base)
-            describe, hf = partial(model_beside, run, step), new / MODEL if asked else None
-            write_exports(whole, describe, hf=hf, adapter=new / ADAPTER)
+            with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
+                files = Path(aside) / MODEL_FILES
+                write_model_files(files, run.config, run.job, step)
+                hf = new / MODEL if asked else None
+                write_exports(whole, files, hf=hf, adapter=new / ADAPTER)
     return publish_exports(output) if run.world.mesh.rank == 0 else None

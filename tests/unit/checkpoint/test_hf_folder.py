@@ -54,12 +54,12 @@ def export(base: Path, target: Path, dtype: torch.dtype, **overrides: Any) -> Pa
         for name, parameter in model.named_parameters():
             yield name, weights.read(name, Part.whole(tuple(parameter.shape))).float() + 1
 
-    def describe(folder: Path) -> None:
-        raw = json.loads((base / "config.json").read_text())
-        raw["text_config"] |= overrides
-        (folder / "config.json").write_text(json.dumps(raw))
-
-    return export_folder(tensors(), dtype, describe, target, weights)
+    raw = json.loads((base / "config.json").read_text())
+    raw["text_config"] |= overrides
+    files = target.with_name(f"{target.name} model")
+    files.mkdir()
+    (files / "config.json").write_text(json.dumps(raw))
+    return export_folder(tensors(), dtype, files, target, weights)
 
 
 def test_gates_keep_the_type_that_they_have_in_the_files(tmp_path: Path) -> None:
@@ -183,12 +183,9 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     says(net, tokeniser)
     serving = serving_of(recipe, {"messages"}, config, str(base))
     job = Job(recipe, folder, 40, {}, tokenizer=str(base), serving=serving)
-    hf = export_folder(
-        iter(net.named_parameters()),
-        torch.float32,
-        lambda at: write_model_files(at, config, job, 40),
-        folder / "hf",
-    )
+    write_model_files(folder / "model", config, job, 40)
+    tensors = iter(net.named_parameters())
+    hf = export_folder(tensors, torch.float32, folder / "model", folder / "hf")
     return Exported(net, hf, recipe)
 
 
