@@ -11,10 +11,10 @@ from typing import Any
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
-from uspft.config.strategies import KEY, layouts_of, row_lengths
+from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
-from uspft.layout import Layout, layout_of
+from uspft.layout import Layout, layout_of, settled_layout
 from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_count, gpu_name
 from uspft.prepare.files import file_findings, find_paths, in_the_way
@@ -129,12 +129,17 @@ class Examined:
         return f"{layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}"
 
     @property
+    def each_layout(self) -> list[tuple[Recipe, Layout]]:
+        """The layout of each strategy, or the only one, with the recipe of its rows alone."""
+        every, ranks = layouts_of(self.recipe), self.layout.ranks
+        return [(alone, settled_layout(alone.parallel_config, ranks)) for alone in every]
+
+    @property
     def strategies(self) -> list[str]:
         """A line for each strategy, where the recipe has several: its rows, and their layout."""
         lines, shortest = [], 1
-        for length, alone in zip(row_lengths(self.recipe), layouts_of(self.recipe), strict=False):
-            layout = layout_of(alone.parallel_config, self.layout.ranks)
-            assert isinstance(layout, Layout)
+        for alone, layout in self.each_layout if strategies_of(self.recipe) else ():
+            length = alone.data.sequence_length
             how = layout.sentence(alone.parallel_config.context_parallel_algo)
             lines.append(f"{shortest:,} to {length:,} tokens: {how}")
             shortest = length + 1
@@ -160,8 +165,7 @@ class Examined:
         """Return the examination with more facts, which are given as fields of Known."""
         known = replace(self.known, **more)
         recipe, decision = resolved(self.loaded.recipe, known)
-        layout = layout_of(recipe.parallel_config, self.layout.ranks)
-        assert isinstance(layout, Layout)  # it is one of as many ranks as before
+        layout = settled_layout(recipe.parallel_config, self.layout.ranks)
         return replace(self, known=known, recipe=recipe, layout=layout, decision=decision)
 
     def knowing_model(self, places: Mapping[str, str]) -> Examined:

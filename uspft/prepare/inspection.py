@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from uspft.config.strategies import layouts_of, row_lengths, strategies_of
+from uspft.config.strategies import strategies_of
 from uspft.data import Corpus, Row, RowStream, training_rows
-from uspft.layout import Layout, layout_of
+from uspft.layout import Layout
 from uspft.planner.chunks import cut_of
 from uspft.prepare.make_plan import chunk_prices_of
 from uspft.segments import Segments
@@ -173,16 +173,7 @@ def _ways(found: Examined) -> list[_Way]:
         prices = chunk_prices_of(found) if found.shape else None
         cut = cut_of(recipe.parallel_config, layout, prices)
         return [_Way(recipe.data.sequence_length, recipe, layout, cut)]
-    return _strategies(recipe, layout)
-
-
-def _strategies(recipe: Recipe, layout: Layout) -> list[_Way]:
-    found = []
-    for length, alone in zip(row_lengths(recipe), layouts_of(recipe), strict=False):
-        own = layout_of(alone.parallel_config, layout.ranks)
-        assert isinstance(own, Layout)  # or the recipe had been refused
-        found.append(_Way(length, alone, own))
-    return found
+    return [_Way(alone.data.sequence_length, alone, own) for alone, own in found.each_layout]
 
 
 def _seen(

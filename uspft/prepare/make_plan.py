@@ -9,9 +9,8 @@ from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
-from uspft.config.strategies import strategies_of, under
+from uspft.config.strategies import strategies_of
 from uspft.job import ChunkPrices, Prices
-from uspft.layout import Layout, layout_of
 from uspft.planner.chunks import chunk_prices
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, options_of, row_memory
@@ -122,15 +121,11 @@ def prices_of(found: Examined) -> Prices | None:
     A row's seconds are a line in its pairs of query and key, through those of a row without
     documents and of one that a document fills.
     """
-    recipe = found.recipe
-    if not strategies_of(recipe):
+    if not strategies_of(found.recipe):
         return None
     step, hardware = step_of(found), hardware_of(found)
     rows, pairs, beside, layouts, taken = [], [], [], [], []
-    for number in range(len(strategies_of(recipe))):
-        alone = under(recipe, number)
-        layout = layout_of(alone.parallel_config, found.layout.ranks)
-        assert isinstance(layout, Layout)  # or the recipe would have been refused
+    for alone, layout in found.each_layout:
         length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
         shape = replace(step, **matrices_of(alone.parallel_config))
         empty, full = (

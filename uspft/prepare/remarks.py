@@ -10,11 +10,11 @@ from pathlib import Path
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe
-from uspft.config.strategies import KEY, layouts_of, strategies_of
+from uspft.config.strategies import KEY, strategies_of
 from uspft.data import training_rows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import ModelShape
-from uspft.layout import Layout, layout_of
+from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.memory import lora_of
 from uspft.planner.step_shape import StepShape
@@ -78,9 +78,7 @@ def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
 def wasted(found: Examined) -> list[str]:
     """Return a line `key: what; remedy` for each thing that leaves ranks without work."""
     lines = list(_prefetch(found.recipe, found.layout))
-    for number, recipe in enumerate(layouts_of(found.recipe)):
-        layout = layout_of(recipe.parallel_config, found.layout.ranks)
-        assert isinstance(layout, Layout)  # anything else was refused before
+    for number, (recipe, layout) in enumerate(found.each_layout):
         at = f"{KEY}[{number}]" if strategies_of(found.recipe) else "parallel_config"
         lines += _heads(recipe, layout, found, at)
     several = found.is_open or strategies_of(found.recipe)

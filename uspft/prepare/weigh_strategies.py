@@ -9,10 +9,9 @@ from pathlib import Path
 
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO, row_of
-from uspft.config.strategies import KEY, layouts_of, strategies_of
+from uspft.config.strategies import KEY, strategies_of
 from uspft.data import first_look, prepared, training_rows
 from uspft.launcher import Meeting, host_memory
-from uspft.layout import Layout, layout_of
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.memory import options_of
 from uspft.prepare.data import cache_of
@@ -146,10 +145,8 @@ def _setting(found: Examined) -> Setting:
 def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
     """Return the predicted time of the layouts that a recipe lists, and of every static layout."""
     buckets = []
-    for alone in layouts_of(found.recipe):
+    for alone, layout in found.each_layout:
         parallel, length = alone.parallel_config, alone.data.sequence_length
-        layout = layout_of(parallel, setting.ranks)
-        assert isinstance(layout, Layout)  # or the recipe would have been refused
         shape = replace(setting.step, **matrices_of(parallel))
         row = row_of(parallel.context_parallel_algo, layout.context)
         way = row, layout, of_recipe(alone, layout)
