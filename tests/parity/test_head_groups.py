@@ -313,7 +313,7 @@ class Log:
         import uspft.model.head_groups as groups
         import uspft.model.head_turns as turns
 
-        take = groups._Backward.take
+        take = groups.GroupsBackward.take
 
         def backward(*args: Any) -> None:
             self._back = True
@@ -323,11 +323,11 @@ class Log:
         with ExitStack() as stack:
             for name, way in (("start_exchange", "there"), ("start_exchange_back", "home")):
                 stack.enter_context(patch.object(turns, name, self._counts(turns, name, way)))
-            stack.enter_context(patch.object(groups._Backward, "take", backward))
+            stack.enter_context(patch.object(groups.GroupsBackward, "take", backward))
             for owner, name, what in (
                 (groups.GroupsCall, "forward", "attends"),
                 (groups.GroupsCall, "made", "made"),
-                (groups._Backward, "_out_slope", "slopes"),
+                (groups.GroupsBackward, "_out_slope", "slopes"),
             ):
                 stack.enter_context(patch.object(owner, name, self._notes(owner, name, what)))
             yield

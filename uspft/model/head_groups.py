@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from uspft.families import FAMILIES
 from uspft.families.projections import PER_HEAD, ROWS
 from uspft.model.divided import PartLinear
-from uspft.model.head_turns import Crossing, Turn, UnderWay, arrived, pick, put, turns_among
+from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
 from uspft.model.some_heads import (
     Halves,
     Hook,
@@ -222,7 +222,7 @@ class GroupsCall:
         world = self.bound.world
         self.heads = block.how.heads.on(world.layout.mesh_columns)
         self.turns = turns_among(self.heads, world.layout.ulysses, block.how.at_once)
-        self.crossing = Crossing(self.bound)
+        self.exchange = HeadExchange(self.bound)
         self._rule: Rule | None = None
         self.scales: list[Tensor] = []
         """By what norms over all heads multiply each token, [1, t, 1], where there are such."""
@@ -233,7 +233,7 @@ class GroupsCall:
         assert self._rule  # known since the first tile
         return self._rule
 
-    def own(self, turn: Turn) -> HeadRange:
+    def own(self, turn: HeadTurn) -> HeadRange:
         """Return this member's query heads of a turn."""
         return turn.queries[self.bound.world.mesh.ulysses.index]
 
@@ -265,7 +265,7 @@ class GroupsCall:
                     self.qkv(x[:, tile], tile)
         self.scales = [norm.scale for norm in norms]
 
-    def made(self, x: Tensor, turn: Turn) -> list[Tensor]:
+    def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
         """Return the queries [t, N, D] of a turn, and in its group's first the keys and values."""
         keys = turn.group.heads if turn.first else ()
         places, norms = self.block.how.some.of(self.heads, turn.queries, keys, self.scales)
@@ -298,7 +298,7 @@ class GroupsCall:
             whole = self.block.whole(*inputs)
         return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> tuple[Tensor, Tensor]:
         """Return out [T, n, D] and log-sum-exp [n, T] of this member's query heads of a turn."""
         if not q.shape[1]:
             wide = torch.promote_types(q.dtype, torch.float32)
@@ -308,7 +308,7 @@ class GroupsCall:
         return out, lse
 
     def backward(
-        self, qkv: Any, saved: Any, turn: Turn
+        self, qkv: Any, saved: Any, turn: HeadTurn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of what a turn was attended with. saved: out, the log-sum-exp, and
         the gradient of out."""
@@ -319,17 +319,17 @@ class GroupsCall:
         found: Any = passes.backward(qkv, saved, rule, *way)
         return found
 
-    def _way(self, turn: Turn) -> tuple[Any, ...]:
+    def _way(self, turn: HeadTurn) -> tuple[Any, ...]:
         world, rule = self.bound.world, self.rule
         passes = world.algorithm.passes(self.bound.share.with_window(rule.window))
         return passes, rule.of_heads(self.own(turn)), world.mesh.ring, world.kernel
 
-    def launched(self, x: Tensor, turn: Turn) -> list[Waited]:
+    def launched(self, x: Tensor, turn: HeadTurn) -> list[Waited]:
         """Start to bring the queries of a turn, and in its group's first the keys and values, to
         where they are attended with."""
         made = self.made(x, turn)
         parts = [turn.parts, *[turn.group.parts] * (len(made) - 1)]
-        return [self.crossing.to_heads(made.pop(0), each) for each in parts]
+        return [self.exchange.to_heads(made.pop(0), each) for each in parts]
 
     def all_out(self, x: Tensor) -> list[Tensor]:
         """Return attention's out [t, H, D], and the log-sum-exp of each turn.
@@ -342,8 +342,8 @@ class GroupsCall:
         found = [out]
         keys: list[Tensor] = []
         coming: list[Waited] = []
-        home = UnderWay(self.crossing)
-        following = [*self.turns[1:], None] if self.crossing.moves else [None] * len(self.turns)
+        home = UnderWay(self.exchange)
+        following = [*self.turns[1:], None] if self.exchange.moves else [None] * len(self.turns)
         for turn, then in zip(self.turns, following, strict=True):
             q, *pair = arrived(coming or self.launched(x, turn))
             keys = pair or keys
@@ -355,7 +355,7 @@ class GroupsCall:
                 keys = []
             home.finish()
             found.append(lse)
-            home.add(self.crossing.to_tokens(own, turn.parts), partial(put, out, turn.queries))
+            home.add(self.exchange.to_tokens(own, turn.parts), partial(put, out, turn.queries))
             del own
         home.finish()
         return [*found, *self.scales]
@@ -390,7 +390,7 @@ class _InGroups(torch.autograd.Function):
         x, out, *others = ctx.saved_tensors
         lses, call.scales = others[: len(call.turns)], others[len(call.turns) :]
         del others
-        ways = _Backward(call, x, out, dh)
+        ways = GroupsBackward(call, x, out, dh)
         with call.tiles.leaves() as leaves:
             ways.leaves = leaves
             ways.last_projection()
@@ -402,7 +402,7 @@ class _InGroups(torch.autograd.Function):
         return None, dx, *call.tiles.gradients(ways.sums)
 
 
-class _Backward:
+class GroupsBackward:
     """The backward of a call, in its order."""
 
     leaves: list[Tensor]
@@ -416,7 +416,7 @@ class _Backward:
         self._dkv: list[Tensor] = []
         self._written: set[int] = set()
         self._dsinks: Tensor | None = None
-        self.home = UnderWay(call.crossing)
+        self.home = UnderWay(call.exchange)
         self._slopes: Tensor | None = None
         """The gradient of what the last projection made, where a norm follows."""
 
@@ -450,13 +450,13 @@ class _Backward:
         own = {id(p) for p in module.parameters()}
         return [n for n, leaf in enumerate(self.leaves) if id(leaf) in own]
 
-    def take(self, turn: Turn, lse: Tensor) -> None:
+    def take(self, turn: HeadTurn, lse: Tensor) -> None:
         """Attend backwards with what a turn has; the queries' gradient takes the output's place.
 
         What comes is under way while the output's gradient is projected, and what the turn before
         has found while this one's queries are.
         """
-        call, out, crossing = self._call, self._out, self._call.crossing
+        call, out, exchange = self._call, self._out, self._call.exchange
         if turn.first:
             self._keys = []
         coming = call.launched(self._x, turn)
@@ -467,9 +467,9 @@ class _Backward:
         q, *pair = arrived(coming)
         self._keys = pair or self._keys
         del pair
-        coming = [crossing.to_heads(slope, turn.parts)]
+        coming = [exchange.to_heads(slope, turn.parts)]
         del slope
-        coming.append(crossing.to_heads(pick(out, turn.queries), turn.parts))
+        coming.append(exchange.to_heads(pick(out, turn.queries), turn.parts))
         dout, own = arrived(coming)
         dq, dk, dv, dsinks = call.backward((q, *self._keys), (own, lse, dout), turn)
         del q, own, dout
@@ -478,12 +478,12 @@ class _Backward:
         self._add_sinks(turn, dsinks)
         self._add_keys([dk, dv])
         del dk, dv
-        self.home.add(crossing.to_tokens(dq, turn.parts), partial(put, out, turn.queries))
+        self.home.add(exchange.to_tokens(dq, turn.parts), partial(put, out, turn.queries))
         del dq
         if turn.last:
             self._keys_home(turn.group)
 
-    def _out_slope(self, turn: Turn) -> Tensor:
+    def _out_slope(self, turn: HeadTurn) -> Tensor:
         """Return the gradient of a turn's output [t, N, D], by its columns of the projection."""
         call, dim = self._call, self._call.heads.dim
         columns = [(a * dim, b * dim) for a, b in turn.queries]
@@ -512,7 +512,7 @@ class _Backward:
         assert slope is not None
         return slope
 
-    def _add_sinks(self, turn: Turn, dsinks: Tensor | None) -> None:
+    def _add_sinks(self, turn: HeadTurn, dsinks: Tensor | None) -> None:
         if dsinks is None:
             return
         if self._dsinks is None:
@@ -549,7 +549,7 @@ class _Backward:
 
         for whole in self._dkv:
             part = self._pair.pop(0).to(x.dtype)
-            self.home.add(call.crossing.to_tokens(part, group.parts), partial(add, whole))
+            self.home.add(call.exchange.to_tokens(part, group.parts), partial(add, whole))
             del part
 
     def first_projections(self, *, wanted: bool) -> Tensor | None:

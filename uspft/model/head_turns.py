@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Turn:
+class HeadTurn:
     """What is attended with at once."""
 
     group: KeyGroup
@@ -53,13 +53,13 @@ class Turn:
         return self.number == len(self.group.queries) - 1
 
 
-def turns_among(heads: Heads, members: int, at_once: int) -> list[Turn]:
+def turns_among(heads: Heads, members: int, at_once: int) -> list[HeadTurn]:
     """Return the turns of a Ulysses group, in order. at_once: query heads of a KV head."""
     groups = key_groups(heads.query, heads.kv, members, min(at_once, heads.query // heads.kv))
-    return [Turn(group, number) for group in groups for number in range(len(group.queries))]
+    return [HeadTurn(group, number) for group in groups for number in range(len(group.queries))]
 
 
-class Crossing:
+class HeadExchange:
     """The exchanges of tokens for some heads and back, each of which is started and then awaited.
 
     Where the group is of one, nothing moves.
@@ -108,8 +108,8 @@ class Crossing:
 class UnderWay:
     """Transfers home that have been started, with what is done when each has arrived."""
 
-    def __init__(self, crossing: Crossing) -> None:
-        self._moves = crossing.moves
+    def __init__(self, exchange: HeadExchange) -> None:
+        self._moves = exchange.moves
         self._every: list[Callable[[], None]] = []
 
     def add(self, wait: Waited, then: Callable[[Tensor], None]) -> None:
