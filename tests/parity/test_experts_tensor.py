@@ -195,7 +195,7 @@ def traced(rank: int, folder: Path, data: Documents) -> list[bool]:
     """Whether ranks ran different modules: as it is, and where tiles do not gather at once."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
-    from uspft.engine import leaves
+    from uspft.engine import zero
 
     compared = []
 
@@ -216,7 +216,7 @@ def traced(rank: int, folder: Path, data: Documents) -> list[bool]:
     with patch.object(coordinator, "assert_ints_same_as_other_ranks", compare):
         alike = unlike("traced")
         assert max(compared) > 10
-        with patch.object(leaves, "Tiled", type("Other", (), {})):
+        with patch.object(zero, "Tiled", type("Other", (), {})):
             return [alike, unlike("traced-hooked")]
 
 

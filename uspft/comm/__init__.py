@@ -3,7 +3,6 @@
 Only the few numbers that `total` and `largest` reduce are not counted.
 """
 
-from uspft.comm.books import KINDS, Books
 from uspft.comm.collectives import (
     Move,
     Waited,
@@ -13,6 +12,7 @@ from uspft.comm.collectives import (
     max_over,
     said_by_all,
     shift,
+    start_all_to_all,
     start_gather,
     start_sum_over,
     start_sum_parts,
@@ -21,7 +21,7 @@ from uspft.comm.collectives import (
     total,
 )
 from uspft.comm.deadline import deadline, limit_of, set_deadline
-from uspft.comm.group import Group
+from uspft.comm.group import KINDS, Books, Group
 
 __all__ = [
     "KINDS",
@@ -38,6 +38,7 @@ __all__ = [
     "said_by_all",
     "set_deadline",
     "shift",
+    "start_all_to_all",
     "start_gather",
     "start_sum_over",
     "start_sum_parts",
