@@ -43,7 +43,9 @@ def seconds(cases: Sequence[dict[str, Any]]) -> str:
 def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of linear.json, by name, as Markdown."""
     if not result:
-        return {}
+        return {"sent": "Not measured yet."} | dict.fromkeys(
+            ("errors", "seconds", "row", "measured"), ""
+        )
     return {
         "sent": sent(result["sent"]),
         "errors": errors(result["errors"]),

@@ -49,7 +49,7 @@ def verdict(cases: Sequence[dict[str, Any]]) -> str:
 def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of linear-hosts.json, by name, as Markdown."""
     if not result:
-        return {}
+        return {"table": "Not measured yet.", "verdict": "", "measured": ""}
     how = (
         f"{result['hosts']} hosts of one process, {result['mbit']} Mbit/s; "
         f"medians of {result['rounds']} rounds in turn."
