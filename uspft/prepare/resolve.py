@@ -47,7 +47,8 @@ def resolve(recipe: Recipe, known: Known) -> Recipe:
 
 
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
-    """Return the same, and what the planner decided of it; None where it was not asked."""
+    """Return the resolved recipe, and the planner's decision; None where the planner was not
+    asked."""
     for settle in FIRST.values():
         recipe = settle(recipe, known)
     decision, again = decided(recipe, known), recipe.memory.recompute
@@ -322,8 +323,8 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
 
 
 def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:
-    """Return what a recipe says of a layout whose matrices are split in Megatron's way, and tokens
-    between them."""
+    """Return the keys of `parallel_config` for a layout whose matrices are split in Megatron's way,
+    with its tokens split between them."""
     shared = layout.context > 1
     return {
         "model_parallel": layout.tensor,
