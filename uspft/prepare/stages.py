@@ -2,7 +2,7 @@
 
     examine       what is written, and what this machine shows (prepare/examine.py)
     with_model    the model's folder and sizes
-    with_data     the tokenised data, its first rows and formats, and the layouts that `auto` becomes
+    with_data     the tokenised data, its formats and first rows; the layouts that `auto` becomes
     job_of        what ranks are given
 
 Each returns the examination with more facts (`Known`), by which every `auto` is settled again.
