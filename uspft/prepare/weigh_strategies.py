@@ -47,8 +47,9 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
 
 
 def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
-    """Return the lengths of a recipe's samples from the cache; None where the data was not tokenised
-    before, or where that cannot be told without a network. Nothing is written. Raises DataError.
+    """Return the lengths of a recipe's samples from the cache; None where the data was not
+    tokenised before, or where that cannot be told without a network. Nothing is written. Raises
+    DataError.
     """
     recipe = found.here
     with tokenizer_here(recipe) as tokenizer:
@@ -63,7 +64,8 @@ def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -
     """Return the examination of a recipe with strategies with their predicted time added, by the
     lengths that are known before a run; unchanged where none are.
 
-    looked_at: tokens of the first records, for data that was not tokenised before. Raises as `weighing` does, and DataError.
+    looked_at: tokens of the first records, for data that was not tokenised before. Raises as
+    `weighing` does, and DataError.
     """
     if lengths := lengths_here(found, place):
         return weighing(found, lengths)
