@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from uspft.data.chat.omitted import lost_thoughts, require_answers, require_turns, unread
-from uspft.data.chat.spans import Spans, Turn, Untold, all_but, turn_spans
+from uspft.data.chat.spans import Spans, SpanUnknown, Turn, all_but, turn_spans
 from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault, a_kind
 from uspft.data.records.conversations import as_given
@@ -39,7 +39,7 @@ def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rend
         try:
             text, spans = _conversation(fields, template, train_on)
         except SampleFault as fault:
-            raise SampleFault(as_given(str(fault), record.led)) from fault
+            raise SampleFault(as_given(str(fault), record.system_added)) from fault
         unused += unread(fields["messages"], template)
         lost = lost_thoughts(fields["messages"], template)
     return Rendered(text, spans, record.format, record.origin, unused, lost)
@@ -177,7 +177,7 @@ def _told(
         plain = more.keys() <= {"tools"}
         manner = template.manner if plain else replace(template.manner, around=None)
         return turn_spans(write, turns, text, asked, manner)
-    except Untold as reason:
+    except SpanUnknown as reason:
         remedy = "name a template with {% generation %} marks in data.chat_template"
         what = "the chat template has no {% generation %} marks"
         raise SampleFault(f"{what}, and {reason}; {remedy}") from reason

@@ -80,7 +80,7 @@ def tokenise_spans(
     ranges = _ranges(whole.offsets, rendered.spans)
     if _decodes(backend, ids, ranges, rendered):
         return ids, ranges
-    ids, ranges = _apart(backend, rendered)
+    ids, ranges = _encode_pieces(backend, rendered)
     if _decodes(backend, ids, ranges, rendered):
         return ids, ranges
     remedy = "use a tokenizer that can write this text (model.tokenizer)"
@@ -122,7 +122,7 @@ def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:
     return ranges
 
 
-def _apart(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
+def _encode_pieces(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
     ids: list[int] = []
     ranges: Spans = []
     for start, stop, trained in _pieces(rendered):

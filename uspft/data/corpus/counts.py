@@ -142,7 +142,7 @@ def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
     return SourceMix(sources, tokens, times)
 
 
-class Taken:
+class SourceLimits:
     """What has been taken of each source, and the sources of which that is all that is wanted."""
 
     def __init__(self, sources: Sequence[Source]) -> None:

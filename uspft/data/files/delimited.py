@@ -12,8 +12,8 @@ from uspft.data.files.decoding import A_MARK, BOM, not_utf8, nul, opened
 from uspft.data.files.sources import SourceFile
 from uspft.data.samples import Entry
 
-_APART = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
-_OTHER = {";": "", "|": "", "\t": "call it .tsv", ",": "call it .csv"}
+_DELIMITERS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
+_OTHER_DELIMITERS = {";": "", "|": "", "\t": "call it .tsv", ",": "call it .csv"}
 """What else columns may stand apart by, and what to do where it is that."""
 _REST = "nothing from here on is read"
 
@@ -94,8 +94,8 @@ def _names(row: list[str], wrong: SampleFault | None, kind: str) -> list[str]:
     """Return the names in the first line. Raises SampleFault where they name no columns."""
     if wrong:
         raise _told(wrong, " among the names of the columns")
-    mark, marks = _APART[kind]
-    for other, remedy in _OTHER.items():
+    mark, marks = _DELIMITERS[kind]
+    for other, remedy in _OTHER_DELIMITERS.items():
         if len(row) == 1 and other in row[0] and other != mark:
             what = f"its columns stand apart by {other!r}, not by {marks}: {_REST}"
             remedy = remedy or "save it with commas, or with tabs as .tsv"

@@ -102,8 +102,8 @@ class Reader:
         unused = tuple(own_name(name, own, asked) for name in others.unused_in(fields))
         if not self.settled:
             words, unused = described(shape, own, asked), unused + self._unread
-        led = bool(made.get("led"))
-        record = Record(form, checked(made, form), origin, words, led, unused)
+        added = bool(made.get("system_added"))
+        record = Record(form, checked(made, form), origin, words, added, unused)
         self._format = form
         return record
 
@@ -155,7 +155,7 @@ def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
         for name, value in found.items():
             CHECKS[name](name, value)
     except SampleFault as fault:
-        raise SampleFault(as_given(str(fault), bool(fields.get("led")))) from fault
+        raise SampleFault(as_given(str(fault), bool(fields.get("system_added")))) from fault
     if known == "tokenized" and len(found.get("labels", found["input_ids"])) != len(
         found["input_ids"]
     ):
