@@ -66,7 +66,12 @@ def _conversation(
     elif template.marked:
         text, spans = template.write_marked(turns, **more)
         require_answers([turns[i] for i in answers], [text[a:b] for a, b in spans], template)
-        spans = spans if asked == answers else _one_each(spans, answers, asked)
+        if asked != answers:
+            if len(spans) != len(answers):
+                what = f"the template has {len(spans)} marked parts for {len(answers)} answers"
+                remedy = "write one {% generation %} around each answer of data.chat_template"
+                raise SampleFault(f"{what}, and not all of them train; {remedy}")
+            spans = [span for span, i in zip(spans, answers, strict=True) if i in asked]
     else:
         text, spans = _unmarked(turns, answers, asked, template, more)
     require_turns(turns, text, template, more)
@@ -128,15 +133,6 @@ def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
             raise SampleFault(f"{what}; {remedy}")
         trains = trains | {i} if weight else trains - {i}
     return [i for i in answers if i in trains]
-
-
-def _one_each(spans: Spans, answers: list[int], asked: list[int]) -> Spans:
-    """Return the spans of the answers that are asked for, where each answer has one."""
-    if len(spans) != len(answers):
-        what = f"the template has {len(spans)} marked parts for {len(answers)} answers"
-        remedy = "write one {% generation %} around each answer of data.chat_template"
-        raise SampleFault(f"{what}, and not all of them train; {remedy}")
-    return [span for span, i in zip(spans, answers, strict=True) if i in asked]
 
 
 def _unmarked(

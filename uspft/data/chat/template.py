@@ -205,10 +205,10 @@ class ChatTemplate:
 
     def reads(self, key: str) -> bool:
         """Tell whether the template reads a key of turns, by name or with all others."""
-        return self._dumps or re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+        return self._writes_all or re.search(rf"\b{re.escape(key)}\b", self.source) is not None
 
     @cached_property
-    def _dumps(self) -> bool:
+    def _writes_all(self) -> bool:
         """Whether the template writes keys of a turn that it does not name."""
         return self._writes_placeholder([{**_USER, "uspft_other": PLACEHOLDER}])
 
@@ -321,7 +321,11 @@ def template_problems(
     if mistake := template.mistake:
         return [(_KEY, f"the tokenizer's own is no Jinja: line {mistake}", _REMEDY)]
     lacking = _lacking(template, backend)
-    if lacking and not (own and _ends_in_a_token(template)):
+    if lacking and own:  # fine where a special token stands behind an answer
+        behind = template.write(_PROBE).rpartition(PLACEHOLDER)[2].lstrip()
+        if any(token and behind.startswith(token) for token in template.tokens):
+            return []
+    if lacking:
         what = f"it writes {', '.join(lacking)}, and the tokenizer has no such token"
         listed = json.dumps(lacking, ensure_ascii=False)
         return [(_KEY, what, f"add to model.add_tokens {listed}, or name another template")]
@@ -336,12 +340,6 @@ def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
         return []
     names = dict.fromkeys(_SPECIAL.findall(text))
     return [name for name in names if backend.token_to_id(name) is None]
-
-
-def _ends_in_a_token(template: ChatTemplate) -> bool:
-    """Tell whether a special token of the tokenizer stands behind an answer."""
-    behind = template.write(_PROBE).rpartition(PLACEHOLDER)[2].lstrip()
-    return any(token and behind.startswith(token) for token in template.tokens)
 
 
 def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
@@ -397,6 +395,7 @@ def turn_ends(template: ChatTemplate) -> list[str]:
     Of what follows an answer the first counts, since some templates then close the conversation
     too; of what follows a call the last, since some close the call before the turn.
     """
+    longest = sorted(filter(None, template.tokens), key=len, reverse=True)
     found: list[str] = []
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": PLACEHOLDER}}}
     answers: tuple[tuple[dict[str, Any], int], ...] = (
@@ -409,11 +408,6 @@ def turn_ends(template: ChatTemplate) -> list[str]:
         except SampleFault:
             continue  # the template knows no calls, or no such conversation
         tail = text.rpartition(PLACEHOLDER)[2] if PLACEHOLDER in text else ""
-        found += _tokens_in(tail, template.tokens)[which:][:1]
+        ends = re.findall("|".join(map(re.escape, longest)), tail) if longest else []
+        found += ends[which:][:1]
     return list(dict.fromkeys(found))
-
-
-def _tokens_in(text: str, tokens: tuple[str, ...]) -> list[str]:
-    """Return the special tokens of a text, in its order."""
-    longest = sorted(filter(None, tokens), key=len, reverse=True)
-    return re.findall("|".join(map(re.escape, longest)), text) if longest else []

@@ -41,7 +41,11 @@ def rows(file: SourceFile, longest: int) -> Iterator[Entry | BadRecord]:
                 elif wrong:
                     yield _bad(file, line, wrong)
                 elif names and row and len(row) != len(names):
-                    yield _bad(file, start, _uneven(row, names, start, end))
+                    over = f" in lines {start}–{end}" if end > start else ""
+                    what = f"{len(row)} column{'s' * (len(row) != 1)}{over}"
+                    what += f", and the first line names {len(names)}"
+                    remedy = "quote values that hold a separator or a line break"
+                    yield _bad(file, start, SampleFault(f"{what}; {remedy}"))
                 elif names and row:
                     yield Entry(end, dict(zip(names, row, strict=True)), size)
                 start = end + 1
@@ -113,12 +117,6 @@ def _told(wrong: SampleFault, where: str) -> SampleFault:
     """Return what is wrong with a line behind which nothing is read."""
     what, _, remedy = str(wrong).partition("; ")
     return SampleFault(f"{what}{where}: {_REST}; {remedy}")
-
-
-def _uneven(row: list[str], names: list[str], first: int, last: int) -> SampleFault:
-    over = f" in lines {first}–{last}" if last > first else ""
-    what = f"{len(row)} column{'s' * (len(row) != 1)}{over}, and the first line names {len(names)}"
-    return SampleFault(f"{what}; quote values that hold a separator or a line break")
 
 
 def _unread(error: csv.Error, longest: int) -> SampleFault:

@@ -63,16 +63,12 @@ class Others:
 def others_of(names: Collection[str], shape: RecordShape, asked: Naming) -> Others:
     """Return the fields that a shape does not take among those of these (our) names."""
     taken = {*shape.required, *shape.optional, *masks_of(names, shape), *left_alone(asked)}
-    known = {one.name: one for one in REFUSED if _may_refuse(one, shape)}
+    known = {r.name: r for r in REFUSED if not r.beside or shape.formats[0] in r.beside}
     rest = [name for name in names if name not in taken]
     return Others(
         tuple(known[name] for name in rest if name in known),
         tuple(name for name in rest if name not in known),
     )
-
-
-def _may_refuse(one: Refused, shape: RecordShape) -> bool:
-    return not one.beside or shape.formats[0] in one.beside
 
 
 def looked_at(names: Collection[str], shape: RecordShape, asked: Naming) -> set[str]:
@@ -156,15 +152,16 @@ def mapping(fields: Collection[str], asked: Naming) -> str:
     near = [(shape, found) for shape, found in near if found]
     if not near:
         return f"name them in data.fields, {SHOW}"
-    # The one that leaves the least out, and of those the one that maps the fewest names.
-    shape, found = min(near, key=lambda one: (-_used(one[0], {*fields, *one[1]}), len(one[1])))
+
+    def rank(one: tuple[RecordShape, dict[str, str]]) -> tuple[int, int]:
+        """Most fields taken come first, and of equals the fewest that are mapped."""
+        shape, found = one
+        taken = {*fields, *found} & {*shape.required, *shape.optional}
+        return -len(taken), len(found)
+
+    shape, found = min(near, key=rank)
     pairs = ", ".join(f"{ours}: {in_yaml(theirs)}" for ours, theirs in found.items())
     return f"if they mean {shape.name}, write data.fields: {{{pairs}}}"
-
-
-def _used(shape: RecordShape, fields: Collection[str]) -> int:
-    """Return how many of these fields a shape takes."""
-    return len({*fields} & {*shape.required, *shape.optional})
 
 
 def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
@@ -199,15 +196,12 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
 def _may_be(ours: str, name: str, value: Any) -> bool:
     """Tell whether a field can be what we call `ours`; its value is None where it is not known."""
     if ours in ("messages", "input_ids"):
-        return value is None or isinstance(value, list) or (ours == "messages" and _is_json(value))
+        text = ours == "messages" and isinstance(value, str) and value.lstrip().startswith("[")
+        return value is None or isinstance(value, list) or text
     if value is None:  # what is called by the plural is a list, more often than not
         return name != f"{ours}s"
     turns = ours != "text" and isinstance(value, list) and all(map(_is_turn, value))
     return isinstance(value, str) or turns
-
-
-def _is_json(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _is_turn(value: Any) -> bool:
