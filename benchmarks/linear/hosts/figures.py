@@ -57,5 +57,5 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
     return {
         "table": table(result["cases"]),
         "verdict": verdict(result["cases"]),
-        "measured": f"{measured_on([result])} {how}",
+        "measured": f"[linear-hosts.json](linear-hosts.json): {measured_on([result])} {how}",
     }
