@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from uspft.commands.plan_pages import aligned
+from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.switching.choose.choice import SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
@@ -51,10 +52,9 @@ def _buckets(mix: LayoutSet, drawn: DrawnSteps) -> str:
 def _switches(mix: LayoutSet) -> str:
     """Return what a rank receives for each switch of layouts."""
     if mix.moves:
-        degrees = sorted({one.layout.tensor for one in mix.buckets})
         each = [
-            f"tensor {degree}: {as_size(int(moved))} in {seconds:.3g} s"
-            for degree, (moved, seconds) in zip(degrees, mix.transfers, strict=True)
+            f"{_held(layout)}: {as_size(int(moved))} in {seconds:.3g} s"
+            for layout, (moved, seconds) in zip(mix.held_in_turn, mix.transfers, strict=True)
         ]
         return f"switches by moving weights and gradients, a rank receives: {', '.join(each)}"
     if padded := mix.padding_bytes:
@@ -63,6 +63,11 @@ def _switches(mix: LayoutSet) -> str:
             f"{as_size(int(padded))} are padding"
         )
     return "switches of sequence degrees: no weight moves"
+
+
+def _held(layout: Layout) -> str:
+    stages = f", stages {layout.pipeline}" if layout.pipeline > 1 else ""
+    return f"tensor {layout.tensor}{stages}"
 
 
 def _steps(found: SwitchingChoice) -> str:

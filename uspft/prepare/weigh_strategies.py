@@ -15,6 +15,7 @@ from uspft.launcher import Meeting, host_memory
 from uspft.layout import Layout, layout_of
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.memory import options_of
+from uspft.planner.stages import schedule_of
 from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
@@ -151,9 +152,11 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
         layout = layout_of(parallel, setting.ranks)
         assert isinstance(layout, Layout)  # or the recipe would have been refused
         shape = replace(setting.step, **matrices_of(parallel))
+        options = replace(setting.options, schedule=schedule_of(parallel))
         row = row_of(parallel.context_parallel_algo, layout.context)
         way = row, layout, of_recipe(alone, layout)
-        buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))
+        here = replace(setting, step=shape, options=options)
+        buckets.append(priced(here, way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     held = min(one.layout.tensor for one in buckets)
     return beside_static(LayoutSet(setting, tuple(buckets), held, moves), drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from uspft.planner.machine import Hardware
@@ -25,7 +26,9 @@ class Setting:
     in_place: bool = True
     """Whether tensor degrees may switch in place."""
     moves: bool = True
-    """Whether weights may move between tensor degrees, where the stage lets them."""
+    """Whether weights may move between layouts, where the stage lets them."""
+    stages: Collection[int] | None = (1,)
+    """How many pipeline stages layouts may have; None: as many as there are ranks."""
 
     @property
     def lockstep(self) -> bool:
