@@ -87,9 +87,10 @@ class MovingEngine:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
         if apart := [s.layout.name() for s in every if s.layout.experts > 1]:
             raise ValueError(f"weights do not move where experts are divided: {', '.join(apart)}")
-        self._every = {shards.layout.held: shards for shards in every}
+        self.every = {shards.layout.held: shards for shards in every}
+        """Who holds what, by how ranks hold it."""
         for shards in every:
-            if self._every[shards.layout.held].splits_tokens != shards.splits_tokens:
+            if self.every[shards.layout.held].splits_tokens != shards.splits_tokens:
                 twice = f"tensor degree {shards.layout.tensor}"
                 raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
@@ -208,13 +209,13 @@ class MovingEngine:
         was not made with.
         """
         for batch in batches:
-            if batch.world.layout.held not in self._every:
-                known = ", ".join(shards.layout.name() for shards in self._every.values())
+            if batch.world.layout.held not in self.every:
+                known = ", ".join(shards.layout.name() for shards in self.every.values())
                 raise ValueError(f"weights move between {known}, not to {batch.world.name}")
-        place = {key: number for number, key in enumerate(sorted(self._every))}
+        place = {key: number for number, key in enumerate(sorted(self.every))}
         keys = [batch.world.layout.held for batch in batches]
         turns = [
-            (self._every[key], [number for number, one in enumerate(keys) if one == key])
+            (self.every[key], [number for number, one in enumerate(keys) if one == key])
             for key in sorted(set(keys))
         ]
         mine = float(sum(1 << place[shards.layout.held] for shards, _ in turns))
@@ -297,7 +298,7 @@ class MovingEngine:
 
     def terms(self, batch: Batch) -> dict[str, float]:
         """Return this rank's part of each term that evaluation tells; collective."""
-        shards = self._every[batch.world.layout.held]
+        shards = self.every[batch.world.layout.held]
         if self._here is not shards:
             self._release()
             self._bind(shards)
