@@ -29,11 +29,10 @@ from tests.support.switching import (
     without_marks,
     wrong_of,
 )
+from uspft.parameters import counting
 from uspft.parameters.owned import owned_parts
 from uspft.switching.move.moves import plan_moves, stock_of
-from uspft.switching.move.moving import MovingEngine
 
-ADDER = MovingEngine._adder
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 4},
     "qwen3": {"kind": "qwen3", "heads": 8, "kv_heads": 2},
@@ -137,24 +136,19 @@ def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
         patch.setattr("uspft.training.guards.Guards.rows", lambda *_: None)
         found["wrong"] = run_recipe(recipe(CASES[0], folder, data), folder / "wrong")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("uspft.switching.move.moving.MovingEngine._adder", without_the_last_stage)
-        found["one end"] = run_recipe(recipe(STAGES, folder, data), folder / "one-end")
+        patch.setattr("uspft.parameters.counting.times", both_ends_for_one)
+        found["both ends"] = run_recipe(recipe(STAGES, folder, data), folder / "both-ends")
     found["switch"] = switched(folder, data)
     return found if rank == 0 else {}
 
 
-def without_the_last_stage(engine: Any, name: str) -> Any:
-    """A fault: of a tied table, the gradients that the head makes in the last stage are lost."""
-    add, lost = ADDER(engine, name), "embed_tokens" in name
+TIMES = counting.times
 
-    def adds(parameter: Any) -> None:
-        staged = engine._here.layout.pipeline > 1
-        if lost and staged and engine.holders.rank >= 2:
-            parameter.grad = None
-            return
-        add(parameter)
 
-    return adds
+def both_ends_for_one(shards: Any, name: str, degree: int, *, splits_tokens: bool) -> int:
+    """A fault: what the first and the last stage make of a tied table counts as one gradient."""
+    found = TIMES(shards, name, degree, splits_tokens=splits_tokens)
+    return found * (2 if name in shards.at_both_ends else 1)
 
 
 def switched(folder: Path, data: Documents) -> tuple[int, int]:
@@ -169,7 +163,7 @@ def switched(folder: Path, data: Documents) -> tuple[int, int]:
     home = engine.holders.shards
     owned = {name: owned_parts(home, name, shape) for name, shape in shapes.items()}
     assert len({batch.world.layout.held for batch in batches}) == 3
-    for shards in engine._every.values():
+    for shards in engine.every.values():
         for one in plan_moves(owned, stock_of(shards, shapes), (0,) * 4).deliveries:
             planned += 4 * one.elements * ((one.sender == rank) + (one.receiver == rank))
     engine.close()
@@ -213,11 +207,11 @@ def test_a_row_that_two_groups_take_is_seen(
     assert any("grad_norm" in line for line in found)
 
 
-def test_a_table_of_which_one_end_is_lost_is_seen(
+def test_a_table_whose_ends_count_as_one_is_seen(
     setting: tuple[Path, Documents], answers: dict[Any, Any]
 ) -> None:
     folder, data = setting
-    found = wrong_of(answers["one end"], wanted("tied", False, folder, data.path))
+    found = wrong_of(answers["both ends"], wanted("tied", False, folder, data.path))
     assert any("grad_norm" in line for line in found)
 
 
