@@ -37,7 +37,7 @@ STAGES = HELD[4:5]
 """The axis along which ranks hold different parameters."""
 
 
-Holding = tuple[int, int, int, bool]
+HeldAs = tuple[int, int, int, bool]
 """What of a layout says which rank holds which part: the ranks that hold the model once, stages,
 mesh rows, and whether there are blocks."""
 
@@ -96,7 +96,7 @@ class Layout:
         return self.mesh_columns * self.mesh_rows
 
     @property
-    def held(self) -> Holding:
+    def held(self) -> HeldAs:
         """What two layouts have in common under which each rank holds the same, of stages with as
         many layers and where no expert is divided; the least sharded first."""
         return self.tensor * self.pipeline, self.pipeline, self.mesh_rows, self.blocks

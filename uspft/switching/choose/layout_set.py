@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from uspft.layout import COPIES, Holding, Layout
+from uspft.layout import COPIES, HeldAs, Layout
 from uspft.pipeline.stages import Stages
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
@@ -122,7 +122,7 @@ class LayoutSet:
     def held_in_turn(self) -> list[Layout]:
         """The layouts in which ranks hold weights one after another, where these move; the least
         sharded first. In them no row is shared."""
-        ranks, found = self.setting.ranks, dict[Holding, Layout]()
+        ranks, found = self.setting.ranks, dict[HeldAs, Layout]()
         for one in self.buckets:
             tensor, stages = one.layout.tensor, one.layout.pipeline
             alone = Layout(tensor, data=ranks // (tensor * stages), pipeline=stages)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.data.orders import Orders
     from uspft.job import Job, Prices
-    from uspft.layout import Holding, Layout
+    from uspft.layout import HeldAs, Layout
     from uspft.mesh import Groups
     from uspft.world import World
 
@@ -38,7 +38,7 @@ class Strategies:
 
     worlds: Sequence[World]
     row_lengths: Sequence[int]
-    idle: Mapping[Holding, World]
+    idle: Mapping[HeldAs, World]
     """The layout that a rank without a row uses, by what ranks hold, the least sharded first. In it
     no row is shared, except by the rows of a mesh. Where weights stay in place there is one, in
     which they are stored; where they move there is one for each that a strategy has."""
@@ -54,7 +54,7 @@ class Strategies:
 class Phase(NamedTuple):
     """The part of a step during which all weights are laid out in one way."""
 
-    held: Holding
+    held: HeldAs
     """It, by which the layout of a rank that has no row is found."""
     groups: tuple[MicroStep, ...]
     lockstep: bool
@@ -178,7 +178,7 @@ class SwitchingLoader(RowLoader):
     def empty(self) -> Batch:
         return self.batch_of(next(iter(self._strategies.idle.values())), [EMPTY])
 
-    def _idle(self, held: Holding) -> Batch:
+    def _idle(self, held: HeldAs) -> Batch:
         return self._cut(self._strategies.idle[held], [EMPTY])
 
     def row(self, index: int) -> Row:

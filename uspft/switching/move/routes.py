@@ -28,7 +28,7 @@ from uspft.switching.move.switch import Switch
 
 if TYPE_CHECKING:
     from uspft.comm import Group
-    from uspft.layout import Holding
+    from uspft.layout import HeldAs
     from uspft.parameters.shards import Shards
     from uspft.switching.move.owners import Owners
 
@@ -48,8 +48,8 @@ class Switches:
         self._owners, self._everyone = owners, everyone
         self._hosts = tuple(hosts or (0,) * everyone.size)
         self._once = once_into_hosts
-        self._stocks: dict[tuple[Holding, bool, bool], Stock] = {}
-        self._made: dict[tuple[tuple[Holding, bool, bool], ...], Switch] = {}
+        self._stocks: dict[tuple[HeldAs, bool, bool], Stock] = {}
+        self._made: dict[tuple[tuple[HeldAs, bool, bool], ...], Switch] = {}
 
     def from_owners(self, home: Shards, shards: Shards, *, trained: bool) -> Switch:
         """Return the switch to what ranks hold from what they own of what `home` gives them.
@@ -78,7 +78,7 @@ class Switches:
             self._made[one, other] = Switch(moves, *stocks, self._everyone)
         return self._made[one, other]
 
-    def _stock(self, shards: Shards, key: tuple[Holding, bool, bool]) -> Stock:
+    def _stock(self, shards: Shards, key: tuple[HeldAs, bool, bool]) -> Stock:
         _, trained, owned = key
         if key not in self._stocks:
             names = self._owners.trained if trained else self._owners.shapes
