@@ -97,7 +97,7 @@ def work(rank: int, every: list[Moving], folder: Path, data: Documents) -> dict[
 
 @pytest.mark.parametrize(
     ("every", "count"),
-    [(CASES, 5), pytest.param(EVERY, 32, marks=pytest.mark.full)],
+    [(CASES, 5), pytest.param(EVERY, 36, marks=pytest.mark.full)],
     ids=["some", "every"],
 )
 def test_weights_move_between_layouts_of_one_step(
