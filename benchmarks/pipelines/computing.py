@@ -120,7 +120,7 @@ def make_jobs(setting: Setting) -> None:
             path.write_text(yaml.safe_dump(_recipe(setting, name, tokens)))
             one = examine(path, [], HOSTS, None)
             corpus = prepare(one.recipe.data, None, VOCABULARY, folder / "cache")
-            prices = chunk_prices_of(one, HOSTS)
+            prices = chunk_prices_of(one)
             Job(one.recipe, corpus, 1, {}, chunk_prices=prices).write(place)
 
 
