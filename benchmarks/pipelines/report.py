@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.lab.machine import measured_on
+from benchmarks.lab.results import NOT_YET
 from benchmarks.lab.tables import listed, markdown, span
 from benchmarks.pipelines import computing, copies
 from benchmarks.pipelines.between import LAYOUTS
@@ -28,7 +29,6 @@ ALIKE = 1.05
 """Repeats of one schedule that computes may differ by so much; else there is no verdict."""
 LEAST_GONE = 0.7
 """So much of the way to their bound have copies by turns to go, at two copies."""
-NOT_YET = "Not measured yet."
 
 
 class Step(NamedTuple):

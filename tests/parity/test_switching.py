@@ -30,7 +30,7 @@ from tests.support.switching import (
     wrong_of,
 )
 from uspft.parameters import counting
-from uspft.parameters.owned import owned_parts
+from uspft.parameters.shards import owned_parts
 from uspft.switching.move.moves import plan_moves, stock_of
 
 MODELS: dict[str, dict[str, Any]] = {
