@@ -121,8 +121,8 @@ def _at(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"auto": {"corpora": _auto(setting, options, recipe)}}
         if "hotspa" in options.parts and ranks == HOTSPA_RANKS:
             timed = hotspa(recipe, Path(str(setting.hardware)), setting.lengths)
-            sizes = {"rounds": options.rounds, "chosen": timed}
-            yield {"hotspa": _stage(replace(setting, names=tuple(timed), **sizes))}
+            setting = replace(setting, rounds=options.rounds, names=tuple(timed), chosen=timed)
+            yield {"hotspa": _stage(setting)}
 
 
 def _made(setting: Setting, options: argparse.Namespace) -> int:
