@@ -88,5 +88,5 @@ def counted_in_chunks(case: Case) -> dict[str, Any]:
     ways = {EQUAL_TOKENS: cut.of_tokens, EQUAL_TIME: cut}
     found = {"1f1b": case.counted(WHOLE["1f1b"])}
     found |= {name: case.counted(schedule, one) for name, one in ways.items()}
-    sizes = {name: one.of_one_document(case.tokens) for name, one in ways.items()}
+    sizes = {name: [*map(int, one.of_one_document(case.tokens))] for name, one in ways.items()}
     return {"case": asdict(case), "by_schedule": found, "chunks": sizes}

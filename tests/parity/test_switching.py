@@ -83,8 +83,7 @@ OTHERS = [
 """More of them, by `--full`."""
 RESUMED = {
     Case("tensor held", "zero3"): Case("alike", "zero2"),
-    Case("planned", "zero3", "qwen3"): Case("tensor", "zero1", "qwen3", moves=True),
-    Case("context", "zero3", "tied"): STAGES,
+    Case("planned", "zero3", "qwen3"): Case("stages", "zero1", "qwen3", moves=True),
     STAGES: Case("tensor held", "zero3", "tied"),
 }
 """The strategies of the first step, and those under which the run goes on."""

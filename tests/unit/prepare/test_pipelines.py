@@ -171,6 +171,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         "write seqpipe, or seq_split_num: 1",
     ),
     (
+        "parallel_config.pipeline_scheduler",
+        {"parallel_config": {"pipeline_scheduler": "gpipe", "seq_split_num": 2}},
+        "is gpipe, which takes rows whole, beside parallel_config.seq_split_num 2",
+        "write seqpipe, or seq_split_num: 1",
+    ),
+    (
         "parallel_config.seq_split_num",
         {"parallel_config": {"seq_split_num": 2, "pipeline_stage": 1}},
         "is 2, and parallel_config.pipeline_stage is 1",
