@@ -29,6 +29,7 @@ from tests.support.switching import (
     without_marks,
     wrong_of,
 )
+from uspft.comm import total
 from uspft.parameters import counting
 from uspft.parameters.shards import owned_parts
 from uspft.switching.move.moves import plan_moves, stock_of
@@ -150,13 +151,18 @@ def both_ends_for_one(shards: Any, name: str, degree: int, *, splits_tokens: boo
     return found * (2 if name in shards.at_both_ends else 1)
 
 
-def switched(folder: Path, data: Documents) -> tuple[int, int]:
-    """The bytes that this rank sends in a step with rows of every layout, and the planner's."""
+def switched(folder: Path, data: Documents) -> tuple[tuple[int, int], tuple[float, float]]:
+    """The bytes that this rank sends in a step with rows of every layout, and the planner's; and
+    the step's loss, with what an evaluation of the same rows gave before."""
     run = prepared(recipe(STAGES, folder, data), folder / "counted")
     engine, everyone = run.engine, run.engine.holders.everyone
     batches = run.loader.batches(2)
+    with engine.evaluating():
+        told = [(batch.world.mesh.counts, engine.terms(batch)["loss"]) for batch in batches]
+    once = sum(value for counts, value in told if counts)
+    (loss,) = total([once], everyone, engine.device)
     everyone.books.close()
-    engine.step(batches, RATE, stop=False)
+    result = engine.step(batches, RATE, stop=False)
     sent = everyone.books.close()["switch"]
     shapes, rank, planned = engine.owners.shapes, engine.holders.rank, 0
     home = engine.holders.shards
@@ -166,7 +172,7 @@ def switched(folder: Path, data: Documents) -> tuple[int, int]:
         for one in plan_moves(owned, stock_of(shards, shapes), (0,) * 4).deliveries:
             planned += 4 * one.elements * ((one.sender == rank) + (one.receiver == rank))
     engine.close()
-    return sent, planned
+    return (sent, planned), (result.loss, loss / result.counts["target_tokens"])
 
 
 def first_row_twice(loader: Any, plan: Any, group: Any) -> Any:
@@ -216,8 +222,9 @@ def test_a_table_whose_ends_count_as_one_is_seen(
 
 def test_what_stages_move_is_what_was_planned(answers: dict[Any, Any]) -> None:
     """Weights to who needs them and gradients back, in float32, by HotSPa's planner."""
-    sent, planned = answers["switch"]
+    (sent, planned), (loss, evaluated) = answers["switch"]
     assert sent == planned > 0
+    assert evaluated == pytest.approx(loss, rel=1e-6), "each row under its own layout"
 
 
 def test_a_run_goes_on_under_other_strategies(

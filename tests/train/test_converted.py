@@ -171,7 +171,7 @@ def test_stages_of_eight_train_as_one_process(
     assert parallel.items() >= (degrees | kept | {"use_seq_parallel": True}).items()
     eight = trained(recipe, tmp_path / "eight")
     words = [f"parallel_config.{key}={json.dumps(value)}" for key, value in ONE.items()]
-    words.append("memory.gradient_checkpointing=false")
+    words += ["memory.gradient_checkpointing=false", "memory.recompute=auto"]
     require_equal(eight, trained(recipe, tmp_path / "one", *words))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.lab.results import ROOT
-from benchmarks.switching.simulation.lengths import CORPORA, LIBRARY, Shape, lengths
+from benchmarks.switching.simulation.lengths import CORPORA, Shape, lengths
 from uspft.families import ModelShape
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.memory import Options
@@ -34,14 +34,10 @@ MODELS = {
 
 WAYS: Mapping[str, Among] = {
     "matrices alone": lambda layout: layout.context == 1,
-    "matrices and stages": lambda layout: layout.context == 1,
     "Ulysses alone": lambda layout: layout.ring == 1 and layout.tensor == 1,
     "any layout": every_layout,
 }
-"""Among which layouts one is chosen, or a mix: HotSPa's world without pipelines and with them,
-FlexSP's, ours."""
-STAGED = "matrices and stages"
-"""The way whose layouts may have stages."""
+"""Among which layouts one is chosen, or a mix: HotSPa's world without pipelines, FlexSP's, ours."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +80,11 @@ class Case:
 
     def chosen(self, way: str) -> SwitchingChoice:
         """This chooses among the layouts of one way."""
-        stages = None if way == STAGED else (1,)
-        return choose(replace(self.setting, stages=stages), self.drawn, WAYS[way])
+        return choose(self.setting, self.drawn, WAYS[way])
 
 
 PAPERS = tuple(
-    Case(model, corpus, 32_768, stage)
-    for model in MODELS
-    for corpus in (*CORPORA, LIBRARY)
-    for stage in (1, 3)
+    Case(model, corpus, 32_768, stage) for model in MODELS for corpus in CORPORA for stage in (1, 3)
 )
 """HotSPa's rows on 32 GPUs, four hosts of eight, nothing recomputed; tokens are split between
 matrices."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.lab.tables import markdown, span
 from benchmarks.switching.simulation.cases import LONG, PAPERS, SEARCHED, WAYS, Case
-from benchmarks.switching.simulation.lengths import CORPORA, LIBRARY, share_above
+from benchmarks.switching.simulation.lengths import CORPORA, share_above
 from uspft.switching.choose.choice import SwitchingChoice
 
 PAPER = {"GitHub": 1.5, "CommonCrawl": 2.99}
@@ -25,7 +25,7 @@ def record() -> dict[str, Any]:
                 "spread": one.spread,
                 "above": {n: round(share_above(one, 32_768, n), 4) for n in (2048, 8192, 16_384)},
             }
-            for one in (*CORPORA, LIBRARY)
+            for one in CORPORA
         ],
         "papers": [line(case, WAYS) for case in (*PAPERS, *LONG)],
         "searched": [line(case, ["any layout"]) for case in SEARCHED],
@@ -70,8 +70,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
     for one in result["papers"]:
         case = f"{one['model']}, {one['row_tokens'] // 1024}k, {one['stage']}"
         cells = [_both(one["ways"][way]) for way in WAYS]
-        paper = PAPER.get(one["corpus"])
-        papers.append([case, one["corpus"], f"{paper} ×" if paper else "–", *cells])
+        papers.append([case, one["corpus"], f"{PAPER[one['corpus']]} ×", *cells])
     links = list(dict.fromkeys(one["between"] for one in result["searched"]))
     by_links: dict[str, dict[float, str]] = {}
     for one in result["searched"]:
