@@ -9,17 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from uspft.checkpoint.model_card import ADAPTER_CARD
 from uspft.durable import publish, save_tensors, start_partial
 from uspft.families.multimodal import language_model
-from uspft.parameters.experts import as_files
+from uspft.parameters.experts import as_files, corrections
 from uspft.parameters.source import FolderWeights
 
 SHARD_BYTES = 5 * 10**9
+CORRECTIONS = "corrections.safetensors"
+"""The file beside a checkpoint's config with what corrects routers' choices, in float32, as an
+export names it; it trains no more than the config does."""
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The embedding, and the head that files may hold too where it is tied to it."""
+
+
+def keep_corrections(folder: Path, model: nn.Module, config: Any) -> None:
+    """Write what corrects a model's routers beside its config, where there is any. Raises
+    OSError."""
+    raw = {"model_type": config.model_type}
+    every = [as_files(name, one, raw) for name, one in corrections(model).items()]
+    if every:
+        held = {name: _held(value, torch.float32) for name, value in chain(*every)}
+        save_tensors(held, folder / CORRECTIONS, {"format": "pt"})
 
 
 def export_folder(
@@ -44,7 +58,10 @@ def export_folder(
     named = _beside(tensors, dtype, base, config) if base else _alone(tensors, dtype, config)
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
-    held_bytes = 0
+    if (untrained := aside / CORRECTIONS).exists():
+        held = load_file(untrained)
+        untrained.unlink()
+    held_bytes = sum(value.numel() * value.element_size() for value in held.values())
     for name, value in named:
         size = value.numel() * value.element_size()
         if held and held_bytes + size > SHARD_BYTES:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from uspft.checkpoint.hf_folder import CORRECTIONS
 from uspft.checkpoint.model_card import ADAPTER_CARD
 from uspft.config import ModelBlock
 from uspft.durable import publish, save_tensors, start_partial
@@ -50,6 +51,7 @@ def export_adapter(
     }
     if (aside / ADAPTER_CARD).exists():  # a checkpoint of an earlier version has none
         (aside / ADAPTER_CARD).replace(aside / "README.md")
+    (aside / CORRECTIONS).unlink(missing_ok=True)
     save_tensors(held, aside / "adapter_model.safetensors", {"format": "pt"})
     adapted: Collection[str] | None = block.adapter.target_modules
     if adapted is None:

@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 
 from uspft.model.attention import NAME
 from uspft.model.linear import bind_linear_layers
-from uspft.parameters.experts import is_experts
+from uspft.parameters.experts import CORRECTION, is_experts
 
 CPU = torch.device("cpu")
 
@@ -26,6 +26,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    _hold_corrections(model)
     bind_linear_layers(model)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
@@ -33,6 +34,14 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
         wide = torch.float32 if buffer.is_floating_point() else buffer.dtype
         buffer.data = buffer.data.to(device, wide)
     return model
+
+
+def _hold_corrections(model: nn.Module) -> None:
+    """Make buffers of corrections that transformers has as parameters, and trains no more than
+    those: a parameter would be rounded to the model's type, and partitioned."""
+    for module in model.modules():
+        if (held := module._parameters.pop(CORRECTION, None)) is not None:
+            module.register_buffer(CORRECTION, torch.zeros(held.shape))
 
 
 def parameter_count(

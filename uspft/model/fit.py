@@ -8,7 +8,7 @@ from typing import Any
 
 from uspft.config.problems import Fault, said
 from uspft.model.build import empty_model
-from uspft.parameters.experts import is_router
+from uspft.parameters.experts import corrections, is_router
 from uspft.parameters.grown import table_names
 from uspft.parameters.source import FolderWeights, WeightsError
 
@@ -40,7 +40,8 @@ def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:
     for new tokens. Raises WeightsError.
     """
     held = FolderWeights(folder).shapes()
-    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    named = {**dict(model.named_parameters()), **corrections(model)}
+    wanted = {name: tuple(value.shape) for name, value in named.items()}
     for name in table_names(model) & held.keys() & wanted.keys() if grows else ():
         if held[name][0] < wanted[name][0]:
             held[name] = (wanted[name][0], *held[name][1:])

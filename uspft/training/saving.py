@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.checkpoint.folder import delete_older
+from uspft.checkpoint.hf_folder import keep_corrections
 from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.save import Save
 from uspft.comm import largest
@@ -130,4 +131,5 @@ def model_beside(run: Run, step: int, folder: Path) -> dict[str, Any]:
     """Write what lies beside the weights into `folder`, and return what a resumed run must agree
     with."""
     write_model_files(folder, run.config, run.job, step)
+    keep_corrections(folder, run.model, run.config)
     return run.job.identity
