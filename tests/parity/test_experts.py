@@ -35,6 +35,10 @@ from tests.support.experts import (
 from tests.support.models import ARCHITECTURES, Documents
 from tests.support.ranks import spawn
 from tests.support.runs import GROUPS
+from uspft.checkpoint.folder import Checkpoint
+from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.whole_model import whole_model
+from uspft.commands.export import model_files
 
 SIZES = {
     "hidden_size": 16,
@@ -73,7 +77,7 @@ STAGED = [
     Case("glm4_moe", 2, "zero2", beside=("stages",)),
 ]
 """They come last: DeepSpeed numbers modules of a process, and those of ranks then differ."""
-SAVED = Case("qwen3_moe", 2, "zero1", context=2, beside=("saved",))
+SAVED = Case("ernie4_5_moe", 2, "zero1", context=2, beside=("saved",))
 GOES_ON = [
     replace(SAVED, experts=4, zero="zero3 whole", context=1),
     replace(SAVED, experts=1, zero="zero2"),
@@ -170,6 +174,10 @@ def test_divided_experts_train_as_one_process(setting: tuple[Path, Documents]) -
     every = list(zip([*CASES, *GOES_ON, *STAGED], [*answers, *later], strict=True))
     wrong = {case: different(case, got, setting) for case, got in every}
     assert {case: found for case, found in wrong.items() if found} == {}
+    checkpoint = Checkpoint.known(folder / "runs" / "on-0" / "checkpoints" / "step-00000002")
+    files, there, whole_one = model_files(checkpoint), folder / "later", whole_model(checkpoint)
+    export_folder(whole_one.merged(), whole_one.dtype, files, there)
+    assert exported(there, later[0][1], folder / SAVED.model) == []
     want = reference_of(ROUNDED[0], setting)
     apart = [distance(got, want) for got in (whole, divided)]
     assert 0.8 < apart[1] / apart[0] < 1.2 and apart[0] < 0.5, apart
