@@ -36,9 +36,8 @@ from tests.support.models import ARCHITECTURES, Documents
 from tests.support.ranks import spawn
 from tests.support.runs import GROUPS
 from uspft.checkpoint.folder import Checkpoint
-from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.hf_folder import write_exports
 from uspft.checkpoint.whole_model import whole_model
-from uspft.commands.export import model_files
 
 SIZES = {
     "hidden_size": 16,
@@ -175,8 +174,8 @@ def test_divided_experts_train_as_one_process(setting: tuple[Path, Documents]) -
     wrong = {case: different(case, got, setting) for case, got in every}
     assert {case: found for case, found in wrong.items() if found} == {}
     checkpoint = Checkpoint.known(folder / "runs" / "on-0" / "checkpoints" / "step-00000002")
-    files, there, whole_one = model_files(checkpoint), folder / "later", whole_model(checkpoint)
-    export_folder(whole_one.merged(), whole_one.dtype, files, there)
+    there = folder / "later"
+    write_exports(whole_model(checkpoint), checkpoint.model, hf=there)
     assert exported(there, later[0][1], folder / SAVED.model) == []
     want = reference_of(ROUNDED[0], setting)
     apart = [distance(got, want) for got in (whole, divided)]

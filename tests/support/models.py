@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 
 from uspft.parameters.experts import CORRECTION
-from uspft.verify.plain_config import pin_frequencies
+from uspft.verify.plain import pin_frequencies
 
 VOCABULARY = 97
 _STATES: dict[str, Any] = {

@@ -26,10 +26,9 @@ from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.expert_sets import ExpertSets, mark_for_partition
 from uspft.engine.leaves import gather_at_once
-from uspft.engine.mpu import mpu_of
 from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import compare_traces_within, forget_mpu, judge_norm, sum_norm_once
-from uspft.engine.replicas import Replicas
+from uspft.engine.replicas import Replicas, mpu_of
 from uspft.engine.state import Fragments
 from uspft.engine.step import (
     Laps,
@@ -202,7 +201,8 @@ class ZeroEngine:
         return self._end(sums, counts, stop, look or (lambda: None), most)
 
     def _begin(self, batches: Sequence[Batch]) -> tuple[dict[str, int], Scales]:
-        """Return (what the step's terms are divided by, their scales)."""
+        """Return what each term of the objective is divided by in this step, and the terms'
+        scales."""
         objective = self.module.objective
         counts = counted(objective, batches, self.holders.everyone, self.device)
         return counts, scales_of(objective, counts, counting.averaged(self.holders))
@@ -324,7 +324,7 @@ class ZeroEngine:
             self.deepspeed.empty_partition_cache()
 
     def terms(self, batch: Batch) -> dict[str, float]:
-        """Return this rank's part of each term that evaluation tells; collective."""
+        """Return this rank's part of each term that an evaluation reports; collective."""
         forward = partial(self._pipeline.forward, self) if self._pipeline else self.forward
         return evaluated(self.module.objective, partial(forward, batch))
 
