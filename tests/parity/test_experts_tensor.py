@@ -150,7 +150,7 @@ def test_every_pair_trains_as_one_process(setting: tuple[Path, Documents]) -> No
 
 CONTROLS: Controls = {
     "scores not entered": (Case("mixtral", 1, "zero1", tensor=2), 0.33),
-    "gate and up cut as one": (Case("mixtral", 1, "zero2", tensor=2, tokens=True), 1.0),
+    "gate and up cut as one": (Case("mixtral", 1, "zero2", tensor=2, tokens=True), 1.4),
     "bias on every rank": (Case("gpt_oss", 1, "zero1", tensor=2), 1.0),
     "norm of parts not summed": (Case("mixtral", 2, "zero3 whole", tensor=2), 0.05),
 }
