@@ -189,7 +189,11 @@ def export_folder(
 def _begun(target: Path, files: Path) -> Path:
     """Return the folder in which `target` is written, with copies of the files in it."""
     aside = start_partial(target)
-    shutil.copytree(files, aside, dirs_exist_ok=True)
+    for file in files.rglob("*"):
+        if file.is_file():
+            to = aside / file.relative_to(files)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_bytes(file.read_bytes())  # shutil's errors do not say that a disk is full
     return aside
 
 

@@ -18,7 +18,6 @@ from uspft.layout import Layout, layout_of, settled_layout
 from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_count, gpu_name
 from uspft.prepare.files import file_findings, find_paths, in_the_way
-from uspft.prepare.installed import tracker_findings
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
@@ -26,6 +25,7 @@ from uspft.prepare.memory import exchange_findings, memory_sentence, memory_unkn
 from uspft.prepare.pipelines import stages_sentence
 from uspft.prepare.resolve import resolve, resolved, tuning
 from uspft.prepare.tokenizer import shape_of
+from uspft.prepare.trackers import tracker_findings
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
 SHAPE = tuple(
