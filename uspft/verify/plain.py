@@ -182,7 +182,7 @@ def _rows(job: Job) -> list[Row]:
         return [stream.row(index) for index in range(count)]
     samples = {index: stream.tokens_of(index) for index in range(count)}
     rows = rows_of_samples(samples, lengths, recipe.data.packing)
-    return [stream.together(row.samples, lengths[row.bucket]) for row in rows]
+    return [stream.row_of(row.samples, lengths[row.bucket]) for row in rows]
 
 
 KINDS_OF_LAYERS = {"use_sliding_window", "sliding_window", "max_window_layers"}
