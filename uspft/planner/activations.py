@@ -537,8 +537,9 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, first: bool = False)
         before, forward = tape.live, tape.most
         hidden.clear()
         kept = tape.live - out.size
-        if tape.live < before and not first:  # transformers holds what the first layer takes
-            forward += size * (1 + sizes.kind.scaled)
+        # transformers holds what the first layer takes, which nothing else may.
+        alone = tape.live < before and not first
+        forward += size * (alone + (sizes.kind.scaled and sizes.element < WIDE))
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))

@@ -24,13 +24,7 @@ from uspft.planner.head_memory import HeadSizes, head_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
-from uspft.planner.products import (
-    SHARED_EXPERT,
-    full_config,
-    head_projection,
-    layer_projections,
-    shared_projections,
-)
+from uspft.planner.products import head_projection, inner_features, layer_projections
 from uspft.planner.router_memory import balance_bytes, router_bytes
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
@@ -313,6 +307,8 @@ def unpredicted(
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
         "layers without experts beside others": _mixed(shape),
+        "an expert that every token meets": bool(shape.shared_features)
+        and not inner_features(shape, 1),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "adapters of routers": bool(options.lora) and not _of_experts_alone(options.lora),
     }
@@ -330,8 +326,10 @@ def _of_experts_alone(lora: Lora | None) -> bool:
 
 def _mixed(shape: ModelShape) -> bool:
     """Tell whether only some layers of a model have experts."""
-    raw = shape.raw
-    return bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1
+    full, steps = shape.full, ("decoder_sparse_step", "moe_layer_interval")
+    first = ("mlp_only_layers", "first_k_dense_replace", "moe_layer_start_index")
+    last = full.get("moe_layer_end_index", -1) not in (-1, shape.layers - 1)
+    return any(map(full.get, first)) or last or any(full.get(one, 1) != 1 for one in steps)
 
 
 def activations_in(
@@ -372,7 +370,7 @@ def pass_bytes(
         options.loss_tile,
         trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
         norm_trains=outside[LAST_NORM],
-        capped=full_config(shape).get("final_logit_softcapping") is not None,
+        capped=shape.full.get("final_logit_softcapping") is not None,
     )
     loss = head_bytes(head, reached=reached)
     tokens = kinds[0].sharing.tokens
@@ -387,7 +385,7 @@ def pass_bytes(
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    routers = router_bytes(full_config(shape), kinds[0])
+    routers = router_bytes(shape.full, kinds[0])
     balanced = max(loss.most, balance_bytes(head, [routers] * shape.layers))
     one = PassBytes(
         tuple(each),
@@ -409,7 +407,7 @@ def _layers(
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
     experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
-    everywhere, inner = len(set(windows)) == 1, _inner(shape, layout.mesh_columns)
+    everywhere, inner = len(set(windows)) == 1, inner_features(shape, layout.mesh_columns)
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
     known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
@@ -488,14 +486,6 @@ def _sharing(
     chunked = layout.pipeline > 1 and options.schedule.chunks > 1
     sizes = options.element, tokens, heads, kv, shape.head_dim
     return Sharing(*sizes, *degrees, way, window, sinks, chunked)
-
-
-def _inner(shape: ModelShape, columns: int) -> int:
-    """Return the features of the MLP, or of the expert that every token meets, on a tensor rank."""
-    if not LAYER_KINDS[shape.model_type].router:
-        return layer_projections(shape)[-1].on(columns).inputs
-    down = shared_projections(shape).get(f"{SHARED_EXPERT}.down_proj")
-    return down.on(columns).inputs if down else 0
 
 
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:

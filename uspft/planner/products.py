@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from uspft.families import FAMILIES, ModelShape, state_layers, state_sizes
 from uspft.families.projections import (
@@ -61,11 +61,6 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
-def full_config(shape: ModelShape) -> dict[str, Any]:
-    """Return a model's config with what transformers takes where it has no such field."""
-    return {**FAMILIES[shape.model_type].defaults, **shape.raw}
-
-
 def layer_projections(shape: ModelShape) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
     MLP or of the experts."""
@@ -78,11 +73,9 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
         ProductShape(hidden, kv_heads, "outputs", dim),
         ProductShape(heads, hidden, "inputs", dim),
     ]
-    met, experts, inner = 1, 1, shape.intermediate_size
-    if named := shape.raw.get("num_experts_per_tok"):
-        met = int(named)
-        experts = int(shape.raw.get("num_local_experts") or shape.raw.get("num_experts") or met)
-        inner = int(shape.raw.get("moe_intermediate_size") or inner)
+    met, experts, inner = shape.met_experts, shape.experts, shape.intermediate_size
+    if FAMILIES[shape.model_type].routed:
+        inner = int(shape.full.get("moe_intermediate_size") or inner)
         found.append(ProductShape(hidden, experts))
     found += [ProductShape(hidden, inner, "outputs", 1, met, experts)] * 2
     return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]
@@ -90,14 +83,22 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
     """Return by name the projections of the expert that every token meets, and the one that gates
-    it; none where a layer has no such expert."""
-    hidden = shape.hidden_size
-    inner = int(full_config(shape).get("shared_expert_intermediate_size") or 0)
-    if not inner:
+    it; none where a layer has no such expert, or more than one."""
+    hidden, inner = shape.hidden_size, shape.shared_features
+    if not (inner and shape.full.get("shared_expert_intermediate_size")):
         return {}
     into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
     named = {f"{SHARED_EXPERT}.gate_proj": into, f"{SHARED_EXPERT}.up_proj": into}
     return {**named, f"{SHARED_EXPERT}.down_proj": out, SHARED_GATE: ProductShape(hidden, 1)}
+
+
+def inner_features(shape: ModelShape, tensor: int) -> int:
+    """Return the features of the MLP, or of the expert that every token meets, on a tensor rank; 0
+    where there is neither."""
+    if not FAMILIES[shape.model_type].routed:
+        return layer_projections(shape)[-1].on(tensor).inputs
+    down = shared_projections(shape).get(f"{SHARED_EXPERT}.down_proj")
+    return down.on(tensor).inputs if down else 0
 
 
 def has_gated_heads(shape: ModelShape) -> bool:
