@@ -13,6 +13,7 @@ from uspft.families.projections import STATE_LAYER, STATE_OWN
 from uspft.planner.layer_kinds import LAYER_KINDS, Norms
 from uspft.planner.products import (
     SHARED_EXPERT,
+    SHARED_EXPERTS,
     ProductShape,
     head_projection,
     layer_projections,
@@ -48,7 +49,7 @@ class Lora:
     def adapts(self, name: str) -> bool:
         """Tell whether a projection of a layer, or of its experts, has an adapter; one whose name
         experts have too is named as a parameter."""
-        if name.startswith((EXPERTS, f"{SHARED_EXPERT}.")):
+        if name.startswith((EXPERTS, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}.")):
             whole = name if name.startswith(EXPERTS) else f"{name}.weight"
             return any(f".{whole}".endswith(f".{one}") for one in self.parameters)
         if name.rpartition(".")[2] not in PROJECTIONS:
