@@ -202,7 +202,7 @@ def export_run(run: Run, step: int) -> Path | None:
             whole = WholeModel(names, read, block, dtype, kind, base)
             with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
                 files = Path(aside) / MODEL_FILES
-                write_model_files(files, run.config, run.job, step)
+                write_model_files(files, run.config, run.job, step, run.model)
                 hf = new / MODEL if asked else None
                 write_exports(whole, files, hf=hf, adapter=new / ADAPTER)
     return publish_exports(output) if run.world.mesh.rank == 0 else None
