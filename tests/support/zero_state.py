@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -13,7 +14,9 @@ from tests.support.runs import small_recipe
 from uspft.config.recipe import Recipe
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
+from uspft.planner import state
 from uspft.planner.memory import Memory, memory_of, options_of
+from uspft.planner.state import LAID_FLAT
 from uspft.prepare.invocation import CONFIGS
 
 ROW = 4  # few tokens: activations are hardly seen
@@ -34,8 +37,8 @@ class Case(NamedTuple):
     reduction: str = "float32"
     dtype: str = "bfloat16"
     trained: dict[str, Any] | None = None
-    gathers: bool = True
-    """Whether it is looked at while weights are gathered, and not in the update alone."""
+    flat: int = int(LAID_FLAT)
+    """The elements of gradients that DeepSpeed lays flat at once."""
 
     def recipe(self, folder: Path) -> dict[str, Any]:
         return small_recipe(
@@ -53,7 +56,8 @@ class Case(NamedTuple):
         recipe, layout = Recipe.model_validate(self.recipe(folder)), Layout(data=2)
         shape = read_shape(recipe.model, CONFIGS)
         assert isinstance(shape, ModelShape)
-        return memory_of(shape, layout, ROW, options=options_of(recipe, layout))
+        with patch.object(state, "LAID_FLAT", self.flat):
+            return memory_of(shape, layout, ROW, options=options_of(recipe, layout))
 
 
 def make_inputs(folder: Path, layers: int) -> None:

@@ -288,6 +288,7 @@ def state_in(
         live=options.live,
         two_buckets=options.two_buckets,
         matrix=shape.hidden_size * shape.intermediate_size,
+        several=several_passes(layout, options),
         optimizer_away=options.offload_optimizer,
         weights_away=options.offload_weights,
     )
@@ -301,6 +302,11 @@ def state_in(
     return state
 
 
+def several_passes(layout: Layout, options: Options) -> bool:
+    """Tell whether a step has more than one forward and backward."""
+    return (options.step_rows or 0) > options.micro_batch * layout.data
+
+
 def unpredicted(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> tuple[str, ...]:
@@ -310,15 +316,8 @@ def unpredicted(
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
-        "adapters of routers": bool(options.lora) and not _of_experts_alone(options.lora),
     }
     return tuple(what for what, here in found.items() if here)
-
-
-def _of_experts_alone(lora: Lora | None) -> bool:
-    """Tell whether what has adapters beside projections are experts' matrices alone."""
-    named = lora.parameters if lora else ()
-    return all(one.rpartition(".")[2] in ("gate_up_proj", "down_proj") for one in named)
 
 
 def _unknown_states(shape: ModelShape, layout: Layout) -> dict[str, bool]:
@@ -444,6 +443,7 @@ def _layers(
                         f"{EXPERTS}{one}" in trained.adapters
                         for one in ("gate_up_proj", "down_proj")
                     ),
+                    adapts_router=kind.router in trained.adapters,
                 ),
                 trained=trained.weights,
                 adapted=trained.adapters,

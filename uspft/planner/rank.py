@@ -31,6 +31,7 @@ from uspft.planner.memory import (
     memory_of_ranks,
     most_of_ranks,
     pass_bytes,
+    several_passes,
     state_in,
     unpredicted,
 )
@@ -407,7 +408,7 @@ class Needs:
             slices=(),
         )
         held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        if (key := (*held, plain)) not in self._states:
+        if (key := (*held, several_passes(layout, options), plain)) not in self._states:
             self._states[key] = state_in(self._model, layout, options)
         return self._states[key]
 

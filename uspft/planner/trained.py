@@ -44,10 +44,10 @@ class Lora:
     """The names of what has one beside these: matrices of experts, and of routers."""
 
     def adapts(self, name: str) -> bool:
-        """Tell whether a projection of a layer, or of its experts, has an adapter."""
-        if name.startswith(EXPERTS):
-            return any(f".{name}".endswith(f".{one}") for one in self.parameters)
-        if name.rpartition(".")[2] not in PROJECTIONS:
+        """Tell whether a projection of a layer, its experts' or its router's, has an adapter."""
+        if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
+            return True
+        if name.startswith(EXPERTS) or name.rpartition(".")[2] not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -176,6 +176,8 @@ class ParameterCounts:
     experts: int = 0
     """Of those of experts that ranks divide, which are counted among the others too."""
     experts_trained: int = 0
+    vectors: bool = False
+    """Whether any of one dimension trains."""
 
     def divided(self, ways: int) -> ParameterCounts:
         """Return what a mesh row holds of it."""
@@ -237,6 +239,7 @@ def counts_of(
     sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
     head *= mine.first or mine.last
+    vectors = any(modules[name].inputs == 1 for one in layers for name in one.weights)
     of_experts = sum(
         modules[name].parameters + beside.get(name, 0) for name in filter(_of_experts, modules)
     )
@@ -248,4 +251,5 @@ def counts_of(
         head,
         len(mine.layers) * of_experts * (experts > 1),
         experts_trained,
+        vectors,
     )
