@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from uspft.planner.activations import LayerBytes, LayerSizes, enter, norm
 from uspft.planner.mesh_memory import all_features
-from uspft.planner.operations import INDEX, WIDE, viewed
+from uspft.planner.operations import INDEX, WIDE, buffered, viewed
 from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 
 
@@ -54,7 +54,7 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = _selected(tape, hidden)
+    rows = buffered(tape, hidden, hidden.size, 0.0, hidden.size)  # those that have a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
@@ -96,19 +96,3 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
 
     rows_train = bool(rows.node)
     return tape.record((rows, table), (0.0,), backward)[0]
-
-
-def _selected(tape: Tape, x: Tensor) -> Tensor:
-    """Return the tokens of x that have a target."""
-    size = x.size
-
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            zeros = tape.new(size)
-            found = tape.new(size)
-            del zeros
-            return [found]
-
-        return run
-
-    return tape.record((x,), (size,), backward)[0]
