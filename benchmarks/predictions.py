@@ -20,9 +20,10 @@ from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
 from uspft.planner.memory import longest_row, memory_of, options_of
+from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import CONFIGS
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, ranking_of, step_of
+from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_way, ranking_of, step_of
 from uspft.prepare.memory import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, make_algorithm
@@ -105,6 +106,13 @@ def algorithms() -> str:
     return markdown([*heads_of, *(f"s a step, {title}" for title in CARDS.values())], rows)
 
 
+def own_layout(found: Examined, hosts: int = 1) -> Ranked:
+    """This says what a step takes and needs under the recipe's own layout and algorithm."""
+    options = options_of(found.recipe, found.layout)
+    hardware = hardware_of(found, hosts)
+    return ranked(step_of(found), own_way(found), hardware, options, own=True)
+
+
 def _steps_of(card: str) -> dict[tuple[str, int, int], float]:
     """Return the predicted seconds of a step of HYBRID by algorithm, Ulysses and ring degree, where
     8 ranks share each row."""
@@ -114,8 +122,7 @@ def _steps_of(card: str) -> dict[tuple[str, int, int], float]:
         for ulysses, ring in degrees:
             words = (name + algorithm, f"parallel_config.ulysses_degree_in_cp={ulysses}")
             found = _examined(HYBRID, card, *words)
-            own = own_layout(found, step_of(found), hardware_of(found, 1))
-            seconds[algorithm, ulysses, ring] = own.time.seconds
+            seconds[algorithm, ulysses, ring] = own_layout(found).seconds
     return seconds
 
 
@@ -155,8 +162,8 @@ def mesh() -> str:
 def _predicted(recipe: str, card: str, *words: str) -> tuple[float, Layout]:
     """Return the predicted seconds of a recipe's step, and its layout."""
     found = _examined(recipe, card, *words)
-    own = own_layout(found, step_of(found), hardware_of(found, 1))
-    return own.time.seconds, own.layout
+    own = own_layout(found)
+    return own.seconds, own.layout
 
 
 def _whole(card: str) -> float:

@@ -14,7 +14,7 @@ from uspft.layout import Layout, layout_of
 from uspft.planner.chunks import chunk_prices
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, options_of, row_memory
-from uspft.planner.rank import Ranked, Ranking, ranked, ranking
+from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
@@ -102,12 +102,6 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
     options = options_of(recipe, found.layout)
     ranks = found.layout.ranks
     return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)
-
-
-def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Ranked:
-    """Return what a step takes and needs under the recipe's own layout and algorithm."""
-    options = options_of(found.recipe, found.layout)
-    return ranked(step, own_way(found), hardware, options, own=True)
 
 
 def chunk_prices_of(found: Examined, hosts: int) -> ChunkPrices | None:

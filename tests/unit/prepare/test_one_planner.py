@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.predictions import own_layout
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError
 from uspft.planner import row_time, step
@@ -22,7 +23,6 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import (
     examine_for_plan,
     hardware_of,
-    own_layout,
     own_way,
     ranking_of,
     step_of,
@@ -278,7 +278,7 @@ def seconds_of(folder: Path, key: str, value: Any) -> float | None:
         found = SMALL.examined(folder, *words)
     except RecipeError:
         return None
-    one = own_layout(found, step_of(found), hardware_of(found, 1))
+    one = own_layout(found)
     assert one.room is not False
     return one.seconds
 
