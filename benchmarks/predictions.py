@@ -106,10 +106,9 @@ def algorithms() -> str:
     return markdown([*heads_of, *(f"s a step, {title}" for title in CARDS.values())], rows)
 
 
-def own_layout(found: Examined, hosts: int = 1) -> Ranked:
-    """This says what a step takes and needs under the recipe's own layout and algorithm."""
-    options = options_of(found.recipe, found.layout)
-    hardware = hardware_of(found, hosts)
+def own_layout(found: Examined) -> Ranked:
+    """This returns what a step takes and needs under the recipe's own layout and algorithm."""
+    options, hardware = options_of(found.recipe, found.layout), hardware_of(found)
     return ranked(step_of(found), own_way(found), hardware, options, own=True)
 
 
@@ -122,7 +121,8 @@ def _steps_of(card: str) -> dict[tuple[str, int, int], float]:
         for ulysses, ring in degrees:
             words = (name + algorithm, f"parallel_config.ulysses_degree_in_cp={ulysses}")
             found = _examined(HYBRID, card, *words)
-            seconds[algorithm, ulysses, ring] = own_layout(found).seconds
+            own = own_layout(found)
+            seconds[algorithm, ulysses, ring] = own.time.seconds
     return seconds
 
 
@@ -163,13 +163,13 @@ def _predicted(recipe: str, card: str, *words: str) -> tuple[float, Layout]:
     """Return the predicted seconds of a recipe's step, and its layout."""
     found = _examined(recipe, card, *words)
     own = own_layout(found)
-    return own.seconds, own.layout
+    return own.time.seconds, own.layout
 
 
 def _whole(card: str) -> float:
     """Return the predicted seconds of the recipe's step where nothing is split but the rows."""
     found = _examined(TENSOR, card)
-    every = ranking_of(found, step_of(found), hardware_of(found, 1)).layouts
+    every = ranking_of(found, step_of(found)).layouts
     return next(one.seconds for one in every if one.layout.data == one.layout.ranks)
 
 

@@ -82,7 +82,7 @@ def predicted(recipe: Path, hardware: Path, hosts: int) -> dict[str, Any]:
     words = [f"launch.hardware={hardware}"]
     found = examine_for_plan(recipe, words, hosts, None)
     with found.placed():
-        time = own_layout(found, hosts).time
+        time = own_layout(found).time
     parts: dict[str, float] = {}
     for part in time.parts:
         parts[part.name] = parts.get(part.name, 0.0) + part.seconds - part.hidden
