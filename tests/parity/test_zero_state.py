@@ -1,36 +1,23 @@
 """What a rank holds at its most in a step, counted in a run's own engine from its first forward to
 the end of its update, beside what is predicted: every stage, the optimizer's state here and on the
-host, in both types, with an adapter and with frozen parameters."""
+host, in both types, with an adapter and with frozen parameters. Stage 3 on the device:
+test_zero3_state.py."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.support.live import Live
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe
-from tests.support.zero_state import BUCKET, LORA, Case, apart, make_inputs
-from uspft.engine.zero import ZeroEngine
+from tests.support.zero_state import BUCKET, LAYERS, LORA, Case, apart, make_inputs
 
 AWAY = {"offload_optimizer": {"device": "cpu"}}
 FROZEN = {"freeze": ["mlp"]}
-LAYERS = {
-    "stage": 3,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_prefetch_bucket_size": 34_000,
-    "stage3_max_reuse_distance": 400_000,
-    "stage3_max_live_parameters": 300_000,
-}
-"""Of a layer's 147,712: as much as DeepSpeed's own bounds are of a layer of 7B."""
 ONE, TWO, THREE = {"stage": 1, **BUCKET}, {"stage": 2, **BUCKET}, {**LAYERS, **BUCKET}
 FEW = {
     "0": Case({"stage": 0}),
@@ -42,8 +29,6 @@ FEW = {
     "2, lora": Case(TWO, trained=LORA),
     "2, wide": Case(TWO, dtype="float32"),
     "2, away": Case({**TWO, **AWAY}),
-    "3": Case(THREE),
-    "3, one bucket, lora": Case(LAYERS, trained=LORA),
     "3, away, wide": Case({**THREE, **AWAY}, dtype="float32"),
 }
 MORE = {
@@ -63,70 +48,8 @@ MORE = {
     "2, wide, lora": Case(TWO, dtype="float32", trained=LORA),
     "2, away, wide": Case({**TWO, **AWAY}, dtype="float32"),
     "2, away, lora": Case({**TWO, **AWAY}, trained=LORA),
-    "3, wide": Case(THREE, dtype="float32"),
-    "3, halves": Case(THREE, "bfloat16"),
-    "3, one bucket, lora, wide": Case(LAYERS, dtype="float32", trained=LORA),
     "3, away": Case({**THREE, **AWAY}),
 }
-
-
-class Live(TorchDispatchMode):
-    """The bytes of all storages that operations have made, and the most of them in a step.
-
-    What a collective of this backend makes for itself is not the program's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {}
-        self._now = 0
-        self.most = 0
-        self._in_step = self._in_collective = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made) if not self._in_collective else ():
-            if isinstance(one, torch.Tensor) and not one.is_meta:
-                self._see(one.untyped_storage())
-        return made
-
-    def _see(self, storage: Any) -> None:
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key in self._sizes or not size:
-            return
-        self._sizes[key] = size
-        self._now += size
-        weakref.finalize(storage, self._gone, key)
-        if self._in_step:
-            self.most = max(self.most, self._now)
-
-    def _gone(self, key: int) -> None:
-        self._now -= self._sizes.pop(key)
-
-    @contextmanager
-    def of_steps(self) -> Iterator[None]:
-        """Look at all that the engine's steps make."""
-        from deepspeed.runtime.comm import coalesced_collectives
-
-        with ExitStack() as stack:
-            stack.enter_context(self._inside(ZeroEngine, "step", "_in_step"))
-            inside = coalesced_collectives, "_torch_reduce_scatter_fn", "_in_collective"
-            stack.enter_context(self._inside(*inside))
-            stack.enter_context(self)
-            yield
-
-    def _inside(self, owner: Any, method: str, flag: str) -> Any:
-        plain = getattr(owner, method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = getattr(self, flag)
-            setattr(self, flag, True)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                setattr(self, flag, before)
-
-        return patch.object(owner, method, call)
 
 
 def work(rank: int, cases: dict[str, Case], folder: Path) -> dict[str, int]:

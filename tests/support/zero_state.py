@@ -22,6 +22,14 @@ from uspft.prepare.invocation import CONFIGS
 ROW = 4  # few tokens: activations are hardly seen
 BUCKET = {"reduce_bucket_size": 160_300}
 """What the gradients of the head and of a layer just fill."""
+LAYERS = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 34_000,
+    "stage3_max_reuse_distance": 400_000,
+    "stage3_max_live_parameters": 300_000,
+}
+"""Of a layer's 147,712: as much as DeepSpeed's own bounds are of a layer of 7B."""
 LORA = {"adapter": {"type": "lora", "rank": 64}}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -148,9 +148,8 @@ FAMILIES: dict[str, Family] = {
         scalings=_LONGROPE,
         projections=FUSED,
         cut=_CUT,
-        why_all_heads="makes queries, keys and values by one matrix",
     ),
-    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT, why_all_heads=_NORMED),
+    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT),
     "smollm3": Family(
         "switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}, cut=_TYPED_CUT
     ),
@@ -208,7 +207,6 @@ FAMILIES: dict[str, Family] = {
         routed=True,
         projections=ROUTED_NORMED_TOGETHER,
         cut=_CUT,
-        why_all_heads=_NORMED,
     ),
     "granitemoe": Family(
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},

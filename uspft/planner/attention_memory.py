@@ -73,7 +73,9 @@ def scattered(
 
     def backward() -> RunBackward:
         def run(grads: GradientStorages) -> GradientStorages:
-            both = tape.new(every), tape.new(every)
+            sends = tape.new(every)
+            received = tape.new(every)
+            del sends
             found: GradientStorages = []
             for has, size in zip(sizes, before, strict=True):
                 if has > size:
@@ -82,7 +84,7 @@ def scattered(
                     del wide
                 else:
                     found.append(tape.new(size))
-            del both
+            del received
             return found
 
         return run

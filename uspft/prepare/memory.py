@@ -48,6 +48,7 @@ def fitting_heads(
     """
     options = options_of(recipe, layout)
     able = bool(hardware.device) and not FAMILIES[shape.model_type].why_all_heads
+    able = able and not _shares_rows(shape, layout.mesh_columns)
     if not able or recipe.parallel_config.on_a_mesh or recipe.memory.recompute == "exchange":
         return "all"
     at_once: int | None = None
@@ -142,8 +143,9 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
     return found
 
 
-def group_findings(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
-    """Return why a model's attention cannot work in groups of heads."""
+def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) -> list[Finding]:
+    """Return why a model's attention cannot work in groups of heads. tensor: over how many ranks
+    its heads are divided."""
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []
@@ -151,11 +153,21 @@ def group_findings(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
         able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)
         what = f"is {asked}, and `{shape.model_type}` {why}"
         return [(key, what, f"write all, or name a model of type {able}")]
+    if _shares_rows(shape, tensor):
+        what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
+        return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]
     per_kv = shape.heads // shape.kv_heads
     if asked <= per_kv:
         return []
     what = f"is {asked}, and {per_kv} query heads of the model share a KV head"
     return [(key, what, f"write {per_kv} or fewer, or all")]
+
+
+def _shares_rows(shape: ModelShape, tensor: int) -> bool:
+    """Return whether ranks hold parts of KV heads, as where these stand in one matrix with others
+    (Phi-3) and are fewer."""
+    fused = "self_attn.qkv_proj" in FAMILIES[shape.model_type].projections
+    return fused and tensor > shape.kv_heads
 
 
 def _gib(byte_count: float) -> str:

@@ -185,6 +185,9 @@ FEW = [
     Case("gpt-oss", "ulysses 4", "groups away", "no mlp", "bfloat16"),
     Case("window", "ring 2", "groups, whole", "last layer", "float32"),
     Case("gemma2", "allgather", "groups, no layer again", "some lora", "bfloat16"),
+    Case("olmo2", "whole", "groups", "all", "bfloat16"),
+    Case("phi3", "ulysses 4", "groups kept", "all", "float32"),
+    Case("many heads", "tensor", "groups", "lora", "bfloat16"),
 ]
 """Every value of each but one layout is among them."""
 FULL_ONLY = {"planned, stages"}
@@ -211,7 +214,7 @@ def legal(traits: tuple[Any, ...]) -> bool:
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
         return False
-    if grouped and case.model in ("olmo2", "states", *FUSED):
+    if grouped and case.model == "states":
         return False
     if "mesh" in case.layout and case.model == "states":
         return False
