@@ -69,6 +69,24 @@ WINDOWS_WALKED = 32
 """So many windows of a rank are walked through one by one, and twice as many."""
 
 
+SHORT = (8, 12)
+"""Ranks of two rings from which longer ones are drawn out: from the first on each further rank adds
+as much, and walks take a time that grows with the third power of the ranks."""
+
+
+def _drawn_out(
+    found: Callable[[int, Window | None], float], ring: int, window: Window | None
+) -> float:
+    """Return the bytes for a token on a ring longer than SHORT. found: tells them of so many ranks,
+    which have as many tokens each."""
+    each = window.row_tokens // ring if window else 0
+    if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
+        window = None
+    seen = (window and window._replace(row_tokens=each * few) for few in SHORT)
+    less, more = (found(few, one) for few, one in zip(SHORT, seen, strict=True))
+    return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
+
+
 @lru_cache(maxsize=256)
 def _shares(ulysses: int, ring: int, window: Window | None) -> list[Share]:
     """Return the share of each ring rank of a row of one document."""
@@ -86,6 +104,8 @@ def backward_bytes(
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
+    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
+        return _drawn_out(lambda n, w: backward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
         if way.stages is None or ring == 1:
@@ -105,6 +125,8 @@ def forward_bytes(
     fullest rank: those at hand and those that follow, or all that an exchange posts."""
     if way.stages is None or ring == 1:
         return 2 * token.pair if ring > 1 else 0.0
+    if ring > SHORT[1] and way.stages < SHORT[0]:
+        return _drawn_out(lambda n, w: forward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
         under_way = _arriving(tape, _exchange_of(share, way, window), token)

@@ -210,7 +210,7 @@ def memory_of(
     if layout.pipeline > 1:
         return most_of_ranks(memory_of_ranks(shape, layout, row_tokens, options=options))
     state = state_in(shape, layout, options)
-    device, waits = activations_in(shape, layout, row_tokens, options)
+    device, waits = activations_in(*pass_bytes(shape, layout, row_tokens, options))
     return Memory(
         state.beside(device),
         int(sum(state.host.values()) + waits),
@@ -335,14 +335,9 @@ def _mixed(shape: ModelShape) -> bool:
     return bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1
 
 
-def activations_in(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
-) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those that wait on the host.
-
-    Neither the replicas nor ZeRO's stage change them.
-    """
-    one, batch = pass_bytes(shape, layout, row_tokens, options)
+def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], float]:
+    """Return the bytes of activations by part at their peak, and those that wait on the host. one,
+    batch: what one micro-batch takes, and its batch, where all layers are one stage."""
     own = one.routers
     waiting = ((each.held if one.offloads else each.kept) + own for each in one.layers)
     below = [*accumulate(waiting, initial=one.embedded)]
