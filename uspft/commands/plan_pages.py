@@ -161,8 +161,8 @@ def as_data(
     machine: str,
     longest: int | None = None,
 ) -> dict[str, Any]:
-    """Return the same for programs. longest: of how many layouts the longest row is worked out,
-    beside the recipe's own; None: of all."""
+    """Return the order of layouts as JSON has it, for programs. longest: of how many layouts the
+    longest row is worked out, beside the recipe's own; None: of all."""
     first = order.layouts[0]
     layouts = []
     for place, one in enumerate(every):

@@ -1,4 +1,5 @@
-"""What `inspect` shows, as values: rows in words, who holds what of them, and lengths in counts."""
+"""What `inspect` shows, as values: the first rows, which ranks hold what of them, and a histogram
+of the samples' lengths."""
 
 from __future__ import annotations
 

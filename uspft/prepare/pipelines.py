@@ -1,4 +1,4 @@
-"""The stages of a recipe: which layers each has, and what speaks against them."""
+"""The pipeline stages of a recipe: which layers each has, and why it may not have them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
 
 
 def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return what speaks against a recipe's stages and its number of micro-batches."""
+    """Return findings against a recipe's pipeline stages and its number of micro-batches."""
     findings: list[Finding] = []
     parallel, training = recipe.parallel_config, recipe.training
     asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
@@ -158,7 +158,7 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
 
 
 def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return what speaks against the chunks in which a recipe's rows go through stages."""
+    """Return findings against the chunks in which a recipe's rows go through the stages."""
     parallel, row = recipe.parallel_config, recipe.data.sequence_length
     chunks = parallel.seq_split_num
     findings: list[Finding] = []

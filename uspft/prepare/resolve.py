@@ -24,12 +24,12 @@ from uspft.config.algorithms import (
     every_option,
     row_of,
 )
-from uspft.config.degrees import PLANNED, Strategy
+from uspft.config.degrees import Strategy
 from uspft.config.strategies import degrees_of, strategies_of, under
 from uspft.config.types import Open
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
+from uspft.planner.auto import RECOMPUTE
 from uspft.planner.mesh_tuner import Tuning, tune
 from uspft.prepare.known import Known, Weighed
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
@@ -47,7 +47,8 @@ def resolve(recipe: Recipe, known: Known) -> Recipe:
 
 
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
-    """Return the same, and what the planner decided of it; None where it was not asked."""
+    """Return the resolved recipe, and the planner's decision; None where the planner was not
+    asked."""
     for settle in FIRST.values():
         recipe = settle(recipe, known)
     decision, again = decided(recipe, known), recipe.memory.recompute
@@ -56,7 +57,7 @@ def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
         recipe = with_values(with_layouts(recipe, known.weighed), {RECOMPUTE: again})
         of_layouts = decided(recipe, known)
         recipe = with_values(recipe, of_layouts.values if of_layouts else {})
-    for settle in SETTLED.values():
+    for settle in dict.fromkeys(SETTLED.values()):  # one of them may settle several keys
         recipe = settle(recipe, known)
     return with_vocabulary(recipe, known.shape), decision
 
@@ -272,11 +273,6 @@ FIRST: Mapping[str, Settle] = {
     "data.format": _format,
 }
 """The function that settles each key that the planner reads."""
-CHOSEN = (
-    *(f"parallel_config.{key}" for key in (*PLANNED, "tensor_mesh", "tensor_slices")),
-    *(STAGE, ROWS, RECOMPUTE),
-)
-"""The keys that the planner chooses, together (prepare/left_open.py)."""
 SETTLED: Mapping[str, Settle] = {
     "parallel_config.tensor_slices": _slices,
     "parallel_config.context_parallel_algo": _algorithm,
@@ -322,8 +318,8 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
 
 
 def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:
-    """Return what a recipe says of a layout whose matrices are split in Megatron's way, and tokens
-    between them."""
+    """Return the keys of `parallel_config` for a layout whose matrices are split in Megatron's way,
+    with its tokens split between them."""
     shared = layout.context > 1
     return {
         "model_parallel": layout.tensor,

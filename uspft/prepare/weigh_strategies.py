@@ -36,7 +36,7 @@ LOOKED_AT = 16_384
 
 
 def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
-    """Return the tokens of the samples that a recipe trains on, or of LOOKED_AT of them.
+    """Return the lengths in tokens of the samples that a recipe trains on, or of LOOKED_AT of them.
 
     A sample that `overlong: split` cuts counts as its documents, and sources count by their weight.
     """
@@ -47,8 +47,9 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
 
 
 def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
-    """Return the same of data that a command has tokenised before; None where none has, or where
-    that cannot be told without a network. Nothing is written. Raises DataError.
+    """Return the lengths of a recipe's samples from the cache; None where the data was not
+    tokenised before, or where that cannot be told without a network. Nothing is written. Raises
+    DataError.
     """
     recipe = found.here
     with tokenizer_here(recipe) as tokenizer:
@@ -60,10 +61,11 @@ def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
 
 
 def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -> Examined:
-    """Return the examination of a recipe with strategies before its run, with what they take; the
-    same one where no lengths are known.
+    """Return the examination of a recipe with strategies with their predicted time added, by the
+    lengths that are known before a run; unchanged where none are.
 
-    looked_at: tokens of the first records. Raises as `weighing` does, and DataError.
+    looked_at: tokens of the first records, for data that was not tokenised before. Raises as
+    `weighing` does, and DataError.
     """
     if lengths := lengths_here(found, place):
         return weighing(found, lengths)

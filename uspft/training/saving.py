@@ -1,4 +1,5 @@
-"""The checkpoints of a run: what is written beside the weights, and what a failing disk means."""
+"""The saves of a run: when each is written, what is deleted after it, and how a full disk is
+told."""
 
 from __future__ import annotations
 

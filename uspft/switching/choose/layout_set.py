@@ -42,7 +42,7 @@ class LayoutSet:
         return tuple(one.length for one in self.buckets)
 
     def memory(self, bucket: PricedLayout) -> float:
-        """Return the bytes that a rank has for the rows of a bucket at once."""
+        """Return the bytes that a rank has free for the activations of a bucket's rows."""
         setting, tensor = self.setting, bucket.layout.mesh_columns
         model, options = setting.step.model, setting.options
         if self.moves:
@@ -95,7 +95,8 @@ class LayoutSet:
         return len(degrees if self.moves else layouts) > 1
 
     def least_seconds(self, drawn: DrawnSteps) -> float:
-        """Return the seconds of the first step if its rows' work were spread evenly."""
+        """Return a lower bound of the first step's seconds: its rows' work, spread evenly over
+        ranks."""
         works = self._works(drawn.rows(0, self.bounds), min(one.beside for one in self.buckets))
         even = sum(work.seconds * self.buckets[work.bucket].group_ranks for work in works)
         longest = max((work.seconds for work in works), default=0.0)
@@ -108,7 +109,8 @@ class LayoutSet:
 
     @cached_property
     def once_seconds(self) -> float:
-        """Seconds of what a step does once: the sum of gradients, the update, and the switches."""
+        """The seconds of what happens once in a step: gradient reduction, the update, and the
+        switches."""
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
             return sum(part.seconds for part in zero_once(step, self.stored, hardware))
@@ -146,7 +148,8 @@ class LayoutSet:
         return GRADIENT_BYTES * step.trained * (stored - _parameters(step, most))
 
     def _works(self, rows: Sequence[PackedRow], pass_seconds: float) -> list[RowWork]:
-        """Return the rows' work; what a bucket's pass takes beyond `pass_seconds` goes with it."""
+        """Return the work of each row. Where a pass of its bucket takes more than `pass_seconds`,
+        the rest is part of the row's work."""
         found = []
         for row in rows:
             one = self.buckets[row.bucket]

@@ -19,7 +19,7 @@ from uspft.switching.choose.drawn_steps import pairs_of
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is given: its model and batch, the cluster, and the memory of a rank."""
+    """What is fixed before layouts are chosen: model, batch, cluster, and the memory of a rank."""
 
     step: StepShape
     hardware: Hardware
@@ -37,7 +37,8 @@ class Setting:
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks run as many passes, since each is a collective of all of them."""
+        """Whether all ranks run the same number of passes, since each has a collective of all of
+        them."""
         return self.step.stage > 1
 
 
@@ -155,7 +156,8 @@ def _pairs(row: Segments) -> int:
 
 
 def best_of_degrees(found: Sequence[PricedLayout]) -> list[PricedLayout]:
-    """Return the layout of least work of each tensor and context degree, the least work first."""
+    """Return for each pair of tensor and context degree the layout of least work, least work
+    first."""
     best: dict[tuple[int, int], PricedLayout] = {}
     for one in sorted(found, key=lambda one: one.work):
         best.setdefault((one.layout.tensor, one.layout.context), one)
