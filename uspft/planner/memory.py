@@ -20,12 +20,11 @@ from uspft.planner.attention_work import DrawnRows
 from uspft.planner.chunks import chunk_keys, cut_by_flops
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
-from uspft.planner.head_memory import HeadSizes, head_bytes
+from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
-from uspft.planner.router_memory import balance_bytes, router_bytes
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
+from operator import attrgetter
 from typing import overload
 
 from uspft.config.algorithms import WHOLE
@@ -106,6 +107,16 @@ class Ranked:
         if self.card is None or self.needs.unpredicted(self.layout, self.options):
             return None
         return not self.hopeless and fits(self.memory, self.card)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a card has what a rank needs, as far as that is known."""
+        return self.room is not False
+
+    @property
+    def place(self) -> tuple[bool, Place]:
+        """Where it stands among others: those that fit first, then by their seconds."""
+        return not self.fits, _by_seconds(self)
 
     @cached_property
     def hopeless(self) -> bool:
@@ -248,7 +259,7 @@ def ranking(
     if dealt or any(way.layout.pipeline > 1 for way in listed):
         given = step if dealt else search
         first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]
-        order = chain(sorted(first, key=_order), order)
+        order = chain(sorted(first, key=attrgetter("place")), order)
         marked = [one for one in first if one.own] or marked
     names = {way.name for way in listed}
     return Ranking(_Listed(order, len(names)), next(iter(marked), None), found.left_out)
@@ -265,7 +276,7 @@ def _in_order(every: Sequence[Ranked]) -> Iterator[Ranked]:
         if not one.hopeless:
             hopeful.append(number)
     for one in _by_price(every, hopeful):
-        if one.name not in seen and one.room is not False:
+        if one.name not in seen and one.fits:
             seen.add(one.name)
             yield one
     # What needs least of a layout may be slower than its first: it is looked for when that comes.
@@ -315,10 +326,6 @@ def _least(one: Ranked) -> Place:
 def _by_seconds(one: Ranked) -> Place:
     """Of equals the first is one that sends no key that nobody needs."""
     return round(one.seconds, 9), True, not one.way.row.automatic
-
-
-def _order(one: Ranked) -> tuple[bool, Place]:
-    return one.room is False, _by_seconds(one)
 
 
 class _Listed(Sequence[Ranked]):
