@@ -9,7 +9,7 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
-from uspft.checkpoint.weights_of import WeightsOf, weights_of
+from uspft.checkpoint.weights_of import WeightsOf, carry_corrections, weights_of
 from uspft.comm import said_by_all
 from uspft.data.rows.loader import EvalSet, RowLoader, evaluation_sets
 from uspft.data.rows.orders import Orders
@@ -106,6 +106,7 @@ def assemble(
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
+    carry_corrections(recipe.model, model)
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
     recompute, offload = save_memory(model, recipe.memory, stages)

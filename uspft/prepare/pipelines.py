@@ -53,7 +53,7 @@ def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stage
     rows: the run's first; none where they are not known, and stand as one document each.
     """
     parallel, again = recipe.parallel_config, recipe.memory.gradient_checkpointing is True
-    whole = replace(shape, raw={**FAMILIES[shape.model_type].defaults, **shape.raw})
+    whole = replace(shape, raw=shape.full)
     seen = DrawnRows(tuple(rows)) if rows else DrawnRows.whole(recipe.data.sequence_length)
     ranks, schedule = parallel.pipeline_stage, Schedule(virtual=parallel.pp_interleave_num)
     return stages_of(whole, layer_windows(whole), seen, ranks, schedule, again=again)

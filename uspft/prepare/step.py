@@ -8,7 +8,7 @@ from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import ModelShape
 from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of
@@ -19,7 +19,7 @@ from uspft.sequence import forwards_of
 def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
     """Return the recipe's step, with rows of one document each."""
     # What the file leaves out is as transformers has it, such as how many experts a token meets.
-    whole = replace(model, raw={**FAMILIES[model.model_type].defaults, **model.raw})
+    whole = replace(model, raw=model.full)
     counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
     return StepShape(
         whole,

@@ -64,10 +64,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {**MANY, "num_hidden_layers": 4, "pad_token_id": None}),
     "mixtral": ("Mixtral", {**EXPERTS, "sliding_window": None, "output_router_logits": True}),
     "qwen3 moe": ("Qwen3Moe", {**EXPERTS, **MANY, "num_experts": 8, "moe_intermediate_size": 320}),
+    "minimax": ("MiniMaxM2", {**EXPERTS, **MANY, "rotary_dim": 8}),
     "gpt-oss": ("GptOss", {**EXPERTS, **MANY, "sliding_window": 512}),
     "states": ("Qwen3_5Text", {**STATES, "layer_types": ["linear_attention", "full_attention"]}),
 }
-GATED, FUSED = ("mixtral", "qwen3 moe"), ("phi3",)
+GATED, FUSED = ("mixtral", "qwen3 moe", "minimax"), ("phi3",)
 ROUTED = (*GATED, "gpt-oss")
 
 
@@ -165,6 +166,7 @@ FEW = [
     Case("mixtral", "ring 2", "none", "lora", "bfloat16"),
     Case("qwen3 moe", "hybrid", "offload", "all", "bfloat16"),
     Case("gpt-oss", "allgather", "nothing", "no mlp", "bfloat16"),
+    Case("minimax", "experts 4", "none, tiles", "all", "bfloat16"),
     Case("mixtral", "experts 2", "offload", "lora", "bfloat16"),
     Case("qwen3 moe", "experts 4", "attention, tiles", "all", "bfloat16"),
     Case("gpt-oss", "experts 2", "nothing", "all", "bfloat16"),

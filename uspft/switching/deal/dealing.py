@@ -179,7 +179,7 @@ class SwitchingLoader(RowLoader):
         found = next(plan.rows[index] for plan in list(self._plans.values()) if index in plan.rows)
         bucket, samples = found
         with self._reading:
-            return self.stream.together(samples, self._strategies.row_lengths[bucket])
+            return self.stream.row_of(samples, self._strategies.row_lengths[bucket])
 
     def sizes(self, step: int) -> list[Size]:
         """Return how many rows and tokens a step has under each strategy."""
