@@ -104,6 +104,8 @@ def backward_bytes(
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
+    if window is None and ulysses > 1:  # whose members have the same share of fewer tokens
+        return backward_bytes(1, ring, token, way, None)
     if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
         return _drawn_out(lambda n, w: backward_bytes(ulysses, n, token, way, w), ring, window)
 
@@ -125,6 +127,8 @@ def forward_bytes(
     fullest rank: those at hand and those that follow, or all that an exchange posts."""
     if way.stages is None or ring == 1:
         return 2 * token.pair if ring > 1 else 0.0
+    if window is None and ulysses > 1:
+        return forward_bytes(1, ring, token, way, None)
     if ring > SHORT[1] and way.stages < SHORT[0]:
         return _drawn_out(lambda n, w: forward_bytes(ulysses, n, token, way, w), ring, window)
 
