@@ -55,9 +55,10 @@ def test_a_long_ring_is_drawn_out_from_short_ones(
     way: KeyTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one of 16 ranks that is walked through; shorter ones would not tell what it has."""
-    for window in (None, Window(9, 16 * 96, everywhere=True)):
+    own = in_flight.SHORT
+    for window in (None, Window(1024, 16 * 2048, everywhere=True)):
         found = []
-        for short in (in_flight.SHORT, (16, 20), (2, 4)):
+        for short in (own, (16, 20), (2, 4)):
             monkeypatch.setattr(in_flight, "SHORT", short)
             for each in (backward_bytes, forward_bytes):
                 each.cache_clear()
