@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO, CONTEXT, row_of
 from uspft.config.pipeline_rules import as_list
+from uspft.config.strategies import strategies_of
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES
 from uspft.pipeline.schedules import Schedule, forward_and_backward
@@ -61,18 +62,20 @@ def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stage
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
     """Return the recipe with everything settled of its stages that can be, and the number of its
-    micro-batches: 1 where there are no stages, as MindSpore Transformers says."""
-    parallel = recipe.parallel_config
-    several, virtual = parallel.pipeline_stage > 1, parallel.pp_interleave_num > 1
+    micro-batches: 1 where there are no stages, as MindSpore Transformers says. Strategies have
+    stages each for itself, and what a step's samples make of micro-batches."""
+    parallel, listed = recipe.parallel_config, strategies_of(recipe)
+    several = any(one.pipeline_stage > 1 for one in listed or (parallel,))
+    virtual = parallel.pp_interleave_num > 1
     settled: dict[str, Any] = {}
-    if parallel.micro_batch_num == AUTO:
+    if parallel.micro_batch_num == AUTO and not (listed and several):
         settled["micro_batch_num"] = micro_batches(recipe, layout) if several else 1
     if parallel.pipeline_scheduler == AUTO or not several:
         order = "seqpipe" if parallel.seq_split_num > 1 else "1f1b"
         settled["pipeline_scheduler"] = order if several else None
     if parallel.pipeline_interleave == AUTO or not several:
         settled["pipeline_interleave"] = virtual if several else None
-    if several and known.shape:
+    if several and known.shape and not listed:
         found = stages_said(recipe, known.shape) or _dealt(recipe, known.shape, known.rows)
         if isinstance(found, Stages):
             dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
@@ -91,7 +94,7 @@ def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known)
     person; None where it has one stage, or the model's layers are not known. asked: as the user
     wrote it."""
     parallel = recipe.parallel_config
-    if layout.pipeline == 1 or parallel.layers_per_stage is None:
+    if layout.pipeline == 1 or parallel.layers_per_stage is None or strategies_of(recipe):
         return None
     order, virtual = parallel.pipeline_scheduler, parallel.pp_interleave_num
     assert order and order != "auto"  # the recipe is resolved

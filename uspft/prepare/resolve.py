@@ -25,7 +25,7 @@ from uspft.config.algorithms import (
     row_of,
 )
 from uspft.config.degrees import Strategy
-from uspft.config.strategies import degrees_of, strategies_of, under
+from uspft.config.strategies import degrees_of, strategies_of, under, weights_move
 from uspft.config.types import Open
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
@@ -87,10 +87,19 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         alone = with_values(alone, decision.values if decision else {})
         for key in keys:
             alone = SETTLED[f"parallel_config.{key}"](alone, here)
-        found.append(strategy.model_copy(update=degrees_of(alone.parallel_config)))
+        degrees = degrees_of(alone.parallel_config)
+        if strategy.pipeline_stage > 1:  # a step's samples decide
+            degrees["micro_batch_num"] = AUTO
+        found.append(strategy.model_copy(update=degrees))
+    # Of as many stages all have the layers that one states, or that the longest rows deal out.
+    said = {one.pipeline_stage: one.layers_per_stage for one in every if one.layers_per_stage}
+    layers = {one.pipeline_stage: one.layers_per_stage for one in found} | said
+    found = [
+        one.model_copy(update={"layers_per_stage": layers[one.pipeline_stage]}) for one in found
+    ]
     update = {**degrees_of(found[-1]), "strategies": tuple(found)}
     if parallel.switching in (AUTO, None):
-        update["switching"] = "in_place"
+        update["switching"] = "move" if weights_move(parallel) else "in_place"
     return _with(recipe, "parallel_config", **update)
 
 

@@ -40,7 +40,11 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
 
 def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
     """Return what a step's shape has of how a layout splits matrices, and tokens between them."""
-    return {"use_seq_parallel": parallel.use_seq_parallel, "slices": slices_of(parallel)}
+    return {
+        "use_seq_parallel": parallel.use_seq_parallel,
+        "slices": slices_of(parallel),
+        "copies": parallel.fine_grain_interleave,
+    }
 
 
 def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:

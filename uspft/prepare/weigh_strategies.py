@@ -14,6 +14,7 @@ from uspft.data import first_look, prepared, training_rows
 from uspft.launcher import Meeting, host_memory
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.memory import options_of
+from uspft.planner.stages import schedule_of
 from uspft.prepare.data import cache_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
@@ -150,9 +151,11 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
     for alone, layout in found.each_layout:
         parallel, length = alone.parallel_config, alone.data.sequence_length
         shape = replace(setting.step, **matrices_of(parallel))
+        options = replace(setting.options, schedule=schedule_of(parallel))
         row = row_of(parallel.context_parallel_algo, layout.context)
         way = row, layout, of_recipe(alone, layout)
-        buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))
+        here = replace(setting, step=shape, options=options)
+        buckets.append(priced(here, way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     stored = min(one.layout.tensor for one in buckets)
     return beside_static(LayoutSet(setting, tuple(buckets), stored, moves), drawn)

@@ -164,7 +164,7 @@ def _kinds(
         fitting = {}
         for length, found in options.items():
             alone = (LayoutSet(setting, (one,), degree, moves) for one in found)
-            fitting[length] = [mix.buckets[0] for mix in alone if mix.fits and mix.holds]
+            fitting[length] = [mix.buckets[0] for mix in alone if mix.holds and mix.fits]
         same = alike and not moves
         mixes = _mixes(setting, fitting, degree, moves)
         yield [mix for mix in mixes if mix.fits and (same or mix.switches)]
