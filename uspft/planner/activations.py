@@ -519,8 +519,9 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
         hidden.clear()
         kept, forward = tape.live - out.size, tape.most
         if sizes.element < WIDE and sizes.kind.norms.before_attention:
-            # transformers holds what the first layer takes, which nothing else keeps.
-            forward += size * (1 + sizes.kind.scaled)
+            # transformers holds what the first layer takes, which only tiles and groups keep.
+            tiled = sizes.tile is not None and sizes.tile < sizes.between
+            forward += size * ((not tiled and not sizes.in_halves) + sizes.kind.scaled)
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))

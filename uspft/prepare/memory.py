@@ -54,8 +54,8 @@ def fitting_heads(
     at_once: int | None = None
     for at_once in (None, *range(shape.heads // shape.kv_heads, 0, -1)):
         groups = replace(options, at_once=at_once)
-        need = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
-        if need.unpredicted or fits(need, hardware.memory.bytes):
+        predicted = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
+        if predicted.unpredicted or fits(predicted, hardware.memory.bytes):
             break
     return at_once or "all"
 
@@ -76,22 +76,22 @@ def memory_sentence(
     attention in smaller groups of heads.
     """
     options = options_of(recipe, layout)
-    need = memory_of(shape, layout, recipe.data.sequence_length, options=options)
-    if need.unpredicted:
+    predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
+    if predicted.unpredicted:
         return None
     parts = (
-        f"activations {_gib(need.activation_bytes)}, "
-        f"weights, gradients and optimizer {_gib(need.state_bytes)}"
+        f"activations {_gib(predicted.activation_bytes)}, "
+        f"weights, gradients and optimizer {_gib(predicted.state_bytes)}"
     )
-    if need.host_bytes:
-        parts += f"; on the host {_gib(need.host_bytes)}"
+    if predicted.host_bytes:
+        parts += f"; on the host {_gib(predicted.host_bytes)}"
     if FAMILIES[shape.model_type].states and hardware.device:
         parts += "; states with fla's kernels, without which they take more"
     if not hardware.device:
-        return f"about {_gib(need.peak_bytes)} GiB a rank ({parts})"
+        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes
-    lacking = "" if fits(need, card) else ", which is too much"
-    said = [f"about {_gib(need.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
+    lacking = "" if fits(predicted, card) else ", which is too much"
+    said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
     if free and options.checkpointing:
         options = replace(options, recompute=RECOMPUTES[-1])
     if grouped and not FAMILIES[shape.model_type].why_all_heads:
@@ -109,10 +109,10 @@ def memory_sentence(
 def memory_unknown(recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware) -> str:
     """Return why the formula does not know what a rank needs, and what is known all the same."""
     options, row = options_of(recipe, layout), recipe.data.sequence_length
-    need = memory_of(shape, layout, row, options=options)
-    why = f"nothing predicts it with {' or with '.join(need.unpredicted)}"
+    predicted = memory_of(shape, layout, row, options=options)
+    why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
     of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
-    return f"{why}; weights alone take {as_size(need.weight_bytes)}{of_card}"
+    return f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
 
 
 def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:

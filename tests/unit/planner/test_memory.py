@@ -65,10 +65,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {**MANY, "num_hidden_layers": 4, "pad_token_id": None}),
     "mixtral": ("Mixtral", {**EXPERTS, "sliding_window": None, "output_router_logits": True}),
     "qwen3 moe": ("Qwen3Moe", {**EXPERTS, **MANY, "num_experts": 8, "moe_intermediate_size": 320}),
+    "minimax": ("MiniMaxM2", {**EXPERTS, **MANY, "rotary_dim": 8}),
     "gpt-oss": ("GptOss", {**EXPERTS, **MANY, "sliding_window": 512}),
     "states": ("Qwen3_5Text", {**STATES, "layer_types": ["linear_attention", "full_attention"]}),
 }
-ROUTED, FUSED = ("mixtral", "qwen3 moe", "gpt-oss"), ("phi3",)
+ROUTED, FUSED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss"), ("phi3",)
 
 
 def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
@@ -163,6 +164,7 @@ FEW = [
     Case("mixtral", "ring 2", "none", "lora", "bfloat16"),
     Case("qwen3 moe", "hybrid", "offload", "all", "bfloat16"),
     Case("gpt-oss", "allgather", "nothing", "no mlp", "bfloat16"),
+    Case("minimax", "experts 4", "none, tiles", "all", "bfloat16"),
     Case("mixtral", "experts 2", "offload", "lora", "bfloat16"),
     Case("qwen3 moe", "experts 4", "attention, tiles", "all", "bfloat16"),
     Case("gpt-oss", "experts 2", "nothing", "all", "bfloat16"),
