@@ -34,6 +34,12 @@ class KeyTransfer(NamedTuple):
     trimmed: bool = True
     """Whether needed keys alone come."""
 
+    @property
+    def fetches(self) -> int:
+        """How often keys travel, as the order of tokens is made for it: where needed keys alone
+        come, once more in the backward."""
+        return 2 if self.stages is not None and self.trimmed else 1
+
 
 RING = KeyTransfer(None)
 
@@ -88,11 +94,12 @@ def _drawn_out(
 
 
 @lru_cache(maxsize=256)
-def _shares(ulysses: int, ring: int, window: Window | None) -> list[Share]:
-    """Return the share of each ring rank of a row of one document."""
+def _shares(ulysses: int, ring: int, window: Window | None, fetches: int) -> list[Share]:
+    """Return the share of each ring rank of a row of one document. fetches: as of a transfer."""
     tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
     row, seen = Segments.single(tokens), window.keys if window else None
-    order = balanced(row, ulysses, ring, window=seen if window and window.everywhere else None)
+    everywhere = seen if window and window.everywhere else None
+    order = balanced(row, ulysses, ring, fetches=fetches, window=everywhere)
     return everyones(row, order, ulysses, seen)
 
 
@@ -116,7 +123,7 @@ def backward_bytes(
             _exchange(tape, share, _exchange_of(share, way, window), token)
         return tape.most
 
-    return _of_a_token(ulysses, ring, window, walk)
+    return _of_a_token(ulysses, ring, window, way.fetches, walk)
 
 
 @lru_cache(maxsize=256)
@@ -138,11 +145,15 @@ def forward_bytes(
         under_way.clear()
         return found
 
-    return _of_a_token(ulysses, ring, window, walk)
+    return _of_a_token(ulysses, ring, window, way.fetches, walk)
 
 
 def _of_a_token(
-    ulysses: int, ring: int, window: Window | None, walk: Callable[[Tape, Share], float]
+    ulysses: int,
+    ring: int,
+    window: Window | None,
+    fetches: int,
+    walk: Callable[[Tape, Share], float],
 ) -> float:
     """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
 
@@ -152,20 +163,18 @@ def _of_a_token(
     unit = 2 * ring * ulysses
     short = -(-WINDOWS_WALKED * window.keys * ring // unit) * unit if window else 0
     if window is None or window.row_tokens <= 2 * short:
-        most, tokens = _most(ulysses, ring, window, walk)
+        most, tokens = _most(_shares(ulysses, ring, window, fetches), walk)
         return most / tokens
     (less, few), (more, many) = (
-        _most(ulysses, ring, window._replace(row_tokens=row), walk) for row in (short, 2 * short)
+        _most(_shares(ulysses, ring, window._replace(row_tokens=row), fetches), walk)
+        for row in (short, 2 * short)
     )
     here = window.row_tokens / ring
     return (more + (more - less) / (many - few) * (here - many)) / here
 
 
-def _most(
-    ulysses: int, ring: int, window: Window | None, walk: Callable[[Tape, Share], float]
-) -> tuple[float, int]:
+def _most(shares: Sequence[Share], walk: Callable[[Tape, Share], float]) -> tuple[float, int]:
     """Return the most that a walk finds on any ring rank, and the tokens of the one with fewest."""
-    shares = _shares(ulysses, ring, window)
     found = [walk(Tape(), share) for share in shares]
     return max(found), min(share.holdings[share.ring_index].tokens for share in shares)
 
