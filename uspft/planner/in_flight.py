@@ -34,6 +34,12 @@ class KeyTransfer(NamedTuple):
     trimmed: bool = True
     """Whether needed keys alone come."""
 
+    @property
+    def fetches(self) -> int:
+        """How often keys travel, as the order of tokens is made for it: where needed keys alone
+        come, once more in the backward."""
+        return 2 if self.stages is not None and self.trimmed else 1
+
 
 RING = KeyTransfer(None)
 
@@ -69,12 +75,31 @@ WINDOWS_WALKED = 32
 """So many windows of a rank are walked through one by one, and twice as many."""
 
 
+SHORT = (8, 12)
+"""Ranks of two rings from which longer ones are drawn out: from the first on each further rank adds
+as much, and walks take a time that grows with the third power of the ranks."""
+
+
+def _drawn_out(
+    found: Callable[[int, Window | None], float], ring: int, window: Window | None
+) -> float:
+    """Return the bytes for a token on a ring longer than SHORT. found: tells them of so many ranks,
+    which have as many tokens each."""
+    each = window.row_tokens // ring if window else 0
+    if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
+        window = None
+    seen = (window and window._replace(row_tokens=each * few) for few in SHORT)
+    less, more = (found(few, one) for few, one in zip(SHORT, seen, strict=True))
+    return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
+
+
 @lru_cache(maxsize=256)
-def _shares(ulysses: int, ring: int, window: Window | None) -> list[Share]:
-    """Return the share of each ring rank of a row of one document."""
+def _shares(ulysses: int, ring: int, window: Window | None, fetches: int) -> list[Share]:
+    """Return the share of each ring rank of a row of one document. fetches: as of a transfer."""
     tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
     row, seen = Segments.single(tokens), window.keys if window else None
-    order = balanced(row, ulysses, ring, window=seen if window and window.everywhere else None)
+    everywhere = seen if window and window.everywhere else None
+    order = balanced(row, ulysses, ring, fetches=fetches, window=everywhere)
     return everyones(row, order, ulysses, seen)
 
 
@@ -86,6 +111,10 @@ def backward_bytes(
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
+    if window is None and ulysses > 1:  # whose members have the same share of fewer tokens
+        return backward_bytes(1, ring, token, way, None)
+    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
+        return _drawn_out(lambda n, w: backward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
         if way.stages is None or ring == 1:
@@ -94,7 +123,7 @@ def backward_bytes(
             _exchange(tape, share, _exchange_of(share, way, window), token)
         return tape.most
 
-    return _of_a_token(ulysses, ring, window, walk)
+    return _of_a_token(ulysses, ring, window, way.fetches, walk)
 
 
 @lru_cache(maxsize=256)
@@ -105,6 +134,10 @@ def forward_bytes(
     fullest rank: those at hand and those that follow, or all that an exchange posts."""
     if way.stages is None or ring == 1:
         return 2 * token.pair if ring > 1 else 0.0
+    if window is None and ulysses > 1:
+        return forward_bytes(1, ring, token, way, None)
+    if ring > SHORT[1] and way.stages < SHORT[0]:
+        return _drawn_out(lambda n, w: forward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
         under_way = _arriving(tape, _exchange_of(share, way, window), token)
@@ -112,11 +145,15 @@ def forward_bytes(
         under_way.clear()
         return found
 
-    return _of_a_token(ulysses, ring, window, walk)
+    return _of_a_token(ulysses, ring, window, way.fetches, walk)
 
 
 def _of_a_token(
-    ulysses: int, ring: int, window: Window | None, walk: Callable[[Tape, Share], float]
+    ulysses: int,
+    ring: int,
+    window: Window | None,
+    fetches: int,
+    walk: Callable[[Tape, Share], float],
 ) -> float:
     """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
 
@@ -126,20 +163,18 @@ def _of_a_token(
     unit = 2 * ring * ulysses
     short = -(-WINDOWS_WALKED * window.keys * ring // unit) * unit if window else 0
     if window is None or window.row_tokens <= 2 * short:
-        most, tokens = _most(ulysses, ring, window, walk)
+        most, tokens = _most(_shares(ulysses, ring, window, fetches), walk)
         return most / tokens
     (less, few), (more, many) = (
-        _most(ulysses, ring, window._replace(row_tokens=row), walk) for row in (short, 2 * short)
+        _most(_shares(ulysses, ring, window._replace(row_tokens=row), fetches), walk)
+        for row in (short, 2 * short)
     )
     here = window.row_tokens / ring
     return (more + (more - less) / (many - few) * (here - many)) / here
 
 
-def _most(
-    ulysses: int, ring: int, window: Window | None, walk: Callable[[Tape, Share], float]
-) -> tuple[float, int]:
+def _most(shares: Sequence[Share], walk: Callable[[Tape, Share], float]) -> tuple[float, int]:
     """Return the most that a walk finds on any ring rank, and the tokens of the one with fewest."""
-    shares = _shares(ulysses, ring, window)
     found = [walk(Tape(), share) for share in shares]
     return max(found), min(share.holdings[share.ring_index].tokens for share in shares)
 
