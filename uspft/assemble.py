@@ -125,7 +125,7 @@ def assemble(
     for one in under:
         if (here := stages[one]) and one.layout.pipeline not in staged:
             order, tied = schedule_of(parallel), None if moves else holders
-            made = pipelined(parts, objective, here, one.mesh, order, groups, tied)
+            made = pipelined(parts, objective, here, one.mesh, order, groups, device, tied)
             staged[one.layout.pipeline] = made
     if moves:
         hosts = hosts_of_ranks(recipe)

@@ -40,13 +40,15 @@ def pipelined(
     mesh: Mesh,
     schedule: Schedule,
     groups: Groups,
+    device: torch.device,
     holders: Holders | None = None,
 ) -> tuple[StagedModel, Pipeline]:
     """Return the stages of this rank as a module, and what runs them; collective.
 
-    groups: the process groups of this process. holders: of a table of embeddings that is the head's
-    too, which the last stage has a copy of; None where it holds the table itself, as weights that
-    move are held.
+    groups: the process groups of this process. device: where the engine will run the module, whose
+    parameters may not be there yet. holders: of a table of embeddings that is the head's too, which
+    the last stage has a copy of; None where it holds the table itself, as weights that move are
+    held.
     """
     group = mesh.pipeline
     module = StagedModel(parts, objective, stages, group.index)
@@ -57,7 +59,7 @@ def pipelined(
     if bare or not own & trained:
         module.add_idle(bare)
     every, lines = mesh.layout.groups(("pipeline",)), Lines(group)
-    if table.device.type == "cuda":
+    if device.type == "cuda":
         lines = Lines(group, groups.ways(every, mesh.rank))
     copies = holders is not None and parts.model.config.tie_word_embeddings
     tied, tie_trains = None, copies and table.requires_grad
@@ -65,7 +67,7 @@ def pipelined(
         name = next(name for name, p in named.items() if p is table)
         holder = holders.rank % (holders.everyone.size // group.size)
         size = holders.shards.part(name, holders.shapes[name], holder).size
-        tied = TiedTable(table, size, lines, parts.model.dtype)
+        tied = TiedTable(table, size, lines, parts.model.dtype, device)
         if tied.copy is not None:
             module.copy_head(tied.copy)
     return module, Pipeline(module, stages, schedule, lines, tied, Ends(first, tie_trains))

@@ -21,12 +21,18 @@ class TiedTable:
     """The table on the first rank of a pipeline, and its copy on the last one."""
 
     def __init__(
-        self, table: nn.Parameter, size: tuple[int, ...], lines: Lines, dtype: torch.dtype
+        self,
+        table: nn.Parameter,
+        size: tuple[int, ...],
+        lines: Lines,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """table: the parameter, of no elements but on the first rank. size: of the part that ranks
-        hold. lines: between the ranks along the pipeline."""
+        hold. lines: between the ranks along the pipeline. device: of the copy; the table comes
+        there when an engine takes its module."""
         self._table, self._size, self._lines = table, size, lines
-        self._dtype, self._device = dtype, table.device
+        self._dtype, self._device = dtype, device
         self._came: Tensor | None = None
         self._sum: Tensor | None = None
         self.copy: Tensor | None = None
@@ -36,7 +42,7 @@ class TiedTable:
         if self._is_first and trains:
             table.register_hook(self._with_other)
         if lines.group.index == lines.group.size - 1:
-            self.copy = torch.zeros(size, dtype=dtype, device=table.device, requires_grad=trains)
+            self.copy = torch.zeros(size, dtype=dtype, device=device, requires_grad=trains)
             if trains:
                 self.copy.register_post_accumulate_grad_hook(self._collect)
 
