@@ -60,13 +60,14 @@ def predicted_of_ranks(
     dtype: str = "bfloat16",
     parallel: Mapping[str, Any] | None = None,
     trained: Mapping[str, Any] | None = None,
+    algorithm: str = "ulysses_cp",
 ) -> list[int]:
     """Return what is predicted of each rank's rows, of what `count_stages` counts; the arguments
     are its own."""
     options = options_for(
         shape,
         memory,
-        "ulysses_cp",
+        algorithm,
         dtype=dtype,
         parallel=parallel,
         trained=trained,

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from uspft.model.recompute import Kept, Recompute, attend_once
 from uspft.sequence import Rule
+from uspft.sequence.chunk_attention import forget_own
 from uspft.sequence.states import Mixed
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Bound:
         earlier = None if self._keys is None else self._keys.of_layer(layer)
         if self._runs_once(inputs):
             return self.world.attend(qkv, self.share, rule, earlier=earlier)
+        if earlier is not None and layer in self.memory:
+            forget_own(self.share, earlier)
         remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
         if self._inside:
             return self.world.attend(qkv, self.share, rule, remembered, earlier)

@@ -19,7 +19,7 @@ class KeptKeys:
 
     def __init__(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
         self.k, self.v = k_ngD, v_ngD
-        self.sum = Sum((2, *k_ngD.shape), k_ngD)
+        self.sum = Sum((2, *k_ngD.shape), k_ngD.new_empty(0))  # which keeps what it is like
 
     def forget(self) -> None:
         """Let go of keys and values, of which no later chunk asks for more, and not of the sum."""

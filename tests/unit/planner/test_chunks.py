@@ -11,7 +11,8 @@ from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.config.algorithms import WHOLE
 from uspft.layout import Layout
-from uspft.planner.chunks import chunk_prices, cut_by_flops
+from uspft.planner.chunks import chunk_prices
+from uspft.planner.flops import cut_by_flops
 from uspft.planner.row_time import row_time
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments

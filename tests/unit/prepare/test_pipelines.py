@@ -339,7 +339,14 @@ def test_chunks_of_rows_are_settled_and_told(tmp_path: Path) -> None:
     assert "seqpipe over 4 micro-batches in 4 chunks of equal time: ranks wait 6%" in sentence(
         found
     )
-    assert "with" not in sentence(found)
+    assert "with" not in sentence(found) and "sends" not in sentence(found)
+    shared = {**CHUNKS, "context_parallel": 2, "context_parallel_algo": "ring_cp"}
+    found = examined(tmp_path, parallel_config={**shared, "sequence_chunks": "tokens"})
+    assert "equal tokens (ring_cp sends keys 2.50 times as often as for whole rows" in sentence(
+        found
+    )
+    by_heads = {**shared, "context_parallel_algo": "ulysses_cp"}
+    assert "sends" not in sentence(examined(tmp_path, parallel_config=by_heads))
     coarse = {**CHUNKS, "model_parallel": 2, "use_seq_parallel": True}
     one = {"data": {"sequence_length": 10}, "training": {"global_batch_size": 4}}
     found = examined(tmp_path, {"num_key_value_heads": 2}, parallel_config=coarse, **one)
@@ -356,15 +363,9 @@ def test_chunks_of_rows_are_settled_and_told(tmp_path: Path) -> None:
     [
         (
             {},
-            {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
-            "context_parallel_algo",
-            "is ring_cp, which is not available beside parallel_config.seq_split_num 4",
-        ),
-        (
-            {"num_key_value_heads": 2},
-            {"model_parallel": 2, "tensor_parallel_algo": "meshslice", "tensor_mesh": [2, 1]},
-            "tensor_mesh",
-            "has 2 rows, which split tokens",
+            {"context_parallel": 2, "context_parallel_algo": "ring_cp", "seq_split_num": 9},
+            "sequence_length",
+            "32 tokens do not make 9 chunks (parallel_config.seq_split_num), each of a multiple",
         ),
         (
             {},
