@@ -20,9 +20,10 @@ from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
 from uspft.planner.memory import longest_row, memory_of, options_of
+from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import CONFIGS
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, ranking_of, step_of
+from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_way, ranking_of, step_of
 from uspft.prepare.memory import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, make_algorithm
@@ -105,6 +106,12 @@ def algorithms() -> str:
     return markdown([*heads_of, *(f"s a step, {title}" for title in CARDS.values())], rows)
 
 
+def own_layout(found: Examined) -> Ranked:
+    """This returns what a step takes and needs under the recipe's own layout and algorithm."""
+    options, hardware = options_of(found.recipe, found.layout), hardware_of(found)
+    return ranked(step_of(found), own_way(found), hardware, options, own=True)
+
+
 def _steps_of(card: str) -> dict[tuple[str, int, int], float]:
     """Return the predicted seconds of a step of HYBRID by algorithm, Ulysses and ring degree, where
     8 ranks share each row."""
@@ -114,7 +121,7 @@ def _steps_of(card: str) -> dict[tuple[str, int, int], float]:
         for ulysses, ring in degrees:
             words = (name + algorithm, f"parallel_config.ulysses_degree_in_cp={ulysses}")
             found = _examined(HYBRID, card, *words)
-            own = own_layout(found, step_of(found), hardware_of(found, 1))
+            own = own_layout(found)
             seconds[algorithm, ulysses, ring] = own.time.seconds
     return seconds
 
@@ -155,14 +162,14 @@ def mesh() -> str:
 def _predicted(recipe: str, card: str, *words: str) -> tuple[float, Layout]:
     """Return the predicted seconds of a recipe's step, and its layout."""
     found = _examined(recipe, card, *words)
-    own = own_layout(found, step_of(found), hardware_of(found, 1))
+    own = own_layout(found)
     return own.time.seconds, own.layout
 
 
 def _whole(card: str) -> float:
     """Return the predicted seconds of the recipe's step where nothing is split but the rows."""
     found = _examined(TENSOR, card)
-    every = ranking_of(found, step_of(found), hardware_of(found, 1)).layouts
+    every = ranking_of(found, step_of(found)).layouts
     return next(one.seconds for one in every if one.layout.data == one.layout.ranks)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from uspft.checkpoint.folder import Checkpoint
-from uspft.checkpoint.load import load_state
+from uspft.checkpoint.save import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.comm import said_by_all
 from uspft.data.eval_rows import EvalSet, evaluation_sets

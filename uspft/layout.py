@@ -202,9 +202,10 @@ def context_degrees(parallel: Degrees) -> tuple[int, int]:
     return row.degrees(ranks, ulysses)
 
 
-def settled_layout(parallel: ParallelBlock) -> Layout:
-    """Return the layout of a resolved `parallel_config`, whose degrees fit together."""
-    layout = layout_of(parallel, None)
+def settled_layout(parallel: ParallelBlock, ranks: int | None = None) -> Layout:
+    """Return the layout of a `parallel_config` that was found to fit so many ranks, or that is
+    resolved, so that its degrees tell."""
+    layout = layout_of(parallel, ranks)
     assert isinstance(layout, Layout)
     return layout
 

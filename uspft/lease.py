@@ -243,6 +243,7 @@ def _born(process: int) -> str | None:
     """Return when a process of this machine started, in clock ticks since the boot.
 
     None where there is none, or it has ended and its parent has not yet asked for its exit code.
+    What psutil tells instead is a time of day, which moves when the clock is set.
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text()

@@ -21,7 +21,7 @@ from uspft.switching.choose.choice import SwitchingChoice, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps
 from uspft.switching.choose.layout_set import LayoutSet
 from uspft.switching.choose.priced import PricedLayout, priced
-from uspft.switching.choose.setting import Setting as Given
+from uspft.switching.choose.priced import Setting as Given
 
 MEMORY_BYTES = 1e12
 """No bound: the contenders are given."""

@@ -110,7 +110,7 @@ def make_jobs(setting: Setting) -> dict[str, Examined]:
         path.write_text(yaml.safe_dump(recipe(setting, name)))
         one = examine(path, [], HOSTS, None)
         corpus = prepare(one.recipe.data, None, VOCABULARY, Path(setting.folder) / "cache")
-        job = Job(one.recipe, corpus, setting.steps + 2, {}, prices=prices_of(one, HOSTS))
+        job = Job(one.recipe, corpus, setting.steps + 2, {}, prices=prices_of(one))
         job.write(place)
         found[name] = one
     return found

@@ -204,9 +204,9 @@ def test_room_on_the_disk_is_looked_at_first(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from uspft.__main__ import main
-    from uspft.prepare.disk_space import space_needed
     from uspft.prepare.examine import examine
     from uspft.prepare.model import examine_model
+    from uspft.prepare.output import space_needed
 
     ground.write({"checkpoint.every_steps": 1})
     recipe = examine(ground.path, [], 1, None).recipe

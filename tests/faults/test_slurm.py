@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from uspft.called import VARIABLE
-from uspft.launcher import Hosts, LaunchError, hosts_from, planned_hosts, variables
-from uspft.launcher.variables import PORTS, first_host
+from uspft.launcher import Hosts, LaunchError, hosts, hosts_from, planned_hosts
+from uspft.launcher.hosts import PORTS, first_host
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "4"}
 STEP = {
@@ -24,7 +24,7 @@ BATCH = str(0xFFFFFFFB)
 
 @pytest.fixture(autouse=True)
 def names_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variables, "resolve", lambda address: (2, "10.0.0.7"))
+    monkeypatch.setattr(hosts, "resolve", lambda address: (2, "10.0.0.7"))
 
 
 def test_a_step_tells_its_hosts() -> None:

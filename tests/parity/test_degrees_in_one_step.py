@@ -43,7 +43,7 @@ from tests.support.models import (
 from tests.support.ranks import spawn
 from tests.support.stages import FULLY
 from uspft.model.parallel import vocabulary_of
-from uspft.parameters.used import used_of_held, used_ranges
+from uspft.parameters.shards import used_of_stored, used_ranges
 from uspft.planner.flops import step_flops
 
 pytestmark = pytest.mark.timeout(900)
@@ -136,8 +136,8 @@ FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
     ),
     "ranks use the same part": (
         Case("llama", 2, "zero1"),
-        "uspft.model.divided.used_of_held",
-        lambda split, rank, degree, held: used_of_held(split, rank % held, degree, held),
+        "uspft.model.divided.used_of_stored",
+        lambda split, rank, degree, held: used_of_stored(split, rank % held, degree, held),
     ),
     "the vocabulary's part begins where what is held does": (
         Case("llama", 2, "zero3"),

@@ -86,11 +86,7 @@ def everything(engine: Any, kind: str) -> dict[str, Tensor] | None:
 def saved(engine: Any, folder: Path) -> None:
     from tests.support.runs import save_checkpoint
 
-    def describe(at: Path) -> dict[str, Any]:
-        write_config(at / "model")
-        return {}
-
-    save_checkpoint(engine, folder, STEPS, describe)
+    save_checkpoint(engine, folder, STEPS, write_config)
 
 
 def write_config(folder: Path) -> None:
@@ -105,7 +101,8 @@ def exported(engine: Any, folder: Path) -> None:
     with on_first_rank(engine, list(SHAPES)) as read:
         if read:
             tensors = ((name, read(name)) for name in SHAPES)
-            export_folder(tensors, torch.float32, write_config, folder)
+            write_config(files := folder.with_name(f"{folder.name} model"))
+            export_folder(tensors, torch.float32, files, folder)
 
 
 def evaluated(one: Any) -> tuple[float, int]:
@@ -177,7 +174,7 @@ def trained(rank: int, folder: Path, cases: list[Case]) -> dict[Case, dict[str, 
 def resumed(rank: int, folder: Path, pairs: dict[Case, Case]) -> dict[Case, Any]:
     """Go on from what was saved: the norm, and weights and moments after a step."""
     from uspft.checkpoint.folder import Checkpoint
-    from uspft.checkpoint.load import load_state
+    from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import CheckpointWeights
     from uspft.parameters.source import FolderWeights, SplitWeights
 

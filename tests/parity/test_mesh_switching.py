@@ -31,8 +31,7 @@ from tests.support.switching import (
 )
 from tests.support.tensor import MODELS
 from uspft.families.projections import COLUMNS
-from uspft.parameters.shards import MatrixSplit
-from uspft.parameters.used import used_of_held
+from uspft.parameters.shards import MatrixSplit, used_of_stored
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -178,8 +177,8 @@ FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
     ),
     "mesh rows use the first block": (
         Case("mesh: several", "zero1"),
-        "uspft.model.divided.used_of_held",
-        lambda split, rank, degree, ways: used_of_held(
+        "uspft.model.divided.used_of_stored",
+        lambda split, rank, degree, ways: used_of_stored(
             split, 0 if split.in_order else rank, degree, ways
         ),
     ),
@@ -190,8 +189,8 @@ FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
     ),
     "columns take the queries of others": (
         Case("mesh: divided", "zero1"),
-        "uspft.model.divided.used_of_held",
-        lambda split, rank, degree, ways: used_of_held(
+        "uspft.model.divided.used_of_stored",
+        lambda split, rank, degree, ways: used_of_stored(
             split, (rank + ways) % degree if split == QUERIES else rank, degree, ways
         ),
     ),

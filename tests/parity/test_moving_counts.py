@@ -17,8 +17,8 @@ from tests.support.degrees import RATE, ROW, ROWS_PER_STEP
 from tests.support.models import Documents, make_documents, make_model
 from tests.support.moving import MOVED, Moving, started
 from tests.support.ranks import spawn
-from uspft.parameters.owned import owned_parts
 from uspft.parameters.part import Part
+from uspft.parameters.shards import owned_parts
 from uspft.switching.move.routes import ByOwners
 
 SMALL = 1024

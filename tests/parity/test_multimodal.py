@@ -26,11 +26,9 @@ from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 from tests.support.stages import ZERO
 from uspft.checkpoint.folder import Checkpoint, newest
-from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.hf_folder import PREFIX, export_folder
 from uspft.checkpoint.identity import BASE
-from uspft.checkpoint.peft_folder import PREFIX
 from uspft.checkpoint.whole_model import whole_model
-from uspft.commands.export import model_files
 from uspft.config.recipe import ModelBlock
 from uspft.families.multimodal import MULTIMODAL, module_name, own_name
 from uspft.parameters.digest import base_digest
@@ -176,7 +174,7 @@ def test_the_export_differs_in_what_was_trained_alone(case: Case, setting: Setti
         assert (hf / name).read_bytes() == content
     back, checkpoint = output / "back", saved(case, setting)
     whole = whole_model(checkpoint)
-    export_folder(whole.merged(), whole.dtype, model_files(checkpoint), back, whole.base)
+    export_folder(whole.merged(), whole.dtype, checkpoint.model, back, whole.base)
     assert changed(hf, back) == set()
     assert (back / "config.json").read_bytes() == (base / "config.json").read_bytes()
 

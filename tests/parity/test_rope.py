@@ -25,7 +25,7 @@ from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 from uspft.config.recipe import ModelBlock
 from uspft.model.hf_config import model_config
-from uspft.verify.plain_config import pin_frequencies
+from uspft.verify.plain import pin_frequencies
 
 ROW, ORIGINAL = 48, 32
 LENGTHS = {"whole": [48], "padded": [41], "packed": [31, 17]}

@@ -42,10 +42,9 @@ def everything(engine: Any, kind: str) -> dict[str, Tensor] | None:
         return {name: read(name).clone() for name in names} if read else None
 
 
-def describe(folder: Path) -> dict[str, Any]:
-    folder.mkdir()
+def write_config(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    return {}
 
 
 def on_four(rank: int, folder: Path) -> dict[str, Any]:
@@ -67,13 +66,14 @@ def on_four(rank: int, folder: Path) -> dict[str, Any]:
             results += [one.step(number) for number in range(2, STEPS + 1)]
         moved: list[int] = []
         with largest, moves_counted(moved):
-            save_checkpoint(one.engine, folder / zero, STEPS, lambda at: describe(at / "model"))
+            save_checkpoint(one.engine, folder / zero, STEPS, write_config)
         whole = set(largest.found)
         weights, moments = everything(one.engine, "weight"), everything(one.engine, "exp_avg_sq")
         with largest, on_first_rank(one.engine, list(SHAPES)) as values_of:
             if values_of:
                 tensors = ((name, values_of(name)) for name in SHAPES)
-                export_folder(tensors, torch.float32, describe_export, folder / f"{zero} hf")
+                write_config(files := folder / f"{zero} model")
+                export_folder(tensors, torch.float32, files, folder / f"{zero} hf")
         found[zero] = {
             "numbers": [(result.loss, result.grad_norm) for result in results],
             "targets": [result.counts["target_tokens"] for result in results],
@@ -90,14 +90,10 @@ def on_four(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def describe_export(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-
-
 def resumed(rank: int, folder: Path, layout: Layout, cases: list[tuple[str, str]]) -> Any:
     """Another split and number of ranks go on from what a stage has saved, under another one."""
     from uspft.checkpoint.folder import Checkpoint
-    from uspft.checkpoint.load import load_state
+    from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import CheckpointWeights
 
     groups, found = Groups(), {}

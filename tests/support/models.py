@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from uspft.verify.plain_config import pin_frequencies
+from uspft.verify.plain import pin_frequencies
 
 VOCABULARY = 97
 _STATES: dict[str, Any] = {

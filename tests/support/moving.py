@@ -133,7 +133,7 @@ def started(
 ) -> Started:
     """An engine for a case, with the weights of its model or of the newest checkpoint."""
     from uspft.checkpoint.folder import Checkpoint
-    from uspft.checkpoint.load import load_state
+    from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import weights_of
     from uspft.data import training_rows
     from uspft.data.loader import EMPTY, StepLoader

@@ -199,15 +199,13 @@ def assembled(case: Case, folder: Path, data: Path, output: str, **how: Any) -> 
 def saved(run: Any, folder: Path) -> None:
     """Save the run's first step, without what is beside the weights."""
     from tests.support.runs import save_checkpoint
-    from uspft.checkpoint.model_files import write_model_files
+    from uspft.checkpoint.hf_folder import write_model_files
 
-    def describe(at: Path) -> dict[str, Any]:
-        write_model_files(at / "model", run.config, run.job, 1)
-        found: dict[str, Any] = run.job.identity
-        return found
+    def write_model(at: Path) -> None:
+        write_model_files(at, run.config, run.job, 1)
 
     folder.mkdir(exist_ok=True)
-    save_checkpoint(run.engine, folder, 1, describe)
+    save_checkpoint(run.engine, folder, 1, write_model, run.job.identity)
 
 
 def trained(

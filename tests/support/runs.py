@@ -93,8 +93,8 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
         {},
         prepare_sets(found.data, None, VOCABULARY, cache),
         checkpoint.folder if checkpoint else None,
-        prices=prices_of(examined, 1),
-        chunk_prices=chunk_prices_of(examined, 1),
+        prices=prices_of(examined),
+        chunk_prices=chunk_prices_of(examined),
     )
 
 
@@ -141,11 +141,16 @@ def close(run: Any) -> None:
 
 
 def save_checkpoint(
-    engine: Any, output: Path, step: int, describe: Callable[[Path], dict[str, Any]]
+    engine: Any,
+    output: Path,
+    step: int,
+    write_model: Callable[[Path], object],
+    identity: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, and return its folder; collective."""
+    """Write the checkpoint of a step, and return its folder; collective. write_model, identity: as
+    of `Save.finish`."""
     from uspft.checkpoint.folder import folder_of
     from uspft.checkpoint.save import Save
 
-    Save(engine, output, step).finish(describe)
+    Save(engine, output, step).finish(identity or {}, write_model)
     return folder_of(output, step)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CHECKPOINTS, LATEST, STATE = "checkpoints", "latest", "state.json"
+MODEL_FILES = "model"
 STEP_FOLDER = re.compile(r"step-\d{8}")
 
 
@@ -80,6 +81,11 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.state["step"])
+
+    @property
+    def model(self) -> Path:
+        """The folder of the model's config and the tokenizer's files."""
+        return self.folder / MODEL_FILES
 
     @property
     def size(self) -> int:

@@ -1,46 +1,153 @@
-"""The export to a Hugging Face folder: safetensors shards with an index, config and tokenizer."""
+"""The Hugging Face folders of a trained model: hf/ with its weights, adapter/ with its adapter's.
+
+Beside the weights lie config, tokenizer, generation config and model card, which a checkpoint has
+too: an export from a run and one from its checkpoint write the same bytes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from uspft.checkpoint.model_card import ADAPTER_CARD
+from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
+from uspft.checkpoint.whole_model import WholeModel
+from uspft.config import ModelBlock
 from uspft.durable import publish, save_tensors, start_partial
-from uspft.families.multimodal import language_model
+from uspft.families.multimodal import (
+    is_multimodal,
+    language_model,
+    loading_class,
+    module_name,
+    written_config,
+)
+from uspft.job import Job
+from uspft.model.adapter import lora_config
+from uspft.model.hf_config import changed_fields
 from uspft.parameters.experts import as_files
 from uspft.parameters.source import FolderWeights
 
+CONFIG = "config.json"
+OLD_TEMPLATE = "chat_template.json"
+"""The file with the chat template of older processors, which they read before the tokenizer's."""
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "image_processor_config.json"),
+    *("video_preprocessor_config.json", "video_processor_config.json", OLD_TEMPLATE),
+)
+"""What a multimodal model needs to make tensors of images."""
 SHARD_BYTES = 5 * 10**9
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The embedding, and the head that files may hold too where it is tied to it."""
+PREFIX = "base_model.model."
+"""The prefix that peft writes before the base model's own names."""
+IN_MODULE = ("gate_up_proj", "down_proj")
+"""The matrices of experts, in the order that their modules have them."""
+_OF_EXPERTS = re.compile(
+    rf"(?P<module>.*\.experts)\.(?P<own>{'|'.join(IN_MODULE)})\.(?P<side>lora_[AB]\.weight)"
+)
+
+
+def write_exports(
+    whole: WholeModel, files: Path, *, hf: Path | None, adapter: Path | None = None
+) -> None:
+    """Write a trained model as Hugging Face folders, each of which is complete or absent.
+
+    files: the folder with what lies beside the weights, as `write_model_files` leaves it. hf: the
+    folder of the whole model, an adapter merged into it; None: it is not asked for.
+    adapter: the folder of the adapter, where one was trained. The parameters are read in the order
+    of `export_order`. Raises OSError, and WeightsError where a base cannot be read.
+    """
+    if adapter and whole.block.adapter:
+        export_adapter(whole.adapter(), whole.block, files, adapter)
+    if hf:
+        export_folder(whole.merged(), whole.dtype, files, hf, whole.base)
+
+
+def write_model_files(folder: Path, config: Any, job: Job, step: int) -> None:
+    """Write into a folder all that from_pretrained and a server need beside the weights.
+
+    config: the model's, as trained, with its rope scaling. The tokenizer gets the chat template
+    that was trained, the generation config the tokens that end a turn. Where an adapter was
+    trained, its own card lies there too: each export keeps the one that it needs. A multimodal
+    checkpoint keeps its own config, but for what was trained otherwise, and what it says of its
+    other parts. Raises OSError.
+    """
+    _write_config(folder, config, job)
+    loads = loading_class(json.loads((folder / CONFIG).read_text("utf-8")))
+    if job.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
+        if job.serving.template:
+            tokenizer.chat_template = job.serving.template
+        tokenizer.save_pretrained(folder)
+    if job.serving.generation:
+        text = json.dumps(job.serving.generation, indent=2)
+        (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
+    quantised = _quantised(job)
+    card = model_card(job, step, loads, quantised=quantised)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    if job.recipe.model.adapter:
+        card = model_card(job, step, loads, adapter=True, quantised=quantised)
+        (folder / ADAPTER_CARD).write_text(card, encoding="utf-8")
+
+
+def _quantised(job: Job) -> str:
+    """Return the quantisation from which a run's weights were read; empty where there was none."""
+    block = job.here.model
+    if block.config or not block.name_or_path:
+        return ""
+    raw = json.loads((Path(block.name_or_path) / CONFIG).read_text("utf-8"))
+    return str((raw.get("quantization_config") or {}).get("quant_method", ""))
+
+
+def _write_config(folder: Path, config: Any, job: Job) -> None:
+    """Write config.json, and of a multimodal checkpoint the files of its processor."""
+    block = job.here.model
+    base = Path(block.name_or_path or "")
+    raw = {} if block.config else json.loads((base / CONFIG).read_text("utf-8"))
+    if not is_multimodal(raw):
+        config.save_pretrained(folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    found = written_config(raw, changed_fields(base, config), block.dtype)
+    if found == raw:
+        shutil.copyfile(base / CONFIG, folder / CONFIG)
+    else:
+        (folder / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    for name in PROCESSOR_FILES:
+        if (base / name).is_file():
+            shutil.copyfile(base / name, folder / name)
+    told, old = {"chat_template": job.serving.template}, folder / OLD_TEMPLATE
+    if job.serving.template and old.exists() and json.loads(old.read_text("utf-8")) != told:
+        old.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def export_folder(
     tensors: Iterator[tuple[str, Tensor]],
     dtype: torch.dtype,
-    describe: Callable[[Path], object],
+    files: Path,
     target: Path,
     base: FolderWeights | None = None,
 ) -> Path:
     """Write parameters in dtype, with what from_pretrained needs beside them; return the folder.
 
-    tensors: names and whole values, one at a time; only a shard is held in memory. describe: writes
-    config and tokenizer into the folder; the config says how files name experts. target: a new
-    name or an empty folder; it is complete or absent afterwards. base: the multimodal checkpoint
+    tensors: names and whole values, one at a time; only a shard is held in memory. files: the
+    folder of config and tokenizer; the config says how files name experts. target: a new name or an
+    empty folder; it is complete or absent afterwards. base: the multimodal checkpoint
     whose language model the parameters are, and of which all else is written bit for bit. Raises
     OSError, and WeightsError where the base cannot be read.
     """
-    aside = start_partial(target)
-    describe(aside)
+    aside = _begun(target, files)
     (aside / ADAPTER_CARD).unlink(missing_ok=True)
-    config = json.loads((aside / "config.json").read_text())
+    config = json.loads((aside / CONFIG).read_text("utf-8"))
     named = _beside(tensors, dtype, base, config) if base else _alone(tensors, dtype, config)
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
@@ -56,6 +163,17 @@ def export_folder(
     _name_shards(aside, shards)
     publish(aside, target)
     return target
+
+
+def _begun(target: Path, files: Path) -> Path:
+    """Return the folder in which `target` is written, with copies of the files in it."""
+    aside = start_partial(target)
+    for file in files.rglob("*"):
+        if file.is_file():
+            to = aside / file.relative_to(files)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_bytes(file.read_bytes())  # shutil's errors do not say that a disk is full
+    return aside
 
 
 def _alone(
@@ -111,3 +229,88 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
     total = sum(size for sizes in shards for size in sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def export_adapter(
+    tensors: Iterable[tuple[str, Tensor]],
+    block: ModelBlock,
+    files: Path,
+    target: Path,
+) -> Path:
+    """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
+
+    tensors: what `adapter_of` gives; of a multimodal checkpoint's language model, the adapter then
+    fits the whole model. files: the folder of config and tokenizer; peft reads neither, but the
+    base model needs that config, and answers in that template. target: a new name or an
+    empty folder; it is complete or absent afterwards. Raises OSError.
+    """
+    assert block.adapter is not None
+    aside = _begun(target, files)
+    inside = is_multimodal(json.loads((aside / CONFIG).read_text("utf-8")))
+    every = [(name, value.to("cpu").float().contiguous().clone()) for name, value in tensors]
+    names = nested([name for name, _ in every])
+    held = {
+        PREFIX + (module_name(names[name]) if inside else names[name]): value
+        for name, value in every
+    }
+    if (aside / ADAPTER_CARD).exists():  # a checkpoint of an earlier version has none
+        (aside / ADAPTER_CARD).replace(aside / "README.md")
+    save_tensors(held, aside / "adapter_model.safetensors", {"format": "pt"})
+    adapted: Collection[str] | None = block.adapter.target_modules
+    if adapted is None:
+        adapted = _modules([name for name, _ in every], block.adapter.target_parameters)
+    config = lora_config(block.adapter, sorted(adapted), _base(block))
+    # peft has made a set of names, written in any order.
+    config.target_modules = _inside(adapted) if inside else sorted(adapted)
+    config.target_parameters = sorted(block.adapter.target_parameters) or None
+    config.inference_mode = True
+    config.save_pretrained(str(aside))
+    publish(aside, target)
+    return target
+
+
+def nested(names: Collection[str]) -> dict[str, str]:
+    """Return the names under which peft has an adapter's parameters, by our own.
+
+    It wraps a module of experts once for each of its adapted parameters, the last one outermost,
+    and what is inside a wrapper is its `base_layer`. A router's has the module's own name.
+    """
+    of_module: dict[str, list[str]] = {}
+    for name in names:
+        if match := _OF_EXPERTS.fullmatch(name):
+            every = of_module.setdefault(match["module"], [])
+            every += [match["own"]] if match["own"] not in every else []
+    found = {}
+    for name in names:
+        match = _OF_EXPERTS.fullmatch(name)
+        if not match:
+            found[name] = name
+            continue
+        every = sorted(of_module[match["module"]], key=IN_MODULE.index)
+        deep = len(every) - 1 - every.index(match["own"])
+        found[name] = f"{match['module']}{'.base_layer' * deep}.{match['side']}"
+    return found
+
+
+def _modules(names: Iterable[str], parameters: Collection[str]) -> set[str]:
+    """Return the last words of the adapted projections. parameters: what is adapted beside them."""
+    owners = {name.partition(".lora_")[0] for name in names}
+    every = {one for one in owners if not any(_is_of(one, parameter) for parameter in parameters)}
+    return {one.rpartition(".")[2] for one in every}
+
+
+def _is_of(owner: str, parameter: str) -> bool:
+    return any(f".{owner}{end}".endswith(f".{parameter}") for end in ("", ".weight"))
+
+
+def _base(block: ModelBlock) -> str | None:
+    """Return the base model's hub id or folder; None where its weights are random."""
+    name = block.name_or_path
+    return str(Path(name).resolve()) if name and os.path.isdir(name) else name
+
+
+def _inside(adapted: Collection[str]) -> str:
+    """Return what peft compares whole names with so that modules of the layers of a multimodal
+    model's language model alone are adapted: its other parts have modules of the same names."""
+    names = "|".join(re.escape(name) for name in sorted(adapted))
+    return rf"{re.escape(module_name('model.layers'))}\.\d+\.(.*\.)?({names})"

@@ -1,10 +1,13 @@
-"""The writing of a checkpoint: on the disk aside and then renamed, so it is complete or absent."""
+"""The writing of a checkpoint and its loading into an engine.
+
+It is on the disk aside and then renamed, so it is complete or absent."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +18,20 @@ from uspft.checkpoint.checksums import Written, checksum_of, sealed, write_part
 from uspft.checkpoint.folder import (
     FORMAT,
     LATEST,
+    MODEL_FILES,
     STATE,
     CheckpointError,
     folder_of,
 )
 from uspft.durable import partial_of, publish, start_partial, sync, write_text
-from uspft.engine.state import KINDS, Wanted, adam_steps, gather
+from uspft.engine.state import KINDS, Wanted, adam_steps, gather, set_adam_steps
 
 if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.checkpoint.folder import Checkpoint
     from uspft.engine.step import Engine
     from uspft.parameters.part import Part
 
-Describe = Callable[[Path], dict[str, Any]]
 
 PART_BYTES = 1 << 30
 """A rank writes the tensors that it holds as a file once they come to this many bytes."""
@@ -114,13 +119,14 @@ class Save:
         """Return whether this rank's files are on the disk, or one of them cannot be."""
         return not self._thread.is_alive()
 
-    def finish(self, describe: Describe) -> int:
+    def finish(self, identity: Mapping[str, Any], write_model: Callable[[Path], object]) -> int:
         """Wait for the files of all ranks, and give the checkpoint its name; collective.
 
-        describe: called on rank 0 with the folder; writes the model's own files there and returns
-        what a resumed run must agree with. Returns on rank 0 how many bytes were written, 0 on the
-        others. Raises CheckpointError where a host's files cannot be seen from rank 0's, and
-        OSError where one cannot be written: the checkpoints before are then as they were.
+        identity: what a resumed run must agree with. write_model: called on rank 0 with the folder
+        for the model's own files, into which it writes them. Returns on rank 0 how many bytes were
+        written, 0 on the others. Raises CheckpointError where a host's files cannot be seen from
+        rank 0's, and OSError where one cannot be written: the checkpoints before are then as they
+        were.
         """
         self._thread.join()
         if self._error:
@@ -130,6 +136,7 @@ class Save:
         size = 0
         if self._first:
             every = {key: file for found, _ in every_rank for key, file in found.items()}
+            write_model(self._aside / MODEL_FILES)
             files = {key: every[key] for key in (_key(one, self._split) for one in self._wanted)}
             written = {name: one for _, found in every_rank for name, one in found.items()}
             state: dict[str, Any] = {
@@ -141,7 +148,7 @@ class Save:
                     name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
                     for name, held in self._split.items()
                 },
-                "identity": describe(self._aside),
+                "identity": identity,
                 "files": files,
             }
             size = _publish(self._aside, self._final, state, written)
@@ -196,7 +203,7 @@ def _publish(
         )
     beside = {
         str(file.relative_to(aside)): Written(file.stat().st_size, checksum_of(file))
-        for file in (aside / "model").rglob("*")
+        for file in (aside / MODEL_FILES).rglob("*")
         if file.is_file()
     }
     every = {**written, **beside}
@@ -208,3 +215,18 @@ def _publish(
     sync(final.parent.parent)  # where checkpoints/ itself may be new
     write_text(final.parent / LATEST, final.name + "\n")
     return sum(sizes.values()) + len(whole)
+
+
+def load_state(engine: Engine, checkpoint: Checkpoint, empty: Batch) -> None:
+    """Load master weights, Adam moments and Adam's step count into an engine; collective.
+
+    The engine may be any, at any ZeRO stage; each rank reads what it keeps and nothing else. The
+    model must have been built from the same checkpoint. empty: a batch without targets.
+    """
+    engine.make_moments(empty)
+    for name in engine.trained():
+        part = engine.part_of(name)
+        for kind in KINDS:
+            read = partial(checkpoint.read_flat, kind, name, part)
+            engine.write_fragment(name, kind, read)
+    set_adam_steps(engine, int(checkpoint.state["adam_steps"]))

@@ -1,4 +1,4 @@
-"""The whole model that a checkpoint belongs to: its own weights, frozen ones, adapters merged."""
+"""The whole model of a run or a checkpoint: trained weights, frozen ones, adapters merged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from uspft.checkpoint.weights_of import multimodal_base, weights_of
 from uspft.config import ModelBlock
 from uspft.config.problems import InputError, said
 from uspft.families.multimodal import is_multimodal
-from uspft.model.adapter import adapter_of, merged, touched
+from uspft.model.adapter import adapter_of, merge_order, merged, touched
 from uspft.model.build import empty_model
 from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import language_config
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.digest import base_digest
 from uspft.parameters.fill import places
+from uspft.parameters.names import is_adapter
 from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights
 
@@ -40,7 +42,7 @@ def model_block(checkpoint: Checkpoint) -> ModelBlock:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Every parameter of a checkpoint's model; none is read before it is asked for."""
+    """Every parameter of a trained model; none is read before it is asked for."""
 
     names: Collection[str]
     read: Callable[[str], Tensor]
@@ -52,13 +54,20 @@ class WholeModel:
     """The multimodal checkpoint whose language model it is, if it is one's."""
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's own parameters one at a time, as the run's own export has them: of a
-        multimodal checkpoint those alone that the run may have changed."""
+        """Yield the model's own parameters one at a time, of a multimodal checkpoint those
+        alone that the run may have changed."""
         return merged(self.names, self.read, self.block.adapter, self.model_type)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's parameters one at a time."""
         return adapter_of(self.names, self.read)
+
+
+def export_order(names: Collection[str], *, model: bool) -> list[str]:
+    """Return the names in the order in which an export reads them, an adapter's twice: for its own
+    folder, and where it is merged. model: whether the whole model is exported too."""
+    own = filter(is_adapter, names)
+    return [*own, *chain(*merge_order(names))] if model else list(own)
 
 
 def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
@@ -67,7 +76,7 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
     base: where the base model is now, if not where the run found it. Raises CheckpointError where
     it cannot be read, is another model than was trained on, or is given and not needed; Fault.
     """
-    config, raw = _config(checkpoint.folder / "model")
+    config, raw = _config(checkpoint.model)
     identity, said = checkpoint.state["identity"], model_block(checkpoint)
     dtype = getattr(torch, said.dtype)
     if not (said.adapter or said.freeze or is_multimodal(raw)):  # all of it was trained

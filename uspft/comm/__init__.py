@@ -3,7 +3,6 @@
 Only the few numbers that `total` and `largest` reduce are not counted.
 """
 
-from uspft.comm.books import KINDS, Books
 from uspft.comm.collectives import (
     Move,
     Waited,
@@ -21,7 +20,7 @@ from uspft.comm.collectives import (
     total,
 )
 from uspft.comm.deadline import deadline, limit_of, set_deadline
-from uspft.comm.group import Group
+from uspft.comm.group import KINDS, Books, Group
 
 __all__ = [
     "KINDS",

@@ -1,12 +1,58 @@
-"""A process group as a value that functions are given."""
+"""A process group as a value that functions are given, with the books of what it sends."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from uspft.comm.books import Books
+KINDS = (
+    *("all_to_all", "ring", "gather", "state", "tensor", "pipeline", "switch", "experts"),
+    *("router", "objective"),
+)
+
+
+class Books:
+    """Bytes and messages sent by this rank to other ranks, by kind, since the last `close`.
+
+    They also hold what is under way until it has been waited for: gloo drops the connection of a
+    transfer that nothing holds any more, and then ranks would wait for one another.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self._under_way: dict[object, tuple[str, object]] = {}
+
+    def add(self, kind: str, sent_bytes: int, messages: int = 1) -> None:
+        """Enter bytes that went out, to as many ranks as there are messages."""
+        self.bytes[kind] += sent_bytes
+        self.messages[kind] += messages
+
+    def begin(self, transfer: object, what: str, tensors: object) -> None:
+        """Enter a transfer that must be waited for, and keep it and its tensors until `end`."""
+        self._under_way[transfer] = what, tensors
+
+    def end(self, transfer: object) -> None:
+        """Cross out a transfer that has been waited for."""
+        self._under_way.pop(transfer, None)
+
+    def close(self) -> dict[str, int]:
+        """Return the bytes sent by kind, and start a fresh page.
+
+        Raises RuntimeError where a transfer has not been waited for: what it was to bring, or what
+        it sent, may be wrong.
+        """
+        if self._under_way:
+            names = Counter(what for what, _ in self._under_way.values())
+            self._under_way.clear()
+            listed = ", ".join(f"{count} × {what}" for what, count in sorted(names.items()))
+            raise RuntimeError(f"not waited for: {listed}; this is an error in uspft")
+        page = {kind: self.bytes[kind] for kind in KINDS if self.bytes[kind]}
+        self.bytes.clear()
+        self.messages.clear()
+        return page
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from uspft.config.problems import COMMAND_LINE, UsageError
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
-from uspft.prepare.data import tokenizer_here
-from uspft.prepare.disk_space import last_step, space_finding, space_free, space_needed
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import ExaminedModel, examine_model
-from uspft.prepare.output import output_of
+from uspft.prepare.output import last_step, output_of, space_finding, space_free, space_needed
 from uspft.prepare.remarks import expert_side, wasted
+from uspft.prepare.tokenizer import tokenizer_here
 from uspft.prepare.weigh_strategies import weighed_here
 
 CACHE = "data.cache_dir"

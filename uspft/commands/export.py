@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, folder_of, named
-from uspft.checkpoint.hf_folder import export_folder
-from uspft.checkpoint.peft_folder import export_adapter
+from uspft.checkpoint.hf_folder import write_exports
 from uspft.checkpoint.whole_model import WholeModel, whole_model
 from uspft.config import Fault, InputError, load
 from uspft.config.problems import COMMAND_LINE
@@ -46,14 +43,13 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     if to:
         _require_room(to)
     checkpoint = _open(target)
-    model = checkpoint.folder / "model"
-    if not (model / "config.json").is_file():
-        what = f"{model} holds no config.json"
+    if not (checkpoint.model / "config.json").is_file():
+        what = f"{checkpoint.model} holds no config.json"
         raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
     whole = whole_model(checkpoint, asked.get("base"))
     if to:
         with _writing(to):
-            export_folder(whole.merged(), whole.dtype, model_files(checkpoint), to, whole.base)
+            write_exports(whole, checkpoint.model, hf=to)
         _tell(checkpoint, to)
         return 0
     output = checkpoint.folder.parent.parent
@@ -66,11 +62,6 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     return 0
 
 
-def model_files(checkpoint: Checkpoint) -> Callable[[Path], object]:
-    """Return what copies the files beside a checkpoint's weights into a folder."""
-    return partial(shutil.copytree, checkpoint.folder / "model", dirs_exist_ok=True)
-
-
 def export_beside(
     whole: WholeModel, checkpoint: Checkpoint, output: Path, *, model: bool = True
 ) -> None:
@@ -79,12 +70,10 @@ def export_beside(
     model: False leaves hf/ out. What was exported before stays until all is whole, and then moves
     aside. Raises InputError.
     """
-    describe, new = model_files(checkpoint), new_exports(output)
+    new = new_exports(output)
+    hf = new / MODEL if model else None
     with _writing(output):
-        if whole.block.adapter:
-            export_adapter(whole.adapter(), whole.block, describe, new / ADAPTER)
-        if model:
-            export_folder(whole.merged(), whole.dtype, describe, new / MODEL, whole.base)
+        write_exports(whole, checkpoint.model, hf=hf, adapter=new / ADAPTER)
         moved = publish_exports(output)
     if moved:
         print(f"what was exported before is now in {moved}")
@@ -113,7 +102,7 @@ def _require_room(to: Path) -> None:
 def _open(target: Path) -> Checkpoint:
     try:
         newest = named(target, contents=False)
-        best = _best(target, newest)
+        best = best_up_to(target, newest) if _keeps_best(target) else None
         if best is None or best.step is None or best.step == newest.step:
             return named(target)
         chosen = Checkpoint.open(folder_of(target, best.step))
@@ -126,14 +115,18 @@ def _open(target: Path) -> Checkpoint:
     return chosen
 
 
-def _best(target: Path, newest: Checkpoint) -> Best | None:
-    """Return the best evaluation up to a checkpoint, where a target is the folder of a run that
-    keeps the best checkpoint; None elsewhere."""
-    if folder_of(target, newest.step).resolve() != newest.folder.resolve():
+def best_up_to(output: Path, checkpoint: Checkpoint | None) -> Best | None:
+    """Return the best evaluation of a run in an output folder, up to a checkpoint where one is
+    given; None where that is of another output folder."""
+    if checkpoint and checkpoint.folder.resolve() != folder_of(output, checkpoint.step).resolve():
         return None
+    records = Journal(output / METRICS).evaluations()
+    return Best.of(r for r in records if not checkpoint or r["step"] <= checkpoint.step)
+
+
+def _keeps_best(output: Path) -> bool:
+    """Tell whether a folder is that of a run which keeps the best checkpoint."""
     try:
-        keeps = load(target / RECIPE).recipe.checkpoint.keep_best
+        return load(output / RECIPE).recipe.checkpoint.keep_best
     except (InputError, OSError):
-        return None  # a folder that was brought here without its recipe, or an older one
-    evaluations = Journal(target / METRICS).evaluations() if keeps else []
-    return Best.of(each for each in evaluations if each["step"] <= newest.step)
+        return False  # it was brought here without its recipe, or is an older one

@@ -11,16 +11,15 @@ from rich.console import Console
 from uspft.commands.inspect_page import page_of
 from uspft.commands.inspect_screen import show
 from uspft.config.problems import InputError
-from uspft.data import formats_of, load_tokeniser, read_report
+from uspft.data import load_tokeniser, read_report
 from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.durable import write_text
 from uspft.launcher import planned_hosts
-from uspft.prepare.data import first_rows, prepare_data, tokenizer_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.inspection import Decode, inspected
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.new_tokens import fetched
-from uspft.prepare.weigh_strategies import lengths_of, weighing
+from uspft.prepare.stages import with_data, with_model
+from uspft.prepare.tokenizer import tokenizer_of
 
 ROWS = 2
 """How many rows are shown, where the command does not say."""
@@ -39,13 +38,10 @@ def inspect(
         _require_writable(page)
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():
-        found = found.knowing_model(fetched(found.recipe.model, place.cache))
-        assert found.shape  # or knowing_model had refused it
-        corpus, _ = prepare_data(found.here, found.shape, place, screen)
-        found = _settled(found, corpus)
+        found = with_data(with_model(found, place), place, screen)
         if found.why_strategies:
             screen.print(f"strategies: {found.why_strategies}", markup=False)
-        seen = inspected(found, corpus, rows or ROWS)
+        seen = inspected(found, rows or ROWS)
         decode = _decoder(found)
     if rows and rows > len(seen.rows):
         count = len(seen.rows)
@@ -54,7 +50,7 @@ def inspect(
     if page is None:
         show(seen, decode, Console(highlight=False))
         return 0
-    report = read_report(corpus)
+    report = read_report(found.corpus)
     told = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()))
     notes = [*report.get("shapes", ()), *report.get("unused", ()), *told]
     title = shlex.join(["inspect", str(target), *overrides])
@@ -63,20 +59,12 @@ def inspect(
     return 0
 
 
-def _settled(found: Examined, corpus: Path) -> Examined:
-    """Return the examination with every algorithm and layout that `auto` stands for, chosen by the
-    data as a run does."""
-    rows = first_rows(found.here, corpus)
-    found = found.knowing(rows=rows, formats=formats_of(found.recipe.data))
-    return weighing(found, lengths_of(found.here, corpus)) if found.is_open else found
-
-
 def _decoder(found: Examined) -> Decode:
     """Return what makes text of token ids; without a tokenizer, it is their numbers.
 
     Data that is tokenised already needs none, and a model's folder may hold none.
     """
-    place, named = tokenizer_of(found.here), found.here.model.tokenizer
+    place, named = tokenizer_of(found.here.model), found.here.model.tokenizer
     if place is None or not (named or holds_tokenizer(Path(place))):
         return lambda ids: "".join(f"{one} " for one in ids)
     backend = load_tokeniser(place, found.here.data).backend

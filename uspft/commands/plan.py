@@ -16,8 +16,8 @@ from uspft.commands.plan_pages import (
     machine_line,
     parts_table,
     shown,
+    switching_lines,
 )
-from uspft.commands.plan_switching import switching_lines
 from uspft.commands.plan_timeline import as_picture, in_characters
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
@@ -33,13 +33,13 @@ from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import StepShape
 from uspft.planner.timeline import timeline_of
-from uspft.prepare.data import tokenizer_here
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
 from uspft.prepare.model import examine_model, must_be_built
+from uspft.prepare.tokenizer import tokenizer_here
 from uspft.prepare.weigh_strategies import has_strategies, sample_of, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
@@ -94,8 +94,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     asked.require_known()
     named = asked.hardware
     words = [*overrides, f"launch.hardware={named}"] if named is not None else overrides
-    hosts = planned_hosts(place.environment)
-    found = examine_for_plan(target, words, hosts, place.ranks)
+    found = examine_for_plan(target, words, planned_hosts(place.environment), place.ranks)
     with found.placed():
         if found.shape and must_be_built(found.here):
             examine_model(found.here)
@@ -110,8 +109,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     if has_strategies(found):
         print("\n".join([*found.settled, _several(found.known.weighed)]))
         return 0
-    hardware = hardware_of(found, hosts)
-    order = ranking_of(found, step, hardware)
+    order, hardware = ranking_of(found, step), hardware_of(found)
     every = shown(order, asked.top or TOP, asked.only)
     if asked.as_json:
         whole = shown(order, asked.top, asked.only)

@@ -1,10 +1,11 @@
-"""What `plan` prints of an order of layouts: a line for each, and why it is not the first."""
+"""What `plan` prints of an order of layouts, and of several layouts in one step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from uspft.config import Recipe, as_tree
@@ -15,6 +16,9 @@ from uspft.planner.auto import ROWS, STAGE
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.rank import Ranked, Ranking
+from uspft.switching.choose.choice import SwitchingChoice
+from uspft.switching.choose.drawn_steps import DrawnSteps
+from uspft.switching.choose.layout_set import LayoutSet
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -213,3 +217,71 @@ def _rows(sample: DrawnRows | None) -> dict[str, Any]:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g}" if value else "–"
+
+
+STATIC_LINES = 12
+"""The most static layouts that are listed; the others are counted."""
+MOVED_LEGEND = (
+    "seconds of a row are those of a typical one, on all ranks of its group; memory is what a row "
+    "takes of what the model's state leaves; static layouts have rows of the longest bucket, packed"
+)
+
+
+def switching_lines(found: SwitchingChoice, drawn: DrawnSteps) -> list[str]:
+    """Return the lines for a recipe's strategies, or for those that `auto` weighed."""
+    lines = []
+    if found.mix:
+        lines += [_buckets(found.mix, drawn), _switches(found.mix)]
+    lines += [_steps(found), MOVED_LEGEND]
+    left = len(found.static) - STATIC_LINES
+    return [*lines, f"and {left} more static layouts"] if left > 0 else lines
+
+
+def _buckets(mix: LayoutSet, drawn: DrawnSteps) -> str:
+    """Return a line for each bucket, those of shorter rows first."""
+    lines = [["rows of", "layout", "ranks of a group", "rows a step", "seconds a row", "memory"]]
+    steps = [drawn.rows(step, mix.bounds) for step in range(len(drawn.steps))]
+    for number, (one, share) in enumerate(zip(mix.buckets, mix.shares, strict=True)):
+        rows = fmean(sum(row.bucket == number for row in step) for step in steps)
+        seconds = one.seconds[0] + one.beside
+        lines.append(
+            [
+                f"{one.length:,} tokens",
+                one.name,
+                str(one.group_ranks),
+                f"{rows:.3g}",
+                f"{seconds:.3g}",
+                f"{share:.0%}" if share <= 1 else "does not fit",
+            ]
+        )
+    return aligned(lines)
+
+
+def _switches(mix: LayoutSet) -> str:
+    """Return what a rank receives for each switch of layouts."""
+    if mix.moves:
+        degrees = sorted({one.layout.tensor for one in mix.buckets})
+        each = [
+            f"tensor {degree}: {as_size(int(moved))} in {seconds:.3g} s"
+            for degree, (moved, seconds) in zip(degrees, mix.transfers, strict=True)
+        ]
+        return f"switches by moving weights and gradients, a rank receives: {', '.join(each)}"
+    if padded := mix.padding_bytes:
+        return (
+            "switches in place: no weight moves; of the gradients' sum on a rank up to "
+            f"{as_size(int(padded))} are padding"
+        )
+    return "switches of sequence degrees: no weight moves"
+
+
+def _steps(found: SwitchingChoice) -> str:
+    """Return the predicted step of the mix and of static layouts, the fastest first."""
+    lines = [["step of as many samples", "seconds"]]
+    if found.mix:
+        taken = " (chosen)" if found.switches else ""
+        lines.append([f"switching{taken}", f"{found.mix_seconds:.3g}"])
+    for number, one in enumerate(found.static[:STATIC_LINES]):
+        taken = " (chosen)" if not number and not found.switches and one.seconds else ""
+        seconds = "does not fit" if one.seconds is None else f"{one.seconds:.3g}"
+        lines.append([f"static {one.priced.name}{taken}", seconds])
+    return aligned(lines)

@@ -16,7 +16,7 @@ from uspft.metrics import as_size
 from uspft.prepare.data import cache_of, prepare_data
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.new_tokens import fetched
+from uspft.prepare.stages import with_model
 
 
 def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool) -> int:
@@ -30,7 +30,7 @@ def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, cle
         return 0
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():
-        found = found.knowing_model(fetched(found.recipe.model, place.cache))
+        found = with_model(found, place)
         data = found.here.data
         cores = max(data.workers, len(os.sched_getaffinity(0)))
         recipe = found.here.model_copy(update={"data": data.model_copy(update={"workers": cores})})

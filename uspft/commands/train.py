@@ -19,21 +19,19 @@ from uspft.checkpoint.folder import (
     step_folders,
 )
 from uspft.checkpoint.whole_model import whole_model
-from uspft.commands.export import export_beside
+from uspft.commands.export import best_up_to, export_beside
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.launcher import BY_HOSTFILE, WRONG_INPUT, Hosts, Loss, Restart, say
 from uspft.lease import Lease
-from uspft.metrics import Best, Journal
-from uspft.prepare.disk_space import require_space
+from uspft.metrics import Journal
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_job import prepare_job
-from uspft.prepare.output import held_output, not_written, open_output, output_of
-from uspft.prepare.remarks import wasted
-from uspft.prepare.run_length import length_of_run, rate_after
+from uspft.prepare.output import held_output, not_written, open_output, output_of, require_space
+from uspft.prepare.remarks import length_of_run, rate_after, wasted
 from uspft.written import (
     ADAPTER,
     EXPORTS,
@@ -196,7 +194,7 @@ def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> 
     if checkpoint.step >= (recipe.training.stop_step or steps):
         how = "to go on: a larger training.stop_step, or null"
         return f"the run ended after step {checkpoint.step}, as training.stop_step says ({how})"
-    patience, best = recipe.training.patience, _best(recipe, checkpoint)
+    patience, best = recipe.training.patience, best_up_to(output_of(recipe), checkpoint)
     if patience is None or best is None or best.since < patience:
         return None
     how = "to go on: a larger training.patience, or null"
@@ -222,18 +220,9 @@ def export_missing(recipe: Recipe, checkpoint: Checkpoint | None) -> None:
     wanted = (model and MODEL) or (adapter and ADAPTER)
     if not wanted or not lacks_export(output, wanted):
         return
-    best = _best(recipe, checkpoint) if recipe.checkpoint.keep_best else None
+    best = best_up_to(output_of(recipe), checkpoint) if recipe.checkpoint.keep_best else None
     if best and best.step is not None:
         checkpoint = Checkpoint.open(folder_of(output, best.step))
     if checkpoint is None:
         return
     export_beside(whole_model(checkpoint), checkpoint, output, model=model)
-
-
-def _best(recipe: Recipe, checkpoint: Checkpoint | None) -> Best | None:
-    """Return what is the best up to a checkpoint; None where that is of another output folder."""
-    output = output_of(recipe)
-    if checkpoint and checkpoint.folder.resolve() != folder_of(output, checkpoint.step).resolve():
-        return None
-    records = Journal(output / METRICS).evaluations()
-    return Best.of(r for r in records if not checkpoint or r["step"] <= checkpoint.step)

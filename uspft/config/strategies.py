@@ -158,19 +158,19 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
     degree, so those of every other strategy have to be parts of them."""
     least = min(range(len(every)), key=lambda number: every[number].model_parallel, default=0)
     for number, one in enumerate(every):
-        held, key = every[least], f"{KEY}[{number}]"
-        ways, degree = held.model_parallel, one.model_parallel
+        stored, key = every[least], f"{KEY}[{number}]"
+        ways, degree = stored.model_parallel, one.model_parallel
         if number == least or ways == 1:
             continue
         there = f"{KEY}[{least}], {ways} ways"
         divides = not one.mesh_is_open and degree // one.mesh_rows % ways == 0
-        if held.on_a_mesh or (one.on_a_mesh and not divides):
-            if not (held.on_a_mesh and _same_mesh(one, held)):
+        if stored.on_a_mesh or (one.on_a_mesh and not divides):
+            if not (stored.on_a_mesh and _same_mesh(one, stored)):
                 yield _not_nested(key, one, there)
         elif not divides:
             what = f"is {degree}: its parts do not lie inside those of {there}"
             yield f"{key}.model_parallel", what, f"write a multiple of {ways} here, or 1 there"
-        elif _splits_tokens(one) != _splits_tokens(held):
+        elif _splits_tokens(one) != _splits_tokens(stored):
             what = f"is {shown(one.use_seq_parallel)}, and {KEY}[{least}] has the other"
             remedy = "write the same in all, or let one strategy have model_parallel 1"
             if one.on_a_mesh:
@@ -179,9 +179,9 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
             yield f"{key}.use_seq_parallel", what, remedy
 
 
-def _same_mesh(one: Strategy, held: Strategy) -> bool:
+def _same_mesh(one: Strategy, stored: Strategy) -> bool:
     """Return whether two strategies name the same mesh; one that is chosen later may differ."""
-    return one.on_a_mesh and not one.mesh_is_open and one.tensor_mesh == held.tensor_mesh
+    return one.on_a_mesh and not one.mesh_is_open and one.tensor_mesh == stored.tensor_mesh
 
 
 def _splits_tokens(one: Strategy) -> bool:

@@ -40,8 +40,9 @@ from uspft.data.required import (
 from uspft.data.samples import Record
 from uspft.data.sources import is_hub_id, is_saved, left_out, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
-from uspft.data.workers import Workers, processes_for, tokenised
+from uspft.data.workers import processes_for, tokenised
 from uspft.durable import publish
+from uspft.launcher.process_pool import ProcessPool
 from uspft.lease import Lease, is_abandoned
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Reading:
     """A name for the tokens that the parts become."""
     shapes: list[str]
     """What the records look like, and how many parts have records that do."""
-    workers: Workers | int = 1
+    workers: ProcessPool | int = 1
     """The processes that tokenise, or how many threads do."""
 
 

@@ -69,7 +69,8 @@ def pipelined(
 
 
 class _Given(torch.autograd.Function):
-    """A scalar whose gradient for what a stage made is the one that came from the next stage."""
+    """A scalar 0 made of a stage's output, whose backward pass gives that output the gradient that
+    came from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, gradient: Tensor) -> Tensor:
@@ -103,16 +104,16 @@ class KeysUnderWay:
 
 
 class Ends(NamedTuple):
-    """Where gradients end."""
+    """How far back gradients go in a pipeline."""
 
     first: int
     """The first stage that trains: before it there is no backward, and none of its input."""
     tie: bool
-    """Whether the last stage's copy of the table has one, for the first stage."""
+    """Whether the last stage's copy of the table has a gradient, which the first stage is sent."""
 
 
 class Pipeline:
-    """The runner of one rank's stages."""
+    """What runs the stages of one rank in the order of the schedule; a `StageRunner`."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""The gradients of parameters that several tensor ranks hold, made one inside the backward pass.
+"""The ranks that hold the same parameters, as DeepSpeed is told of them, and their gradients.
 
-How often each is counted, parameters/counting.py says.
+The "model parallel unit" names their groups; hooks make the gradients of what several tensor ranks
+hold one inside the backward pass. How often each is counted, parameters/counting.py says.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from uspft.comm import sum_over
 from uspft.parameters import counting
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from uspft.comm import Group
     from uspft.parameters.shards import Holders
     from uspft.world import World
@@ -63,3 +66,42 @@ class Replicas:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+class Mpu:
+    """The part of Megatron's interface that ZeRO 0 to 3 of DeepSpeed 0.19 use.
+
+    It answers from what ranks hold of the parameters, never from how a row is split.
+    """
+
+    def __init__(self, holders: Holders) -> None:
+        self._model, self._zero = counting.norm_group(holders), holders.zero
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model.index
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._model.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._model.handle
+
+    def get_data_parallel_rank(self) -> int:
+        return self._zero.index
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._zero.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._zero.handle
+
+    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
+        return self._zero.ranks
+
+
+def mpu_of(holders: Holders) -> Mpu | None:
+    """Return the unit for DeepSpeed, or None where every rank holds everything but experts.
+
+    DeepSpeed then uses its own group of all ranks.
+    """
+    return Mpu(holders) if counting.norm_group(holders).size > 1 else None

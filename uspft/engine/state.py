@@ -34,7 +34,7 @@ Interval = tuple[int, int]
 
 
 class Keeper(Protocol):
-    """What keeps weights and Adam's moments: an engine, of which no more is asked here."""
+    """The part of an engine that this file uses: where it keeps weights and Adam's moments."""
 
     holders: Holders
     """Who holds the parameters between steps."""

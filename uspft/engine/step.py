@@ -64,7 +64,7 @@ class StepResult:
 
 
 class Laps:
-    """A clock of what follows one another on this rank's device."""
+    """A stopwatch on this rank's device, which times pieces of work that follow one another."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -162,8 +162,8 @@ class Engine(Keeper, Protocol):
         ...
 
     def terms(self, batch: Batch) -> dict[str, float]:
-        """Return this rank's part of each term of a micro-batch that evaluation tells, by name, in
-        `evaluating`; collective."""
+        """Return this rank's part of each term that an evaluation reports of a micro-batch, by
+        name; called inside `evaluating`; collective."""
         ...
 
     def close(self) -> None:
@@ -172,10 +172,12 @@ class Engine(Keeper, Protocol):
 
 
 def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
-    """Return this rank's part of a micro-batch's counts, by the divisors' names.
+    """Return what this rank adds to the divisors of the objective's terms for a micro-batch, by
+    name.
 
-    The parts of all ranks add up: tensor ranks see the same tokens, and ranks that share rows count
-    their own tokens, but the same rows and documents.
+    Over all ranks each token, row and document is counted once: of the tensor ranks, which see the
+    same tokens, one counts; ranks that share rows each count their own tokens, and one of them the
+    rows and documents.
     """
     mesh = batch.world.mesh
     first = mesh.counts, mesh.counts and mesh.context.index == 0
@@ -189,7 +191,8 @@ def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
 def counted(
     objective: Objective, batches: Sequence[Batch], everyone: Group, device: torch.device
 ) -> dict[str, int]:
-    """Return how many of what its objective counts a step has, each once; collective."""
+    """Return what each term of the objective is divided by in this step, such as its target tokens,
+    by name, summed over all ranks; collective."""
     sums = dict.fromkeys((term.per.name for term in objective.terms), 0)
     for batch in batches:
         for name, count in counts_here(objective, batch).items():
@@ -207,7 +210,7 @@ def scales_of(objective: Objective, counts: Mapping[str, int], times: int = 1) -
 
 
 def evaluated(objective: Objective, forward: Callable[[Scales], Tensor]) -> dict[str, float]:
-    """Return what a forward pass gives of the terms that evaluation tells, by name.
+    """Return the terms that an evaluation reports of a forward pass, by name.
 
     forward: takes the micro-batch forward with these scales, and returns its terms.
     """
@@ -237,8 +240,8 @@ def means_of(
 
 
 def allowed(means: Mapping[str, float], most: float) -> float:
-    """Return the largest gradient norm with which a step is taken: none where its loss, the first
-    of the means, is not finite. most: as of `Engine.step`."""
+    """Return the largest gradient norm with which the step is taken, −inf where its loss is not
+    finite, so that it is refused. means: the loss first. most: as of `Engine.step`."""
     return most if math.isfinite(next(iter(means.values()))) else -math.inf
 
 
@@ -276,7 +279,7 @@ class StageRunner(Protocol):
         ...
 
     def updated(self, engine: Any) -> None:
-        """Take note that weights have changed; collective."""
+        """Do what follows an update of the weights; collective."""
         ...
 
 

@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from uspft.comm import largest, total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.expert_sets import ExpertSets, mark_for_partition
-from uspft.engine.leaves import gather_at_once
-from uspft.engine.mpu import mpu_of
 from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import compare_traces_within, forget_mpu, judge_norm, sum_norm_once
-from uspft.engine.replicas import Replicas
+from uspft.engine.replicas import Replicas, mpu_of
 from uspft.engine.state import Fragments
 from uspft.engine.step import (
     Laps,
@@ -45,6 +44,9 @@ from uspft.engine.step import (
     require_good,
     scales_of,
 )
+from uspft.model.head_groups import WHOLE
+from uspft.model.parameter_adapter import adapters
+from uspft.model.tiles import Tiled
 from uspft.parameters import counting
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ class ZeroEngine:
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.set_apart(module, optimizer)  # type: ignore[arg-type]
-        gather_at_once(module)  # type: ignore[arg-type]
+        _gather_at_once(module)  # type: ignore[arg-type]
         trains = [p for p in self._parameters if p.requires_grad]
         trained = sum(getattr(p, "ds_numel", p.numel()) for p in trains)
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
@@ -202,7 +204,8 @@ class ZeroEngine:
         return self._end(sums, counts, stop, look or (lambda: None), most)
 
     def _begin(self, batches: Sequence[Batch]) -> tuple[dict[str, int], Scales]:
-        """Return (what the step's terms are divided by, their scales)."""
+        """Return what each term of the objective is divided by in this step, and the terms'
+        scales."""
         objective = self.module.objective
         counts = counted(objective, batches, self.holders.everyone, self.device)
         return counts, scales_of(objective, counts, counting.averaged(self.holders))
@@ -324,7 +327,7 @@ class ZeroEngine:
             self.deepspeed.empty_partition_cache()
 
     def terms(self, batch: Batch) -> dict[str, float]:
-        """Return this rank's part of each term that evaluation tells; collective."""
+        """Return this rank's part of each term that an evaluation reports; collective."""
         forward = partial(self._pipeline.forward, self) if self._pipeline else self.forward
         return evaluated(self.module.objective, partial(forward, batch))
 
@@ -334,6 +337,18 @@ class ZeroEngine:
         self.deepspeed.destroy()
         forget_mpu()
         self._experts.close()
+
+
+def _gather_at_once(module: nn.Module) -> None:
+    """Make ZeRO-3 gather all weights of a module in tiles once for all of its tiles, or of one that
+    attends in groups of heads, once for all of these; and adapters with their parameters.
+
+    DeepSpeed then hooks none of the modules inside it. It must be told before it has hooked any.
+    """
+    for part in module.modules():
+        tiled = isinstance(part.forward, Tiled) and next(part.children(), None) is not None
+        if tiled or getattr(part, WHOLE, False) or any(adapters(part)):
+            set_z3_leaf_module(part, True)
 
 
 def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

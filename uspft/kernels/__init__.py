@@ -1,10 +1,9 @@
 """Attention on one device: (out, lse) and its backward, with one signature for every backend."""
 
 from uspft.blocks import Block, Mask, area
-from uspft.kernels.choose import believed_kernel
+from uspft.kernels.choose import believed_kernel, slower
 from uspft.kernels.grouped import Grouped
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial
-from uspft.kernels.slower import slower
 
 __all__ = ["Block", "Grouped", "Kernel", "Mask", "Partial", "area", "believed_kernel", "slower"]

@@ -3,6 +3,7 @@ after it has been probed."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -140,3 +141,28 @@ def _refusal(name: str, said: list[str]) -> str:
     passed."""
     rank, what = next((rank, what) for rank, what in enumerate(said) if what)
     return f"{name} refused{f' on rank {rank}' if len(set(said)) > 1 else ''}: {what}"
+
+
+HOPPER = (9, 0)
+WHEELS = "https://download.pytorch.org/whl"
+
+
+def slower(kernel: Kernel, device: torch.device) -> str | None:
+    """Return a line where another kernel would be much faster on this device, else None."""
+    if device.type != "cuda":
+        return None
+    pip = f"{sys.executable} -m pip install"
+    if kernel.softcap and kernel.name == "torch":
+        return (
+            "scores are soft-capped, and flash-attn 2, whose kernel can do that, is not in use: "
+            "attention takes plain operations of torch in float32, ten times slower or more; "
+            f"{pip} flash-attn"
+        )
+    on_hopper = torch.cuda.get_device_capability(device) == HOPPER
+    if kernel.softcap or not on_hopper or kernel.name not in ("torch", "flash_attn_2"):
+        return None
+    build = "cu" + (torch.version.cuda or "").replace(".", "")
+    return (
+        "flash-attn 3 is not in use: on this GPU its attention is 1.5 to 2 times as fast "
+        f"(arXiv 2407.08608); {pip} --no-deps --index-url {WHEELS}/{build} flash-attn-3"
+    )

@@ -1,4 +1,12 @@
-"""Attention over disjoint sets of keys, joined by log-sum-exp."""
+"""Attention over disjoint sets of keys, joined by log-sum-exp; a sink is joined last.
+
+A sink is for each head a key that every query sees, with a learnt score and the value 0, so that
+the weights of the other keys add up to less than 1 (gpt-oss, arXiv 2508.10925, section 2.3). It is
+one more term of lse. With that lse and the out that belongs to it, the backward of the kernels is
+that of attention with sinks as it stands.
+
+Shapes: T tokens, h query heads, D head dim; sinks [h], float32 or wider.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,6 @@ import torch
 from torch import Tensor
 
 from uspft.kernels.kernel import BlockOutput
-from uspft.kernels.sinks import with_sinks
 
 
 class Partial:
@@ -65,3 +72,16 @@ class Partial:
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return out.to(self._like.dtype).contiguous(), lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out [T, h, D], lse [h, T]) after the sinks have taken their weight."""
+    whole = torch.logaddexp(lse, sinks[:, None])
+    return out * (lse - whole).exp().t()[..., None], whole
+
+
+def sinks_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """Return the sinks' gradient [h] from these tokens, −Σ_t exp(sink − lse_t) · (out_t · dout_t);
+    out and lse are final."""
+    weights = (sinks[:, None] - lse).exp()
+    return -(weights * torch.linalg.vecdot(out.to(lse.dtype), dout.to(lse.dtype)).t()).sum(1)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from uspft.launcher.failure import ERROR_FILE, WRONG_INPUT, report_exception
-from uspft.launcher.hosts import Hosts, LaunchError, LocalRanks, host_memory, interface_to
+from uspft.launcher.hosts import (
+    Hosts,
+    LaunchError,
+    LocalRanks,
+    host_memory,
+    hosts_from,
+    interface_to,
+    planned_hosts,
+)
 from uspft.launcher.meeting import Meeting
 from uspft.launcher.remote import BY_HOSTFILE, run_on_hosts
 from uspft.launcher.restart import Loss, Restart
 from uspft.launcher.supervise import run_ranks
-from uspft.launcher.terminal import outlive_terminal, say
-from uspft.launcher.variables import hosts_from, planned_hosts
-from uspft.launcher.waiting import Waiting
+from uspft.launcher.terminal import Waiting, outlive_terminal, say
 from uspft.launcher.watch import Watch
 
 __all__ = [

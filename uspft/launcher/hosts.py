@@ -1,21 +1,22 @@
-"""The hosts of one run, the ranks of this one, and the interface that leads to the others."""
+"""The hosts of one run, as variables of torchrun or SLURM name them; the ranks of this one, and the
+interface that leads to the others."""
 
 from __future__ import annotations
 
-import array
-import fcntl
 import ipaddress
 import os
+import re
 import socket
-import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
+
+from uspft.called import to_type
 from uspft.config.problems import InputError
 
 MAX_PORT = 65535
-SIOCGIFCONF, INTERFACE_BYTES = 0x8912, 40  # Linux, 64 bit: struct ifreq
 ELSEWHERE = socket.AF_INET, "198.51.100.1"
 """An address of RFC 5737 that nobody has, so that the default route leads there."""
 
@@ -103,7 +104,7 @@ def interface_to(address: str) -> str | None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((place, 9))
             here = str(probe.getsockname()[0])
-        return carriers_v4().get(here) if family == socket.AF_INET else carriers_v6().get(here)
+        return carriers().get(here)
     except OSError:
         return None
 
@@ -116,26 +117,14 @@ def is_loopback(address: str) -> bool:
         return address.partition(".")[0] in ("localhost", "ip6-localhost", "ip6-loopback")
 
 
-def carriers_v4() -> dict[str, str]:
-    """Return the interface of each IPv4 address of this host, second addresses included."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        room = array.array("B", bytes(INTERFACE_BYTES * 256))
-        asked = bytearray(struct.pack("iL", len(room), room.buffer_info()[0]))
-        fcntl.ioctl(probe, SIOCGIFCONF, asked)
-    filled = room.tobytes()[: struct.unpack("iL", asked)[0]]
-    entries = [filled[at : at + INTERFACE_BYTES] for at in range(0, len(filled), INTERFACE_BYTES)]
+def carriers() -> dict[str, str]:
+    """Return the interface of each IP address of this host, second addresses included."""
     # A second address may stand under a label, eth0:1; gloo wants the interface.
     return {
-        socket.inet_ntoa(entry[20:24]): entry[:16].split(b"\0")[0].decode().split(":")[0]
-        for entry in entries
-    }
-
-
-def carriers_v6() -> dict[str, str]:
-    """Return the interface of each IPv6 address of this host."""
-    table = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    return {
-        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])): fields[5] for fields in table
+        one.address.partition("%")[0]: name.partition(":")[0]
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family in (socket.AF_INET, socket.AF_INET6)
     }
 
 
@@ -144,3 +133,129 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def hosts_from(environment: Mapping[str, str]) -> Hosts:
+    """Read the hosts from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as torchrun names them.
+
+    Where NNODES is not set, a SLURM step tells them. Raises LaunchError with a line for every
+    variable that is missing or wrong.
+    """
+    if "NNODES" not in environment:
+        found = slurm_variables(environment)
+        if not found:
+            return Hosts()
+        environment = {**environment, **found}
+    problems: list[str] = []
+
+    def number(name: str, low: int, high: int) -> int:
+        text = environment.get(name, "")
+        if text.isascii() and text.isdigit() and low <= int(text) <= high:
+            return int(text)
+        if not text:
+            problems.append(f"{name} is not set; with NNODES it must be, on every host")
+        else:
+            problems.append(f"{name}={text}: must be a whole number from {low} to {high}")
+        return low
+
+    count = number("NNODES", 1, MAX_PORT)
+    if count == 1 and not problems:
+        return Hosts()
+    index = number("NODE_RANK", 0, MAX_PORT if problems else count - 1)
+    port = number("MASTER_PORT", 1, MAX_PORT - 1)
+    address = environment.get("MASTER_ADDR", "")
+    if not address:
+        problems.append("MASTER_ADDR is not set; it is the name or address of host 0")
+    else:
+        try:
+            resolve(address)
+        except OSError as error:
+            problems.append(f"MASTER_ADDR={address}: this host cannot resolve it ({error})")
+    if problems:
+        raise LaunchError("\n".join(problems))
+    return Hosts(count, index, address, port)
+
+
+def planned_hosts(environment: Mapping[str, str]) -> int:
+    """Return how many hosts a run would have that is started from here, for commands that start
+    none.
+
+    In a SLURM batch script, or a shell of `salloc`, they are those of the allocation. Raises
+    LaunchError as `hosts_from` does.
+    """
+    if "NNODES" not in environment and "SLURM_JOB_ID" in environment:
+        return host_count(environment)
+    return hosts_from(environment).count
+
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""From this number on, steps are SLURM's own: those of a batch script and of a shell of `salloc`.
+(slurm/slurm.h)"""
+PORTS = range(15000, 25000, 2)
+"""Where a step's MASTER_PORT lies: below the ports that Linux gives out, and each with the next one
+free for the supervisors."""
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT of a step of several hosts.
+
+    Returns nothing outside SLURM, and where one host is all there is. A MASTER_ADDR or MASTER_PORT
+    that the user has set stays. Raises LaunchError where the command does not run once on each
+    host.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return {}
+    hosts = host_count(environment)
+    how = f"write srun --ntasks-per-node=1 {to_type(environment, 'RECIPE')}"
+    if not in_step(environment):
+        if hosts == 1:
+            return {}
+        raise LaunchError(
+            f"SLURM's allocation has {hosts} hosts, and this is started on one of them; "
+            f"{how}, or NNODES=1 for this host alone"
+        )
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", str(hosts))
+    if tasks != str(hosts):
+        raise LaunchError(
+            f"srun started {tasks} tasks on {hosts} host{'s' * (hosts > 1)}, and uspft starts the "
+            f"ranks of a host itself; {how}"
+        )
+    if hosts == 1:
+        return {}
+    names = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    found = {
+        "NNODES": str(hosts),
+        "NODE_RANK": environment.get("SLURM_NODEID", ""),
+        "MASTER_ADDR": first_host(names),
+        "MASTER_PORT": str(_port(environment)),
+    }
+    own = {
+        name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if environment.get(name)
+    }
+    return found | own
+
+
+def in_step(environment: Mapping[str, str]) -> bool:
+    """Tell whether `srun` has started this process, rather than a batch script or a shell."""
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
+
+
+def host_count(environment: Mapping[str, str]) -> int:
+    """Return how many hosts this step has, or outside one the allocation; 1 outside SLURM."""
+    names = ("SLURM_STEP_NUM_NODES",) if in_step(environment) else ("SLURM_JOB_NUM_NODES",)
+    found = next(filter(None, map(environment.get, (*names, "SLURM_NNODES"))), "1")
+    return int(found) if found.isdigit() and int(found) else 1
+
+
+def first_host(names: str) -> str:
+    """Return the first host of a list as SLURM writes it, such as `gpu[07-09,12],login`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", names)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Return a port that every host of a step computes alike, and other steps seldom."""
+    job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "0")
+    digits = re.sub(r"\D", "", job) or "0"
+    return PORTS[(int(digits) * 10 + int(step)) % len(PORTS)]

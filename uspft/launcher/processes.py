@@ -1,4 +1,4 @@
-"""The ranks of one host as processes: started, looked at and ended, with none left behind."""
+"""The ranks of one host as processes: they are started, polled and ended, with none left behind."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from uspft.launcher.hosts import LaunchError, carriers_v4, is_loopback, resolve
+from uspft.launcher.hosts import LaunchError, carriers, is_loopback, resolve
 from uspft.launcher.supervise import Signals
 from uspft.launcher.terminal import say
 
@@ -142,7 +142,7 @@ def _is_here(name: str) -> bool:
     if is_loopback(name) or name in (socket.gethostname(), socket.getfqdn()):
         return True
     try:
-        return resolve(name)[1] in carriers_v4()
+        return resolve(name)[1] in carriers()
     except OSError:
         return False
 

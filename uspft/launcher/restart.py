@@ -1,4 +1,4 @@
-"""The new start of a run that was lost: whether there is one, and on which hosts.
+"""Whether a run that was lost starts again, and on which hosts.
 
 A run is lost by a signal that ended a rank, a host that is gone, or a collective that waited in
 vain. Host 0 decides for all; where it is gone itself, nobody does, and the run ends.

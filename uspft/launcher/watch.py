@@ -1,10 +1,10 @@
-"""The lines between the supervisors of several hosts: all start together, and end together.
+"""Connections between the supervisors of several hosts, so that all start and end together.
 
 Host 0 listens on MASTER_PORT + 1 and passes on what it hears. Each message is a JSON object on a
 line of its own: hello (who), beat (every second: what the host does and gives, and by host 0 whom
 all wait for and what is least), ready (what it would start), go (by host 0, when all are ready),
-stop, failed, done, again (by host 0, of a lost
-run). Nothing here blocks.
+stop, failed, done, again (by host 0, of a lost run). Nothing here blocks, as calls of torch's
+TCPStore do while host 0 is silent, past their time-out; nor does that tell when a host is gone.
 """
 
 from __future__ import annotations

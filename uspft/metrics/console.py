@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.text import Text
 
 from uspft.launcher import Waiting
-from uspft.metrics.best import Best
+from uspft.metrics.journal import Best
 
 QUIET_SECONDS = 15.0
 """The least time between two lines of progress where output is not a terminal."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from uspft.families.projections import COLUMNS, ROWS
-from uspft.parameters.used import used_of_held, used_ranges
+from uspft.parameters.shards import used_of_stored, used_ranges
 from uspft.tensor.cutting import Used, cut, put_back
 from uspft.tensor.parts import Range
 from uspft.tensor.shared_heads import Maker, whole_head
@@ -45,7 +45,7 @@ def used_by(
     ):
         if split and divides(bound, split):
             ways = ways_held(split, held, axis, group)
-            found[split.dim] = used_of_held(split, group.index, group.size, ways)
+            found[split.dim] = used_of_stored(split, group.index, group.size, ways)
     return found
 
 

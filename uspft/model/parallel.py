@@ -44,8 +44,7 @@ from uspft.model.recompute import before_each_run
 from uspft.model.state_heads import divide_states
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
-from uspft.parameters.shards import MatrixSplit, Shards
-from uspft.parameters.used import used_of_held, used_ranges
+from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
 from uspft.tensor.cutting import cut
 from uspft.tensor.parts import Range, part_index, part_range
 
@@ -173,7 +172,7 @@ def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary 
         return None
     split, ways = MatrixSplit(COLUMNS, (tokens,)), held.mesh_columns if held else group.size
     ((first, stop),) = used_ranges(split, group.index, group.size, ways)
-    part = used_of_held(split, group.index, group.size, ways)
+    part = used_of_stored(split, group.index, group.size, ways)
     # On a mesh what is used is cut out before.
     offset = part[0][0] if part and not world.layout.is_mesh else 0
     return Vocabulary(first, stop - first, group, offset)

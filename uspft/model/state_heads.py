@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from uspft.parameters.shards import MatrixSplit
-from uspft.parameters.used import used_ranges
+from uspft.parameters.shards import MatrixSplit, used_ranges
 from uspft.tensor.cutting import cut
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from uspft.config.objectives import OBJECTIVES
-from uspft.objective.objective import Divisor, Objective, Scales, Term
-from uspft.objective.trained import TrainedModel
+from uspft.objective.objective import Divisor, Objective, Scales, Term, TrainedModel
 
 __all__ = ["Divisor", "Objective", "Scales", "Term", "TrainedModel", "make_objective"]
 

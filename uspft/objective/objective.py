@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor, nn
 
+if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.model.causal import CausalModel
+
 
 Scales = tuple[float | None, ...]
 """The factor of each term of an objective; None where the term is not wanted."""
@@ -74,3 +75,19 @@ class Objective(Protocol):
     def loss_of_guessing(self, vocabulary: int) -> float | None:
         """Return the loss of a model that guesses among so many tokens; None where unknown."""
         ...
+
+
+class TrainedModel(nn.Module):
+    """An nn.Module that is one function of a micro-batch, so that DeepSpeed sees one forward."""
+
+    def __init__(self, parts: CausalModel, objective: Objective) -> None:
+        super().__init__()
+        self.parts, self.objective = parts, objective
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        """Return this rank's part of each of the objective's terms times its scale, [terms]."""
+        return self.objective(self.parts, batch, scales)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return every parameter once, by its Hugging Face name."""
+        return self.parts.named()

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 def makes_pieces(shards: Shards, name: str, *, splits_tokens: bool) -> bool:
-    """Return whether the ranks that divide the matrices of a row compute pieces of a gradient.
+    """Return whether each rank that divides the matrices of a row computes a piece of a gradient,
+    so that the pieces must be summed.
 
     splits_tokens: whether they see different tokens between blocks.
     """
@@ -45,7 +46,7 @@ def makes_pieces(shards: Shards, name: str, *, splits_tokens: bool) -> bool:
 
 
 def times(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
-    """Return how often the gradient of a row is in the sum over all that hold the same part.
+    """Return how many times the sum over all ranks with the same part has the gradient of a row.
 
     degree: over how many ranks the row divides matrices, a multiple of the layout's.
     """
@@ -67,7 +68,7 @@ def summed_over(holders: Holders, name: str) -> Group | None:
 
 
 def divisor(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
-    """Return by what a rank divides its gradient of a row, before `summed_over`.
+    """Return the number by which a rank divides its gradient of a row before `summed_over` sums it.
 
     degree, splits_tokens: as of `times`. Raises ValueError where rows make pieces that nobody sums.
     """

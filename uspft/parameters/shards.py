@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from math import prod
 from typing import TYPE_CHECKING
 
 from uspft.comm import Books, Group
 from uspft.layout import ALIKE, COPIES, EXPERTS, MESH, STAGES, Layout
-from uspft.parameters.part import Part, Shape
+from uspft.parameters.part import Part, Shape, flat_boxes
 from uspft.tensor.parts import Range, part_index, part_range
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ class MatrixSplit:
     inside those of smaller degrees."""
 
     def ranges_of(self, rank: int, degree: int) -> tuple[Range, ...]:
-        """Return what a rank, by its place among `degree`, has along the dimension."""
+        """Return the ranges along the dimension that a rank has. rank: its place among `degree`
+        ranks."""
         return self.ranges(rank if self.in_order else part_index(rank, degree), degree)
 
     def ranges(self, index: int, degree: int) -> tuple[Range, ...]:
-        """Return what part `index` of `degree` has along the dimension."""
+        """Return the ranges along the dimension that part `index` of `degree` parts has."""
         found, at = [], 0
         for size, units in zip(self.stacked, self.units or self.stacked, strict=True):
             first, stop = part_range(units, index, degree)
@@ -52,7 +54,7 @@ class MatrixSplit:
         return tuple(found)
 
     def require(self, shape: Sequence[int]) -> None:
-        """Require of a shape what is said here. Raises ValueError."""
+        """Check that a parameter of this shape can be divided so. Raises ValueError."""
         if sum(self.stacked) != shape[self.dim]:
             raise ValueError(f"{tuple(shape)} does not have {self.stacked} along {self.dim}")
 
@@ -127,7 +129,7 @@ class Shards:
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
-        """The ranks of each place."""
+        """For each place among tensor and expert ranks, all ranks that are at it."""
         places = self.layout.tensor * self.layout.experts
         return [list(range(place, self.layout.ranks, places)) for place in range(places)]
 
@@ -136,7 +138,8 @@ class Shards:
         return rank % self.layout.tensor  # the mesh's axes vary fastest
 
     def replicas(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the tensor indices in sets, of which each holds the same part of a parameter."""
+        """Return the tensor ranks by their indices, in sets that hold the same part of a
+        parameter."""
         found: dict[tuple[tuple[Range, ...], ...], list[int]] = {}
         for index in range(self.layout.tensor):
             held = tuple(ranges for _, ranges in self._cuts(name, index))
@@ -205,3 +208,77 @@ class Holders:
     def replicas(self, name: str) -> Group:
         """Return the tensor ranks that hold the same part of a parameter as this one."""
         return self.same[self.shards.replicas(name)]
+
+
+def piece_of(size: Sequence[int], index: int, owners: int) -> Range:
+    """Return which elements of a part, laid flat, owner `index` of several has.
+
+    size: of the part. Whole rows where there are as many as owners, so that it is one box.
+    """
+    rows = size[0] if size else 1
+    unit = prod(size) // rows if rows >= owners else 1
+    units = prod(size) // max(unit, 1)
+    return index * units // owners * unit, (index + 1) * units // owners * unit
+
+
+def owned(shards: Shards, name: str, shape: Sequence[int], rank: int) -> tuple[Part, Range]:
+    """Return the part that a rank holds of a parameter, and the elements of it that it owns."""
+    part = shards.part(name, shape, rank)
+    if not part.count:
+        return part, (0, 0)
+    holders = shards.parts(name, shape)[part]
+    return part, piece_of(part.size, holders.index(rank), len(holders))
+
+
+def owned_parts(shards: Shards, name: str, shape: Sequence[int]) -> tuple[tuple[Part, ...], ...]:
+    """Return what each rank owns of a parameter, as parts that follow one another in memory."""
+    found: list[tuple[Part, ...]] = [()] * shards.layout.ranks
+    for part, holders in shards.parts(name, shape).items():
+        for index, rank in enumerate(holders):
+            boxes = flat_boxes(part.size, *piece_of(part.size, index, len(holders)))
+            found[rank] = tuple(part.within(box) for box in boxes)
+    return tuple(found)
+
+
+@cache
+def used_ranges(split: MatrixSplit, rank: int, degree: int, stored: int) -> tuple[Range, ...]:
+    """Return what rows use of a parameter along its dimension, in coordinates of the whole.
+
+    rank: the rank's place among the `degree` ranks over which the rows divide matrices. stored: the
+    degree at which ranks store them. Raises ValueError where it does not divide the rows' degree,
+    or where parts that ranks have in their own order are stored several ways and divided further.
+    """
+    if degree % stored or (split.in_order and stored not in (1, degree)):
+        raise ValueError(f"matrices are held {stored} ways: rows cannot divide them {degree} ways")
+    if split.in_order:
+        return split.ranges(rank, degree)
+    return split.ranges(part_index(rank, degree, (stored,)), degree)
+
+
+@cache
+def used_of_stored(
+    split: MatrixSplit, rank: int, degree: int, stored: int
+) -> tuple[Range, ...] | None:
+    """Return `used_ranges` in coordinates of the part that the rank holds; None for all of it."""
+    size = (sum(split.stacked),)
+    used = Part(size, (used_ranges(split, rank, degree, stored),))
+    mine = Part(size, (split.ranges_of(rank % stored, stored),))
+    return None if used == mine else tuple(box[0] for box, _ in mine.meets(used))
+
+
+def outside(stored: Shards, degree: int) -> str | None:
+    """Return a parameter of which rows use, on some rank, more than it holds; None where the parts
+    of all lie inside what ranks hold.
+
+    stored: with the splits of every parameter that rows divide. degree: over how many ranks the
+    rows divide matrices, a multiple of the layout's.
+    """
+    ways = stored.layout.tensor
+    for name, split in stored.splits.items():
+        size = (sum(split.stacked),)
+        for rank in range(degree):
+            used = Part(size, (used_ranges(split, rank, degree, ways),))
+            mine = Part(size, (split.ranges_of(rank % ways, ways),))
+            if sum(stop - start for ((start, stop),), _ in used.meets(mine)) < used.count:
+                return name
+    return None

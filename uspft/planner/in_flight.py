@@ -54,7 +54,7 @@ class BytesPerToken(NamedTuple):
 
     @property
     def of_sinks(self) -> float:
-        """What the gradient of sinks needs (kernels/sinks.py): the output and its gradient in
+        """What the gradient of sinks needs (kernels/merge.py): the output and its gradient in
         float32, and their product."""
         return 3 * self.wide * self.query + self.lse if self.sinks else 0.0
 

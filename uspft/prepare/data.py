@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +24,9 @@ from uspft.data import (
 from uspft.data.faults import SHOWN_LINES
 from uspft.families import ModelShape
 from uspft.launcher import Waiting
-from uspft.launcher.waiting import TOLD_SECONDS
+from uspft.launcher.terminal import TOLD_SECONDS
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.new_tokens import with_tokens
+from uspft.prepare.tokenizer import tokenizer_of
 from uspft.segments import Segments
 
 PIECE = 1 << 24
@@ -68,7 +64,7 @@ def prepare_data(
                 told = now
                 screen.print(f"tokenising: {done / (total or 1):.0%} after {now - started:.0f} s")
 
-        tokenizer = tokenizer_of(recipe)
+        tokenizer = tokenizer_of(recipe.model)
         with waiting.on("the data"):
             corpus = prepare(recipe.data, tokenizer, vocabulary, cache, tick)
         progress.reset(task, description="reading evaluation data", total=None)
@@ -126,28 +122,6 @@ def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) 
     lines = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()), *mix)
     for line in lines:
         screen.print(f"{what}: {line}", markup=False)
-
-
-def tokenizer_of(recipe: Recipe) -> str | None:
-    """Return where the tokenizer is: the place that the recipe names, or else the model's own."""
-    named = recipe.model.tokenizer or recipe.model.name_or_path
-    return str(named) if named else None
-
-
-@contextmanager
-def tokenizer_here(recipe: Recipe) -> Iterator[str | None]:
-    """Yield the tokenizer's folder, or None where it is a hub id.
-
-    With model.add_tokens it is one that has them, for as long as the `with` block lasts.
-    """
-    folder = tokenizer_of(recipe)
-    if not (folder and os.path.isdir(folder)):
-        yield None
-    elif not recipe.model.add_tokens:
-        yield folder
-    else:
-        with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
-            yield str(with_tokens(folder, recipe.model.add_tokens, Path(aside)))
 
 
 def steps_of(recipe: Recipe, corpus: Path) -> int:

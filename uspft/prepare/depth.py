@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from uspft.config import Fault
 from uspft.config.algorithms import AUTO
@@ -152,6 +153,4 @@ def memory_here(recipe: Recipe) -> int:
         if asked.returncode:
             raise RuntimeError(f"the GPUs' free memory cannot be read: {asked.stderr.strip()}")
         return int(asked.stdout)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024 // processes
+    return int(psutil.virtual_memory().available) // processes

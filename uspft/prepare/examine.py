@@ -11,22 +11,21 @@ from typing import Any
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
-from uspft.config.strategies import KEY, layouts_of, row_lengths
+from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
-from uspft.layout import Layout, layout_of
+from uspft.layout import Layout, layout_of, settled_layout
 from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_count, gpu_name
-from uspft.prepare.files import file_findings, in_the_way
-from uspft.prepare.installed import tracker_findings
+from uspft.prepare.files import file_findings, find_paths, in_the_way
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
 from uspft.prepare.memory import exchange_findings, memory_sentence, memory_unknown
-from uspft.prepare.new_tokens import shape_of
-from uspft.prepare.paths import find_paths
 from uspft.prepare.pipelines import stages_sentence
 from uspft.prepare.resolve import resolve, resolved, tuning
+from uspft.prepare.tokenizer import shape_of
+from uspft.prepare.trackers import tracker_findings
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
 SHAPE = tuple(
@@ -58,6 +57,12 @@ class Examined:
     @property
     def shape(self) -> ModelShape | None:
         return self.known.shape
+
+    @property
+    def corpus(self) -> Path:
+        """The folder of the tokenised training data, which has been read."""
+        assert self.known.corpus
+        return self.known.corpus
 
     @property
     def tuning(self) -> Tuning | None:
@@ -124,12 +129,17 @@ class Examined:
         return f"{layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}"
 
     @property
+    def each_layout(self) -> list[tuple[Recipe, Layout]]:
+        """The layout of each strategy, or the only one, with the recipe of its rows alone."""
+        every, ranks = layouts_of(self.recipe), self.layout.ranks
+        return [(alone, settled_layout(alone.parallel_config, ranks)) for alone in every]
+
+    @property
     def strategies(self) -> list[str]:
         """A line for each strategy, where the recipe has several: its rows, and their layout."""
         lines, shortest = [], 1
-        for length, alone in zip(row_lengths(self.recipe), layouts_of(self.recipe), strict=False):
-            layout = layout_of(alone.parallel_config, self.layout.ranks)
-            assert isinstance(layout, Layout)
+        for alone, layout in self.each_layout if strategies_of(self.recipe) else ():
+            length = alone.data.sequence_length
             how = layout.sentence(alone.parallel_config.context_parallel_algo)
             lines.append(f"{shortest:,} to {length:,} tokens: {how}")
             shortest = length + 1
@@ -155,11 +165,10 @@ class Examined:
         """Return the examination with more facts, which are given as fields of Known."""
         known = replace(self.known, **more)
         recipe, decision = resolved(self.loaded.recipe, known)
-        layout = layout_of(recipe.parallel_config, self.layout.ranks)
-        assert isinstance(layout, Layout)  # it is one of as many ranks as before
+        layout = settled_layout(recipe.parallel_config, self.layout.ranks)
         return replace(self, known=known, recipe=recipe, layout=layout, decision=decision)
 
-    def knowing_model(self, places: dict[str, str]) -> Examined:
+    def knowing_model(self, places: Mapping[str, str]) -> Examined:
         """Return the examination with the model in these folders of this host, by key of `model`.
 
         The model may not have been on this host before. Raises Fault where it cannot be trained,

@@ -6,14 +6,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from uspft.config.strategies import layouts_of, row_lengths, strategies_of
+from uspft.config.strategies import strategies_of
 from uspft.data import Corpus, Row, RowStream, training_rows
-from uspft.layout import Layout, layout_of
+from uspft.layout import Layout
 from uspft.planner.chunks import cut_of
 from uspft.prepare.make_plan import chunk_prices_of
 from uspft.segments import Segments
@@ -122,14 +121,14 @@ class Inspection:
     rows: list[SeenRow]
 
 
-def inspected(found: Examined, corpus: Path, count: int) -> Inspection:
+def inspected(found: Examined, count: int) -> Inspection:
     """Return how long the samples are, how full rows are, and the first `count` rows.
 
     The first epoch's rows are all that are shown.
     """
-    recipe, whole = found.recipe, Corpus.open(corpus)
+    recipe, whole = found.recipe, Corpus.open(found.corpus)
     switches = bool(strategies_of(recipe))
-    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
+    stream = training_rows(recipe.data, found.corpus, recipe.seed, one_document=switches)
     filling = None if switches else _filling(stream, recipe.data.sequence_length)
     ways = _ways(found)
     shown = min(count, stream.rows_in_epoch(0))
@@ -171,19 +170,10 @@ class _Way(NamedTuple):
 def _ways(found: Examined) -> list[_Way]:
     recipe, layout = found.recipe, found.layout
     if not strategies_of(recipe):
-        prices = chunk_prices_of(found, found.known.hosts) if found.shape else None
+        prices = chunk_prices_of(found) if found.shape else None
         cut = cut_of(recipe.parallel_config, layout, prices)
         return [_Way(recipe.data.sequence_length, recipe, layout, cut)]
-    return _strategies(recipe, layout)
-
-
-def _strategies(recipe: Recipe, layout: Layout) -> list[_Way]:
-    found = []
-    for length, alone in zip(row_lengths(recipe), layouts_of(recipe), strict=False):
-        own = layout_of(alone.parallel_config, layout.ranks)
-        assert isinstance(own, Layout)  # or the recipe had been refused
-        found.append(_Way(length, alone, own))
-    return found
+    return [_Way(alone.data.sequence_length, alone, own) for alone, own in found.each_layout]
 
 
 def _seen(

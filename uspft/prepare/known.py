@@ -1,14 +1,16 @@
-"""What is known beside a recipe when it is resolved."""
+"""The facts by which a recipe is resolved: machine, model, data, and what was predicted of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from uspft.config import Recipe
 from uspft.families import ModelShape
 from uspft.job import placed
+from uspft.planner.machine import Hardware
 from uspft.prepare.cluster import Cluster
 from uspft.segments import Segments
 from uspft.switching.choose.choice import SwitchingChoice
@@ -27,7 +29,7 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """The facts that are known beside the recipe; there are more of them as preparation goes on."""
+    """The facts by which a recipe is resolved; each stage of preparation adds some."""
 
     hosts: int = 1
     gpus: int = 0
@@ -36,6 +38,10 @@ class Known:
     """How many processes all hosts have together, where the command says so."""
     shape: ModelShape | None = None
     """The sizes of the model."""
+    corpus: Path | None = None
+    """The folder of the tokenised training data, once that is read."""
+    evaluation: Mapping[str, Path] = field(default_factory=dict)
+    """The folders of the tokenised evaluation sets, by title."""
     rows: Sequence[Segments] = ()
     """The documents of the run's first rows; none where the data is not read yet."""
     memory_bytes: int | None = None
@@ -50,6 +56,11 @@ class Known:
     """The attention kernel that ranks have chosen."""
     places: Mapping[str, str] = field(default_factory=dict)
     """The folder on this host that each key of `model` with a hub id stands for."""
+
+    def hardware_on(self, ranks: int) -> Hardware:
+        """Return the cluster's figures where so many ranks run, as many on each host."""
+        assert self.cluster
+        return self.cluster.hardware.on_hosts_of(-(-ranks // self.hosts))
 
     def here(self, recipe: Recipe) -> Recipe:
         """Return the recipe as this host reads it, with folders in place of hub ids."""

@@ -1,4 +1,4 @@
-"""What speaks against the layout of a recipe, or those of its strategies."""
+"""Reasons why a recipe cannot run in its layout, or in those of its strategies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
 
 
 def _copies(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
-    """Return why a model's blocks cannot take copies of their tokens by turns."""
+    """Return why `fine_grain_interleave` cannot be used with a model or layout."""
     number = recipe.parallel_config.fine_grain_interleave
     if number == 1 or shape is None:
         return []

@@ -1,7 +1,7 @@
-"""What a recipe leaves to the planner, and what the planner makes of it.
+"""The keys that a recipe leaves to the planner (`auto`, or left out), and the values they get.
 
-Everything that is left open is chosen together, in three stages: by the recipe and the machine,
-then by the model's sizes too, and then by the documents of the run's first rows.
+The planner chooses all of them together. It is asked three times, each time with more known: the
+recipe and the machine, then the sizes of the model, then the documents of the run's first rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BY_ROWS = "by the documents of the run's first rows"
 
 
 class Decision(NamedTuple):
-    """What was left open and what it became, together and key by key."""
+    """The values that the planner has chosen for the open keys of a recipe, and why."""
 
     choice: Choice
     by: str
@@ -99,7 +99,8 @@ def ranks_of(recipe: Recipe, known: Known) -> int | None:
 
 
 def degrees_are_open(recipe: Recipe) -> str | None:
-    """Return a key of the layout that leaves open how many processes the degrees ask for."""
+    """Return a degree that is `auto`, so that the degrees do not say how many processes there are;
+    None where there is none."""
     for key in ("model_parallel", "context_parallel", "pipeline_stage"):
         if isinstance(getattr(recipe.parallel_config, key), Open):
             return f"{BLOCK}.{key}"
@@ -107,9 +108,10 @@ def degrees_are_open(recipe: Recipe) -> str | None:
 
 
 def open_keys(recipe: Recipe) -> tuple[str, ...]:
-    """Return the keys that a recipe of one layout leaves to the planner, in its order.
+    """Return the open keys of a recipe with one layout, in the planner's order.
 
-    Beside a degree that is `auto`, what says how that degree is used is open where it is left out.
+    Where a degree is `auto`, keys that say how the degree is used are open too, if they are left
+    out.
     """
     parallel, found = recipe.parallel_config, list[str]()
     tensor = isinstance(parallel.model_parallel, Open)
@@ -152,13 +154,14 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _says_of_tokens(parallel: ParallelBlock) -> bool:
-    """Return whether a recipe says if tensor ranks split tokens, where there are any."""
+    """Return whether `use_seq_parallel` is fixed: by the recipe, or since the tensor degree is."""
     fixed = not isinstance(parallel.model_parallel, Open)
     return fixed or "use_seq_parallel" in parallel.model_fields_set
 
 
 def _virtual(parallel: ParallelBlock) -> set[int]:
-    """Return how many virtual stages a recipe lets ranks have, where there are several stages."""
+    """Return the numbers of virtual stages a rank that the recipe allows, if it has several
+    stages."""
     asked, interleaved = parallel.pp_interleave_num, parallel.pipeline_interleave
     said = "pp_interleave_num" in parallel.model_fields_set
     if said or not isinstance(parallel.pipeline_stage, Open):
@@ -168,14 +171,15 @@ def _virtual(parallel: ParallelBlock) -> set[int]:
 
 
 def _on_a_mesh(parallel: ParallelBlock) -> bool:
-    """Return whether matrices lie on a mesh, should they be split."""
+    """Return whether matrices, if they are split at all, are split in blocks over a mesh."""
     blocks = TENSOR[parallel.tensor_parallel_algo].splits is Splits.BLOCKS
     split = parallel.model_parallel > 1 or isinstance(parallel.model_parallel, Open)
     return blocks and split
 
 
 def space_of(recipe: Recipe) -> Space:
-    """Return the ways that a recipe of one layout leaves open."""
+    """Return the layouts, and the ways to run them, among which a recipe with one layout lets the
+    planner choose."""
     parallel, open_ = recipe.parallel_config, open_keys(recipe)
 
     def fixed(key: str) -> set[Any] | None:
@@ -220,8 +224,9 @@ def _powers(batch: int) -> list[int]:
 
 
 def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None]:
-    """Return an algorithm's name, and those under which it goes at degrees where another does the
-    same."""
+    """Return the names of the algorithms that do what the named one does at some degrees, its own
+    name included: a hybrid with one Ulysses rank is a ring, and with one ring rank it is
+    Ulysses."""
     row = CONTEXT.get(named or "")
     if row is None or row.splits is not Splits.BOTH:
         return {named}
@@ -232,7 +237,8 @@ def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None
 
 
 def other_than_asked(recipe: Recipe) -> WhyNot:
-    """Return what of a recipe's keys speaks against a way of its space, which says less."""
+    """Return a function that tells which key of the recipe forbids a way; `space_of` does not cover
+    all keys."""
     parallel, batch = recipe.parallel_config, recipe.training.global_batch_size
     mesh, ulysses = parallel.tensor_mesh, parallel.ulysses_degree_in_cp
     shares = isinstance(parallel.context_parallel, Open) or _on_a_mesh(parallel)
@@ -262,9 +268,9 @@ def _mesh(layout: Layout) -> tuple[int, int]:
 def wrong_in(
     recipe: Recipe, shape: ModelShape, hardware: Hardware, asked: Collection[str]
 ) -> WhyNot:
-    """Return what speaks against a way to run a recipe, whatever its layout is.
+    """Return a function that tells why a recipe cannot run in a way, or None where it can.
 
-    asked: the keys that are left open. Where nothing predicts memory, they get what needs least.
+    asked: the open keys. Where no formula predicts memory, they get the values that need least.
     """
     row, known = recipe.data.sequence_length, dict[tuple[object, ...], str | None]()
 
@@ -292,17 +298,18 @@ def wrong_in(
 
 
 def decided(recipe: Recipe, known: Known) -> Decision | None:
-    """Return what the planner makes of what a recipe leaves open, or None where nothing is, or
-    where it is not known yet on how many processes.
+    """Return the values of a recipe's open keys, or None where there are none, or where the number
+    of processes is not known yet.
 
-    With strategies these are ZeRO's stage, the rows in one forward and what is made again, by the
-    layout of the longest rows, or the best single layout where the strategies are `auto`.
+    With strategies the open keys are ZeRO's stage, the rows in one forward and what is recomputed.
+    They are chosen for the layout of the longest rows or, where the strategies are `auto`, for the
+    best single layout.
     """
     alone = _longest(recipe)
     asked = open_keys(alone)
     if alone is not recipe:
         asked = tuple(key for key in asked if not key.startswith(BLOCK))
-    model, cluster = known.shape, known.cluster
+    model = known.shape
     if model is None:  # and so nothing says what fits, or how matrices can be split
         later = (RECOMPUTE, f"{BLOCK}.tensor_mesh", SLICES)
         asked = tuple(key for key in asked if key not in later)
@@ -314,13 +321,13 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         moves = recipe.parallel_config.switching == "move"
         above = [stage for stage in space.stages if stage > 0]
         space = replace(space, stages=[1] if moves and STAGE in asked else above)
-    if model is None or cluster is None:
+    if model is None or known.cluster is None:
         unknown = "the model's sizes" if model is None else "the cluster"
         why = f"{unknown}, not known yet, may change this"
         return _likely(alone, ranks, space, asked, why)
     if model.experts == 1:
         space = replace(space, experts={1})
-    hardware = cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
+    hardware = known.hardware_on(ranks)
     step = step_shape(alone, model)
     seen = known.rows if alone is recipe else ()
     tiled = settled_memory(alone, model)
@@ -379,7 +386,7 @@ def _ranks(recipe: Recipe, known: Known) -> int | None:
 def _likely(
     recipe: Recipe, ranks: int, space: Space, asked: Collection[str], why: str
 ) -> Decision | None:
-    """Return what is taken where nothing tells ways apart yet."""
+    """Return the values to assume while too little is known to compare the ways by a prediction."""
     rows = recipe.training.global_batch_size
     way = likely(ranks, space, rows, other_than_asked(recipe))
     if way is None:
@@ -389,7 +396,7 @@ def _likely(
 
 
 def _values(recipe: Recipe, way: Way, asked: Collection[str]) -> dict[str, Any]:
-    """Return what each key that is asked for becomes under a way."""
+    """Return the value of each of these keys in a way."""
     found, algorithm = values_of(way), f"{BLOCK}.context_parallel_algo"
     name = found[algorithm] if algorithm in asked else recipe.parallel_config.context_parallel_algo
     row = CONTEXT.get(name or "")

@@ -1,4 +1,4 @@
-"""The making of a job: model and data are made ready, and a checkpoint to go on from is found."""
+"""The making of a job: a recipe gets its model and data, and the checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ from uspft.checkpoint.folder import (
 from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, differences, identity_of
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.data import Corpus, formats_of
-from uspft.data.tokenizer_files import holds_tokenizer
+from uspft.data import Corpus
 from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
 from uspft.parameters.digest import base_digest
-from uspft.prepare.data import first_rows, prepare_data, steps_of, tokenizer_of
-from uspft.prepare.disk_space import last_step, space_needed
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.make_plan import chunk_prices_of, prices_of
 from uspft.prepare.memory import exchange_findings
 from uspft.prepare.model import examine_model
-from uspft.prepare.new_tokens import fetched
-from uspft.prepare.output import output_of
-from uspft.prepare.serving_files import serving_of
-from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
+from uspft.prepare.output import last_step, output_of, space_needed
+from uspft.prepare.stages import job_of, with_data, with_model
+from uspft.prepare.tokenizer import exported_tokenizer, serving_of
 
 STEP = "step of the checkpoint"
 """The name under which host 0 tells the others which checkpoint is whole."""
@@ -59,7 +54,7 @@ class Prepared(NamedTuple):
 def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared:
     """Make model and data ready, and return what ranks are given to run."""
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
-    found = found.knowing_model(fetched(found.recipe.model, place.cache))
+    found = with_model(found, place)
     recipe = found.recipe
     model = examine_model(found.here)
     if model.trains:
@@ -68,43 +63,24 @@ def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared
     base = {BASE: base_digest(found.here.model)}
     checkpoint, damaged = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)
-    assert found.shape  # its config is here
-    corpus, evaluation = prepare_data(found.here, found.shape, place, screen)
-    rows = first_rows(found.here, corpus)
-    formats = formats_of(recipe.data)
-    found = found.knowing(rows=rows, formats=formats)
-    if found.is_open:
-        keeps = counts_samples(checkpoint.state["identity"]) if checkpoint else None
-        found = knowing_memory(found, place.meeting)
-        found = weighing(found, lengths_of(found.here, corpus), keeps=keeps)
-    identity = identity_of(found.recipe) | base | {CONTENTS: Corpus.open(corpus).contents}
+    keeps = counts_samples(checkpoint.state["identity"]) if checkpoint else None
+    found = with_data(found, place, screen, keeps=keeps)
+    identity = identity_of(found.recipe) | base | {CONTENTS: Corpus.open(found.corpus).contents}
     _same(checkpoint, identity)
     if wrong := exchange_findings(found.recipe, found.layout):
         raise Fault(wrong)
-    tokenizer = _with_tokenizer(found.here)
-    job = Job(
-        found.recipe,
-        corpus,
-        steps_of(found.recipe, corpus),
+    tokenizer = exported_tokenizer(found.here)
+    job = job_of(
+        found,
+        place,
         identity,
-        evaluation,
+        evaluation=found.known.evaluation,
         resume_from=checkpoint.folder if checkpoint else None,
         tokenizer=tokenizer,
-        serving=serving_of(found.here, formats, model.config, tokenizer),
-        command=place.command,
-        places=found.known.places,
-        prices=prices_of(found, found.known.hosts),
-        chunk_prices=chunk_prices_of(found, found.known.hosts),
+        serving=serving_of(found.here, found.known.formats, model.config, tokenizer),
         comments=found.decision.comments if found.decision else {},
     )
     return Prepared(found, job, checkpoint, damaged, needed)
-
-
-def _with_tokenizer(recipe: Recipe) -> str | None:
-    """Return the tokenizer's folder, or None where it holds no tokenizer to export."""
-    folder = tokenizer_of(recipe)
-    has_one = folder and holds_tokenizer(Path(folder))
-    return str(Path(folder).resolve()) if folder and has_one else None
 
 
 def _checkpoint(recipe: Recipe, meeting: Meeting, screen: Console) -> Newest:

@@ -1,4 +1,5 @@
-"""The way from a recipe to what `plan` predicts: its step, the cluster, its own layout's time."""
+"""A recipe as the planner's input: its step, its cluster, its own layout, and the prices that ranks
+deal rows out by."""
 
 from __future__ import annotations
 
@@ -8,21 +9,20 @@ from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
-from uspft.config.strategies import strategies_of, under
+from uspft.config.strategies import strategies_of
 from uspft.job import ChunkPrices, Prices
-from uspft.layout import Layout, layout_of
 from uspft.planner.chunks import chunk_prices
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, options_of, row_memory
-from uspft.planner.rank import Ranked, Ranking, ranked, ranking
+from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
+from uspft.prepare.files import find_paths
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
-from uspft.prepare.paths import find_paths
 from uspft.prepare.pipelines import says_layers
 from uspft.prepare.step import matrices_of, stage_of, step_shape
 from uspft.segments import Segments
@@ -43,10 +43,9 @@ def examine_for_plan(
     return examine(target, overrides, hosts, ranks, trains=False)
 
 
-def hardware_of(found: Examined, hosts: int) -> Hardware:
+def hardware_of(found: Examined) -> Hardware:
     """Return the cluster's figures for as many ranks as this run puts on a host."""
-    assert found.known.cluster
-    return found.known.cluster.hardware.on_hosts_of(-(-found.layout.ranks // hosts))
+    return found.known.hardware_on(found.layout.ranks)
 
 
 def step_of(found: Examined) -> StepShape:
@@ -81,9 +80,10 @@ def own_way(found: Examined) -> Way:
     )
 
 
-def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
-    """Return the order of every layout of the recipe's ranks that its other keys allow."""
-    own, recipe = own_way(found), found.recipe
+def ranking_of(found: Examined, step: StepShape) -> Ranking:
+    """Return every layout for the recipe's ranks that its other keys allow, ranked by predicted
+    time."""
+    own, recipe, hardware = own_way(found), found.recipe, hardware_of(found)
     asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
     left = space_of(asked)
     space = Space(
@@ -104,13 +104,7 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
     return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)
 
 
-def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Ranked:
-    """Return what a step takes and needs under the recipe's own layout and algorithm."""
-    options = options_of(found.recipe, found.layout)
-    return ranked(step, own_way(found), hardware, options, own=True)
-
-
-def chunk_prices_of(found: Examined, hosts: int) -> ChunkPrices | None:
+def chunk_prices_of(found: Examined) -> ChunkPrices | None:
     """Return the prices by which a recipe's rows are cut into chunks that take equal time; None
     where no rows are."""
     recipe, layout = found.recipe, found.layout
@@ -118,24 +112,20 @@ def chunk_prices_of(found: Examined, hosts: int) -> ChunkPrices | None:
     if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
         return None
     step, algorithm = step_of(found), of_recipe(recipe, layout)
-    return chunk_prices(step, layout, algorithm, hardware_of(found, hosts))
+    return chunk_prices(step, layout, algorithm, hardware_of(found))
 
 
-def prices_of(found: Examined, hosts: int) -> Prices | None:
+def prices_of(found: Examined) -> Prices | None:
     """Return the prices of a recipe's strategies by the cost model; None where it has one layout.
 
     A row's seconds are a line in its pairs of query and key, through those of a row without
     documents and of one that a document fills.
     """
-    recipe = found.recipe
-    if not strategies_of(recipe):
+    if not strategies_of(found.recipe):
         return None
-    step, hardware = step_of(found), hardware_of(found, hosts)
+    step, hardware = step_of(found), hardware_of(found)
     rows, pairs, beside, layouts, taken = [], [], [], [], []
-    for number in range(len(strategies_of(recipe))):
-        alone = under(recipe, number)
-        layout = layout_of(alone.parallel_config, found.layout.ranks)
-        assert isinstance(layout, Layout)  # or the recipe would have been refused
+    for alone, layout in found.each_layout:
         length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
         shape = replace(step, **matrices_of(alone.parallel_config))
         empty, full = (
@@ -149,6 +139,6 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
         row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
         options = options_of(alone, layout)
         taken.append(row_memory(options, step.model, row, layout, length)[0])
-    held = min(layouts, key=lambda layout: layout.tensor)
-    together = micro_step_seconds(step, held, hardware)
+    stored = min(layouts, key=lambda layout: layout.tensor)
+    together = micro_step_seconds(step, stored, hardware)
     return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))

@@ -11,22 +11,18 @@ from rich.console import Console
 from uspft.config import Fault, Finding, InputError, Recipe
 from uspft.config.pipeline_rules import beside_stages
 from uspft.config.problems import COMMAND_LINE
-from uspft.job import Job
 from uspft.layout import Layout
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
-from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.depth import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.prepare.examine import Examined
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import run_findings
-from uspft.prepare.make_plan import chunk_prices_of, prices_of
 from uspft.prepare.model import examine_model
-from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.pipelines import with_stages
-from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
+from uspft.prepare.stages import job_of, with_data, with_model
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
 
@@ -61,8 +57,7 @@ def prepare_verify(
     """
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = found.asking(without_extras)
-    places = fetched(found.recipe.model, place.cache)
-    found = found.knowing_model(places)
+    found = with_model(found, place)
     limit_seconds = found.recipe.launch.timeout_minutes * 60
     memory = place.meeting.least("bytes of a process", memory_here(found.recipe), limit_seconds)
     config = examine_model(found.here).config
@@ -74,34 +69,21 @@ def prepare_verify(
     if kept < whole:
         what = f"its first {kept} of {whole} layers, which is what one process holds here"
         screen.print(f"model: {what}", markup=False)
+        places = found.known.places
         found = found.asking(lambda recipe: with_depth(recipe, kept)).knowing_model(places)
         config = examine_model(found.here).config  # what is to be frozen may all lie beyond them
     if why_not:
         screen.print(f"plain transformers is not run: {why_not}", markup=False)
-    assert found.shape
-    corpus, _ = prepare_data(found.here, found.shape, place, screen)
-    found = found.knowing(rows=first_rows(found.here, corpus))
-    if found.is_open:
-        found = knowing_memory(found, place.meeting)
-        found = weighing(found, lengths_of(found.here, corpus))
+    found = with_data(found, place, screen)
+    if found.why_strategies:
         screen.print(f"strategies: {found.why_strategies}", markup=False)
-    recipe = found.recipe
-    job = Job(
-        recipe,
-        corpus,
-        steps_of(recipe, corpus),
-        {},
-        command=place.command,
-        places=places,
-        prices=prices_of(found, found.known.hosts),
-        chunk_prices=chunk_prices_of(found, found.known.hosts),
-    )
+    job = job_of(found, place, {})
     every = _candidates(found, None if asked.every else MAX_LAYOUTS)
     work = VerifyJob(
         job,
         tuple(one.parallel for one in every if one.reason is None),
         min(asked.steps or STEPS, job.steps),
-        output_of(recipe) / FOLDER,
+        output_of(found.recipe) / FOLDER,
         with_plain=why_not is None,
         inject=asked.inject,
     )

@@ -1,4 +1,4 @@
-"""What `auto` means among the keys of `memory`, what is wrong with them, what a card needs."""
+"""The keys of `memory`: what their `auto` means, what is wrong with them, and what a card needs."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     parameter that rows use lies inside what ranks hold. Raises Fault or WeightsError.
     """
     # These imports take seconds, which a recipe that is refused before does without.
-    from uspft.model.build import parameter_count
-    from uspft.model.fit import require_fit, require_model
+    from uspft.model.build import parameter_count, require_fit, require_model
     from uspft.model.hf_config import model_config
     from uspft.model.trained import choose_trained, what_trains
 
@@ -77,7 +76,7 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
 def _require_inside(recipe: Recipe, model: Any) -> None:
     """Require that every strategy uses a part of what ranks hold. Raises Fault.
 
-    Ranks hold the least tensor degree of all. Weights that move are held at each, and strategies
+    Ranks hold the least tensor degree of all. Weights that move are stored at each, and strategies
     whose ranks hold blocks have the same mesh.
     """
     every = strategies_of(recipe)
@@ -92,20 +91,20 @@ def _require_inside(recipe: Recipe, model: Any) -> None:
         raise Fault(findings)
 
 
-def inside_findings(strategies: Sequence[Strategy], held: Shards) -> list[Finding]:
+def inside_findings(strategies: Sequence[Strategy], stored: Shards) -> list[Finding]:
     """Return the strategies that use more of a parameter than ranks hold.
 
-    held: who holds what under the strategy of the least tensor degree, which divides all others. On
-    a mesh columns use parts as those of so many ranks; mesh rows use parts of what is whole.
+    stored: who holds what under the strategy of the least tensor degree, which divides all others.
+    On a mesh columns use parts as those of so many ranks; mesh rows use parts of what is whole.
     """
-    from uspft.parameters.used import outside
+    from uspft.parameters.shards import outside
 
     degrees = [one.model_parallel for one in strategies]
-    least, found = degrees.index(held.layout.tensor), []
+    least, found = degrees.index(stored.layout.tensor), []
     for number, one in enumerate(strategies):
-        if name := outside(held, one.model_parallel // one.mesh_rows):
+        if name := outside(stored, one.model_parallel // one.mesh_rows):
             what = f"is {one.model_parallel}, and its parts of {name} do not lie inside those of"
-            there = f"{KEY}[{least}], {held.layout.tensor} ways"
+            there = f"{KEY}[{least}], {stored.layout.tensor} ways"
             remedy = "write switching: move, or degrees that divide the model's heads"
             key = f"{KEY}[{number}].model_parallel"
             found.append((key, f"{what} {there}", remedy))

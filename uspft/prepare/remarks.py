@@ -1,29 +1,36 @@
-"""What `check` remarks on a legal recipe: whether dispatching tokens to divided experts sends less
-than ZeRO saves, and which parts of a layout leave ranks without work or hide no transfers."""
+"""What a person is told of a legal recipe before its ranks start: how long the run is, how its
+learning rate goes on, where its experts are, and which parts of the layout leave ranks idle."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
+from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe
-from uspft.config.strategies import KEY, layouts_of, strategies_of
+from uspft.config.strategies import KEY, strategies_of
+from uspft.data import training_rows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import ModelShape
-from uspft.layout import Layout, layout_of
+from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.memory import lora_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import EXPERTS, trained_layers
 from uspft.prepare.examine import Examined
 from uspft.prepare.step import stage_of, step_shape
+from uspft.training.learning_rate import learning_rate
+from uspft.written import METRICS
 
 NAMED = 3
 """Degrees that are named beside experts that are not divided."""
 
 
 def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None:
-    """Return for a person where experts are, and on which side of the crossover in local tokens;
-    None of a model that has none.
+    """Return for a person how many experts a rank has, and whether dispatching tokens to them sends
+    less than ZeRO would for experts on every rank; None for a model without experts.
 
     Where ranks do not divide experts, the degrees that may are named with theirs.
     """
@@ -48,7 +55,8 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
 
 
 def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> float:
-    """Return below how many tokens of a rank so many ranks that divide experts send less."""
+    """Return the number of tokens on a rank below which dividing experts over `ranks` sends
+    less."""
     token = token_cost(step.model, step.element_bytes, ranks, step.forwards)
     return crossover_tokens(step.model, ranks, _zero_bytes(recipe, step, layout), token)
 
@@ -70,9 +78,7 @@ def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
 def wasted(found: Examined) -> list[str]:
     """Return a line `key: what; remedy` for each thing that leaves ranks without work."""
     lines = list(_prefetch(found.recipe, found.layout))
-    for number, recipe in enumerate(layouts_of(found.recipe)):
-        layout = layout_of(recipe.parallel_config, found.layout.ranks)
-        assert isinstance(layout, Layout)  # anything else was refused before
+    for number, (recipe, layout) in enumerate(found.each_layout):
         at = f"{KEY}[{number}]" if strategies_of(found.recipe) else "parallel_config"
         lines += _heads(recipe, layout, found, at)
     several = found.is_open or strategies_of(found.recipe)
@@ -120,3 +126,61 @@ def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"({turns} of {of}), which compute padding; "
             f"write a multiple of {at_once}, or use fewer processes"
         )
+
+
+def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
+    """Return the rows of an epoch with their padding, and the steps with the epochs they make."""
+    switches = bool(strategies_of(recipe))
+    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
+    rows, each = stream.rows_in_epoch(0), recipe.training.global_batch_size
+    counts = "samples" if switches else "rows"
+    epochs = recipe.training.epochs or steps * each / rows  # later ones may have other rows
+    of_epoch = f"{rows:,} {counts} an epoch"
+    if not switches:
+        many = "rows" if rows > 1 else "row"
+        of_epoch = f"{rows:,} {many} of {recipe.data.sequence_length:,} tokens an epoch"
+        of_epoch += f", {stream.padding():.1%} of them padding"
+    of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
+    many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"
+    of_run = f"{steps:,} step{'s' if steps > 1 else ''}"
+    stop = recipe.training.stop_step
+    ends = f"; it ends after step {stop:,}, as training.stop_step says" if stop else ""
+    return f"{of_epoch}; {of_run} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
+
+
+def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:
+    """Return a line on the learning rate where it does not go on as it was, or None where it does.
+
+    The schedule runs over all steps of a run, so that other steps make another rate of each. What
+    the rate was stands in the metrics of the run that wrote the checkpoint.
+    """
+    last = _recorded(checkpoint)
+    if last is None:
+        return None
+    step, was = last
+    rate = recipe.optimizer.learning_rate, recipe.lr_schedule
+    would = learning_rate(step, steps, *rate)
+    if math.isclose(was, would, rel_tol=1e-6, abs_tol=1e-15):
+        return None
+    after = checkpoint.step + 1
+    return (
+        f"learning rate: {was:.2e} at step {step}, {learning_rate(after, steps, *rate):.2e} from "
+        f"step {after} on: lr_schedule now runs over {steps:,} steps from the first one"
+    )
+
+
+def _recorded(checkpoint: Checkpoint) -> tuple[int, float] | None:
+    """Return the last step up to a checkpoint's whose learning rate is recorded, and that rate."""
+    file, found = checkpoint.folder.parent.parent / METRICS, None
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the torn last line of a killed run
+        if "learning_rate" in record and record["step"] <= checkpoint.step:
+            found = record["step"], record["learning_rate"]
+    return found

@@ -34,9 +34,9 @@ from uspft.planner.mesh_tuner import Tuning, tune
 from uspft.prepare.known import Known, Weighed
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
 from uspft.prepare.memory import fitting_heads, settled_memory
-from uspft.prepare.new_tokens import with_vocabulary
 from uspft.prepare.pipelines import with_stages
 from uspft.prepare.step import recomputes_of, slices_of, step_shape
+from uspft.prepare.tokenizer import with_vocabulary
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
 
@@ -107,7 +107,7 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
     return tune(
         step,
         (*degrees, max(1, ranks // prod(degrees))),
-        known.cluster.hardware.on_hosts_of(-(-ranks // known.hosts)),
+        known.hardware_on(ranks),
         slices=slices_of(parallel),
         why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
     )

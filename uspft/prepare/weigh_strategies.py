@@ -1,5 +1,5 @@
-"""What the layouts of `strategies` take, by the lengths of the data: what `auto` chooses, and what
-`plan` prints of a list."""
+"""The predicted time of `strategies` for the lengths of the data: by it `auto` chooses, and `plan`
+prints it of layouts that are listed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO, row_of
-from uspft.config.strategies import KEY, layouts_of, strategies_of
+from uspft.config.strategies import KEY, strategies_of
 from uspft.data import first_look, prepared, training_rows
 from uspft.launcher import Meeting, host_memory
-from uspft.layout import Layout, layout_of
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.memory import options_of
-from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
+from uspft.prepare.data import cache_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
@@ -23,13 +22,13 @@ from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.make_plan import hardware_of, step_of
 from uspft.prepare.memory import exchange_findings
 from uspft.prepare.step import matrices_of
+from uspft.prepare.tokenizer import tokenizer_here, tokenizer_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 from uspft.switching.choose.choice import SwitchingChoice, beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
 from uspft.switching.choose.layout_set import LayoutSet
-from uspft.switching.choose.priced import priced
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import Setting, priced
 from uspft.switching.deal.buckets import rows_of_samples
 
 LOOKED_AT = 16_384
@@ -53,7 +52,7 @@ def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
     """
     recipe = found.here
     with tokenizer_here(recipe) as tokenizer:
-        if found.shape is None or (tokenizer is None and tokenizer_of(recipe)):
+        if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
             return None
         cache = cache_of(recipe, place)
         corpus = prepared(recipe.data, tokenizer, found.shape.vocab_size, cache)
@@ -73,7 +72,7 @@ def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -
 
 
 def documents_of(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
-    """Return what `overlong` makes of samples that are longer than a row."""
+    """Return the lengths of the documents that samples become under `data.overlong`."""
     most, how = recipe.data.sequence_length, recipe.data.overlong
     cut = [min(length, most) for length in lengths if how != "drop" or length <= most]
     if how == "split":
@@ -94,7 +93,7 @@ def knowing_memory(found: Examined, meeting: Meeting) -> Examined:
 def weighing(
     found: Examined, lengths: Sequence[int], *, source: str = "data", keeps: bool | None = None
 ) -> Examined:
-    """Return the examination of a recipe with strategies, with what they are predicted to take.
+    """Return the examination of a recipe with strategies, with their predicted time added.
 
     lengths: tokens of samples. source: of which, for a person. keeps: whether the checkpoint that
     the run goes on from has several layouts in a step, to which `auto` keeps. Raises Fault where
@@ -125,7 +124,7 @@ def _too_much(recipe: Recipe, setting: Setting) -> tuple[str, str, str]:
 
 def _setting(found: Examined) -> Setting:
     """Return what the run is given. Raises Fault where the model's config is not here."""
-    recipe, hardware = found.recipe, hardware_of(found, found.known.hosts)
+    recipe, hardware = found.recipe, hardware_of(found)
     asked, zero = recipe.parallel_config.switching, recipe.deepspeed.zero_optimization
     memory = hardware.memory.bytes
     ours = set(zero) <= {"stage"} and recipe.memory.gradient_reduction == "float32"
@@ -144,19 +143,17 @@ def _setting(found: Examined) -> Setting:
 
 
 def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
-    """Return what the layouts that a recipe lists take, and every static one."""
+    """Return the predicted time of the layouts that a recipe lists, and of every static layout."""
     buckets = []
-    for alone in layouts_of(found.recipe):
+    for alone, layout in found.each_layout:
         parallel, length = alone.parallel_config, alone.data.sequence_length
-        layout = layout_of(parallel, setting.ranks)
-        assert isinstance(layout, Layout)  # or the recipe would have been refused
         shape = replace(setting.step, **matrices_of(parallel))
         row = row_of(parallel.context_parallel_algo, layout.context)
         way = row, layout, of_recipe(alone, layout)
         buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
-    held = min(one.layout.tensor for one in buckets)
-    return beside_static(LayoutSet(setting, tuple(buckets), held, moves), drawn)
+    stored = min(one.layout.tensor for one in buckets)
+    return beside_static(LayoutSet(setting, tuple(buckets), stored, moves), drawn)
 
 
 def has_strategies(found: Examined) -> bool:
@@ -180,7 +177,7 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
         return None
     vocabulary = found.shape.vocab_size
     with tokenizer_here(recipe) as tokenizer:
-        if tokenizer is not None or not tokenizer_of(recipe):
+        if tokenizer is not None or not tokenizer_of(recipe.model):
             corpus = prepared(recipe.data, tokenizer, vocabulary, cache_of(recipe, place))
             if corpus:
                 stream = training_rows(recipe.data, corpus, recipe.seed)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from uspft.comm import Group
 from uspft.kernels import Kernel, Partial
-from uspft.kernels.sinks import sinks_gradient
+from uspft.kernels.merge import sinks_gradient
 from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
 from uspft.sequence.rows.chunks import ChunkShare

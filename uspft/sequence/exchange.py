@@ -15,7 +15,7 @@ from torch import Tensor
 
 from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
-from uspft.kernels.sinks import sinks_gradient
+from uspft.kernels.merge import sinks_gradient
 from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
 from uspft.sequence.chunk_attention import of_chunk
 from uspft.sequence.kept_keys import LayerKeys

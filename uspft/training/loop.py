@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from uspft.assemble import Run
-from uspft.checkpoint.hf_folder import export_folder
-from uspft.checkpoint.peft_folder import export_adapter
+from uspft.checkpoint.folder import MODEL_FILES
+from uspft.checkpoint.hf_folder import write_exports, write_model_files
 from uspft.checkpoint.weights_of import multimodal_base
+from uspft.checkpoint.whole_model import WholeModel, export_order
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.data import fates, read_report
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import BadStep, StepResult
 from uspft.metrics import Journal, RunDisplay, tracking
-from uspft.model.adapter import adapter_of, merge_order, merged, touched
-from uspft.parameters.names import is_adapter
+from uspft.model.adapter import touched
 from uspft.training.bad_steps import BadSteps
 from uspft.training.evaluate import Evaluation
 from uspft.training.guards import Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
-from uspft.training.saving import Saving, model_beside, writing
+from uspft.training.saving import Saving, writing
 from uspft.written import ADAPTER, INCIDENTS, METRICS, MODEL, new_exports, publish_exports
 
 if TYPE_CHECKING:
@@ -191,20 +190,19 @@ def export_run(run: Run, step: int) -> Path | None:
     step: the steps that its weights have had. What was exported before stays until both are whole;
     returns on the first rank where it then is, or None.
     """
-    recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
-    block, output = recipe.model, recipe.output_dir
+    recipe, output = run.job.recipe, run.job.recipe.output_dir
     assert output is not None
-    every, describe, new = run.engine.named, partial(model_beside, run, step), new_exports(output)
-    if block.adapter:
-        with on_first_rank(run.engine, [name for name in every if is_adapter(name)]) as read:
-            if read:
-                export_adapter(adapter_of(every, read), block, describe, new / ADAPTER)
-    if recipe.export.huggingface:
-        base = multimodal_base(run.job.here.model)
-        names = touched(every, run.engine.trained()) if base else list(chain(*merge_order(every)))
-        with on_first_rank(run.engine, names) as read:
-            if read:
-                tensors = merged(names, read, block.adapter, run.config.model_type)
-                dtype = getattr(torch, block.dtype)
-                export_folder(tensors, dtype, describe, new / MODEL, base)
-    return publish_exports(output) if first_rank else None
+    block, new, asked = recipe.model, new_exports(output), recipe.export.huggingface
+    base, every = multimodal_base(run.job.here.model), list(run.engine.named)
+    names = touched(every, run.engine.trained()) if base else every
+    order = export_order(names, model=asked)
+    with on_first_rank(run.engine, order) as read:
+        if read:
+            dtype, kind = getattr(torch, block.dtype), run.config.model_type
+            whole = WholeModel(names, read, block, dtype, kind, base)
+            with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
+                files = Path(aside) / MODEL_FILES
+                write_model_files(files, run.config, run.job, step)
+                hf = new / MODEL if asked else None
+                write_exports(whole, files, hf=hf, adapter=new / ADAPTER)
+    return publish_exports(output) if run.world.mesh.rank == 0 else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from uspft.checkpoint.folder import delete_older
-from uspft.checkpoint.model_files import write_model_files
+from uspft.checkpoint.hf_folder import write_model_files
 from uspft.checkpoint.save import Save
 from uspft.comm import largest
 from uspft.config.problems import RunFailed, said
@@ -80,7 +81,7 @@ class Saving:
             if self._speaks:
                 self._journal.sync()
                 self._bad_steps.journal.sync()
-            size = save.finish(lambda at: model_beside(self._run, save.step, at / "model"))
+            size = save.finish(self._run.job.identity, partial(self._write_model, save.step))
             self.delete_older()
         self._waited += time.perf_counter() - began
         if self._speaks:
@@ -93,6 +94,9 @@ class Saving:
                         "save_bytes": size,
                     }
                 )
+
+    def _write_model(self, step: int, folder: Path) -> None:
+        write_model_files(folder, self._run.config, self._run.job, step)
 
     def delete_older(self) -> None:
         """Delete the checkpoints that need not stay; the best and the last good one do."""
@@ -124,10 +128,3 @@ def writing(what: str) -> Iterator[None]:
         why = error.strerror or said(error)
         why = f"{error.filename}: {why}" if error.filename else why
         raise RunFailed(f"{what} cannot be written ({why}); make room there") from error
-
-
-def model_beside(run: Run, step: int, folder: Path) -> dict[str, Any]:
-    """Write what lies beside the weights into `folder`, and return what a resumed run must agree
-    with."""
-    write_model_files(folder, run.config, run.job, step)
-    return run.job.identity

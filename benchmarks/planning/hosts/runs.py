@@ -14,7 +14,8 @@ from typing import Any
 from benchmarks.lab.cluster import address_of
 from benchmarks.lab.results import ROOT
 from benchmarks.planning.hosts.case import WARM_UP, Case
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
+from benchmarks.predictions import own_layout
+from uspft.prepare.make_plan import examine_for_plan
 from uspft.written import METRICS
 
 PORT = 29577
@@ -81,8 +82,7 @@ def predicted(recipe: Path, hardware: Path, hosts: int) -> dict[str, Any]:
     words = [f"launch.hardware={hardware}"]
     found = examine_for_plan(recipe, words, hosts, None)
     with found.placed():
-        step = step_of(found)
-    time = own_layout(found, step, hardware_of(found, hosts)).time
+        time = own_layout(found).time
     parts: dict[str, float] = {}
     for part in time.parts:
         parts[part.name] = parts.get(part.name, 0.0) + part.seconds - part.hidden

@@ -14,8 +14,7 @@ from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choose.choice import SwitchingChoice, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps
-from uspft.switching.choose.priced import Among, every_layout
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import Among, Setting, every_layout
 
 A800 = read_hardware(ROOT / "configs" / "hardware" / "a800.yaml")
 SAMPLES = 512

@@ -4,7 +4,6 @@ of an adapter, which is loaded on its base with the config of its training."""
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,15 +14,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.answers import ANSWER, base_model, says
-from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.hf_folder import export_adapter, export_folder, write_model_files
 from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
-from uspft.checkpoint.model_files import write_model_files
-from uspft.checkpoint.peft_folder import export_adapter
 from uspft.config import Recipe, load
 from uspft.data.tokenise import load_tokeniser
 from uspft.job import Job
 from uspft.model.hf_config import model_config
-from uspft.prepare.serving_files import serving_of
+from uspft.prepare.tokenizer import serving_of
 
 END = "<|im_end|>"
 LOADS = "AutoModelForCausalLM"
@@ -70,12 +67,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     net.save_pretrained(base)
     for name, held in zip(("config.json", "generation_config.json"), own, strict=True):
         (base / name).write_bytes(held)  # whose positions are not scaled, and whose end is another
-    describe = partial(write_model_files, config=config, job=job, step=40)
+    files = folder / "model"
+    write_model_files(files, config, job, 40)
     sides = {"A": torch.ones(2, 64), "B": torch.zeros(64, 2)}
     at = "model.layers.{}.self_attn.q_proj.lora_{}.weight"
     thin = [(at.format(n, side), value) for n in (0, 1) for side, value in sides.items()]
-    adapter = export_adapter(thin, job.recipe.model, describe, folder / "adapter")
-    hf = export_folder(iter(net.named_parameters()), torch.float32, describe, folder / "hf")
+    adapter = export_adapter(thin, job.recipe.model, files, folder / "adapter")
+    hf = export_folder(iter(net.named_parameters()), torch.float32, files, folder / "hf")
     return Folders(base, hf, adapter)
 
 

@@ -16,7 +16,7 @@ from tests.unit.checkpoint.test_folder import PART, flip, made
 from uspft.__main__ import main
 from uspft.called import VARIABLE
 from uspft.checkpoint.folder import folder_of
-from uspft.prepare import disk_space
+from uspft.prepare import output
 
 GIB = 1 << 30
 PARALLEL = "parallel_config"
@@ -127,7 +127,7 @@ def test_a_disk_that_is_too_small_here_is_a_warning_until_the_run_is_here(
     assert check().about("disk") and not check().about("warning")
     unknown = check(model={"name_or_path": "org/name"}).about("not checked")
     assert "not checked: disk (the sizes of the model are not known here)" in unknown
-    monkeypatch.setattr(disk_space, "space_free", lambda _: 1000)
+    monkeypatch.setattr(output, "space_free", lambda _: 1000)
     elsewhere = check()
     (line,) = elsewhere.about("warning")
     assert elsewhere.code == 0 and not elsewhere.about("disk")

@@ -10,7 +10,7 @@ import pytest
 from uspft.called import VARIABLE
 from uspft.commands.recipes import SHIPPED, copy, recipes
 from uspft.config import InputError, Recipe, load
-from uspft.prepare.paths import find_paths
+from uspft.prepare.files import find_paths
 
 PLACE = {VARIABLE: "../bin/uspft"}
 NAMES = sorted(path.stem for path in SHIPPED.iterdir())

@@ -26,7 +26,7 @@ from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
 from uspft.data.samples import Origin, Rendered
-from uspft.prepare.new_tokens import with_tokens
+from uspft.prepare.tokenizer import with_tokens
 
 CHATML = (TEMPLATES / "chatml.jinja").read_text()
 LLAMA3S = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

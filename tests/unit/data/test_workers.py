@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,23 @@ from tests.support.launch import ROOT
 from uspft.config.problems import RunFailed
 from uspft.data import empty, prepare
 from uspft.data.tables import Columns
+from uspft.launcher.process_pool import ProcessPool
 
 LONG = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "漢字 🙂 " * 9}]
 BAD = ["{", {"messages": [{"role": "robot", "content": "x"}]}, {"text": "another shape"}]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The processes that fork others, now that any data is worth them."""
-    found: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
+    found: list[int] = []
 
-    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
-        found.append(popen(*words, **options))
-        return found[-1]
+    def start(count: int, modules: Sequence[str]) -> ProcessPool:
+        pool = ProcessPool(count, modules)
+        found.extend(servers(os.getpid()))
+        return pool
 
-    monkeypatch.setattr("uspft.data.workers.subprocess.Popen", start)
+    monkeypatch.setattr("uspft.data.workers.ProcessPool", start)
     monkeypatch.setattr("uspft.data.workers.WORTH_PROCESSES", 0)
     monkeypatch.setattr("uspft.data.workers.EACH_PROCESS", 1)
     monkeypatch.setattr("uspft.data.reading.BATCH_RECORDS", 3)
@@ -49,8 +51,14 @@ def children(process: int) -> list[int]:
     return [int(word) for task in tasks for word in (task / "children").read_text().split()]
 
 
+def servers(process: int) -> list[int]:
+    """Those of them that fork others."""
+    commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children(process)}
+    return [child for child, command in commands.items() if b"forkserver" in command]
+
+
 def test_processes_make_what_threads_make(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here: list[Columns] = []
     entries = Columns.entries
@@ -68,7 +76,7 @@ def test_processes_make_what_threads_make(
         folders.append(prepare(data, str(TOKENIZER), 8192, tmp_path / f"cache{workers}"))
     # Only what tells the shape is unpacked here, for the cache's name and again as it is read.
     assert [columns.first for columns in here] == [1, 1]
-    assert len(started) == 1 and started[0].poll() == 0, "one forks the others, and sees them end"
+    assert len(started) == 1 and servers(os.getpid()) == [], "one forks the others, and ends"
     assert folders[0].name == folders[1].name
     for name in ("tokens.int32", "labels.int32", "offsets.int64", "origins.int64", "corpus.json"):
         first, second = ((folder / name).read_bytes() for folder in folders)
@@ -80,12 +88,12 @@ def test_processes_make_what_threads_make(
 
 @pytest.mark.parametrize(("everyone", "how"), [(False, r"was killed \(SIGKILL\)"), (True, "ended")])
 def test_a_killed_process_is_told(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]], everyone: bool, how: str
+    tmp_path: Path, started: list[int], everyone: bool, how: str
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT] * 60)
 
     def tick(done: int, total: int) -> None:
-        forks = started[-1].pid
+        forks = started[-1]
         for process in [forks] * everyone + children(forks):
             os.kill(process, signal.SIGKILL)
 
@@ -94,13 +102,11 @@ def test_a_killed_process_is_told(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_data_that_is_there_needs_no_processes(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
+def test_data_that_is_there_needs_no_processes(tmp_path: Path, started: list[int]) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT] * 9)
     folders = {prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache") for _ in range(2)}
     assert len(folders) == 1 and len(started) == 2
-    assert [process.poll() for process in started] == [0, -signal.SIGKILL]
+    assert servers(os.getpid()) == []
 
 
 ENDED = """
@@ -111,7 +117,7 @@ from tests.unit.data.test_workers import children
 from uspft.data import prepare, reading, workers
 workers.WORTH_PROCESSES, workers.EACH_PROCESS, reading.BATCH_RECORDS = 0, 1, 3
 def tick(done, total):
-    forks = children(os.getpid())
+    forks = children(os.getpid())  # and what multiprocessing keeps account of semaphores with
     print(*forks, *(child for one in forks for child in children(one)), flush=True)
     os.kill(os.getpid(), int(sys.argv[3]))
 try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import invalidate_caches
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from tests.support.kernel_sources import STALE, fake_sources, probe_on_cpu
 from tests.support.kernels import CPU, FLOAT, GPU, HEADS
 from uspft.families.table import CAPPED_KERNELS
-from uspft.kernels import believed_kernel, capped, choose
+from uspft.kernels import believed_kernel, capped, choose, slower
 from uspft.kernels.torch_cpu import TorchCpu
 
 
@@ -85,3 +87,30 @@ def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "flash_attn_interface.py").touch()
     invalidate_caches()
     assert all(choose.is_installed(name) for name in choose.SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "softcap", "told"),
+    [
+        ((9, 0), "torch", None, "--no-deps --index-url https://download.pytorch.org/whl/cu130 fl"),
+        ((9, 0), "flash_attn_2", None, "flash-attn 3 is not in use"),
+        ((9, 0), "flash_attn_3", None, ""),
+        ((9, 0), "torch", 50.0, "flash-attn 2, whose kernel can do that, is not in use"),
+        ((9, 0), "flash_attn_2", 50.0, ""),
+        ((8, 0), "torch", None, ""),
+        ((10, 0), "torch", 30.0, "pip install flash-attn"),
+    ],
+)
+def test_what_is_lost_is_said_with_a_remedy(
+    capability: tuple[int, int],
+    kernel: str,
+    softcap: float | None,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    here: Any = SimpleNamespace(name=kernel, softcap=softcap)
+    said = slower(here, GPU)
+    assert said is None if not told else said and told in said and "\n" not in said
+    assert slower(here, CPU) is None

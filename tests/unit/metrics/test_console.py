@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from uspft.launcher import Waiting, waiting
+from uspft.launcher import Waiting
+from uspft.launcher import terminal as room
 from uspft.metrics import RunDisplay
 
 
@@ -92,7 +93,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_log_is_told_of_a_long_wait_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(room, "TOLD_SECONDS", 0.05)
     shown, seen = terminal(live=False)
     waits = Waiting(shown)
     waits.now("the start of 4 processes")
@@ -110,7 +111,7 @@ def test_a_log_is_told_of_a_long_wait_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_rank_s_wait_is_seen_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, seen = terminal(live=True)
-    monkeypatch.setattr(waiting, "Console", lambda **_: shown)
+    monkeypatch.setattr(room, "Console", lambda **_: shown)
     waits = Waiting.of_rank({"RANK": "0"})
     waits.now("the start of 4 processes")
     assert "waiting: the start of 4 processes" in seen.getvalue()

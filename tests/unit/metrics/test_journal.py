@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from uspft.metrics import Journal
+from uspft.metrics import Best, Journal
 from uspft.planner.flops import PEAK_BF16, peak_flops, step_flops
 
 
@@ -87,3 +87,18 @@ def test_a_resumed_journal_has_each_step_once(tmp_path: Path) -> None:
 def test_a_journal_that_is_gone_starts_with_the_resumption(tmp_path: Path) -> None:
     Journal(tmp_path / "metrics.jsonl").cut_back(7)
     assert lines(tmp_path / "metrics.jsonl") == [{"resumed_from_step": 7}]
+
+
+def test_the_earliest_least_loss_is_the_best(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "metrics.jsonl")
+    assert Best.of(journal.evaluations()) == Best(None, float("inf"), 0)
+    seen = []
+    for step, loss in ((1, None), (2, 3.0), (3, 2.5), (4, 2.5), (5, None), (6, 2.4)):
+        journal.write({"step": step, "loss": 0.1})
+        journal.write({"step": step, "eval_loss": loss})
+        best = Best.of(journal.evaluations())
+        seen.append((best.step, best.since))
+    assert seen == [(None, 1), (2, 0), (3, 0), (3, 1), (3, 2), (6, 0)]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "eval_lo')  # killed while it wrote
+    assert Best.of(journal.evaluations()) == Best(6, 2.4, 0)

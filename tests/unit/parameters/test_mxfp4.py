@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.models import make_model
 from tests.support.quantised import quantise
 from uspft.config.recipe import ModelBlock
-from uspft.model.build import empty_model
-from uspft.model.fit import require_fit
+from uspft.model.build import empty_model, require_fit
 from uspft.model.hf_config import model_config
 from uspft.parameters.mxfp4 import dequantised
 from uspft.parameters.part import Part

@@ -18,8 +18,7 @@ from uspft.families import ModelShape, read_shape
 from uspft.families.table import FAMILIES
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.model.build import empty_model, parameter_count
-from uspft.model.fit import require_fit
+from uspft.model.build import empty_model, parameter_count, require_fit
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.parameters import source
 from uspft.parameters.experts import as_files, is_experts

@@ -18,7 +18,7 @@ from uspft.prepare.inspection import Bin, bins, inspected, texts_of
 LENGTHS = [30, 9, 17, 64, 3, 40, 11]
 
 
-def prepared(folder: Path, **parallel: Any) -> tuple[Examined, Path]:
+def prepared(folder: Path, **parallel: Any) -> Examined:
     records = [
         {
             "input_ids": list(range(10 * n, 10 * n + length)),
@@ -40,7 +40,7 @@ def prepared(folder: Path, **parallel: Any) -> tuple[Examined, Path]:
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(tree))
     found = examine(path, [], 1, 8)
-    return found, prepare(found.recipe.data, None, 8192, folder / "cache")
+    return found.knowing(corpus=prepare(found.recipe.data, None, 8192, folder / "cache"))
 
 
 LAYOUTS = {
@@ -62,9 +62,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_are_those_of_the_run(tmp_path: Path, name: str) -> None:
-    found, corpus = prepared(tmp_path, **LAYOUTS[name])
-    stream = training_rows(found.recipe.data, corpus, found.recipe.seed)
-    seen = inspected(found, corpus, stream.rows_in_epoch(0))
+    found = prepared(tmp_path, **LAYOUTS[name])
+    stream = training_rows(found.recipe.data, found.corpus, found.recipe.seed)
+    seen = inspected(found, stream.rows_in_epoch(0))
     assert seen.filling and seen.filling.tokens == sum(LENGTHS)
     assert seen.filling.share == sum(LENGTHS) / (64 * len(seen.rows))
     origins = []
@@ -96,8 +96,8 @@ def test_samples_under_strategies_are_shown_in_the_layout_of_their_length(tmp_pa
         "context_parallel_algo": "ring_cp",
         "data_parallel": 1,
     }
-    found, corpus = prepared(tmp_path, strategies=[short, long])
-    seen = inspected(found, corpus, len(LENGTHS))
+    found = prepared(tmp_path, strategies=[short, long])
+    seen = inspected(found, len(LENGTHS))
     assert seen.filling is None
     for row, length in zip(seen.rows, LENGTHS, strict=True):
         assert row.segments.bounds == (0, length)
@@ -129,7 +129,7 @@ def test_tokens_that_share_a_character_are_shown_together() -> None:
 
 
 def test_the_corpus_says_where_a_sample_is_from(tmp_path: Path) -> None:
-    found, corpus = prepared(tmp_path)
-    (first,) = inspected(found, corpus, 1).rows
-    assert first.documents[0].origin == Corpus.open(corpus).origin(0)
+    found = prepared(tmp_path)
+    (first,) = inspected(found, 1).rows
+    assert first.documents[0].origin == Corpus.open(found.corpus).origin(0)
     assert [one.ranks for one in first.holders] == [[0]]

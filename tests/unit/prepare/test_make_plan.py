@@ -59,7 +59,7 @@ def row_bytes(folder: Path, *layouts: dict[str, Any]) -> list[float]:
     }
     path = folder / "r.yaml"
     path.write_text(json.dumps(tree))
-    prices = prices_of(examine(path, [], 1, None), 1)
+    prices = prices_of(examine(path, [], 1, None))
     assert prices
     return [each / prices.row_bytes[0] * 64 for each in prices.row_bytes]
 

@@ -15,21 +15,20 @@ import yaml
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError
 from uspft.planner import row_time, step
-from uspft.planner.rank import Ranked
+from uspft.planner.memory import options_of
+from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import StepPart, StepTime
 from uspft.planner.ways import Space, Way, every_way
 from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import (
     examine_for_plan,
     hardware_of,
-    own_layout,
     own_way,
     ranking_of,
     step_of,
 )
 from uspft.segments import Segments
-from uspft.switching.choose.priced import priced_layouts
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import Setting, priced_layouts
 
 MODELS = (
     "meta-llama/Llama-3.1-8B",
@@ -130,9 +129,9 @@ class Case:
         return examine_for_plan(file, words, hosts, ranks)
 
 
-def of_plan(case: Case, found: Examined, hosts: int) -> Iterator[Ranked]:
+def of_plan(case: Case, found: Examined) -> Iterator[Ranked]:
     """`plan`'s layouts that have what the case's recipe says, in its order, as asked for."""
-    order = ranking_of(found, step_of(found), hardware_of(found, hosts)).layouts
+    order = ranking_of(found, step_of(found)).layouts
     return (one for one in order if case.keeps(one))
 
 
@@ -140,10 +139,10 @@ def names(every: Iterable[Ranked]) -> list[str]:
     return [one.name for one in every]
 
 
-def of_strategies(found: Examined, hosts: int) -> list[str]:
+def of_strategies(found: Examined) -> list[str]:
     """The same of those among which `strategies: auto` chooses, by a row's seconds."""
     own, given = found.layout, Segments.single(found.recipe.data.sequence_length)
-    setting = Setting(step_of(found), hardware_of(found, hosts), own.ranks, 80e9)
+    setting = Setting(step_of(found), hardware_of(found), own.ranks, 80e9)
     every = priced_layouts(setting, given.length, given, None)
     alike = [one for one in every if (one.layout.tensor, one.layout.context) == _degrees(own)]
     alike.sort(key=lambda one: one.seconds[1] + one.beside)
@@ -173,8 +172,7 @@ def test_auto_plan_and_strategies_agree(tmp_path: Path) -> None:
     chosen, run, left = set(), set(), Counter[str]()
     for case in cases():
         found = case.examined(tmp_path)
-        hosts = max(1, found.layout.ranks // 8)
-        others = of_plan(case, found, hosts)
+        others = of_plan(case, found)
         first = next(others)
         left[case.left] += 1
         chosen.add(found.recipe.parallel_config.context_parallel_algo)
@@ -188,7 +186,7 @@ def test_auto_plan_and_strategies_agree(tmp_path: Path) -> None:
                 first.way.recompute,
             ), case
         if case.left == "algorithm" and case.stage == 1 and case.recompute != "auto":
-            strategies = of_strategies(found, hosts)
+            strategies = of_strategies(found)
             assert set(strategies) == set(names([first, *others])), case
             assert strategies[0] == first.name, case
     assert len(chosen) >= 4 and len(run) >= 3, "the order is no constant"
@@ -217,12 +215,12 @@ CASE = Case("meta-llama/Llama-3.1-8B", 1, 8, 1, 96 * 256, "h100", 1)
 
 def test_a_reversed_price_reverses_all(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     before = CASE.examined(tmp_path)
-    plan, strategies = names(of_plan(CASE, before, 1)), of_strategies(before, 1)
+    plan, strategies = names(of_plan(CASE, before)), of_strategies(before)
     assert of_auto(before) == plan[0]
     request.getfixturevalue("reversed_price")
     after = CASE.examined(tmp_path)
-    assert names(of_plan(CASE, after, 1)) == plan[::-1] and len(plan) > 5
-    assert of_strategies(after, 1) == strategies[::-1]
+    assert names(of_plan(CASE, after)) == plan[::-1] and len(plan) > 5
+    assert of_strategies(after) == strategies[::-1]
     assert of_auto(after) == plan[-1]
 
 
@@ -278,7 +276,8 @@ def seconds_of(folder: Path, key: str, value: Any) -> float | None:
         found = SMALL.examined(folder, *words)
     except RecipeError:
         return None
-    one = own_layout(found, step_of(found), hardware_of(found, 1))
+    options = options_of(found.recipe, found.layout)
+    one = ranked(step_of(found), own_way(found), hardware_of(found), options, own=True)
     assert one.room is not False
     return one.seconds
 
@@ -309,7 +308,7 @@ def test_a_list_of_two_layouts_is_the_list_of_all(
     monkeypatch.setattr("uspft.planner.ways.every_way", listed)
     case, them = replace(CASE, left=left), {way.name for way in two}
     found = case.examined(tmp_path)
-    assert set(names(of_plan(case, found, 1))) == them == set(of_strategies(found, 1))
+    assert set(names(of_plan(case, found))) == them == set(of_strategies(found))
     assert of_auto(found) in them
     own, *others = of_verify(found.recipe, 8)
     assert {one.layout.name(one.parallel.context_parallel_algo) for one in (own, *others)} == them

@@ -78,17 +78,6 @@ class Exchange:
         fetches = forwards + (0 if self.keep else 1)
         return [tokens for tokens in given * fetches + taken if tokens]
 
-    @property
-    def tokens_sent(self) -> int:
-        """How many tokens' keys and values, or their gradients, this rank sends, forward and
-        backward."""
-        return sum(self.sent())
-
-    @property
-    def messages_sent(self) -> int:
-        """How many messages this rank sends, forward and backward."""
-        return len(self.sent())
-
 
 def _legs(ring: int, stages: int, messages: int) -> list[Leg]:
     """Return the legs of an exchange in the order in which they are posted.

@@ -1,4 +1,4 @@
-"""The choice of `strategies: auto`: the mix of layouts that is predicted to take least, or none.
+"""The choice of `strategies: auto`: the set of layouts with the least predicted time, or none.
 
 Every static layout with packed rows is an alternative, and is taken where it is as fast.
 """
@@ -14,11 +14,11 @@ from uspft.switching.choose.layout_set import LayoutSet, Static
 from uspft.switching.choose.priced import (
     Among,
     PricedLayout,
+    Setting,
     best_of_degrees,
     every_layout,
     priced_layouts,
 )
-from uspft.switching.choose.setting import Setting
 
 AS_FAST = 1.05
 """Times a mix's seconds at which a static layout counts as fast: predictions are no closer."""

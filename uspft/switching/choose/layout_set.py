@@ -17,8 +17,7 @@ from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of
 from uspft.planner.zero_time import UPDATE_BYTES, zero_once
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
-from uspft.switching.choose.priced import PricedLayout
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import PricedLayout, Setting
 from uspft.switching.deal.schedule import Limits, MicroStep, RankGroup, RowWork, makespan, schedule
 
 
@@ -35,7 +34,7 @@ class LayoutSet:
     """Whether weights move between layouts, which then run one after another."""
 
     @property
-    def held(self) -> Layout:
+    def stored(self) -> Layout:
         return Layout(self.tensor, data=self.setting.ranks // self.tensor)
 
     @property
@@ -50,7 +49,7 @@ class LayoutSet:
             whole, part = (counts_of(model, t, options.lora, options.freeze) for t in (1, tensor))
             state = moving_state_bytes(options.element, whole, part, setting.ranks)
         else:
-            state = memory_of(model, self.held, bucket.length, options=options).state_bytes
+            state = memory_of(model, self.stored, bucket.length, options=options).state_bytes
         _, once = row_memory(options, model, bucket.row, bucket.layout, bucket.length)
         return USABLE_SHARE * setting.memory_bytes - state - once
 
@@ -112,7 +111,7 @@ class LayoutSet:
         """Seconds of what a step does once: the sum of gradients, the update, and the switches."""
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
-            return sum(part.seconds for part in zero_once(step, self.held, hardware))
+            return sum(part.seconds for part in zero_once(step, self.stored, hardware))
         return sum(seconds for _, seconds in self.transfers) + hardware.memory_seconds(
             UPDATE_BYTES * step.trained * _parameters(step, 1) / self.setting.ranks
         )
@@ -143,8 +142,8 @@ class LayoutSet:
         """Bytes of zeros in the gradient that a rank sums, where the most sharded layout uses a
         part of what it holds."""
         most = max(one.layout.tensor for one in self.buckets)
-        step, held = self.setting.step, _parameters(self.setting.step, self.tensor)
-        return GRADIENT_BYTES * step.trained * (held - _parameters(step, most))
+        step, stored = self.setting.step, _parameters(self.setting.step, self.tensor)
+        return GRADIENT_BYTES * step.trained * (stored - _parameters(step, most))
 
     def _works(self, rows: Sequence[PackedRow], pass_seconds: float) -> list[RowWork]:
         """Return the rows' work; what a bucket's pass takes beyond `pass_seconds` goes with it."""
@@ -176,11 +175,11 @@ class LayoutSet:
     def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
         """Return ZeRO's seconds in a micro-step that lasts as long as they do on average: as many
         as memory asks for."""
-        held = [work.memory * sizes[work.bucket] for work in works]
-        count = max(1.0, sum(held) / self.setting.ranks)
+        taken = [work.memory * sizes[work.bucket] for work in works]
+        count = max(1.0, sum(taken) / self.setting.ranks)
         even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
         step, hardware = self.setting.step, self.setting.hardware
-        return micro_step_seconds(step, self.held, hardware, even / count)
+        return micro_step_seconds(step, self.stored, hardware, even / count)
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,8 @@ class Static:
         each = fmean(rows) * at_once
         limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
-            held = Layout(one.layout.tensor, data=setting.ranks // one.layout.tensor)
-            zero = micro_step_seconds(setting.step, held, setting.hardware, each)
+            stored = Layout(one.layout.tensor, data=setting.ranks // one.layout.tensor)
+            zero = micro_step_seconds(setting.step, stored, setting.hardware, each)
             limits = replace(limits, step_seconds=zero)
         whole = makespan(plan, works, [one.group_ranks], setting.ranks, limits)
         return whole, len(plan)

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from uspft.config.algorithms import AlgorithmRow
 from uspft.layout import Layout
-from uspft.planner.memory import row_memory
+from uspft.planner.machine import Hardware
+from uspft.planner.memory import Options, row_memory
 from uspft.planner.row_time import row_time
+from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, legal_for, ways
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
 from uspft.switching.choose.drawn_steps import pairs_of
-from uspft.switching.choose.setting import Setting
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is given: its model and batch, the cluster, and the memory of a rank."""
+
+    step: StepShape
+    hardware: Hardware
+    ranks: int
+    memory_bytes: float
+    options: Options = field(default_factory=Options)
+    """What else decides memory."""
+    rows_at_once: int | None = None
+    """Rows of one replica in one forward, as `training.micro_batch_size` says: of several layouts,
+    of the one whose rows need most memory, and others take as much. None: as many as fit."""
+    in_place: bool = True
+    """Whether tensor degrees may switch in place."""
+    moves: bool = True
+    """Whether weights may move between tensor degrees, where the stage lets them."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks run as many passes, since each is a collective of all of them."""
+        return self.step.stage > 1
 
 
 @dataclass(frozen=True)

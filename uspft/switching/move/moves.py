@@ -69,11 +69,6 @@ class Moves:
             found[delivery.sender] += delivery.elements
         return found
 
-    def into_hosts(self, hosts: Sequence[int]) -> int:
-        """Return how many elements cross from one host to another. hosts: of each rank."""
-        crossing = (m for m in self.deliveries if hosts[m.sender] != hosts[m.receiver])
-        return sum(delivery.elements for delivery in crossing)
-
 
 def plan_moves(
     before: Stock, after: Stock, hosts: Sequence[int], *, once_into_hosts: bool = False

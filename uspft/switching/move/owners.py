@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.state import GRADIENT
-from uspft.parameters.owned import owned
+from uspft.parameters.shards import owned
 
 if TYPE_CHECKING:
     from uspft.config import Recipe

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from uspft.parameters.owned import owned_parts
+from uspft.parameters.shards import owned_parts
 from uspft.switching.move.moves import Stock, plan_moves, stock_of
 from uspft.switching.move.switch import Switch
 

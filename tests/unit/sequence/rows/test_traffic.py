@@ -127,7 +127,7 @@ def test_the_hybrid_adds_up(
     row = Segments.single(ROW)
     order = balanced(row, ulysses, ring, fetches=2)
     plans = [Share([row], [order], (ulysses, i * ulysses)) for i in range(ring)]
-    tokens = sum(Exchange(p, ring, trimmed=True, keep=False).tokens_sent for p in plans)
+    tokens = sum(sum(Exchange(p, ring, trimmed=True, keep=False).sent()) for p in plans)
     copies = max(1, Fraction(ulysses, heads.kv))  # of a KV head, on so many Ulysses ranks
     exchanged = copies * Fraction(tokens, ROW)
     heads_moved = named("planned_cp", ulysses, ring).cost(row, heads, BYTES).all_to_all.bytes
@@ -142,7 +142,7 @@ def test_the_planned_exchange_sends_half_or_three_quarters_of_a_ring(
     row = Segments.single(ROW)
     order = balanced(row, 1, ring)
     plans = [Share([row], [order], (1, i)) for i in range(ring)]
-    tokens = [Exchange(plan, ring, trimmed=True, keep=keep).tokens_sent for plan in plans]
+    tokens = [sum(Exchange(plan, ring, trimmed=True, keep=keep).sent()) for plan in plans]
     assert Fraction(sum(tokens), ROW) == Fraction(share) * (ring - 1)
 
 

@@ -20,8 +20,7 @@ from uspft.segments import Segments
 from uspft.switching.choose.choice import AS_FAST, SwitchingChoice, beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, lower_bounds, pairs_of
 from uspft.switching.choose.layout_set import LayoutSet, Static
-from uspft.switching.choose.priced import PricedLayout, priced_layouts
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import PricedLayout, Setting, priced_layouts
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
 ROW = 1 << 15

@@ -8,15 +8,32 @@ from itertools import pairwise
 import pytest
 
 from uspft.layout import Layout
-from uspft.parameters.owned import owned, owned_parts, piece_of
 from uspft.parameters.part import Part
-from uspft.parameters.shards import MatrixSplit, Shards
-from uspft.planner.moving_bytes import sent_by_owners, sent_straight
+from uspft.parameters.shards import MatrixSplit, Shards, owned, owned_parts, piece_of
 from uspft.switching.move.moves import Stock, plan_moves, stock_of
 
 SHAPES = {"up": (16, 8), "down": (8, 16)}
 SPLITS = {"up": MatrixSplit(0, (16,)), "down": MatrixSplit(1, (16,))}
 ELEMENTS = 16 * 8 * 2
+
+
+def sent_by_owners(degrees: Sequence[int], ranks: int, weight_bytes: int) -> float:
+    """Bytes of each parameter that a rank sends in a step where layouts gather from owners and give
+    back: each layout's part, but for what a rank owns of it itself."""
+    return sum((1 / t - 1 / ranks) * (weight_bytes + 4) for t in degrees)
+
+
+def sent_straight(degrees: Sequence[int], ranks: int, weight_bytes: int) -> float:
+    """Bytes of each parameter that a rank sends in a step where weights go from layout to layout.
+
+    degrees: rising; the last is where weights are at home. Weights go to the first layout; in each
+    but the last the gradient is summed by all copies of a part; the last sums it where it is owned,
+    and owners give their copies the new weights.
+    """
+    *others, home = degrees
+    first = (1 / degrees[0] - 1 / home) * weight_bytes
+    sums = sum(2 * (ranks // t - 1) / (ranks // t) / t * 4 for t in others)
+    return first + sums + (1 / home - 1 / ranks) * (4 + weight_bytes)
 
 
 def shards(tensor: int, ranks: int) -> Shards:

@@ -10,8 +10,8 @@ import pytest
 from packaging.version import Version
 
 from uspft.config.recipe import LoggingBlock, Recipe
-from uspft.prepare import installed
-from uspft.prepare.installed import tracker_findings
+from uspft.prepare import trackers
+from uspft.prepare.trackers import tracker_findings
 
 Findings = list[tuple[str, str, str]]
 
@@ -27,8 +27,8 @@ def findings(
             raise PackageNotFoundError(package)
         return "3.13.0"
 
-    monkeypatch.setattr(installed, "version", version)
-    monkeypatch.setattr(installed, "WANDB_SETTINGS", ())
+    monkeypatch.setattr(trackers, "version", version)
+    monkeypatch.setattr(trackers, "WANDB_SETTINGS", ())
     recipe = Recipe.model_construct(logging=LoggingBlock.model_validate(logging))
     return [tuple(one) for one in tracker_findings(recipe, environment)]  # type: ignore[misc]
 
@@ -60,7 +60,7 @@ def test_mlflow_that_refuses_folders_is_given_none(monkeypatch: pytest.MonkeyPat
     ((key, _, remedy),) = told("", MLFLOW_TRACKING_URI="file:///a")
     assert key == "logging.mlflow" and "leave MLFLOW_TRACKING_URI out" in remedy
     assert told("file:///a", MLFLOW_ALLOW_FILE_STORE="true") == []
-    monkeypatch.setattr(installed, "NO_FILE_STORE", Version("3.14"))
+    monkeypatch.setattr(trackers, "NO_FILE_STORE", Version("3.14"))
     assert told("file:///a") == []
 
 

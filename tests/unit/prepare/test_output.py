@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.models import make_model
 from tests.support.multimodal import UNREAD, make_checkpoint, stored
 from uspft.families.multimodal import own_name
-from uspft.prepare.disk_space import passed_through
+from uspft.prepare.output import passed_through
 
 
 def test_what_goes_through_is_counted(tmp_path: Path) -> None:

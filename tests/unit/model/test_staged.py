@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support.models import ARCHITECTURES, VOCABULARY
 from uspft.families.table import FAMILIES, LayerCut
-from uspft.model.cut import cut_layers
+from uspft.model.staged import cut_layers
 from uspft.pipeline.stages import dealt_out
 
 LAYERS, TOKENS = 5, 24

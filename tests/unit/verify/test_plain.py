@@ -15,9 +15,9 @@ from tests.support.multimodal import CHECKPOINTS, make_checkpoint
 from uspft.config.recipe import ModelBlock
 from uspft.families.multimodal import language_model
 from uspft.families.table import FAMILIES
-from uspft.model import positions
+from uspft.model import hf_config
 from uspft.model.hf_config import layer_windows, model_config
-from uspft.verify.plain_config import pin_frequencies, plain_config
+from uspft.verify.plain import pin_frequencies, plain_config
 
 LENGTH, ORIGINAL = 48, 32
 PAIRS = {"short_factor": [1.1] * 8, "long_factor": [1.5 + 0.4 * i for i in range(8)]}
@@ -94,7 +94,7 @@ def test_a_fault_in_scaled_positions_shows(
     got = frequencies(model_config(given, LENGTH), pinned=False)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
 
-    right = positions.settled
-    monkeypatch.setattr(positions, "settled", lambda *a: {**right(*a), "rope_theta": 2e4})
+    right = hf_config.settled
+    monkeypatch.setattr(hf_config, "settled", lambda *a: {**right(*a), "rope_theta": 2e4})
     wrong = frequencies(model_config(given, LENGTH), pinned=False)
     assert not torch.allclose(wrong[0], want[0], atol=1e-2)

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from tests.support.hardware import H100
 from tests.support.shapes import hub
-from uspft.commands.plan_switching import STATIC_LINES, switching_lines
+from uspft.commands.plan_pages import STATIC_LINES, switching_lines
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choose.choice import StaticTime, SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
 from uspft.switching.choose.layout_set import LayoutSet
-from uspft.switching.choose.priced import PricedLayout, priced_layouts
-from uspft.switching.choose.setting import Setting
+from uspft.switching.choose.priced import PricedLayout, Setting, priced_layouts
 
 LLAMA, ROW = hub("meta-llama/Llama-3.1-8B"), 8192
 SETTING = Setting(StepShape(LLAMA, Segments.single(ROW), (None,) * 32, step_rows=8), H100, 4, 400e9)
