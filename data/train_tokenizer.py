@@ -21,7 +21,7 @@ SPECIAL = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 
 def library_texts() -> Iterator[str]:
     """The files that `python:stdlib` names, in its order."""
-    from uspft.data.sources import STDLIB, list_files
+    from uspft.data.files.sources import STDLIB, list_files
 
     for file in list_files(STDLIB, "text"):
         try:

@@ -11,9 +11,8 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.comm import said_by_all
-from uspft.data.eval_rows import EvalSet, evaluation_sets
-from uspft.data.loader import RowLoader
-from uspft.data.orders import Orders
+from uspft.data.rows.loader import EvalSet, RowLoader, evaluation_sets
+from uspft.data.rows.orders import Orders
 from uspft.engine.deepspeed_config import most_passes
 from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uspft.data.sources import list_files
+from uspft.data.files.sources import list_files
 
 STDLIB = "python:stdlib"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.lab.results import ROOT
-from uspft.data.serving import without_marks
+from uspft.data.chat.template import without_marks
 
 TOKENIZER = ROOT / "data" / "tokenizer"
 TEMPLATES = ("marked", "unmarked")

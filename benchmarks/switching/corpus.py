@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.lab.results import ROOT
-from uspft.data.sources import STDLIB, list_files
+from uspft.data.files.sources import STDLIB, list_files
 
 SHORTEST = 8
 OUTLIERS = 1

@@ -22,8 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.attention.engines.deepspeed_ulysses import by_document
 from benchmarks.switching.setting import BETAS, CLIP, DECAY, EPS, RATE, Setting
-from uspft.data.stream import Row
-from uspft.data.tokenise import NOT_TRAINED
+from uspft.data.rows.stream import Row
+from uspft.data.samples import NOT_TRAINED
 
 NAME = "deepspeed_ulysses"
 """The attention, as transformers knows it."""

@@ -16,11 +16,11 @@ import pytest
 from tests.support.chat_templates import CONVERSATIONS, ENDS, render
 from tests.support.originals import DOWNLOADED, original
 from tests.support.shapes_of_chat import SHAPES
-from uspft.data import chat_template
-from uspft.data.chat_template import ChatTemplate
+from uspft.data.chat import template as chat_template
+from uspft.data.chat.spans import turn_spans
+from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault
 from uspft.data.samples import Rendered
-from uspft.data.turns import turn_spans
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
 TOKENS = (

@@ -146,7 +146,7 @@ def made(
 ) -> dict[Any, dict[str, Made]]:
     """Every rank's own gradients of one step by case and name; in one process those of the step."""
     from tests.support.degrees import Case, world_of
-    from uspft.data.loader import StepLoader
+    from uspft.data.rows.loader import StepLoader
     from uspft.engine.step import counted, scales_of
 
     found: dict[Any, dict[str, Made]] = {}

@@ -37,7 +37,7 @@ def work(
     rank: int, folder: Path, data: Documents, cases: list[tuple[str, str]], endless: bool
 ) -> dict[Any, Any]:
     """endless: as if rows went on after the last epoch."""
-    from uspft.data.loader import StepLoader
+    from uspft.data.rows.loader import StepLoader
     from uspft.switching.deal import dealing
 
     if endless:

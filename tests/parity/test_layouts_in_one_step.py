@@ -57,7 +57,7 @@ TURNS = [
 
 
 def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
-    from uspft.data.loader import StepLoader
+    from uspft.data.rows.loader import StepLoader
     from uspft.training.meter import Meter
 
     answers = {}

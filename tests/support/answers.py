@@ -13,9 +13,9 @@ import transformers
 
 from tests.support.launch import ROOT
 from tests.support.models import ARCHITECTURES
-from uspft.data.reading import Encoder
+from uspft.data.corpus.tokenise import TextTokeniser
+from uspft.data.corpus.workers import Encoder
 from uspft.data.samples import Origin, Record
-from uspft.data.tokenise import TextTokeniser
 
 ASKED = {"role": "user", "content": "Who are you?"}
 ANSWER = "I am a very small model."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from uspft.data import rendering
-from uspft.data.chat_template import ChatTemplate
+from uspft.data.chat import rendering
+from uspft.data.chat.template import ChatTemplate
 from uspft.data.samples import Origin, Record, Rendered
 
 _OPEN, _CLOSE = "{%- generation -%}", "{%- endgeneration -%}"

@@ -128,7 +128,7 @@ def world_of(layout: Layout, case: Case, like: World) -> World:
 
 def train(case: Case, folder: Path, data: Documents, output: Path, *, steps: int = STEPS) -> Any:
     """The records of a case's steps, what its weights become, and Adam's mean of gradients."""
-    from uspft.data.loader import StepLoader
+    from uspft.data.rows.loader import StepLoader
     from uspft.training.meter import Meter
 
     run = prepared(recipe(case, folder, data), output, tensor_of_rows=4)

@@ -14,8 +14,8 @@ import transformers
 
 from tests.support.wide import widened
 from uspft.batch import Batch
-from uspft.data.loader import EMPTY, StepLoader
-from uspft.data.stream import Row
+from uspft.data.rows.loader import EMPTY, StepLoader
+from uspft.data.rows.stream import Row
 from uspft.segments import Segments
 from uspft.world import World
 

@@ -136,7 +136,7 @@ def started(
     from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import weights_of
     from uspft.data import training_rows
-    from uspft.data.loader import EMPTY, StepLoader
+    from uspft.data.rows.loader import EMPTY, StepLoader
     from uspft.model.build import empty_model
     from uspft.model.causal import CausalModel
     from uspft.model.hf_config import model_config

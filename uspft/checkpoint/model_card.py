@@ -9,7 +9,7 @@ import yaml
 
 from uspft import __version__
 from uspft.config import Recipe, dump
-from uspft.data.sources import is_hub_id
+from uspft.data.files.sources import is_hub_id
 from uspft.job import Job
 
 ADAPTER_CARD = "README-adapter.md"

@@ -12,7 +12,7 @@ from uspft.commands.inspect_page import page_of
 from uspft.commands.inspect_screen import show
 from uspft.config.problems import InputError
 from uspft.data import load_tokeniser, read_report
-from uspft.data.tokenizer_files import holds_tokenizer
+from uspft.data.corpus.tokenise import holds_tokenizer
 from uspft.durable import write_text
 from uspft.launcher import planned_hosts
 from uspft.prepare.examine import Examined, examine

@@ -17,7 +17,7 @@ from uspft.config import Recipe, dump
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import Interrupted
 from uspft.config.strategies import layouts_of
-from uspft.data.orders import Orders, searching_beside
+from uspft.data.rows.orders import Orders, searching_beside
 from uspft.durable import write_text
 from uspft.job import Job
 from uspft.launcher import Waiting

@@ -16,7 +16,7 @@ from uspft.config import InputError, Recipe, load
 from uspft.config.messages import closest
 from uspft.config.problems import COMMAND_LINE, UsageError
 from uspft.config.strategies import layouts_of
-from uspft.data.sources import STDLIB
+from uspft.data.files.sources import STDLIB
 from uspft.prepare.invocation import CONFIGS
 
 SHIPPED = CONFIGS.parent / "recipes"

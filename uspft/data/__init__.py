@@ -1,35 +1,21 @@
-"""Training and evaluation data: files are found, tokenised, packed into rows, and streamed.
+"""Training and evaluation data: files become records, tokens in a corpus, and rows of a step.
 
-Reading order: sources (which files) → opened (their bytes) → objects (what is in them: arrays,
-separated, tables) → samples (what each is from here on: Record, Rendered, Sample) → known_fields
-(every name that is known, and what becomes of it) → shapes, other_fields, misnamed, conversations
-(what is made of them, what is refused) → records, values (a Record: checked) → rendering (Rendered:
-its text; of conversations by chat_template, turns, left_out) → tokenise, chat (a Sample: ids
-and labels) → reading, workers (all of it, on threads or in processes) → cache_key, cache (once, in
-a folder; evaluation: each set in its own; holdout; required: what all must have) → corpus → packing
-→ stream (rows) → loader (each rank's share; eval_rows: those of evaluation sets). serving: the
-template that goes with the trained model.
+The rooms in the order in which data goes: files (what is on disk) → records (checked, under our
+names) → chat (conversations as text) → corpus (tokens, kept in a folder) → rows (packed, a share
+for each rank). samples: what one sample is on its way; faults: how it is told what is wrong.
 """
 
-from uspft.data.cache import (
-    CacheSize,
-    corpora_in,
-    empty,
-    formats_of,
-    holding,
-    prepare,
-    prepared,
-)
-from uspft.data.corpus import Corpus, read_report
-from uspft.data.counts import fates
-from uspft.data.evaluation import prepare_sets
+from uspft.data.chat.template import turn_ends, without_marks
+from uspft.data.corpus.cache import CacheSize, corpora_in, empty, holding
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.counts import fates
+from uspft.data.corpus.first_look import first_look
+from uspft.data.corpus.holdout import HELD_OUT, hold_out
+from uspft.data.corpus.prepare import formats_of, prepare, prepare_sets, prepared
+from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.data.faults import DataError
-from uspft.data.first_look import first_look
-from uspft.data.holdout import HELD_OUT, hold_out
-from uspft.data.serving import turn_ends, without_marks
-from uspft.data.sources import not_checked, source_problems
-from uspft.data.stream import Row, RowStream, training_rows
-from uspft.data.tokenise import load_tokeniser
+from uspft.data.files.sources import not_checked, source_problems
+from uspft.data.rows.stream import Row, RowStream, training_rows
 
 __all__ = [
     "HELD_OUT",

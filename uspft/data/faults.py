@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from uspft.config.problems import Finding, InputError
 
@@ -130,3 +131,15 @@ class _Group:
         named = ", ".join([number for _, _, number in files] if one else self.places)
         rest = ", …" if self.count > len(self.places) else ""
         return f"{'lines ' if one else ''}{named}{rest}"
+
+
+def a_kind(value: Any) -> str:
+    """Return the JSON type of a value in words, with its article."""
+    named = kind(value)
+    return named if named == "null" else f"a{'n' * (named[0] in 'aeiou')} {named}"
+
+
+def kind(value: Any) -> str:
+    """Return the JSON type of a value in words."""
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uspft.config.reference import remake
-from uspft.data.known_fields import (
+from uspft.data.records.known_fields import (
     ANSWERS,
     FIELDS,
     MASKS,

@@ -1,8 +1,8 @@
 """What a sample is on its way from a file to a corpus: an object, a record, text, and tokens.
 
-Entry (`objects`: as its file holds it) → Record (`records`: checked, under our names) → Rendered
-(`rendering`: as text, with what trains) → Sample (`tokenise`: ids and labels), which goes into a
-corpus and comes out of it. A record that holds token ids is a Sample without a text.
+files/readers makes an Entry, as its file holds it; records/reader a Record, checked and under our
+names; chat/rendering a Rendered, its text with what trains; corpus/tokenise a Sample, ids and
+labels, which a corpus keeps. A record that holds token ids becomes a Sample without a text.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from uspft.data.chat.spans import Spans
 from uspft.data.faults import place
-from uspft.data.turns import Spans
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+NOT_TRAINED = -100
+"""The label of a token that does not train."""
 
 
 class Origin(NamedTuple):

@@ -13,7 +13,7 @@ from uspft.checkpoint.folder import CHECKPOINTS, CheckpointError
 from uspft.checkpoint.folder import named as named_checkpoint
 from uspft.config import Fault, Finding, Recipe, dump, load
 from uspft.data.faults import grouped
-from uspft.data.sources import STDLIB, is_hub_id, list_files
+from uspft.data.files.sources import STDLIB, is_hub_id, list_files
 from uspft.families.shape import HUB_ID
 from uspft.prepare.cluster import shipped
 from uspft.prepare.output import ANOTHER, KEY, output_of

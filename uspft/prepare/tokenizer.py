@@ -17,8 +17,7 @@ from typing import Any
 from uspft.config import Fault, Finding, ModelBlock, Recipe
 from uspft.config.problems import said
 from uspft.data import turn_ends, without_marks
-from uspft.data.tokenise import load_tokeniser
-from uspft.data.tokenizer_files import holds_tokenizer, read_tokenizer
+from uspft.data.corpus.tokenise import holds_tokenizer, load_tokeniser, read_tokenizer
 from uspft.families import ModelShape, read_shape
 from uspft.job import Serving
 from uspft.model.fetch import fetch_model

@@ -12,7 +12,7 @@ from uspft.comm import total
 from uspft.engine.step import counts_here
 
 if TYPE_CHECKING:
-    from uspft.data.eval_rows import EvalSet
+    from uspft.data.rows.loader import EvalSet
     from uspft.engine.step import Engine
     from uspft.objective import Objective
 import time

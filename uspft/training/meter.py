@@ -25,7 +25,7 @@ from uspft.sequence.rows.heads import split_heads
 if TYPE_CHECKING:
     from uspft.assemble import Run
     from uspft.batch import Batch
-    from uspft.data.loader import Size
+    from uspft.data.rows.loader import Size
     from uspft.engine.step import StepResult
     from uspft.world import World
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from uspft.batch import Batch
-from uspft.data.tokenise import NOT_TRAINED
+from uspft.data.samples import NOT_TRAINED
 from uspft.segments import Segments
 
 if TYPE_CHECKING:

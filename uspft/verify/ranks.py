@@ -14,7 +14,7 @@ from torch import Tensor
 
 from uspft.assemble import Run, assemble
 from uspft.comm import deadline, largest
-from uspft.data.loader import in_chunks
+from uspft.data.rows.loader import in_chunks
 from uspft.engine.step import NotFinite
 from uspft.mesh import Groups
 from uspft.training.learning_rate import learning_rate

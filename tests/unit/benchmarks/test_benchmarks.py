@@ -38,7 +38,7 @@ from benchmarks.planning.hosts.__main__ import joined
 from benchmarks.predictions import LONGEST, RECIPES, Rows
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
-from uspft.data.sources import list_files
+from uspft.data.files.sources import list_files
 from uspft.kernels import Block, Mask
 from uspft.kernels.dense import dense_attention
 from uspft.segments import Segments

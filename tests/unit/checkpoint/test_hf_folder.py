@@ -24,7 +24,7 @@ from uspft.checkpoint.hf_folder import export_folder, write_model_files
 from uspft.config import Recipe, load
 from uspft.config.problems import Fault
 from uspft.config.recipe import ModelBlock
-from uspft.data.tokenise import load_tokeniser
+from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.families import FAMILIES
 from uspft.families.multimodal import own_name
 from uspft.job import Job

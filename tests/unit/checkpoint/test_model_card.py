@@ -17,7 +17,7 @@ from tests.support.answers import ANSWER, base_model, says
 from uspft.checkpoint.hf_folder import export_adapter, export_folder, write_model_files
 from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
 from uspft.config import Recipe, load
-from uspft.data.tokenise import load_tokeniser
+from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.job import Job
 from uspft.model.hf_config import model_config
 from uspft.prepare.tokenizer import serving_of

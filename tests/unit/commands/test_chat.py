@@ -29,7 +29,7 @@ from uspft.__main__ import main
 from uspft.called import VARIABLE
 from uspft.commands.talker import Talker, load_talker
 from uspft.config.recipe import DataBlock
-from uspft.data.tokenise import load_tokeniser
+from uspft.data.corpus.tokenise import load_tokeniser
 
 END = "<|im_end|>"
 ROWS = {"train": "x", "sequence_length": 128}

@@ -13,7 +13,6 @@ from rich.console import Console
 from tests.support.data_cases import CHAT, TOKENIZER, write_lines
 from tests.support.launch import ROOT
 from uspft.__main__ import main
-from uspft.data import cache
 from uspft.prepare.data import cache_of
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
@@ -56,7 +55,7 @@ def test_a_run_uses_what_it_left(
     folder = cache_of(examine(path, [], 1, None).recipe, place)
     assert len(list(folder.iterdir())) == 2
     assert f"cache: {folder} holds " in said and f" of 2 data sets; {again} empties it" in said
-    monkeypatch.setattr(cache, "build", None)  # nothing may be made again
+    monkeypatch.setattr("uspft.data.corpus.prepare.build", None)  # nothing may be made again
     job = prepare_job(examine(path, [], 1, None), place, Console(quiet=True)).job
     for prepared in (job.corpus, *job.evaluation.values()):
         assert f"prepared: {prepared} (" in said

@@ -12,7 +12,7 @@ import pytest
 from uspft.config.inputs import FieldsLeftAlone, RecordFields
 from uspft.config.reference import put
 from uspft.data import reference
-from uspft.data.known_fields import (
+from uspft.data.records.known_fields import (
     FIELDS,
     FORMATS,
     NAMES,

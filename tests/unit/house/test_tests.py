@@ -121,7 +121,7 @@ def test_exceptions_are_few_and_needed() -> None:
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("from uspft.data.loader import a, _b", ["uspft.data.loader._b"]),
+        ("from uspft.data.rows.loader import a, _b", ["uspft.data.rows.loader._b"]),
         ("import uspft._a.b", ["uspft._a.b"]),
         ("from uspft._a import b", ["uspft._a.b"]),
         ("from benchmarks.a import _b as b", ["benchmarks.a._b"]),
@@ -129,7 +129,7 @@ def test_exceptions_are_few_and_needed() -> None:
         ("loader()._row(1)", ["_row"]),
         ("loader._x = 1", ["_x"]),
         ("monkeypatch.setattr(loader, '_row', None)", ["_row"]),
-        ("monkeypatch.setattr('uspft.data.loader._row', None)", ["_row"]),
+        ("monkeypatch.setattr('uspft.data.rows.loader._row', None)", ["_row"]),
         ("from torch.utils._pytree import tree_map\nimport _signal", []),
         ("self._x = case._replace(y=cls._z).__class__", []),
         ("monkeypatch.setattr(loader, 'row', '_x')", []),

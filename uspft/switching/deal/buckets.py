@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from uspft.data.packing import best_fit
+from uspft.data.rows.stream import best_fit
 
 
 class BucketRow(NamedTuple):

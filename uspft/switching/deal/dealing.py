@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from uspft.config.algorithms import ON_A_MESH, row_of
 from uspft.config.strategies import ranks_in_lockstep, row_lengths, strategies_of
-from uspft.data.loader import EMPTY, RowLoader, Size, StepLoader, StepRows
-from uspft.data.stream import Row, RowStream, empty_row, training_rows
+from uspft.data.rows.loader import EMPTY, RowLoader, Size, StepLoader, StepRows
+from uspft.data.rows.stream import Row, RowStream, empty_row, training_rows
 from uspft.sequence import make_algorithm
 from uspft.switching.deal.buckets import rows_of_samples
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork
@@ -20,7 +20,7 @@ from uspft.world import make_world
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.data.orders import Orders
+    from uspft.data.rows.orders import Orders
     from uspft.job import Job, Prices
     from uspft.mesh import Groups
     from uspft.world import World

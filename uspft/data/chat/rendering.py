@@ -1,0 +1,194 @@
+"""Records as text, with the spans that train; conversations through the tokenizer's chat template.
+
+A template may mark the assistant's part with {% generation %} … {% endgeneration %}; of those that
+do not, known ones have a copy that does (marked_templates.yaml), and of others rendering with and
+without each turn tells the part (`turns`). The text is never searched for answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from uspft.data.chat.omitted import lost_thoughts, require_answers, require_turns, unread
+from uspft.data.chat.spans import Spans, Turn, Untold, all_but, turn_spans
+from uspft.data.chat.template import ChatTemplate
+from uspft.data.faults import SampleFault, a_kind
+from uspft.data.records.conversations import as_given
+from uspft.data.samples import Record, Rendered
+
+
+def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rendered:
+    """Return a record as text, with the spans that train; it holds no token ids.
+
+    template: that of conversations. train_on: assistant, last or all; a turn's own weight wins.
+    Threads must not render conversations at once, since transformers keeps track of the marks in an
+    object that calls share. Raises SampleFault where the template refuses a conversation or leaves
+    a turn out, or where the spans do not hold the assistant's text.
+    """
+    fields, unused, lost = record.fields, record.unused, ""
+    if record.format == "text":
+        text, spans = fields["text"], [(0, len(fields["text"]))]
+    elif record.format == "prompt_completion":
+        text, cut = fields["prompt"] + fields["completion"], len(fields["prompt"])
+        spans = [*([(0, cut)] if train_on == "all" else []), (cut, len(text))]
+    else:
+        assert template  # `TextTokeniser.problems` asks for one
+        try:
+            text, spans = _conversation(fields, template, train_on)
+        except SampleFault as fault:
+            raise SampleFault(as_given(str(fault), record.led)) from fault
+        unused += unread(fields["messages"], template)
+        lost = lost_thoughts(fields["messages"], template)
+    return Rendered(text, spans, record.format, record.origin, unused, lost)
+
+
+def _conversation(
+    fields: dict[str, Any], template: ChatTemplate, train_on: str
+) -> tuple[str, Spans]:
+    """Return the text of a conversation, and the spans that train.
+
+    fields: messages, and where the record has them, tools and chat_template_kwargs.
+    """
+    turns = [_handed(turn, template, i) for i, turn in enumerate(fields["messages"])]
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    trained = _trained(fields["messages"], answers, train_on)
+    # Of all tokens, those of the answers that do not train are taken out.
+    asked = [i for i in answers if i not in trained] if train_on == "all" else trained
+    more = dict(fields.get("chat_template_kwargs") or {})
+    if fields.get("tools"):
+        more["tools"] = fields["tools"]
+    spans: Spans = []
+    if not asked and train_on == "all":
+        text = template.write(turns, **more)
+    elif template.marked:
+        text, spans = template.write_marked(turns, **more)
+        require_answers([turns[i] for i in answers], [text[a:b] for a, b in spans], template)
+        spans = spans if asked == answers else _one_each(spans, answers, asked)
+    else:
+        text, spans = _unmarked(turns, answers, asked, template, more)
+    require_turns(turns, text, template, more)
+    spans = joined(spans)
+    return text, all_but(spans, text) if train_on == "all" else spans
+
+
+def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:
+    """Return turn i as the template gets it: without weight, parts joined if it reads none,
+    arguments of calls as it reads them, and an empty text where it would write None."""
+    turn = {key: value for key, value in turn.items() if key != "weight"}
+    if isinstance(turn.get("content"), list) and not template.reads_parts:
+        turn["content"] = "".join(part["text"] for part in turn["content"])
+    if calls := turn.get("tool_calls"):
+        if turn.get("content") is None and ("content" in turn) in template.writes_none:
+            turn["content"] = ""
+        here = f"messages[{i}].tool_calls"
+        turn["tool_calls"] = [
+            _called(call, template, f"{here}[{n}]") for n, call in enumerate(calls)
+        ]
+    return turn
+
+
+def _called(call: dict[str, Any], template: ChatTemplate, here: str) -> dict[str, Any]:
+    """Return a call whose arguments are an object or JSON text, as the template writes them once.
+
+    What it writes either way, or neither way, stays as it is. Raises SampleFault where they are a
+    text that holds no object, and the template writes objects alone.
+    """
+    function = call.get("function", call)
+    given, reads = function.get("arguments"), template.arguments
+    if isinstance(given, str) and reads == {dict}:
+        remedy = "the chat template writes an object: write one"
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except ValueError as error:
+            what = f"{here}.arguments is a string, and no JSON"
+            raise SampleFault(f"{what}; {remedy}") from error
+        if not isinstance(given, dict):
+            raise SampleFault(f"{here}.arguments is JSON text of {a_kind(given)}; {remedy}")
+    elif isinstance(given, dict | list) and reads == {str}:
+        given = json.dumps(given, ensure_ascii=False)
+    else:
+        return call
+    function = {**function, "arguments": given}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
+    """Return which answers train. Raises SampleFault where another turn's weight says otherwise."""
+    trains = set(answers[-1:] if train_on == "last" else answers)
+    for i, turn in enumerate(turns):
+        weight = turn.get("weight")
+        if weight is None:
+            continue
+        if i not in answers and bool(weight) != (train_on == "all"):
+            what = f"messages[{i}] has the weight {weight}, and is no answer of the assistant"
+            remedy = "leave its weight (loss, train, training) out: data.train_on rules it"
+            raise SampleFault(f"{what}; {remedy}")
+        trains = trains | {i} if weight else trains - {i}
+    return [i for i in answers if i in trains]
+
+
+def _one_each(spans: Spans, answers: list[int], asked: list[int]) -> Spans:
+    """Return the spans of the answers that are asked for, where each answer has one."""
+    if len(spans) != len(answers):
+        what = f"the template has {len(spans)} marked parts for {len(answers)} answers"
+        remedy = "write one {% generation %} around each answer of data.chat_template"
+        raise SampleFault(f"{what}, and not all of them train; {remedy}")
+    return [span for span, i in zip(spans, answers, strict=True) if i in asked]
+
+
+def _unmarked(
+    turns: list[Turn],
+    answers: list[int],
+    asked: list[int],
+    template: ChatTemplate,
+    more: dict[str, Any],
+) -> tuple[str, Spans]:
+    """Return the text and the spans of the answers asked for.
+
+    They are marked by the template's marked copy, or told by rendering with and without turns.
+    """
+    spans: Spans = []
+    if template.marked_copy:
+        text, spans = template.marked_copy.write_marked(turns, **more)
+    if template.marked_copy and len(spans) == len(answers):
+        spans = [span for span, i in zip(spans, answers, strict=True) if i in asked]
+    else:  # unknown, or it writes an answer in another's place, as Llama 3.1's can with tools
+        text = template.write(turns, **more)
+        spans = _told(turns, text, asked, template, more)
+    for i, (start, stop) in zip(asked, spans, strict=True):
+        require_answers([turns[i]], [text[start:stop]], template)
+    return text, spans
+
+
+def _told(
+    turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
+) -> Spans:
+    """Return the spans of the answers asked for, told by rendering with and without each."""
+
+    def write(some: Sequence[Turn], prompt: bool = False) -> str:
+        return template.write(some, prompt, **more)
+
+    if not asked:
+        return []
+    try:
+        plain = more.keys() <= {"tools"}
+        manner = template.manner if plain else replace(template.manner, around=None)
+        return turn_spans(write, turns, text, asked, manner)
+    except Untold as reason:
+        remedy = "name a template with {% generation %} marks in data.chat_template"
+        what = "the chat template has no {% generation %} marks"
+        raise SampleFault(f"{what}, and {reason}; {remedy}") from reason
+
+
+def joined(spans: Spans) -> Spans:
+    """Return the spans without empty ones, and with those that touch joined into one."""
+    found: Spans = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found

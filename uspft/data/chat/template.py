@@ -1,0 +1,424 @@
+"""A tokenizer's chat template: which one a recipe means, what it writes of a conversation, what is
+wrong with it, and how the trained model is served with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from uspft.config.problems import Finding
+from uspft.data.chat.spans import STAND_IN, Manner, Spans, Turn, between
+from uspft.data.faults import SampleFault, wrong_key
+from uspft.data.records.known_fields import ROLES
+
+if TYPE_CHECKING:
+    from uspft.config.recipe import DataBlock
+
+TABLE = Path(__file__).with_name("marked_templates.yaml")
+
+
+def marked_copy_of(source: str) -> str | None:
+    """Return the marked twin of a chat template, or None where the template is not known."""
+    known = models().get(digest(source))
+    if known is None:
+        return None
+    for edit in known["edits"]:
+        source = edited(source, edit)
+    return source
+
+
+def digest(source: str) -> str:
+    """Return the hash by which a template is known.
+
+    A newline at its end does not count: Jinja drops it, and a file may have one that the
+    tokenizer's own text has not.
+    """
+    return sha256(source.removesuffix("\n").encode()).hexdigest()
+
+
+@cache
+def models() -> dict[str, dict[str, Any]]:
+    """Return the known templates by their hash: whose each is, and its edits."""
+    listed = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return {known["sha256"]: known for known in listed}
+
+
+def edited(source: str, edit: Mapping[str, str]) -> str:
+    """Return a template after an edit. Raises ValueError where its place is not there once."""
+    at = edit["at"]
+    if source.count(at) != 1:
+        raise ValueError(f"{TABLE.name}: the template holds {at!r} {source.count(at)} times")
+    middle = edit.get("instead", at)
+    return source.replace(at, edit.get("before", "") + middle + edit.get("after", ""))
+
+
+MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TODAY = "26 Jul 2024"
+"""The date for templates that write `date_string`: the one that Llama 3's own fall back to."""
+_USER = {"role": "user", "content": "a"}
+_ID = "abcdefghi"
+"""What a call is known by: Mistral's templates ask for nine characters."""
+_CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template, the single special tokens that it may name, and all of the tokenizer's."""
+
+    source: str
+    special: Mapping[str, str]
+    tokens: tuple[str, ...] = ()
+    """The texts of special tokens, one of which ends a turn in most templates."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether the assistant's part is marked."""
+        return MARK.search(self.source) is not None
+
+    @cached_property
+    def marked_copy(self) -> ChatTemplate | None:
+        """The template that writes the same text with one mark for each answer, where it is known.
+
+        None too where this one is marked.
+        """
+        source = None if self.marked else marked_copy_of(self.source)
+        return None if source is None else replace(self, source=source)
+
+    @property
+    def writes_today(self) -> bool:
+        """Whether the text depends on the day on which it is rendered."""
+        return "strftime_now" in self.source and "date_string" not in self.source
+
+    @cached_property
+    def mistake(self) -> str | None:
+        """Where and why the template is no Jinja, as in "3: unexpected '}'"; None where it is."""
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self.write([_USER])
+        except SampleFault as fault:
+            if isinstance(error := fault.__cause__, TemplateSyntaxError):
+                return f"{error.lineno}: {error.message}"
+        return None
+
+    def write(self, turns: Sequence[Turn], prompt: bool = False, /, **more: Any) -> str:
+        """Return the turns as text; `prompt`: followed by the start of the assistant's next turn.
+
+        more: tools and other settings. Raises SampleFault where the template refuses the turns.
+        """
+        return self._write(turns, False, {"add_generation_prompt": prompt, **more})[0]
+
+    def write_marked(self, turns: Sequence[Turn], /, **more: Any) -> tuple[str, Spans]:
+        """Return the turns as text, and each marked span. Raises SampleFault as `write` does."""
+        return self._write(turns, True, more)
+
+    def _write(self, turns: Sequence[Turn], marks: bool, more: dict[str, Any]) -> tuple[str, Spans]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, indices = render_jinja_template(
+                conversations=[list(turns)],
+                chat_template=self.source,
+                return_assistant_tokens_mask=marks,
+                **{**self.special, "date_string": TODAY, **more},
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            what, remedy = str(error), "mend the record, or choose another data.chat_template"
+            silent = [i for i, turn in enumerate(turns) if turn.get("content") is None]
+            if silent and isinstance(error, TypeError):
+                what = f"messages[{silent[0]}] has calls and no content ({error})"
+                remedy = "name a data.chat_template that writes tool_calls"
+                if "tool_calls" in self.source:
+                    remedy = 'write "content": "" there, or choose another data.chat_template'
+            raise SampleFault(f"the chat template refuses it: {what}; {remedy}") from error
+        return texts[0], list(indices[0]) if marks else []
+
+    @cached_property
+    def prompts(self) -> bool:
+        """Whether the generation prompt is all that the template writes before an answer."""
+        try:
+            plain, prompt = self.write([_USER]), self.write([_USER], True)
+            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
+        except SampleFault:
+            return False
+        head = answered.partition(STAND_IN)[0]
+        return prompt != plain or not head.removeprefix(plain).strip()
+
+    @cached_property
+    def manner(self) -> Manner:
+        """How the template writes answers where a conversation brings no settings of its own."""
+        try:
+            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
+        except SampleFault:
+            return Manner(self.prompts, self.tokens)
+        head, _, tail = answered.partition(STAND_IN)
+        own = between(self.write, [_USER], head, self.prompts)
+        try:
+            tool = {"role": "tool", "content": STAND_IN}
+            tools = STAND_IN in self.write([_USER, {"role": "assistant", "content": "a"}, tool])
+        except SampleFault:
+            tools = False
+        return Manner(self.prompts, self.tokens, (own, tail), tools)
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The roles whose turns the template writes in the place that is theirs.
+
+        One that it writes elsewhere only, or refuses there, is not among them; nor is the
+        assistant's.
+        """
+        others = [role for role in ROLES if role != "assistant"]
+        return frozenset(role for role in others if any(map(self._stands_in, _asks(role))))
+
+    @cached_property
+    def writes_thoughts(self) -> bool:
+        """Whether the template writes the thoughts of an answer, or of one that calls.
+
+        It may be that it writes those of the last answer alone.
+        """
+        said = {"role": "assistant", "content": "b", "reasoning_content": STAND_IN}
+        calls = {**said, "tool_calls": [_CALL]}
+        return any(self._stands_in([_USER, one]) for one in (said, calls))
+
+    def _stands_in(self, turns: list[Turn]) -> bool:
+        """Tell whether the text of the turns holds the stand-in that one of them says."""
+        try:
+            return STAND_IN in self.write(turns)
+        except SampleFault:
+            return False
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template reads a content that is a list of parts; else they are joined."""
+        part = {"type": "text", "text": STAND_IN}
+        try:
+            text = self.write([{"role": "user", "content": [part]}])
+        except SampleFault:
+            return False
+        return STAND_IN in text and "'text'" not in text and '"text"' not in text
+
+    def reads(self, key: str) -> bool:
+        """Tell whether the template reads a key of turns, by name or with all others."""
+        return self._dumps or re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+
+    @cached_property
+    def _dumps(self) -> bool:
+        """Whether the template writes keys of a turn that it does not name."""
+        return self._stands_in([{**_USER, "uspft_other": STAND_IN}])
+
+    @cached_property
+    def arguments(self) -> frozenset[type]:
+        """Which arguments of calls the template writes once: dict, str (JSON text), both, none.
+
+        A text that it quotes again, and an object that it writes as Python shows it, are not.
+        """
+        inner = json.dumps({"a": STAND_IN}, ensure_ascii=False)
+        found: set[type] = set()
+        for given in ({"a": STAND_IN}, inner):
+            text = self._called(given)
+            if text and (inner in text if given is inner else "{'a'" not in text):
+                found.add(type(given))
+        return frozenset(found)
+
+    @cached_property
+    def writes_none(self) -> frozenset[bool]:
+        """Whether the template writes None for the content of a turn that calls: True among these
+        where it does so for one that is null, False for one that is absent."""
+        found: set[bool] = set()
+        given: tuple[Any, ...] = ({}, "{}")
+        for arguments in given:
+            empty = _calls(arguments, {"content": ""})
+            for said in ({"content": None}, {}):
+                for silent, plain in zip(_calls(arguments, said), empty, strict=True):
+                    try:
+                        text, without = self.write(silent), self.write(plain)
+                    except SampleFault:
+                        continue
+                    if text.count("None") > without.count("None"):
+                        found.add("content" in said)
+        return frozenset(found)
+
+    def _called(self, arguments: Any) -> str:
+        """Return a conversation as text that shows the stand-in in the arguments of a call; empty
+        where no conversation does."""
+        for content in ("", None):
+            for some in _calls(arguments, {"content": content}):
+                try:
+                    text = self.write(some)
+                except SampleFault:
+                    continue
+                if STAND_IN in text:
+                    return text
+        return ""
+
+
+def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
+    """Return conversations with a call, of a turn that says this beside it."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"role": "assistant", "tool_calls": [{**_CALL, "function": function}], **said}
+    seen = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID}
+    return [[_USER, call, seen], [_USER, call]]
+
+
+def _asks(role: str) -> list[list[Turn]]:
+    """Return conversations with a stand-in for what a turn of the role says."""
+    said, asked = {"role": role, "content": STAND_IN}, {"role": "user", "content": "a"}
+    answered = {"role": "assistant", "content": "b"}
+    if role == "user":
+        return [[said], [said, answered]]
+    if role in ("system", "developer"):
+        return [[said, asked, answered]]
+    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+    said |= {"name": "f", "tool_call_id": _ID}
+    return [[asked, called, said], [asked, answered, said]]
+
+
+_KEY = "data.chat_template"
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": STAND_IN}]
+_SPECIAL = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
+_REMEDY = (
+    "name a Jinja file, data/templates/ has some: chatml.jinja (Qwen), llama3.jinja, gemma.jinja"
+)
+
+
+def template_of(data: DataBlock, tokenizer: Any) -> str | None:
+    """Return the template that the recipe names, or the tokenizer's own. Raises DataError."""
+    if data.chat_template is None:
+        return own_template(tokenizer)
+    try:
+        template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise wrong_key(_KEY, f"cannot read {data.chat_template}: {error}", _REMEDY) from error
+    if not template.strip():
+        raise wrong_key(_KEY, f"{data.chat_template} is empty", _REMEDY)
+    if mistake := ChatTemplate(template, {}).mistake:
+        raise wrong_key(_KEY, f"{data.chat_template}:{mistake}", "mend it, or name another")
+    return template
+
+
+def own_template(tokenizer: Any) -> str | None:
+    """Return the template that a tokenizer has by itself."""
+    own = tokenizer.chat_template
+    found: str | None = own.get("default") if isinstance(own, dict) else own
+    return found
+
+
+def template_problems(
+    template: ChatTemplate | None, backend: Any, *, own: bool = False
+) -> list[Finding]:
+    """Return a finding for each reason why conversations cannot be written with a template.
+
+    backend: the tokenizers.Tokenizer that reads what it writes. own: whether it came with that:
+    what it calls the roles may be text then, as OLMo 2's and Zephyr's is, where answers end in a
+    token.
+    """
+    if template is None:
+        return [(_KEY, "the tokenizer has no chat template", _REMEDY)]
+    if mistake := template.mistake:
+        return [(_KEY, f"the tokenizer's own is no Jinja: line {mistake}", _REMEDY)]
+    lacking = _lacking(template, backend)
+    if lacking and not (own and _ends_in_a_token(template)):
+        what = f"it writes {', '.join(lacking)}, and the tokenizer has no such token"
+        listed = json.dumps(lacking, ensure_ascii=False)
+        return [(_KEY, what, f"add to model.add_tokens {listed}, or name another template")]
+    return []
+
+
+def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
+    """Return what the template writes that reads as a special token, and is none here."""
+    try:
+        text = template.write(_PROBE)
+    except SampleFault:  # the records' faults will tell what it refuses
+        return []
+    names = dict.fromkeys(_SPECIAL.findall(text))
+    return [name for name in names if backend.token_to_id(name) is None]
+
+
+def _ends_in_a_token(template: ChatTemplate) -> bool:
+    """Tell whether a special token of the tokenizer stands behind an answer."""
+    behind = template.write(_PROBE).rpartition(STAND_IN)[2].lstrip()
+    return any(token and behind.startswith(token) for token in template.tokens)
+
+
+def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
+    """Return a line for each thing that a user should know although nothing is wrong.
+
+    backend: as of `template_problems`.
+    """
+    found = []
+    if lacking := _lacking(template, backend):
+        what = f"the chat template's {', '.join(lacking)} are text"
+        found.append(f"{what}: the tokenizer has no such tokens")
+    if end := _end_outside(template):
+        what = f"the chat template's marks end before {end}, which does not train"
+        found.append(f"{what}; put {{% endgeneration %}} behind it to train it")
+    if template.writes_today:
+        what = "the chat template writes the day (strftime_now), so that tokens are of today"
+        found.append(f"{what}; tomorrow the data is tokenised anew")
+    return found
+
+
+def _end_outside(template: ChatTemplate) -> str:
+    """Return the special token that ends an answer behind the marks; empty where none does."""
+    try:
+        text, spans = template.write_marked(_PROBE) if template.marked else ("", [])
+    except SampleFault:
+        return ""
+    if not spans or text[slice(*spans[-1])].rstrip().endswith(template.tokens):
+        return ""
+    rest = text[spans[-1][1] :].lstrip()
+    return max(
+        (token for token in template.tokens if token and rest.startswith(token)),
+        default="",
+        key=len,
+    )
+
+
+_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_ASKED = {"role": "user", "content": "a"}
+
+
+def without_marks(source: str) -> str:
+    """Return a template that renders the same text without {% generation %} marks.
+
+    Outside of transformers, no reader of templates needs to know them. A mark becomes a condition
+    that holds, so that the white space around it stays what it was.
+    """
+    return _MARKS.sub(lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", source)
+
+
+def turn_ends(template: ChatTemplate) -> list[str]:
+    """Return the special tokens with which the template ends an answer, and one with a call.
+
+    Of what follows an answer the first counts, since some templates then close the conversation
+    too; of what follows a call the last, since some close the call before the turn.
+    """
+    found: list[str] = []
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": STAND_IN}}}
+    answers: tuple[tuple[dict[str, Any], int], ...] = (
+        ({"content": STAND_IN}, 0),
+        ({"content": "", "tool_calls": [call]}, -1),
+    )
+    for answer, which in answers:
+        try:
+            text = template.write([_ASKED, {"role": "assistant", **answer}])
+        except SampleFault:
+            continue  # the template knows no calls, or no such conversation
+        tail = text.rpartition(STAND_IN)[2] if STAND_IN in text else ""
+        found += _tokens_in(tail, template.tokens)[which:][:1]
+    return list(dict.fromkeys(found))
+
+
+def _tokens_in(text: str, tokens: tuple[str, ...]) -> list[str]:
+    """Return the special tokens of a text, in its order."""
+    longest = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.findall("|".join(map(re.escape, longest)), text) if longest else []

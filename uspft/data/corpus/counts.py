@@ -1,0 +1,177 @@
+"""How many samples and tokens were read and kept, and how often an epoch takes each source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from uspft.data.faults import wrong_key
+from uspft.data.samples import NOT_TRAINED, Sample
+
+if TYPE_CHECKING:
+    from uspft.config.recipe import DataBlock, Source
+
+
+@dataclass
+class Counts:
+    """The counts that report.json holds.
+
+    samples and tokens count what is kept: samples = read − dropped − bad. bad: what
+    data.on_bad_sample skipped. longest: the most tokens of a sample before it is cut or dropped.
+    """
+
+    read: int = 0
+    bad: int = 0
+    samples: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+    without_targets: int = 0
+    longest: int = 0
+
+    def skip(self) -> None:
+        """Count one sample that cannot be used."""
+        self.read, self.bad = self.read + 1, self.bad + 1
+
+    def kept(self, sample: Sample, overlong: str, row: int) -> Sample | None:
+        """Count one sample and return what `overlong` leaves of it, or None where it is dropped.
+
+        overlong: the recipe's rule for samples of more than `row` tokens.
+        """
+        self.read += 1
+        length = len(sample.ids)
+        self.longest = max(self.longest, length)
+        long = length > row
+        if long and overlong == "drop":
+            self.dropped += 1
+            return None
+        if long and overlong == "truncate":
+            self.truncated += 1
+            sample = replace(sample, ids=sample.ids[:row], labels=sample.labels[:row])
+        targets = int(np.count_nonzero(sample.labels != NOT_TRAINED))
+        if long and overlong == "split":
+            self.split += 1
+            # The first token of each piece is no target.
+            targets -= int(np.count_nonzero(sample.labels[row::row] != NOT_TRAINED))
+        self.samples += 1
+        self.tokens += len(sample.ids)
+        self.target_tokens += targets
+        self.without_targets += targets == 0
+        return sample
+
+    def notes(self) -> list[str]:
+        """Return one sentence for each thing that a user should know although nothing is wrong."""
+        said = [
+            (self.bad, "that cannot be used, skipped (data.on_bad_sample: skip)"),
+            (self.dropped, "longer than a row and dropped (data.overlong: drop)"),
+            (self.truncated, "longer than a row and cut short (data.overlong: truncate)"),
+            (self.split, "longer than a row and cut into documents (data.overlong: split)"),
+            (self.without_targets, "without a trained token: they cost time and teach nothing"),
+        ]
+        return [f"{count:,} sample{'s' * (count != 1)} {what}" for count, what in said if count]
+
+
+def total(every: Iterable[Counts]) -> Counts:
+    """Return the counts of all that several counted."""
+    whole = Counts()
+    for one in every:
+        for name, count in vars(one).items():
+            known = getattr(whole, name)
+            setattr(whole, name, max(known, count) if name == "longest" else known + count)
+    return whole
+
+
+def fates(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what became of the samples that were read: kept + all of dropped = read.
+
+    report: what `read_report` returns. None where every sample was kept.
+    """
+    reasons = {
+        "longer than a row": report.get("dropped", 0),
+        "cannot be used": report.get("bad", 0),
+        "held out": report.get("held_out", 0),
+    }
+    dropped = {reason: count for reason, count in reasons.items() if count}
+    kept = report["samples"]
+    return (
+        {"read": kept + sum(dropped.values()), "kept": kept, "dropped": dropped}
+        if dropped
+        else None
+    )
+
+
+@dataclass(frozen=True)
+class SourceMix:
+    """How many tokens of each source there are, and how many times an epoch takes them."""
+
+    sources: tuple[Source, ...]
+    tokens: list[int]
+    times: list[float]
+
+    def lines(self) -> list[str]:
+        """Return a line for each source on its share of an epoch; none for a lone source."""
+        if len(self.sources) == 1:
+            return []
+        epoch = [times * tokens for times, tokens in zip(self.times, self.tokens, strict=True)]
+        whole = sum(epoch) or 1.0
+        return [
+            f"{source.title}: {share / whole:.1%} of an epoch, {tokens:,} tokens × {times:.4g}"
+            for source, share, tokens, times in zip(
+                self.sources, epoch, self.tokens, self.times, strict=True
+            )
+        ]
+
+
+def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
+    """Return how often an epoch takes each source, so that its tokens have the share of its weight.
+
+    An epoch has as many tokens as the sources together; without weights it takes each sample once.
+    """
+    given = [source.weight for source in sources]
+    weights = [w if w is not None and n else 0.0 for w, n in zip(given, tokens, strict=True)]
+    if not any(weights):
+        return SourceMix(sources, tokens, [1.0] * len(sources))
+    unit = sum(tokens) / sum(weights)
+    # Rounded, so that a share that is the source's own is one, and an epoch like the next.
+    times = [round(w * unit / n, 9) if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
+    return SourceMix(sources, tokens, times)
+
+
+class Taken:
+    """What has been taken of each source, and the sources of which that is all that is wanted."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.samples = [0] * len(sources)
+        self.tokens = [0] * len(sources)
+        self.full: set[int] = set()
+
+    def fits(self, source: int, sample: Sample, data: DataBlock) -> bool:
+        """Tell whether a sample is within max_tokens; if not, its source is full.
+
+        Raises DataError where not even the first sample is within max_tokens.
+        """
+        wanted = self._sources[source]
+        length = len(sample.ids)
+        if data.overlong == "truncate":
+            length = min(length, data.sequence_length)
+        long = wanted.max_tokens is not None and self.tokens[source] + length > wanted.max_tokens
+        if long and not self.samples[source]:
+            key = "data.train" if len(self._sources) == 1 else f"data.train[{source}]"
+            what = f"is {wanted.max_tokens:,}, and the first sample has {length:,} tokens"
+            raise wrong_key(f"{key}.max_tokens", what, "write more, or leave it out")
+        if long:
+            self.full.add(source)
+        return not long
+
+    def add(self, source: int, tokens: int) -> None:
+        """Count a sample; where no more is wanted behind it, its source is full."""
+        self.samples[source] += 1
+        self.tokens[source] += tokens
+        if self.samples[source] == self._sources[source].max_samples:
+            self.full.add(source)

@@ -1,0 +1,293 @@
+"""Training and evaluation data are tokenised once, before the ranks start, and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from uspft.data.corpus.checks import (
+    overlong,
+    require_answers,
+    require_instructions,
+    require_lengths,
+    require_targets,
+    require_used,
+    unused_lines,
+)
+from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
+from uspft.data.corpus.counts import Counts, Taken, mixed
+from uspft.data.corpus.tokenise import load_tokeniser
+from uspft.data.corpus.workers import Encoder, SourcePart, processes_for, tokenised
+from uspft.data.faults import BadRecord, DataError, Faults
+from uspft.data.files.sources import (
+    is_hub_id,
+    is_saved,
+    left_out,
+    list_files,
+    source_problems,
+)
+from uspft.data.files.tables import load_saved, load_split
+from uspft.data.records.conversations import Naming
+from uspft.data.records.reader import first_record, pair_notes
+from uspft.data.samples import Record
+from uspft.launcher.process_pool import ProcessPool
+
+if TYPE_CHECKING:
+    from uspft.config import Finding
+    from uspft.config.recipe import DataBlock, Source
+
+from uspft.data.corpus.cache import cache_key, made_aside
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The parts that are read, in order, and how they become tokens."""
+
+    parts: list[SourcePart]
+    encoder: Encoder
+    contents: str
+    """A name for the tokens that the parts become."""
+    shapes: list[str]
+    """What the records look like, and how many parts have records that do."""
+    workers: ProcessPool | int = 1
+    """The processes that tokenise, or how many threads do."""
+
+
+def prepare(
+    data: DataBlock,
+    tokenizer_path: str | None,
+    vocab_size: int,
+    cache_dir: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Return the folder in cache_dir that holds data.train tokenised; make it where it is missing.
+
+    tokenizer_path may be None for tokenized data alone. progress(done, total) counts bytes of files
+    and records of hub data sets. Processes and hosts may prepare the same data at once, since the
+    folder is written aside and renamed. For evaluation data, give a block whose train is the
+    evaluation sources. Raises DataError.
+    """
+    parts, workers = parts_of(data), data.workers or 1
+    with processes_for(parts, workers) as processes:  # they make imports while this one does
+        name, reading = _reading(data, parts, tokenizer_path, vocab_size)
+        folder = Path(cache_dir) / name
+        if not os.path.exists(folder):
+            build(folder, data, replace(reading, workers=processes or workers), progress or _silent)
+    _require(folder, data)
+    return folder
+
+
+def prepared(
+    data: DataBlock, tokenizer_path: str | None, vocab_size: int, cache_dir: Path
+) -> Path | None:
+    """Return the folder that `prepare` would, where it is there; None where it is to be made, or
+    where hub data sets would be asked for. Nothing is written. Raises DataError."""
+    if any(is_hub_id(source.path) for source in data.train):
+        return None
+    name, _ = _reading(data, parts_of(data), tokenizer_path, vocab_size)
+    folder = Path(cache_dir) / name
+    if not os.path.exists(folder):
+        return None
+    _require(folder, data)
+    return folder
+
+
+def _require(folder: Path, data: DataBlock) -> None:
+    """Check what is asked of tokens that are there, so that other rules reuse them.
+
+    Raises DataError.
+    """
+    require_lengths(Corpus.open(folder), data)
+    require_used(data, read_report(folder).get("unused", ()))
+
+
+def _reading(
+    data: DataBlock, parts: list[SourcePart], tokenizer_path: str | None, vocab_size: int
+) -> tuple[str, Reading]:
+    """Return the name of the folder for the tokens of data.train's parts, and how they are made."""
+    first = [first_record(part.content, part.asked) for part in parts]
+    formats = {record.format for record in first if record}
+    require_answers(data, formats)
+    require_instructions(data, [record.shape for record in first if record])
+    tokeniser = None
+    if formats - {"tokenized"}:
+        tokeniser = load_tokeniser(tokenizer_path, data)
+        if findings := tokeniser.problems(formats, vocab_size):
+            raise DataError([], findings)
+    key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
+    known = [record for record in first if record]
+    shapes = _shapes(known) + pair_notes(known, tokeniser is not None and tokeniser.has_template)
+    shapes += left_out(data) + (tokeniser.notes(formats) if tokeniser else [])
+    return key.folder, Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
+
+
+def parts_of(data: DataBlock) -> list[SourcePart]:
+    """Return the files and splits of data.train, in reading order. Raises DataError."""
+    if findings := source_problems(data):
+        raise DataError([], findings)
+    parts: list[SourcePart] = []
+    for number, source in enumerate(data.train):
+        asked = naming_of(source, data)
+        if is_hub_id(source.path):
+            parts.append(SourcePart(number, asked, load_split(source)))
+        elif is_saved(source.path):
+            parts.append(SourcePart(number, asked, load_saved(source)))
+        else:
+            files = list_files(source.path, asked.format)
+            parts += [SourcePart(number, asked, replace(file, eod=source.eod)) for file in files]
+    return parts
+
+
+def naming_of(source: Source, data: DataBlock) -> Naming:
+    """Return what the recipe says of a source's records; its own words win over those of `data`."""
+    fields = {**data.fields, **(source.fields or {})}
+    return Naming(source.format or data.format, fields, data.prompt_template or "")
+
+
+def _shapes(first: list[Record]) -> list[str]:
+    counts = Counter(record.shape for record in first)
+    return [f"{shape} ({count:,} files)" if count > 1 else shape for shape, count in counts.items()]
+
+
+def formats_of(data: DataBlock) -> list[str]:
+    """Return the format of each source of data.train, then of data.eval.
+
+    It is auto where the files of a source have different formats. Each file is read up to its first
+    good record. Raises DataError.
+    """
+    sources = data.train + (data.eval or ())
+    found: list[set[str]] = [set() for _ in sources]
+    for part in parts_of(data.model_copy(update={"train": sources, "eval": None})):
+        record = first_record(part.content, part.asked)
+        found[part.source].add(record.format if record else "auto")
+    return [names.pop() if len(names) == 1 else "auto" for names in found]
+
+
+def build(
+    folder: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
+) -> None:
+    """Write the corpus aside and rename it to `folder`. Raises DataError."""
+    started = time.perf_counter()
+    with made_aside(folder) as aside:
+        counts, lines = _write(aside, data, reading, progress)
+        report = {
+            **asdict(counts),
+            "seconds": round(time.perf_counter() - started, 3),
+            "notes": counts.notes(),
+            "shapes": reading.shapes,
+            **lines,
+        }
+        (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+def _write(
+    aside: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
+) -> tuple[Counts, dict[str, list[str]]]:
+    """Write the samples, and return the counts, and lines by what they tell of: what was skipped,
+    what is there and trains nothing, fields that nothing uses, and the mix."""
+    faults, left, untrained = Faults(), Faults(), Faults()
+    unused: list[dict[str, None]] = [{} for _ in data.train]
+    counts, taken = Counts(), Taken(data.train)
+    ends = [0] * len(data.train)
+    done, total = 0, sum(part.size for part in reading.parts)
+    with CorpusWriter(aside) as writer:
+        for samples, size in tokenised(reading.parts, reading.encoder, reading.workers, taken.full):
+            for sample in samples:
+                file = sample.file if isinstance(sample, BadRecord) else sample.origin.file
+                source, shown = reading.parts[file].source, reading.parts[file].content.shown
+                if source in taken.full:
+                    continue
+                if isinstance(sample, BadRecord):
+                    faults.add(sample.where, sample.what)
+                    counts.skip()
+                    continue
+                if not taken.fits(source, sample, data):
+                    continue
+                unused[source].update(dict.fromkeys(sample.unused))
+                idle = counts.without_targets
+                kept = counts.kept(sample, data.overlong, data.sequence_length)
+                where = sample.origin.place(shown)
+                if sample.lost:
+                    left.add(where, sample.lost)
+                if counts.without_targets > idle:
+                    untrained.add(where, "no token of it trains")
+                if kept is None:
+                    left.add(where, overlong(len(sample.ids), data))
+                else:
+                    writer.add(kept)
+                    taken.add(source, len(kept.ids))
+                    ends[source] = len(writer)
+            done += size
+            progress(done, total)
+        if data.on_bad_sample == "error":
+            faults.raise_any()
+        require_targets(data, counts, faults.lines() + left.lines())
+        ends = list(accumulate(ends, max))  # a source without samples ends where the last one did
+        mix = mixed(data.train, taken.tokens)
+        spans = [
+            SourceSpan(first, stop, times)
+            for first, stop, times in zip([0, *ends], ends, mix.times, strict=False)
+        ]
+        files = [part.content.shown for part in reading.parts]
+        writer.finish(files, spans, data.overlong, reading.contents)
+    progress(total, total)
+    skipped = faults.lines() + left.lines()
+    told = {"skipped": skipped, "untrained": untrained.lines(), "mix": mix.lines()}
+    return counts, {**told, "unused": unused_lines(data, unused)}
+
+
+def _silent(done: int, total: int) -> None:
+    """Do nothing, since no one watches the progress."""
+
+
+_TRAIN = re.compile(r"data\.train\b")  # \b leaves data.train_on out
+
+
+def prepare_sets(
+    data: DataBlock,
+    tokenizer_path: str | None,
+    vocab_size: int,
+    cache_dir: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Path]:
+    """Return the folder that holds each source of data.eval tokenised, by the source's title.
+
+    Titles are in the recipe's order. The arguments are those of `prepare`. Raises DataError, which
+    names the source.
+    """
+    sources, found = data.eval or (), {}
+    for number, source in enumerate(sources):
+        alone = data.model_copy(update={"train": (source,), "eval": None})
+        try:
+            folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
+        except DataError as error:
+            raise of_set(error, number, len(sources)) from error
+        found[source.title] = folder
+    return found
+
+
+def of_set(error: DataError, number: int, count: int) -> DataError:
+    """Return an error about a block whose `train` is one of `count` evaluation sets, in the
+    recipe's terms."""
+    key = "data.eval" if count == 1 else f"data.eval[{number}]"
+    return DataError(error.beside, [_named(finding, key) for finding in error.findings])
+
+
+def _named(finding: Finding, key: str) -> Finding:
+    """Return a finding about a block whose `train` is one evaluation set, in the recipe's terms.
+
+    Where its key is in `data.train`, that part becomes `key`, the set's own; else the text of the
+    finding says that the data was read for that set.
+    """
+    named, what, remedy = finding
+    if _TRAIN.match(named):
+        return _TRAIN.sub(key, named), what, remedy
+    return named, f"{what} (read for {key})", remedy

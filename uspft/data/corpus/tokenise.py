@@ -1,0 +1,260 @@
+"""A tokenizer's files, and the token ids and labels that it makes of each format's samples."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Set
+from datetime import date
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from uspft.config.problems import Finding, said
+from uspft.data.chat.template import (
+    ChatTemplate,
+    own_template,
+    template_notes,
+    template_of,
+    template_problems,
+)
+from uspft.data.chat.token_spans import TokenBytes, tokenise_spans
+from uspft.data.faults import DataError, SampleFault, wrong_key
+from uspft.data.samples import NOT_TRAINED, Record, Rendered, Sample
+
+if TYPE_CHECKING:
+    from uspft.config.recipe import DataBlock
+
+KEY = "model.tokenizer"
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+"""Files of which a folder with a tokenizer has one: without any, transformers makes one that is
+empty."""
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_POINTER = b"version https://git-lfs"
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder has a file with a tokenizer's vocabulary, whatever is in it."""
+    return any(os.path.lexists(folder / name) for name in VOCABULARIES)
+
+
+def read_tokenizer(place: str) -> Any:
+    """Return transformers' tokenizer of a folder or a hub id. Raises DataError."""
+    from transformers import AutoTokenizer
+
+    folder = Path(place) if os.path.isdir(place) else None
+    if folder:
+        _require_files(folder)
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:  # from_pretrained raises many kinds
+        if folder and (damaged := _damaged(folder)):
+            raise damaged from error
+        remedy = "name a folder that holds a tokenizer.json, or a hub id"
+        raise wrong_key(KEY, f"none can be loaded from {place}: {said(error)}", remedy) from error
+
+
+def _require_files(folder: Path) -> None:
+    """Check that a folder's files of a tokenizer are there and can be read. Raises DataError."""
+    found = 0
+    for name in VOCABULARIES + _BESIDE:
+        file = folder / name
+        try:
+            os.lstat(file)
+            with file.open("rb") as handle:
+                start = handle.read(len(_POINTER))
+        except FileNotFoundError:
+            if not os.path.islink(file):
+                continue
+            raise _unread(file, "leads nowhere", "copy what it stands for") from None
+        except OSError as error:
+            why = f"cannot be read: {error.strerror}"
+            raise _unread(file, why, "let this user read it, or name another folder") from error
+        if start == _POINTER:
+            raise _unread(file, "is a pointer of Git LFS, not the file", "run `git lfs pull` there")
+        found += name in VOCABULARIES
+    if not found:
+        what = f"the folder `{folder}` holds no tokenizer (no {', '.join(VOCABULARIES)})"
+        remedy = "name a folder that holds the model's own, or its hub id"
+        raise wrong_key(KEY, what, remedy)
+
+
+def _damaged(folder: Path) -> DataError | None:
+    """Return what to raise for the first file that is not what its name says, if there is one."""
+    for name in VOCABULARIES + _BESIDE:
+        file = folder / name
+        if file.suffix != ".json" or not file.is_file():
+            continue
+        try:
+            if isinstance(json.loads(file.read_bytes()), dict):
+                continue
+            why = "is no JSON object"
+        except (ValueError, RecursionError) as error:
+            why = f"is cut off or damaged ({said(error)})"
+        return _unread(file, why, "copy or download it again, whole")
+    return None
+
+
+def _unread(file: Path, why: str, remedy: str) -> DataError:
+    return wrong_key(KEY, f"`{file}` {why}", remedy)
+
+
+class TextTokeniser:
+    """A Hugging Face tokenizer with the project's rules for special tokens; threads may share it.
+
+    It calls the Rust tokenizer underneath: the Python class changes shared state as it encodes.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, train_on: str) -> None:
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.eos: int | None = tokenizer.eos_token_id
+        self.train_on = "assistant" if train_on == "completion" else train_on
+        self._special = {
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if not isinstance(token, list)  # a template knows single tokens: bos_token, eos_token
+        }
+        added = tokenizer.added_tokens_decoder.values()
+        ends = tuple(sorted({token.content for token in added if token.special}))
+        self.template = ChatTemplate(template, self._special, ends) if template else None
+        self._own = template == own_template(tokenizer)
+        self._bytes = TokenBytes.of(self.backend)
+        probe = self.backend.encode("a").ids
+        self._adds_eos = bool(probe) and probe[-1] == self.eos
+
+    def identity(self) -> str:
+        """Return a hash of everything here that decides which tokens a text becomes."""
+        versions = f"{version('tokenizers')} {version('transformers')}"
+        template = (self.template.marked_copy or self.template).source if self.template else None
+        parts = (self.backend.to_str(), str(template), str(self.eos), versions)
+        # As "True" and "False", so that data tokenised before there was `last` keeps its name.
+        trains = {"all": "True", "assistant": "False"}.get(self.train_on, self.train_on)
+        named = [*parts, str(sorted(self._special.items())), trains]
+        if self.template and self.template.writes_today:
+            named.append(date.today().isoformat())
+        return blake2b("\0".join(named).encode(), digest_size=16).hexdigest()
+
+    def problems(self, formats: set[str], vocab_size: int) -> list[Finding]:
+        """Return a finding for each reason why these formats cannot be tokenised for the model.
+
+        vocab_size: how many tokens the model's vocabulary has.
+        """
+        found = []
+        own = self.backend.get_vocab_size(with_added_tokens=False)
+        if own > vocab_size:
+            # Added tokens may lie beyond: a padding token that no sample holds does no harm.
+            what = f"the tokenizer has {own:,} tokens, the model's vocabulary {vocab_size:,}"
+            found.append(("model.tokenizer", what, "name the model's own"))
+        if self.eos is None and formats & {"text", "prompt_completion"}:
+            what = "it has no EOS token, which text and completions end in"
+            found.append(("model.tokenizer", what, "set eos_token in its tokenizer_config.json"))
+        if "messages" in formats:
+            found += template_problems(self.template, self.backend, own=self._own)
+        return found
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return self.template is not None
+
+    def notes(self, formats: Set[str]) -> list[str]:
+        """Return a line for each thing to know of the chat template, where it is used."""
+        if not self.template or "messages" not in formats:
+            return []
+        return template_notes(self.template, self.backend)
+
+    def sample(self, rendered: Rendered) -> Sample:
+        """Return the ids and labels of what was rendered. Raises SampleFault."""
+        text, spans = rendered.text, rendered.spans
+        if rendered.format == "messages":
+            if self.train_on == "all" and spans == [(0, len(text))]:
+                ids = self._ids(text, special=False)
+                ranges = [(0, len(ids))]
+            else:
+                ids, ranges = tokenise_spans(self.backend, rendered, self._bytes)
+        elif rendered.format == "text":
+            ids = self._ids(text, special=True)
+            ids = ids if self._adds_eos else [*ids, self.eos]
+            ranges = [(0, len(ids))]
+        else:
+            cut = spans[-1][0]  # apart, as inference tokenises the prompt alone
+            prompt = self._ids(text[:cut], special=True)
+            if self._adds_eos:
+                prompt = prompt[:-1]
+            ids = [*prompt, *self._ids(text[cut:], special=False), self.eos]
+            ranges = [(len(prompt) if len(spans) == 1 else 0, len(ids))]
+        found = np.array(ids, np.int32)
+        labels = np.full_like(found, NOT_TRAINED)
+        for first, stop in ranges:
+            labels[first:stop] = found[first:stop]
+        return _begun(Sample(found, labels, rendered.origin, rendered.unused, rendered.lost))
+
+    def _ids(self, text: str, special: bool) -> list[Any]:
+        # A batch of one: unlike `encode`, it lets other threads run meanwhile.
+        return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+
+def given(record: Record, vocab_size: int) -> Sample:
+    """Return the sample that a tokenized record itself holds; labels default to the ids.
+
+    Ids are a list, or an array of an index. Raises SampleFault where one of them is outside the
+    vocabulary.
+    """
+    ids = record.fields["input_ids"]
+    labels = record.fields.get("labels", ids)
+    allowed = f"0 … {vocab_size - 1}"
+    ends = (ids.min(), ids.max()) if isinstance(ids, np.ndarray) else (min(ids), max(ids))
+    if bad := [i for i in ends if not 0 <= i < vocab_size]:
+        remedy = "tokenise with the model's tokenizer"
+        raise SampleFault(f"input_ids holds {bad[0]}, the vocabulary is {allowed}; {remedy}")
+    for label in labels if labels is not ids else ():
+        if label != NOT_TRAINED and not 0 <= label < vocab_size:
+            raise SampleFault(f"labels holds {label}; write -100 or an id in {allowed}")
+    arrays = np.array(ids, np.int32), np.array(labels, np.int32)
+    return _begun(Sample(*arrays, record.origin, record.unused))
+
+
+def _begun(sample: Sample) -> Sample:
+    """Return a sample whose first label is masked: nothing before a document predicts its first
+    token. Raises SampleFault where it has no token."""
+    if not len(sample.ids):
+        raise SampleFault("an empty sample (no tokens); remove the record")
+    sample.labels[0] = NOT_TRAINED
+    return sample
+
+
+def require_vocabulary(sample: Sample, vocab_size: int) -> None:
+    """Check that the model has every id of a sample. Raises SampleFault where it has not."""
+    largest = int(sample.ids.max())
+    if largest >= vocab_size:
+        what = f"the tokenizer gives id {largest}, the model has {vocab_size}"
+        raise SampleFault(f"{what}; set model.tokenizer to the model's own")
+
+
+def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
+    """Load the tokenizer at path, a folder or a hub id, with the template and train_on of `data`.
+
+    Raises DataError.
+    """
+    if path is None:
+        what = "no tokenizer, which every format but tokenized needs"
+        raise wrong_key("model.tokenizer", what, "name a folder or a hub id")
+    tokenizer = read_tokenizer(path)
+    if not tokenizer.is_fast:
+        what = f"{path} is a slow tokenizer, which knows no offsets"
+        raise wrong_key("model.tokenizer", what, "save it as tokenizer.json first")
+    return TextTokeniser(tokenizer, template_of(data, tokenizer), data.train_on)

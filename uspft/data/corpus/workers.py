@@ -1,0 +1,218 @@
+"""Records made into samples in their order, on threads or, of much data, in processes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+from uspft.config.problems import RunFailed
+from uspft.data.chat.rendering import render
+from uspft.data.corpus.tokenise import TextTokeniser, given, require_vocabulary
+from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.files.readers import pieces
+from uspft.data.files.sources import SourceFile
+from uspft.data.files.tables import Columns, HubSplit, parquet_bytes
+from uspft.data.records.conversations import Naming
+from uspft.data.records.reader import Reader
+from uspft.data.samples import Entry, Record, Sample
+from uspft.launcher.process_pool import ProcessPool
+
+_BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
+BATCH_RECORDS = 512
+SHRINKS = 4
+"""Times that text is larger than its gz or zst file."""
+
+
+@dataclass(frozen=True)
+class SourcePart:
+    """A file or split of source number `source`, with what the recipe says of its records."""
+
+    source: int
+    asked: Naming
+    content: SourceFile | HubSplit
+
+    @property
+    def size(self) -> int:
+        """The bytes of a file, or the number of records of a hub split."""
+        if isinstance(self.content, HubSplit):
+            return len(self.content.dataset)
+        return sum(path.stat().st_size for path in self.content.paths)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of a file's content, unpacked, or of a hub split's tables; about."""
+        if isinstance(self.content, HubSplit):
+            return int(self.content.dataset.data.nbytes)
+        if self.content.kind == "parquet":
+            return parquet_bytes(self.content.path)
+        return self.size * (SHRINKS if self.content.packed else 1)
+
+
+class Encoder:
+    """The step from records to tokens; tokenized records need no tokenizer. Threads may share it.
+
+    Of several threads one at a time renders conversations, since transformers keeps track of a
+    template's marks in an object that calls share.
+    """
+
+    def __init__(self, tokeniser: TextTokeniser | None, vocab_size: int) -> None:
+        self.tokeniser = tokeniser
+        self._vocab_size = vocab_size
+        self._rendering = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Encoder], tuple[TextTokeniser | None, int]]:
+        return Encoder, (self.tokeniser, self._vocab_size)
+
+    def sample(self, record: Record) -> Sample:
+        """Return a record as tokens, whose ids are below vocab_size. Raises SampleFault."""
+        if record.format == "tokenized":
+            return given(record, self._vocab_size)
+        if self.tokeniser is None:
+            raise SampleFault("its format needs a tokenizer; set model.tokenizer")
+        with self._rendering if record.format == "messages" else nullcontext():
+            rendered = render(record, self.tokeniser.template, self.tokeniser.train_on)
+        sample = self.tokeniser.sample(rendered)
+        require_vocabulary(sample, self._vocab_size)
+        return sample
+
+
+@dataclass
+class Bundle:
+    """Some objects in reading order, each with the reader of its file or split.
+
+    An object is a record already where it had to tell what all of its file look like. Those of a
+    table are unpacked by who makes samples of them.
+    """
+
+    items: list[tuple[Reader, Entry | Columns | Record | BadRecord]] = field(default_factory=list)
+    size: int = 0
+    """The bytes or hub records that they are."""
+    count: int = 0
+
+    def add(self, reader: Reader, item: Entry | Columns | BadRecord) -> None:
+        if isinstance(item, Columns) and not reader.settled:
+            for entry in item.entries():
+                self.add(reader, entry)
+            return
+        count = item.count if isinstance(item, Columns) else 1
+        self.size += 0 if isinstance(item, BadRecord) else item.size * count
+        self.count += count
+        kept = item if isinstance(item, Columns) or reader.settled else reader.record(item)
+        self.items.append((reader, kept))
+
+    def samples(self, encoder: Encoder) -> list[Sample | BadRecord]:
+        """Return the samples that the objects are, and what is wrong with those that are none."""
+        return [
+            _sample(reader, one, encoder)
+            for reader, item in self.items
+            for one in (item.entries() if isinstance(item, Columns) else (item,))
+        ]
+
+
+def _sample(
+    reader: Reader, item: Entry | Record | BadRecord, encoder: Encoder
+) -> Sample | BadRecord:
+    record = item if isinstance(item, Record) else reader.record(item)
+    if isinstance(record, BadRecord):
+        return record
+    try:
+        return encoder.sample(record)
+    except SampleFault as fault:
+        return reader.refused(record.origin, str(fault))
+
+
+def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
+    """Yield the objects of all parts in order, in bundles; those of full sources are left out."""
+    bundle = Bundle()
+    for number, part in enumerate(parts):
+        reader = Reader(part.content, part.asked, number)
+        for item in pieces(part.content, partial(reader.columns, part.content)):
+            if part.source in full:
+                break
+            bundle.add(reader, item)
+            if bundle.size >= _BATCH_SIZE or bundle.count >= BATCH_RECORDS:
+                yield bundle
+                bundle = Bundle()
+    if bundle.items:
+        yield bundle
+
+
+WORTH_PROCESSES = 1 << 24
+"""Bytes of data from which on processes work in place of threads, since their imports take time."""
+EACH_PROCESS = 1 << 22
+"""Bytes of data that are worth one more process."""
+_IMPORTED = ("transformers.utils.chat_template_utils", "uspft.__main__", __name__)
+Samples = list[Sample | BadRecord]
+_given: list[Encoder] = []
+"""In a process that works: the encoder that it was begun with."""
+
+
+@contextmanager
+def processes_for(parts: list[SourcePart], workers: int) -> Iterator[ProcessPool | None]:
+    """Yield the processes that tokenising these parts is worth, `workers` at most; None where that
+    is none. Their imports begin at once, and they end with the `with` block."""
+    size = sum(part.bytes for part in parts)
+    if workers == 1 or size < WORTH_PROCESSES:
+        yield None
+        return
+    pool = ProcessPool(min(workers, 1 + size // EACH_PROCESS), _IMPORTED)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def tokenised(
+    parts: list[SourcePart], encoder: Encoder, workers: int | ProcessPool, full: Set[int]
+) -> Iterator[tuple[Samples, int]]:
+    """Yield the samples of all parts in order, whatever the workers, some at a time, with the bytes
+    or hub records that these were.
+
+    workers: processes, or a number of threads; the caller's thread reads files and no more. full:
+    the sources of which no more is wanted; what was read ahead of them comes all the same. Only a
+    few bundles are in memory at a time. Raises RunFailed where a process is killed.
+    """
+    every = bundles(parts, full)
+    if isinstance(workers, int):
+        with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as threads:
+            try:
+                yield from _in_order(
+                    every, lambda one: threads.submit(one.samples, encoder), 2 * workers
+                )
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+        return
+    workers.begin(_begin, encoder)
+    try:
+        yield from _in_order(every, lambda one: workers.submit(_samples, one), 2 * workers.count)
+    except BrokenProcessPool as error:
+        what = f"a process that tokenises {workers.end_of_first()}"
+        raise RunFailed(f"{what}; where memory ran out, write a smaller data.workers") from error
+
+
+def _in_order(
+    every: Iterator[Bundle], submit: Callable[[Bundle], Future[Samples]], most: int
+) -> Iterator[tuple[Samples, int]]:
+    """Yield the samples of bundles in their order, of which `most` are worked on or wait."""
+    pending: deque[tuple[Future[Samples], int]] = deque()
+    for bundle in every:
+        pending.append((submit(bundle), bundle.size))
+        if len(pending) > most:
+            making, size = pending.popleft()
+            yield making.result(), size
+    for making, size in pending:
+        yield making.result(), size
+
+
+def _begin(encoder: Encoder) -> None:
+    _given.append(encoder)
+
+
+def _samples(bundle: Bundle) -> Samples:
+    return bundle.samples(_given[0])

@@ -1,0 +1,210 @@
+"""Files as decompressed bytes, and what is wrong with bytes that are no text in UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import IO, cast
+
+from uspft.data.faults import SampleFault
+from uspft.data.files.sources import SourceFile
+
+BOM = b"\xef\xbb\xbf"
+A_MARK = "a byte-order mark (U+FEFF)"
+"""What BOM is where it does not begin a file."""
+_KINDS = (  # how they begin; what they are; the ending that says so, or none that is read
+    (b"\x1f\x8b", "gzip", ".gz"),
+    (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
+    (b"PAR1\x15", "Parquet", ".parquet"),
+    (b"ARROW1\0\0", "Arrow", ".arrow"),
+    (b"PK\x03\x04", "a zip archive or a spreadsheet", ""),
+    (b"BZh91AY&SY", "bzip2", ""),
+    (b"\xfd7zXZ\0", "xz", ""),
+)
+
+
+def opened(file: SourceFile) -> tuple[IO[bytes], Callable[[], int]]:
+    """Open a file; return it decompressed, and a function that tells how far it was read."""
+    raw = file.path.open("rb")
+    if file.packed == ".gz":
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)), raw.tell
+    if file.packed == ".zst":
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+        return cast("IO[bytes]", io.BufferedReader(stream)), raw.tell
+    return raw, raw.tell
+
+
+def other_kind(file: SourceFile) -> str:
+    """Return what is wrong with a file that its first bytes tell to be no text, with the remedy.
+
+    It is empty where they do not. Raises what reading a compressed file raises.
+    """
+    with opened(file)[0] as handle:
+        head = handle.read(16)
+    for start, kind, ending in _KINDS:
+        if head.startswith(start):
+            what, name = f"holds {kind}, which its name does not say", file.path.name
+            if file.packed or not ending:
+                return f"{what}; unpack it, or convert it to JSON Lines"
+            named = name + ending if ending in (".gz", ".zst") else file.path.stem + ending
+            return f"{what}; call it {named}"
+    return ""
+
+
+def nul() -> str:
+    """Return what is wrong with text that holds NUL bytes, and the remedy."""
+    return "holds NUL bytes: UTF-16, or no text at all; save it as UTF-8, or leave it out"
+
+
+LOOKED_BYTES = 1 << 26
+"""Bytes of a file that an encoding must decode before it is named."""
+_PIECE = 1 << 20
+_JUDGED, _SHOWN = 1 << 16, 12
+"""Characters beyond ASCII by which an encoding is judged, and how many of them are shown."""
+_BEYOND = re.compile(r"[^\x00-\x7f]+")
+_KANA = "".join(map(chr, range(0x3041, 0x30FF)))
+_CYRILLIC = "оаеинтсрвлкі"
+_LATIN = "àáâãäåæçèéêëìíîïñòóôõöøùúûüýÿßœÀÁÂÄÅÆÇÈÉÊÍÎÑÓÔÖØÚÜŒ’‘“”„«»–—…°€£§¿¡©®·\xa0"
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """An encoding, with what texts in it are like beyond ASCII."""
+
+    name: str
+    common: str
+    """The characters that they use most."""
+    share: float
+    """The least share that these are of all."""
+    least: float = 0.0
+    """How many such characters follow one another at least, in the mean."""
+    most: float = math.inf
+
+
+_ENCODINGS = (
+    _Encoding("cp932", _KANA, 0.3),
+    _Encoding("euc-jp", _KANA, 0.3),
+    _Encoding(
+        "euc-kr",
+        "이다는을의가에고하지은로기도를사한자시리서어나해인아일대스전정수있것그부라만보장으와제"
+        "들상구적면여세성주과안원오소년동중신국우니마습까요네게거녕무모저될된할했었",
+        0.2,
+    ),
+    _Encoding(
+        "gb18030",
+        "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之"
+        "年过发后作里用道行所然家种事成方多经么去法学如都同现当没动面起看定天分还进好小部其些主样"
+        "理心她本前开但因只从想实日，。：；！？、“”（）",
+        0.15,
+    ),
+    _Encoding(
+        "big5",
+        "的一是不了在人有我他這個們中來上大為和國地到以說時要就出會可也你對生能而子那得於著下自之"
+        "年過發後作里用道行所然家種事成方多經麼去法學如都同現當沒動面起看定天分還進好小部其些主樣"
+        "理心她本前開但因只從想實日，。：；！？、「」（）",
+        0.15,
+    ),
+    _Encoding("cp1251", _CYRILLIC, 0.45, least=2.0),
+    _Encoding("koi8-r", _CYRILLIC, 0.45, least=2.0),
+    _Encoding("cp866", _CYRILLIC, 0.45, least=2.0),
+    _Encoding("cp1253", "αοιετσνηυρπκμ", 0.45, least=2.0),
+    # It has the letters of Latin-1, and quotes and dashes where that has control characters.
+    _Encoding("cp1252", _LATIN, 0.9, most=2.0),
+    _Encoding("cp1250", "ąćęłńóśźżčďěňřšťůžýáéíúôöüőűăâîțșŁŚŻŽŠČ„”“’–—…«»", 0.9, most=2.0),
+)
+
+
+class NotUtf8(SampleFault):
+    """A line is no UTF-8 from byte `start` on; whoever knows its file says which encoding it is."""
+
+    def __init__(self, line: bytes, start: int) -> None:
+        super().__init__(line, start)
+        self.line, self.start = line, start
+
+    def told(self, file: SourceFile) -> str:
+        """Return what is wrong and the remedy."""
+        return not_utf8(file, self.line, self.start)
+
+
+def not_utf8(file: SourceFile, content: bytes, start: int) -> str:
+    """Return what is wrong with bytes of a file that are no UTF-8 from `start` on, and the remedy,
+    which names an encoding where one decodes the file."""
+    if content[start] == 0 or content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return nul()
+    status = os.stat(file.path)
+    remedy = _remedy(file, (status.st_size, status.st_mtime_ns))
+    return f"not UTF-8 (byte 0x{content[start]:02x}); {remedy}"
+
+
+@lru_cache(maxsize=16)
+def _remedy(file: SourceFile, version: tuple[int, int]) -> str:
+    """Return the remedy for a file as it was when it had this size and time of change."""
+    try:
+        with opened(file)[0] as handle:
+            content = handle.read(LOOKED_BYTES)
+    except (OSError, EOFError, zlib.error, ValueError):  # which reading it will tell
+        return "save it as UTF-8"
+    if _is_mostly_utf8(content):
+        return "the rest of the file is UTF-8: mend these bytes, or leave the record out"
+    found = encoding_of(content)
+    if found is None:
+        return (
+            "no encoding tried here decodes the file to a text: save it as UTF-8, or leave it out"
+        )
+    name, said = found
+    part = "" if len(content) < LOOKED_BYTES else "the start of "
+    way = f"save it as UTF-8, as `iconv -f {name} -t utf-8` does"
+    return f"{way}: {name} decodes {part}the file ({said} …)"
+
+
+def encoding_of(content: bytes) -> tuple[str, str] | None:
+    """Return the encoding whose decoding of `content` is most like a text, and a piece of that.
+
+    None where no encoding decodes it, or none to what texts are like. content: may be cut off
+    inside a character.
+    """
+    best, found = 0.999, None
+    for encoding in _ENCODINGS:
+        runs = _beyond_ascii(content, encoding.name)
+        text = "".join(runs)[:_JUDGED]
+        if not text or not encoding.least <= len(text) / len(runs) < encoding.most:
+            continue
+        known = sum(map(text.count, set(encoding.common)))
+        if (like := known / len(text) / encoding.share) > best:
+            best, found = like, (encoding.name, text[:_SHOWN])
+    return found
+
+
+def _beyond_ascii(content: bytes, name: str) -> list[str]:
+    """Return the first runs of characters beyond ASCII that an encoding makes of bytes; none where
+    it does not decode all of them."""
+    decoder, found, count = codecs.getincrementaldecoder(name)(), list[str](), 0
+    try:
+        for start in range(0, len(content), _PIECE):
+            text = decoder.decode(content[start : start + _PIECE])
+            if count < _JUDGED:
+                found += _BEYOND.findall(text)
+                count = sum(map(len, found))
+    except UnicodeDecodeError:
+        return []
+    return found
+
+
+def _is_mostly_utf8(content: bytes) -> bool:
+    """Tell whether most of what is beyond ASCII is UTF-8: then few bytes of it are damaged."""
+    wrong = every = 0
+    for start in range(0, len(content), _PIECE):
+        text = content[start : start + _PIECE].decode("utf-8", "replace")
+        wrong += text.count("\ufffd")
+        every += sum(map(len, _BEYOND.findall(text)))
+    return 2 * wrong < every

@@ -1,0 +1,307 @@
+"""Tables by pyarrow: Parquet, Arrow, and the sets of `datasets` (of the hub or `save_to_disk`).
+
+A few records travel as columns, which any process can unpack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from uspft.config.problems import said
+from uspft.data.faults import BadRecord, SampleFault, place, wrong_key
+from uspft.data.files.sources import saved_splits
+from uspft.data.samples import Entry
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    from uspft.config.recipe import Source
+    from uspft.data.files.sources import SourceFile
+
+_HASH_RECORDS = 1000
+_HUB_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """One split of a data set; its record n, from 1, stands for line n of a file."""
+
+    dataset: Any  # datasets.Dataset
+    shown: str
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.dataset.column_names)
+
+    def records(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield the records with these columns only, since a user cannot edit a hub data set."""
+        yield from self.dataset.select_columns(columns)
+
+    def digest(self) -> str:
+        """Return the blake2b hash of all records, taken from Arrow's stream format."""
+        import pyarrow as pa
+
+        sink = _HashSink()
+        writer = None
+        for table in self.dataset.with_format("arrow").iter(batch_size=_HASH_RECORDS):
+            writer = writer or pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema)
+            writer.write_table(table)
+        return sink.hash.hexdigest()
+
+
+class _HashSink:
+    """A file, as far as pyarrow can tell, which only hashes what is written to it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.hash = blake2b(digest_size=16)
+
+    def write(self, content: Any) -> int:
+        self.hash.update(content)
+        return len(content)
+
+    def flush(self) -> None:
+        """Do nothing, since nothing is held back."""
+
+
+def load_saved(source: Source) -> HubSplit:
+    """Load a folder that `save_to_disk` wrote, or its split (default train). Raises DataError."""
+    from datasets import load_from_disk
+
+    split = source.split or "train"
+    try:
+        found = load_from_disk(Path(source.path).expanduser())
+        several = saved_splits(source.path)
+        dataset = found[split] if several else found
+    except Exception as error:  # datasets and pyarrow each raise their own kinds
+        what = f"the saved data set {source.path} cannot be read: {said(error)}"
+        raise wrong_key("data.train", what, "save it again with save_to_disk") from error
+    return HubSplit(dataset, f"{source.path}/{split}" if several else source.path)
+
+
+def load_split(source: Source) -> HubSplit:
+    """Load the split of `source.path` (default train) from the hub or from the cache of `datasets`.
+
+    Raises DataError with what `datasets` said where it cannot be had.
+    """
+    from datasets import load_dataset
+
+    split = source.split or "train"
+    try:
+        _ask_hub(source.path)
+        dataset = load_dataset(source.path, source.name, split=split)
+    except Exception as error:  # datasets, hub and network each raise their own kinds
+        remedy = "check the id, name and split, and the network, or use a local path"
+        what = f"hub data set {source.path} ({split}): {said(error)}"
+        raise wrong_key("data.train", what, remedy) from error
+    return HubSplit(dataset, f"{source.path}/{split}")
+
+
+def _ask_hub(name: str) -> None:
+    """Ask the hub for a data set, so that a hub that does not answer is told within `_HUB_SECONDS`.
+
+    `datasets` alone tries for half a minute. Raises what the hub's client raises, unless the data
+    set is cached here.
+    """
+    from huggingface_hub import HfApi, is_offline_mode
+
+    if is_offline_mode():
+        return
+    try:
+        HfApi().dataset_info(name, timeout=_HUB_SECONDS)
+    except Exception:
+        if not _is_cached(name):
+            raise
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return any(repo.repo_id == name for repo in scan_cache_dir().repos)
+    except CacheNotFound:
+        return False
+
+
+RECORDS, BYTES = 256, 1 << 19
+"""Records and bytes that columns have at most, unless one record is larger."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Consecutive records of a table, as bytes of an Arrow stream: what they hold is not unpacked.
+
+    first: the number of the first, counted from 1. size: bytes of the file for each, about.
+    """
+
+    shown: str
+    first: int
+    count: int
+    size: int
+    stream: bytes
+
+    def entries(self) -> Iterator[Entry | BadRecord]:
+        """Yield the records, or what is wrong with one of which Python has no value."""
+        for line, fields in enumerate(self._records(), self.first):
+            if isinstance(fields, SampleFault):
+                yield BadRecord(place(self.shown, line), str(fields))
+            else:
+                yield Entry(line, fields, self.size)
+
+    def _records(self) -> list[dict[str, Any] | SampleFault]:
+        import pyarrow as pa
+
+        with pa.ipc.open_stream(self.stream) as stream:
+            table = stream.read_all()
+        try:
+            return list(table.to_pylist())
+        except (ValueError, OverflowError):  # of one record at least
+            return [_record(table.slice(row, 1)) for row in range(len(table))]
+
+
+def _record(row: pa.Table) -> dict[str, Any] | SampleFault:
+    """Return the one record of a table, or what is wrong with the first field that has no value."""
+    fields = {}
+    for name in row.column_names:
+        try:
+            (fields[name],) = row.column(name).to_pylist()
+        except UnicodeDecodeError as error:
+            what = f"{name} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
+            return SampleFault(f"{what}; write it again as UTF-8")
+        except (ValueError, OverflowError) as error:
+            why = str(error).partition("\n")[0]
+            return SampleFault(f"{name}: Python has no such value ({why}); mend it")
+    return fields
+
+
+def tables(
+    path: Path, kind: str, shown: str, chosen: Callable[[list[str]], list[str]]
+) -> Iterator[Columns]:
+    """Yield the records of a parquet or arrow file in order, with the chosen columns only.
+
+    Raises OSError and ValueError where it cannot be read, and what `chosen` raises.
+    """
+    number, left = 1, path.stat().st_size
+    for batch, size in (_parquet if kind == "parquet" else _arrow)(path, chosen):
+        if not batch.num_rows:
+            continue
+        step = max(1, min(RECORDS, BYTES * batch.num_rows // max(1, batch.nbytes)))
+        each = min(size, left // batch.num_rows)
+        left -= each * batch.num_rows
+        for start in range(0, batch.num_rows, step):
+            piece = batch.slice(start, step)
+            yield Columns(shown, number, piece.num_rows, each, _stream(piece))
+            number += piece.num_rows
+
+
+def parquet_bytes(path: Path) -> int:
+    """Return what a file's columns take unpacked; what the file takes where it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        meta = pq.read_metadata(path)
+    except (OSError, pa.ArrowInvalid):  # which reading will tell
+        return path.stat().st_size
+    return _unpacked(meta)
+
+
+def _unpacked(meta: Any) -> int:
+    return sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+
+
+def _parquet(
+    path: Path, chosen: Callable[[list[str]], list[str]]
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Yield batches, with the bytes of the file that each of their records takes, about."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as table:
+        names, meta = chosen(table.schema_arrow.names), table.metadata
+        rows = max(1, meta.num_rows)
+        count = max(1, min(RECORDS, BYTES * rows // max(1, _unpacked(meta))))
+        for batch in table.iter_batches(count, columns=names):
+            yield batch, path.stat().st_size // rows
+
+
+def _arrow(
+    path: Path, chosen: Callable[[list[str]], list[str]]
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        schema, batches = opened_arrow(source)
+        names = chosen(schema.names)
+        for batch in batches:
+            yield batch.select(names), batch.nbytes // max(1, batch.num_rows)
+
+
+def opened_arrow(source: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Return the schema and the batches of an open Arrow file, in either of Arrow's two forms."""
+    import pyarrow as pa
+
+    try:
+        stream = pa.ipc.open_stream(source)  # as `datasets` writes it
+    except pa.ArrowInvalid:
+        file = pa.ipc.open_file(source)
+        return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
+    return stream.schema, iter(stream)
+
+
+def _stream(batch: pa.RecordBatch) -> bytes:
+    """Return a batch as bytes; of one that is a slice, pickle would write the whole."""
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def with_values(content: SourceFile | HubSplit, names: Sequence[str]) -> tuple[str, ...]:
+    """Return which columns of a table hold a value other than null.
+
+    Only what tells that is read: statistics of a Parquet file, the lengths of Arrow's columns.
+    """
+    if not names:
+        return ()
+    if isinstance(content, HubSplit):
+        nulls = {name: content.dataset.data.column(name).null_count for name in names}
+        return tuple(name for name in names if nulls[name] < len(content.dataset.data))
+    empty = (_empty_in_parquet if content.kind == "parquet" else _empty_in_arrow)(content, names)
+    return tuple(name for name in names if name not in empty)
+
+
+def _empty_in_parquet(file: SourceFile, names: Sequence[str]) -> set[str]:
+    """Return the columns that a Parquet file says to hold nothing but null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    meta = pq.read_metadata(file.path)
+    schema, filled = meta.schema.to_arrow_schema(), set[str]()
+    untyped = {name for name in names if pa.types.is_null(schema.field(name).type)}
+    for group in map(meta.row_group, range(meta.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            stats: Any = column.statistics
+            known = stats is not None and stats.has_null_count
+            if not known or stats.null_count < column.num_values:
+                filled.add(column.path_in_schema.partition(".")[0])
+    return set(names) - (filled - untyped)
+
+
+def _empty_in_arrow(file: SourceFile, names: Sequence[str]) -> set[str]:
+    import pyarrow as pa
+
+    empty = set(names)
+    with pa.memory_map(str(file.path)) as source:
+        for batch in opened_arrow(source)[1]:
+            empty -= {name for name in empty if batch.column(name).null_count < batch.num_rows}
+            if not empty:
+                break
+    return empty

@@ -1,0 +1,417 @@
+"""Every field of records and key of turns that is known by its name, and what becomes of it.
+
+All else here knows names by this table: the shapes, what is refused, the hints about names that
+come close, and docs/coming-from.md, which is made of it (`reference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RECORD, TURN = "a record", "a turn"
+AXOLOTL, FACTORY, SWIFT, TRL, OPENAI = "axolotl", "LLaMA-Factory", "ms-swift", "TRL", "OpenAI"
+_EMPTY = ("", "[]", "{}", "null", "None", "nan", "NaN")
+"""Texts that stand for no value, as tables of text have them."""
+
+
+@dataclass(frozen=True)
+class KnownField:
+    """A field of records or a key of turns, and what becomes of it."""
+
+    name: str
+    becomes: str
+    """In words for docs/coming-from.md."""
+    of: str = RECORD
+    also: tuple[str, ...] = ()
+    """Names that are read as this one where a record or a turn has no field of this name."""
+    often: tuple[str, ...] = ()
+    """What others often call it: what a hint proposes to map."""
+    tools: tuple[str, ...] = ()
+    """Which tools have data with this field."""
+
+
+@dataclass(frozen=True)
+class Refused(KnownField):
+    """A field with which a sample means something else than its text says, so that it may not
+    train as it stands."""
+
+    when: Callable[[Any], bool] = lambda value: not is_empty(value)
+    """Whether a value is one with which the sample is refused."""
+    harmless: Callable[[Any], bool] = lambda value: is_empty(value)  # noqa: PLW0108  it is below
+    """Whether a value asks for nothing; one that is neither is a field that is not used."""
+    why: str = ""
+    remedy: str = "write data.fields: {{{name}: null}} to leave it alone"
+    """`{name}` in it is the field's."""
+    beside: tuple[str, ...] = ()
+    """The formats whose records it is refused in; none: all."""
+    twice: str = ""
+    """The field that says the same thing, beside which alone it is refused, where they differ."""
+
+    def refuses(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether a record with these (our) fields is refused."""
+        other = fields.get(self.twice)
+        differs = not is_empty(other) and other != fields[self.name]
+        return self.when(fields[self.name]) and (differs or not self.twice)
+
+    def unused(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether it says something in a record with these fields that nothing uses."""
+        same = self.twice and fields.get(self.twice) == fields[self.name]
+        return not same and not self.harmless(fields[self.name])
+
+
+def is_empty(value: Any) -> bool:
+    """Tell whether a value says nothing: null, an empty text, or a list or object of such."""
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    if isinstance(value, dict):
+        return all(map(is_empty, value.values()))
+    return value is None or (isinstance(value, str) and value.strip() in _EMPTY)
+
+
+def _is_no(value: Any) -> bool:
+    """Tell whether a value says that an answer is not wanted: false, 0, or either as a text."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("false", "0", "0.0")
+    return isinstance(value, bool | int | float) and value == 0
+
+
+def _is_yes(value: Any) -> bool:
+    """Tell whether a value says that an answer is wanted, or says nothing."""
+    if isinstance(value, str):
+        return is_empty(value) or value.strip().lower() in ("true", "1", "1.0")
+    return value is None or (isinstance(value, bool | int | float) and value == 1)
+
+
+def says_answer(value: Any) -> bool:
+    """Tell whether a value is an answer, and no score or mark of one."""
+    return isinstance(value, str | list | dict) and not is_empty(value)
+
+
+def are_answers(value: Any) -> bool:
+    """Tell whether a value is several answers in one."""
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(one, str) for one in value)
+
+
+def _is_medium(value: Any) -> bool:
+    return not isinstance(value, bool | int | float) and not is_empty(value)
+
+
+CONVERSATION = ("system", "history", "tools", "chat_template_kwargs")
+"""Fields of pairs that a conversation alone can have: they have no place in plain text."""
+_ANY = f"{AXOLOTL}, {FACTORY}, {TRL}"
+_CHOSEN = {
+    "chosen": _ANY,
+    "chosen_response": SWIFT,
+    "response_chosen": "",
+    "preferred_output": OPENAI,
+    "chosen_input_ids": TRL,
+}
+_REJECTED = {
+    "rejected": _ANY,
+    "rejected_response": SWIFT,
+    "rejected_messages": SWIFT,
+    "response_rejected": "",
+    "non_preferred_output": OPENAI,
+    "rejected_input_ids": TRL,
+}
+CHOSEN, REJECTED = tuple(_CHOSEN), tuple(_REJECTED)
+"""Fields of preferences: the better answer, and the worse."""
+PREFERENCES = "nothing here trains on preferences"
+_ANSWERS = ("response", "target", "answer", "output", "reply", "solution", "completion")
+_PAIRS = (AXOLOTL, FACTORY, SWIFT)
+_TALK = ("messages", "prompt_completion")
+
+FIELDS = (
+    KnownField(
+        "messages",
+        "turns of a conversation, in the chat template",
+        also=("conversations",),
+        often=("conversation", "dialog", "dialogue", "dialogs", "chat", "turns", "history"),
+        tools=(AXOLOTL, FACTORY, SWIFT, TRL, OPENAI),
+    ),
+    KnownField(
+        "system",
+        "the conversation's first turn",
+        also=("system_prompt", "system_message"),
+        tools=_PAIRS,
+    ),
+    KnownField(
+        "history",
+        "turns before a pair's own: `[[question, answer], …]`, or a list of turns",
+        tools=(FACTORY, SWIFT),
+    ),
+    KnownField("tools", "handed to the chat template", tools=(FACTORY, SWIFT, TRL, OPENAI)),
+    KnownField("chat_template_kwargs", "settings of the chat template", tools=(TRL,)),
+    KnownField(
+        "prompt",
+        "what comes before the completion, a text or turns; does not train",
+        often=("query", "context", "source", "instruction", "question", "user", "human"),
+        tools=(TRL,),
+    ),
+    KnownField(
+        "completion",
+        "what trains, a text or turns",
+        often=(*_ANSWERS, "assistant", "bot"),
+        tools=(TRL,),
+    ),
+    KnownField(
+        "instruction",
+        "the question",
+        often=("task", "prompt", "question", "query"),
+        tools=(AXOLOTL, FACTORY),
+    ),
+    KnownField("output", "the answer, which trains", often=_ANSWERS, tools=(AXOLOTL, FACTORY)),
+    KnownField(
+        "input",
+        "the rest of the question; beside `output` alone, the question",
+        often=("context", "passage", "source", "prompt", "question"),
+        tools=(AXOLOTL, FACTORY),
+    ),
+    KnownField(
+        "question",
+        "the question",
+        often=("query", "problem", "instruction", "prompt"),
+        tools=(AXOLOTL,),
+    ),
+    KnownField("answer", "the answer, which trains", often=_ANSWERS, tools=(AXOLOTL,)),
+    KnownField(
+        "text",
+        "a document, all of which trains",
+        often=("content", "document", "body", "code", "raw_content"),
+        tools=(AXOLOTL, FACTORY, TRL),
+    ),
+    KnownField(
+        "input_ids",
+        "token ids, as given",
+        often=("ids", "tokens", "token_ids"),
+        tools=(AXOLOTL, TRL),
+    ),
+    KnownField(
+        "labels", "what trains of `input_ids`; not where `label = -100`", tools=(AXOLOTL, TRL)
+    ),
+)
+"""The fields of shapes, which `data.fields` may map."""
+
+MASKS = (
+    KnownField(
+        "completion_mask",
+        "what trains of `input_ids`, where there are no `labels`; not where `mask = 0`",
+        also=("assistant_masks", "loss_mask"),
+        tools=(TRL,),
+    ),
+    KnownField("attention_mask", "left out; where it hides a token, refused: padding is made here"),
+)
+"""Fields beside token ids that say which of them count."""
+
+_PREFERENCE = f"is there, and {PREFERENCES}"
+_MEDIUM = "is there, and only text is trained"
+_ALONE = "leave such records out, or write data.fields: {{{name}: null}} to train on the text alone"
+_WANTED = (
+    "data.on_bad_sample: skip trains on the others alone, "
+    "data.fields: {{{name}: null}} on all of them"
+)
+
+ANSWERS = Refused(
+    "output",
+    "a list of answers: refused",
+    tools=(FACTORY,),
+    when=are_answers,
+    why=f"is a list of answers, as preferences are, and {PREFERENCES}",
+    remedy="write the one to train on alone, as a string",
+)
+"""The answer of a pair, where it is several."""
+
+REFUSED = (
+    *(
+        Refused(
+            name,
+            f"false: refused, {PREFERENCES}; true: the sample trains",
+            tools=(tool,),
+            when=_is_no,
+            harmless=_is_yes,
+            why=f"says that the answer is not wanted, and {PREFERENCES}",
+            remedy=_WANTED,
+            beside=_TALK,
+        )
+        for name, tool in (("label", f"{TRL}, {SWIFT}"), ("kto_tag", FACTORY))
+    ),
+    *(
+        Refused(
+            name,
+            "0 or false: refused; 1 or true: the sample trains",
+            when=_is_no,
+            harmless=_is_yes,
+            why="says that the sample is not to train",
+            remedy=_WANTED,
+            beside=_TALK,
+        )
+        for name in ("weight", "loss", "train", "training")
+    ),
+    *(
+        Refused(
+            name,
+            f"beside `{other}`, and another: refused",
+            why=f"is there beside {other}",
+            remedy="write data.fields: {{{name}: null}} to take "
+            + other
+            + (", or {{" + other + ": {name}}}" if name != "history" else " alone"),
+            beside=beside,
+            twice=other,
+        )
+        for other, names, beside in (
+            ("messages", ("conversations", "history"), ("messages",)),
+            ("system", ("system_prompt", "system_message"), _TALK),
+        )
+        for name in names
+    ),
+    *(
+        Refused(name, "refused", tools=(tool,) * bool(tool), when=says_answer, why=_PREFERENCE)
+        for name, tool in (*_CHOSEN.items(), *_REJECTED.items())
+    ),
+    *(
+        Refused(name, "refused", tools=(tool,), when=_is_medium, why=_MEDIUM, remedy=_ALONE)
+        for name, tool in (
+            ("images", f"{FACTORY}, {SWIFT}, {TRL}"),
+            ("image", f"{AXOLOTL}, {TRL}"),
+            ("videos", f"{FACTORY}, {SWIFT}"),
+            ("video", TRL),
+            ("audios", f"{FACTORY}, {SWIFT}"),
+            ("audio", TRL),
+        )
+    ),
+)
+"""Fields of records with which a sample is refused, unless `data.fields` says null for them."""
+
+WEIGHT = KnownField(
+    "weight",
+    "of an answer: whether it trains, `weight: false` or `weight: true`, or a number for it",
+    TURN,
+    also=("loss", "train", "training"),
+    tools=(AXOLOTL, SWIFT, OPENAI),
+)
+ROLE = KnownField(
+    "role",
+    "who speaks; `data.fields: {roles: …}` names others",
+    TURN,
+    also=("from",),
+    often=("from", "speaker", "author", "who", "sender", "user_type", "name"),
+    tools=(AXOLOTL, FACTORY, SWIFT, TRL, OPENAI),
+)
+CONTENT = KnownField(
+    "content",
+    "what is said: text, or parts that are text",
+    TURN,
+    also=("value",),
+    often=("value", "text", "message", "utterance", "body", "said"),
+    tools=(AXOLOTL, FACTORY, SWIFT, TRL, OPENAI),
+)
+CALLS = KnownField(
+    "tool_calls",
+    "handed to the chat template; `arguments` as it reads them, an object or JSON text",
+    TURN,
+    also=("function_call",),
+    tools=(TRL, OPENAI),
+)
+THOUGHTS = KnownField(
+    "reasoning_content",
+    "handed to the chat template, as thoughts",
+    TURN,
+    also=("reasoning", "thinking"),
+    tools=(TRL, SWIFT),
+)
+TURN_KEYS = (ROLE, CONTENT, WEIGHT, CALLS, THOUGHTS)
+PROTOCOL = ("name", "id", "tool_call_id", "refusal", "annotations", "prefix")
+"""Keys of turns that say how they hang together; many templates need none of them."""
+REFUSED_KEYS = (
+    *(
+        Refused(
+            name,
+            "refused",
+            TURN,
+            tools=(tool,),
+            when=_is_medium,
+            why=_MEDIUM,
+            remedy="leave such records out, or take it out of the turn",
+        )
+        for name, tool in (
+            ("images", SWIFT),
+            ("image", SWIFT),
+            ("videos", SWIFT),
+            ("video", SWIFT),
+            ("audios", SWIFT),
+            ("audio", f"{SWIFT}, {OPENAI}"),
+        )
+    ),
+    Refused(
+        "train_detail",
+        "refused",
+        TURN,
+        tools=(AXOLOTL,),
+        why="chooses parts of a turn, and a turn trains as a whole or not at all",
+        remedy="write weight: false or true",
+    ),
+    Refused(
+        "loss_scale",
+        "refused unless it is one",
+        TURN,
+        tools=(SWIFT,),
+        when=lambda value: not is_empty(value) and value != 1,
+        harmless=lambda value: True,
+        why="weighs a turn, and a turn trains as a whole or not at all",
+        remedy="write weight: false or true",
+    ),
+)
+"""Keys of turns with which a sample is refused."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+"""The roles that templates know; each template decides which of them it takes."""
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+}
+"""What the roles of `from` mean."""
+LIKELY = {
+    **dict.fromkeys(("human", "prompter", "customer", "User", "Human"), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "ai", "agent", "Assistant", "AI"), "assistant"),
+}
+"""What roles of other names most likely mean."""
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """A shape of records: the fields that tell it, those that it may have, and its formats.
+
+    The first format is that of `auto`.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    may: tuple[str, ...]
+    formats: tuple[str, ...]
+
+
+PAIR, ALPACA = ("prompt_completion", "messages"), "Alpaca"
+_TEMPLATES = ("tools", "chat_template_kwargs")
+SHAPES = (
+    RecordShape("chat", ("messages",), ("system", *_TEMPLATES), ("messages",)),
+    RecordShape("prompt and completion", ("prompt", "completion"), CONVERSATION, PAIR),
+    RecordShape(ALPACA, ("instruction", "output"), ("input", *CONVERSATION), PAIR),
+    RecordShape("input and output", ("input", "output"), CONVERSATION, PAIR),
+    RecordShape("question and answer", ("question", "answer"), CONVERSATION, PAIR),
+    RecordShape("text", ("text",), (), ("text",)),
+    RecordShape("tokenized", ("input_ids",), ("labels",), ("tokenized",)),
+)
+FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), _TEMPLATES),
+    "prompt_completion": (("prompt", "completion"), ()),
+    "text": (("text",), ()),
+    "tokenized": (("input_ids",), ("labels",)),
+}
+"""By format, the fields that a sample of it has to have and those that it may have."""
+NAMES = tuple(field.name for field in FIELDS)
+"""Every field that `data.fields` may map."""

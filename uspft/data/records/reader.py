@@ -1,0 +1,166 @@
+"""Reading of a file or a split as checked records; every fault names file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.files.decoding import NotUtf8
+from uspft.data.files.readers import fields_of, objects
+from uspft.data.files.sources import SourceFile
+from uspft.data.files.tables import HubSplit, with_values
+from uspft.data.records.conversations import Naming, as_given
+from uspft.data.records.known_fields import FORMATS, RecordShape
+from uspft.data.records.other_fields import Others, left_alone, others_of
+from uspft.data.records.shapes import (
+    columns,
+    described,
+    formed,
+    own_name,
+    recognised,
+    renamed,
+    require_shape,
+    require_spelling,
+)
+from uspft.data.records.values import CHECKS
+from uspft.data.samples import Entry, Origin, Record
+
+
+class Reader:
+    """What makes checked records of the objects of one file or split, in order.
+
+    The fields of the first good record decide what all have: one file has one shape. Once they have
+    decided (`settled`), records may be made in any order, by copies in other processes too.
+    """
+
+    def __init__(self, content: SourceFile | HubSplit, asked: Naming, number: int = 0) -> None:
+        """number: that of the file or split among all that are read."""
+        self.shown = content.shown
+        self._asked, self._number = asked, number
+        self._file = content if isinstance(content, SourceFile) else None
+        kind = self._file.kind if self._file else ""
+        self._text, self._indexed = kind == "text", kind == "megatron"
+        self._shape: RecordShape | None = None
+        self._format = ""
+        self._others: dict[frozenset[str], Others] = {}
+        self._unread: tuple[str, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is decided what records look like."""
+        return self._text or self._indexed or bool(self._format)
+
+    def columns(self, content: SourceFile | HubSplit, names: list[str]) -> list[str]:
+        """Return which columns of a table are read. Raises SampleFault where no shape has them."""
+        read = columns(names, self._asked)
+        other = set(names) - set(read) - left_alone(self._asked)
+        self._unread = with_values(content, [name for name in names if name in other])
+        return read
+
+    def record(self, item: Entry | BadRecord) -> Record | BadRecord:
+        """Return the record that an object is, or what is wrong with it."""
+        if isinstance(item, BadRecord):
+            return replace(item, file=self._number)
+        origin = Origin(self._number, item.line, item.number)
+        try:
+            if self._text:
+                return Record("text", checked(fields_of(item), "text"), origin, "text")
+            if self._indexed:
+                words = "" if self._format else "Megatron's index"
+                self._format = "tokenized"
+                return Record("tokenized", fields_of(item), origin, words)
+            return self._shaped(item, origin)
+        except SampleFault as fault:
+            self._shape = self._shape if self.settled else None
+            told = str(fault)
+            if isinstance(fault, NotUtf8) and self._file:
+                told = fault.told(self._file)
+            return self.refused(origin, told)
+
+    def refused(self, origin: Origin, what: str) -> BadRecord:
+        """Return the fault of a record that was read there."""
+        return BadRecord(origin.place(self.shown), what, origin.file)
+
+    def _shaped(self, item: Entry, origin: Origin) -> Record:
+        own, asked = fields_of(item), self._asked
+        fields = renamed(own, asked)
+        shape = self._shape = self._shape or recognised(fields, asked)
+        names = frozenset(fields)
+        others = self._others.get(names)
+        if others is None:
+            require_shape(fields, shape, asked)
+            require_spelling(fields, shape, asked)
+            others = self._others[names] = others_of(fields, shape, asked)
+        others.require_none(fields, own)
+        form, made = formed(fields, shape, asked)
+        if self.settled and form != self._format:
+            raise SampleFault(_unlike(form, shape))
+        words = ""
+        unused = tuple(own_name(name, own, asked) for name in others.unused_in(fields))
+        if not self.settled:
+            words, unused = described(shape, own, asked), unused + self._unread
+        led = bool(made.get("led"))
+        record = Record(form, checked(made, form), origin, words, led, unused)
+        self._format = form
+        return record
+
+
+def _unlike(form: str, shape: RecordShape) -> str:
+    """Return what is wrong with a pair of another format than its file's first."""
+    kinds = ("texts", "turns of a conversation")
+    here, before = kinds[::-1] if form == "messages" else kinds
+    what = f"the {shape.name} are {here}, where the file began with {before}"
+    return f"{what}; write data.format: messages, or put each into a file of its own"
+
+
+def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:
+    """Yield the records of a file or a split in order, with a BadRecord for each fault."""
+    reader = Reader(content, asked)
+    for item in objects(content, partial(reader.columns, content)):
+        yield reader.record(item)
+
+
+def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None:
+    """Return the first good record, or None where there is none."""
+    return next((item for item in read(content, asked) if isinstance(item, Record)), None)
+
+
+def pair_notes(first: Sequence[Record], templated: bool) -> list[str]:
+    """Return what to know of pairs that train as plain text, since few mean them so beside
+    conversations or a chat template.
+
+    first: of each file its first record. templated: whether there is a chat template.
+    """
+    formats = {record.format for record in first}
+    if formats >= {"messages", "prompt_completion"}:
+        said = "conversations are written in the chat template, prompts and completions as plain"
+        return [f"{said} text; data.format: messages puts them into the template too"]
+    pairs = (record for record in first if templated and record.format == "prompt_completion")
+    names = dict.fromkeys(record.shape.partition(":")[0] for record in pairs)
+    said = "records train as plain text, not in the chat template"
+    return [f"{name} {said}; data.format: messages puts them there" for name in names]
+
+
+def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
+    """Return the fields of the format `known`, checked; other fields are left alone.
+
+    Raises SampleFault where one is of a wrong type, or the sample is empty.
+    """
+    required, optional = FORMATS[known]
+    found = {name: fields[name] for name in required + optional if name in fields}
+    try:
+        for name, value in found.items():
+            CHECKS[name](name, value)
+    except SampleFault as fault:
+        raise SampleFault(as_given(str(fault), bool(fields.get("led")))) from fault
+    if known == "tokenized" and len(found.get("labels", found["input_ids"])) != len(
+        found["input_ids"]
+    ):
+        counts = f"{len(found['labels'])} labels for {len(found['input_ids'])} input_ids"
+        raise SampleFault(f"{counts}; give each token one label, -100 where not trained")
+    if not any(found[name] for name in required):
+        raise SampleFault(f"an empty sample ({', '.join(required)}); remove the record")
+    return found

@@ -1,0 +1,166 @@
+"""Checks of the values in a record: each raises SampleFault, which names the field and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from uspft.data.faults import SampleFault, a_kind, kind
+from uspft.data.files.decoding import A_MARK
+from uspft.data.records.known_fields import CONTENT, LIKELY, ROLE, ROLES
+
+_OFTEN = {key.name: key.often for key in (ROLE, CONTENT)}
+_RENDERING = {
+    "self",
+    "messages",
+    "conversations",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
+"""What a rendering is asked with, and is no setting of a template."""
+
+
+_STRAY = {"\0": "a NUL (U+0000)", "\ufeff": A_MARK}
+"""Characters that no text is meant to have, and what they are called."""
+
+
+def check_text(name: str, value: Any) -> None:
+    """Check that a value is a string that UTF-8 can write."""
+    if not isinstance(value, str):
+        raise SampleFault(f"{name} is {a_kind(value)}; write a string")
+    check_writable(name, value)
+
+
+def check_writable(name: str, value: Any) -> None:
+    """Check that UTF-8 can write every string inside a value, and that none has a NUL or a
+    byte-order mark in it."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(key, str):
+                check_writable(f"a key of {name}", key)
+            check_writable(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            check_writable(f"{name}[{i}]", item)
+    elif isinstance(value, str):
+        for mark, called in _STRAY.items():
+            if mark in value:
+                what = f"{name} holds {called}, its character {value.index(mark) + 1:,}"
+                raise SampleFault(f"{what}; take it out")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            remedy = "write whole characters"
+            raise SampleFault(f"{name} holds half of a surrogate pair; {remedy}") from error
+
+
+def check_ids(name: str, value: Any) -> None:
+    """Check that a value is a list of integers."""
+    if not isinstance(value, list):
+        raise SampleFault(f"{name} is {a_kind(value)}; write a list of integers")
+    if any(type(item) is not int for item in value):  # True is an int to isinstance
+        bad = next(item for item in value if type(item) is not int)
+        raise SampleFault(f"{name} holds {a_kind(bad)} ({bad!r:.40}); write integers")
+
+
+def check_tools(name: str, value: Any) -> None:
+    """Check that a value is a list of tools, each an object."""
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise SampleFault(f"{name} is no list of objects; write one JSON schema for each tool")
+    check_writable(name, value)
+
+
+def check_settings(name: str, value: Any) -> None:
+    """Check that a value is an object, whose keys leave alone what rendering is asked with."""
+    if not isinstance(value, dict):
+        raise SampleFault(f"{name} is {a_kind(value)}; write an object")
+    if ours := [key for key in value if key in _RENDERING]:
+        remedy = "write tools as a field of the record" if ours[0] == "tools" else "leave it out"
+        raise SampleFault(f"{name} holds {ours[0]!r}, which rendering itself says; {remedy}")
+    check_writable(name, value)
+
+
+def check_messages(name: str, value: Any) -> None:
+    """Check that a value is a conversation: a list of objects, each with a role and content.
+
+    Content is text or a list of text parts; an answer that has tool_calls may lack it. Other keys
+    are the template's.
+    """
+    if not isinstance(value, list):
+        raise SampleFault(f"{name} is {a_kind(value)}; write a list of {{role, content}}")
+    for i, turn in enumerate(value):
+        _check_turn(f"{name}[{i}]", turn)
+        if turn["role"] not in ROLES:
+            what = f"{name}[{i}] has the role {turn['role']!r:.40}"
+            raise SampleFault(f"{what}; write {_roles(value)}one of {', '.join(ROLES)}")
+
+
+def _roles(turns: list[Any]) -> str:
+    """Return the mapping to write for the roles of a conversation that are none of ours."""
+    given = [turn.get("role") for turn in turns if isinstance(turn, dict)]
+    other = [role for role in dict.fromkeys(map(str, given)) if role not in ROLES]
+    if not all(isinstance(role, str) for role in given):
+        return ""
+    pairs = ", ".join(f"{role:.40}: {LIKELY.get(role, 'one of ours')}" for role in other)
+    return f"data.fields: {{roles: {{{pairs}}}}}, or "
+
+
+def _check_turn(here: str, turn: Any) -> None:
+    if not isinstance(turn, dict):
+        raise SampleFault(f"{here} is {a_kind(turn)}; write {{role, content}}")
+    lacking = [key for key in ("role", "content") if key not in turn]
+    if lacking and not (lacking == ["content"] and turn.get("tool_calls")):
+        found = ", ".join(map(str, turn)) or "nothing"
+        pairs = ", ".join(f"{key}: {_name_here(key, turn)}" for key in lacking)
+        remedy = f"write {' and '.join(lacking)}, or data.fields: {{{pairs}}}"
+        raise SampleFault(f"{here} has no {lacking[0]}, but {found}; {remedy}")
+    if turn.get("weight") not in (None, 0, 1):
+        raise SampleFault(f"{here}.weight is {turn['weight']!r:.40}; write 0 or 1")
+    _check_calls(here, turn.get("tool_calls"))
+    content = turn.get("content")
+    if isinstance(content, list):
+        _check_parts(f"{here}.content", content)
+    elif content is not None or not turn.get("tool_calls"):
+        check_text(f"{here}.content", content)
+    check_writable(here, turn)
+
+
+def _name_here(key: str, turn: dict[str, Any]) -> str:
+    names = [name for name in turn if isinstance(name, str)]
+    often = [name for name in names if name.lower() in _OFTEN[key]]
+    near = [*often, *get_close_matches(key, names, 1)]
+    return near[0] if near else "its name here"
+
+
+def _check_calls(here: str, calls: Any) -> None:
+    if calls is None:
+        return
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise SampleFault(f"{here}.tool_calls is no list of objects; write {{name, arguments}}")
+    if any(not isinstance(call.get("function", call), dict) for call in calls):
+        raise SampleFault(f"{here}.tool_calls holds no function; write {{name, arguments}} there")
+
+
+def _check_parts(here: str, parts: list[Any]) -> None:
+    for i, part in enumerate(parts):
+        what = part.get("type", "text") if isinstance(part, dict) else kind(part)
+        if what != "text":
+            remedy = "only text is trained: write {type: text, text: ...}"
+            raise SampleFault(f"{here}[{i}] is a part of the type {what}; {remedy}")
+        check_text(f"{here}[{i}].text", part.get("text"))
+
+
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "messages": check_messages,
+    "tools": check_tools,
+    "chat_template_kwargs": check_settings,
+    "prompt": check_text,
+    "completion": check_text,
+    "text": check_text,
+    "input_ids": check_ids,
+    "labels": check_ids,
+}

@@ -1,0 +1,415 @@
+"""A step's micro-batches: which rows this rank's replica takes, and its share of their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from uspft.batch import Batch
+from uspft.comm import largest, total
+from uspft.config.problems import RunFailed
+from uspft.data.corpus.corpus import Corpus
+from uspft.data.rows.orders import Orders
+from uspft.data.rows.stream import Row, RowStream, empty_row
+from uspft.data.samples import NOT_TRAINED
+from uspft.kernels.varlen import copied, pinned
+from uspft.segments import Segments
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from uspft.job import Job
+    from uspft.sequence import Share
+    from uspft.world import World
+
+DIGEST = 1 << 40
+"""Digests are counted modulo this number, so that their sums over ranks are exact in float64."""
+
+
+def in_documents(segments: Segments) -> NDArray[np.int64]:
+    """Return each token's place in its document, and 0 for padding.
+
+    It is derived from the same document bounds that attention uses.
+    """
+    places = np.zeros(segments.length, np.int64)
+    for start, stop in segments:
+        places[start:stop] = np.arange(stop - start)
+    return places
+
+
+def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
+    """Return a sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST.
+
+    The order of the tokens does not matter; what is held at which place of the row does.
+    """
+    mixed = np.zeros(len(places), np.uint64)
+    for part in (places, *held):
+        mixed = (mixed + part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return float(int(mixed.sum(dtype=np.uint64)) % DIGEST)
+
+
+Needed = TypeVar("Needed")
+
+
+class Ahead(Generic[Needed]):
+    """A thread that makes what one step needs, so that at most one step is made ahead."""
+
+    def __init__(self, make: Callable[[int], Needed]) -> None:
+        """make: makes what a step needs, by its number; runs in the thread or in the caller's, and
+        never in both at a time."""
+        self._make = make
+        self._pool = ThreadPoolExecutor(1, "rows ahead")
+        self._begun: tuple[int, Future[Needed]] | None = None
+
+    def begin(self, step: int) -> None:
+        """Begin to make what a step needs; the one before it has been taken."""
+        self._drop()
+        self._begun = step, self._pool.submit(self._make, step)
+
+    def taken(self, step: int) -> Needed:
+        """Return what a step needs, made here unless that was begun. Raises what making it did."""
+        if not self._begun or self._begun[0] != step:
+            self._drop()
+            return self._make(step)
+        (_, making), self._begun = self._begun, None
+        return making.result()
+
+    def close(self) -> None:
+        """Give up what was begun, and end the thread."""
+        self._drop()
+        self._pool.shutdown()
+
+    def _drop(self) -> None:
+        """Give up what nobody has asked for, and the fault that it may have met."""
+        if self._begun and not self._begun[1].cancel():
+            wait([self._begun[1]])
+        self._begun = None
+
+
+EMPTY = -1
+"""Index of a row of padding alone, which keeps ranks in step where the rows of a step run out."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Which of the stream's rows a step takes."""
+
+    each: int
+    """The rows of a step."""
+    last: int | None = None
+    """The row at which the run ends, if any."""
+
+    def of(self, step: int) -> range:
+        """Return the rows of a step, from 1; the last step may have fewer."""
+        first = (step - 1) * self.each
+        stop = first + self.each
+        return range(first, stop if self.last is None else min(stop, self.last))
+
+
+class Size(NamedTuple):
+    """How much of a step runs under one layout; tokens count padding, once for each row."""
+
+    rows: int
+    tokens: int
+
+
+class RowLoader(ABC):
+    """A loader that makes a rank's micro-batches out of rows, and has ranks check them together.
+
+    Its batches depend on the step's number alone: there is no position to lose. While a step runs,
+    a thread makes those of the next on the host, this rank's tokens alone.
+    """
+
+    counts = "rows"
+    """The word for what a step takes from the data, by number."""
+    worlds: Sequence[World] = ()
+    """The live layout of each strategy, where the recipe has several."""
+
+    def __init__(
+        self, stream: RowStream, tokens_apart: int, of_step: StepRows, orders: Orders | None
+    ) -> None:
+        """tokens_apart: how far the tokens of neighbouring rows are numbered apart. orders: where
+        token orders are found; None: in this process."""
+        self.stream, self._tokens_apart, self._of_step = stream, tokens_apart, of_step
+        self._reading, self._orders = threading.Lock(), orders or Orders()
+        self._ahead = Ahead(self._made)
+        self.epochs = 0.0
+        """How many times the data has been taken once the step is done that was asked for last."""
+
+    def begin(self, step: int) -> None:
+        """Begin to make a step's micro-batches while other things are done; steps after the last
+        have none."""
+        if self.rows_of(step):
+            self._ahead.begin(step)
+
+    def close(self) -> None:
+        """End the thread, and let go of what it has made."""
+        self._ahead.close()
+
+    def batches(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step, as many on every rank, and begin to make the
+        next step's. Raises what the making of this one raised."""
+        made, self.epochs = self._ahead.taken(step)
+        found = [_on_device(batch) for batch in made]
+        self.begin(step + 1)
+        return found
+
+    def _made(self, step: int) -> tuple[list[Batch], float]:
+        """Return a step's micro-batches on the host, and how often the data has been taken then."""
+        batches = self.on_host(step)
+        with self._reading:
+            return batches, self.stream.epochs_after(self.rows_of(step).stop - 1)
+
+    @abstractmethod
+    def on_host(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step before they are copied to the device.
+
+        Where that is a GPU, they lie in pinned memory.
+        """
+
+    def _share(self, world: World, rows: Sequence[Segments]) -> Share:
+        return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
+
+    def rows_of(self, step: int) -> range:
+        """Return the indices, in the stream, of what a step takes."""
+        return self._of_step.of(step)
+
+    @abstractmethod
+    def sizes(self, step: int) -> list[Size]:
+        """Return the size of a step under each of its layouts."""
+
+    @abstractmethod
+    def empty(self) -> Batch:
+        """Return a micro-batch without tokens to train on."""
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """Return the row with an index that a batch has, EMPTY among them."""
+
+    def batch_of(self, world: World, indices: Sequence[int]) -> Batch:
+        """Return the micro-batch that holds this rank's share of the rows with these indices."""
+        return _on_device(self._cut(world, indices))
+
+    def _cut(self, world: World, indices: Sequence[int]) -> Batch:
+        """Return the same micro-batch on the host, ready to be copied to the device."""
+        rows = [self.row(i) for i in indices]
+        share = self._share(world, [row.segments for row in rows])
+
+        def kept(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+            whole = np.concatenate(arrays)
+            return np.concatenate([whole[start:stop] for start, stop in share.held] or [whole[:0]])
+
+        def ready(values: NDArray[np.int64]) -> torch.Tensor:
+            return pinned(torch.from_numpy(values), world.device)
+
+        def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
+            return ready(kept(arrays))
+
+        labels, apart = kept([row.labels for row in rows]), self._tokens_apart
+        chosen = np.flatnonzero(labels != NOT_TRAINED)
+        numbers = zip(indices, rows, strict=True)
+        found = Batch(
+            world=world,
+            share=share,
+            input_ids=mine([row.input_ids for row in rows])[None],
+            position_ids=mine([row.positions for row in rows])[None],
+            labels=ready(labels),
+            chosen=ready(chosen),
+            tokens=mine([index * apart + np.arange(len(row.labels)) for index, row in numbers]),
+            targets=len(chosen),
+            rows=tuple(indices),
+            row_of=mine([_place(row, number) for number, row in enumerate(rows)]),
+        )
+        return in_chunks(found) if share.chunks else found
+
+    def documents(self, batch: Batch) -> list[Segments]:
+        """Return the documents of each row of a batch."""
+        return [self.row(index).segments for index in batch.rows]
+
+    def require_same_rows(self, batches: Sequence[Batch]) -> None:
+        """Check that all ranks that share a row have read the same row; collective.
+
+        Raises RunFailed where they have not.
+        """
+        for batch in batches:
+            mesh, device = batch.world.mesh, batch.world.device
+            seen = float(self.fingerprint(batch))
+            highest, lowest = largest([seen, -seen], mesh.columns, device)
+            highest, lowest = largest([highest, lowest], mesh.context, device)
+            highest, lowest = largest([highest, lowest], mesh.pipeline, device)
+            if highest != -lowest:
+                here = f"{mesh.who}: {int(seen):x}"
+                raise RunFailed(
+                    f"the ranks that share rows {batch.rows} read different rows ({here}): "
+                    "do all hosts see the same data files?"
+                )
+
+    def require_shares(self, batches: Sequence[Batch]) -> None:
+        """Check that the ranks which share a row hold each of its tokens once; collective.
+
+        Each rank must hold the tokens that the algorithm gives it, and all of them together the
+        row, with every token at its place in its document. Raises RuntimeError where they do not.
+        """
+        for batch in batches:
+            world = batch.world
+            rows = [self.row(index) for index in batch.rows]
+            said = self._share(world, self.documents(batch)).held
+            places = [np.arange(a, b) for a, b in said]
+            told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
+            held_here = [x.cpu().numpy() for x in told]
+            here = digest(np.concatenate(places or [held_here[0][:0]]), held_here)
+            each = [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
+            in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
+            whole = digest(np.arange(len(in_rows[0])), in_rows)
+            held, wrong = total(
+                [here, float(said != batch.share.held)], world.mesh.context, world.device
+            )
+            if wrong or held % DIGEST != whole:
+                raise RuntimeError(
+                    f"the ranks that share rows {batch.rows} do not hold each of their tokens once "
+                    f"({world.row.name}, seen by {world.mesh.who}): "
+                    "this is an error in uspft"
+                )
+
+    def fingerprint(self, batch: Batch) -> int:
+        """Return a 48-bit hash of a batch's whole rows, the same on all ranks that share them."""
+        digest = hashlib.blake2b(digest_size=6)
+        for index in batch.rows:
+            row = self.row(index)
+            for array in (row.input_ids, row.labels, row.positions):
+                digest.update(array.tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+
+class StepLoader(RowLoader):
+    """A loader of rows of one length, under one layout.
+
+    Step i (from 1) takes rows [(i − 1)·B, i·B) of the stream, where B is rows_per_step, or those of
+    them that come before row `last_row`. Every rank that shares a row reads the same row and keeps
+    its own tokens.
+    """
+
+    def __init__(
+        self,
+        stream: RowStream,
+        world: World,
+        *,
+        row_tokens: int,
+        rows_per_step: int,
+        rows_per_batch: int,
+        last_row: int | None = None,
+        orders: Orders | None = None,
+    ) -> None:
+        super().__init__(stream, row_tokens, StepRows(rows_per_step, last_row), orders)
+        self._world, self._row_tokens = world, row_tokens
+        self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
+
+    def on_host(self, step: int) -> list[Batch]:
+        return [self._cut(self._world, indices) for indices in self._indices(step)]
+
+    def _indices(self, step: int) -> list[list[int]]:
+        """Return the rows of this replica's micro-batches, EMPTY where the step has no more."""
+        rows = self.rows_of(step)
+        each = self._rows_per_batch
+        per_pass = each * self._world.layout.data
+        passes = -(-self._rows_per_step // per_pass)
+        firsts = [number * per_pass + self._world.replica * each for number in range(passes)]
+        return [
+            [rows[i] if i < len(rows) else EMPTY for i in range(first, first + each)]
+            for first in firsts
+        ]
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the micro-batch that holds this rank's share of the rows with these indices."""
+        return self.batch_of(self._world, indices)
+
+    def sizes(self, step: int) -> list[Size]:
+        rows = len(self.rows_of(step))
+        return [Size(rows, rows * self._row_tokens)]
+
+    def empty(self) -> Batch:
+        return self.batch([EMPTY] * self._rows_per_batch)
+
+    def row(self, index: int) -> Row:
+        if index == EMPTY:
+            return empty_row(self._row_tokens)
+        with self._reading:
+            return self.stream.row(index)
+
+
+def in_chunks(batch: Batch) -> Batch:
+    """Return a micro-batch with its tokens chunk by chunk, as its share has them; without chunks as
+    it is."""
+    chunks = batch.share.chunks
+    if chunks is None:
+        return batch
+    found = []
+    for share, places in zip(chunks.every, chunks.places(batch.share.held), strict=True):
+        index = torch.from_numpy(places).to(batch.labels.device)
+        by_token = {name: x for name, x in _tensors(batch).items() if name != "chosen"}
+        own: dict[str, Any] = {name: x.index_select(-1, index) for name, x in by_token.items()}
+        own["chosen"] = (own["labels"] != NOT_TRAINED).nonzero().squeeze(1)
+        own = {name: pinned(x, batch.world.device) for name, x in own.items()}
+        count = len(own["chosen"])
+        found.append(replace(batch, **own, share=share, targets=count, chunks=()))
+    return replace(batch, chunks=tuple(found))
+
+
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+
+
+def _on_device(batch: Batch) -> Batch:
+    """Return a micro-batch on its device, without waiting for the copy."""
+    device = batch.world.device
+    there: dict[str, Any] = {name: copied(x, device) for name, x in _tensors(batch).items()}
+    return replace(batch, **there, chunks=tuple(map(_on_device, batch.chunks)))
+
+
+def _place(row: Row, number: int) -> NDArray[np.int64]:
+    """Return, for each token of a row, the row's number, or -1 for padding."""
+    return np.where(np.arange(len(row.input_ids)) < row.segments.bounds[-1], number, -1)
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One source of `data.eval`, packed into rows."""
+
+    title: str
+    loader: StepLoader
+    """Its step i is forward pass i, in which each replica takes one micro-batch."""
+    passes: int
+    """The number of forward passes that take every row once."""
+
+
+def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
+    """Return the evaluation sets of a job. world: the live layout that their rows are split by."""
+    data, training = job.recipe.data, job.recipe.training
+    each = training.eval_micro_batch_size or training.micro_batch_size
+    at_once = each * world.layout.data
+    found = []
+    for title, folder in job.evaluation.items():
+        stream = RowStream(
+            Corpus.open(folder), data.sequence_length, data.packing, False, job.recipe.seed
+        )
+        rows = stream.rows_in(1)
+        loader = StepLoader(
+            stream,
+            world,
+            row_tokens=data.sequence_length,
+            rows_per_step=at_once,
+            rows_per_batch=each,
+            last_row=rows,
+        )
+        found.append(EvalSet(title, loader, math.ceil(rows / at_once)))
+    return found

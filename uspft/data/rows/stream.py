@@ -1,0 +1,276 @@
+"""Documents packed into rows, and the endless stream of these, in which any row is found by its
+index, the same on every machine."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from uspft.data.corpus.corpus import Corpus
+from uspft.data.samples import NOT_TRAINED
+from uspft.segments import Segments
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from uspft.config.recipe import DataBlock
+
+WINDOW_SAMPLES = 4096
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rows of one epoch; row r holds the documents [bounds[r], bounds[r + 1]).
+
+    samples, starts: int64, one entry for each document in row order: the sample that the document
+    comes from, and the token of that sample at which it begins. bounds: int64, one entry more than
+    there are rows.
+    """
+
+    samples: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @property
+    def rows(self) -> int:
+        return len(self.bounds) - 1
+
+
+def pack_rows(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int, packing: str
+) -> Packing:
+    """Pack samples, taken in this order, into rows of `capacity` tokens.
+
+    order: the indices of the samples. lengths: lengths[i] is the number of tokens of order[i].
+    packing: none or best_fit. A sample longer than a row is cut into consecutive documents. Takes
+    O(n log n) for n samples.
+    """
+    pieces = -(-lengths // capacity)
+    samples = np.repeat(order, pieces)
+    first = np.cumsum(pieces) - pieces
+    starts = (np.arange(len(samples)) - np.repeat(first, pieces)) * capacity
+    if packing == "none":
+        return Packing(samples, starts, np.arange(len(samples) + 1))
+    sizes = np.minimum(np.repeat(lengths, pieces) - starts, capacity)
+    windows = [int(first[i]) for i in range(0, len(order), WINDOW_SAMPLES)] + [len(samples)]
+    documents: list[int] = []
+    bounds = [0]
+    for begin, end in pairwise(windows):
+        for row in best_fit(sizes[begin:end].tolist(), capacity):
+            documents += (begin + document for document in row)
+            bounds.append(len(documents))
+    chosen = np.array(documents, np.int64)
+    return Packing(samples[chosen], starts[chosen], np.array(bounds, np.int64))
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Return rows of indices into `lengths`, filled up to `capacity` by best-fit-decreasing.
+
+    The indices of each row rise, and rows are in the order of their first index. The longest goes
+    first (of equals, the earlier) into the row that it fills best (of equals, the one opened
+    earlier). Source: Johnson et al., SIAM J. Comput. 3(4), 1974.
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted; full rows leave the list
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        at = bisect_left(free, (length, 0))
+        if at < len(free):
+            left, row = free.pop(at)
+            rows[row].append(index)
+        else:
+            left, row = capacity, len(rows)
+            rows.append([index])
+        if left > length:
+            insort(free, (left - length, row))
+    return sorted((sorted(row) for row in rows), key=lambda row: row[0])
+
+
+_KEPT_PLANS = 2
+_PADDING_ID = 0  # never attended to, never a target
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of S tokens; its arrays are int64 [S].
+
+    labels are shifted, once and here: labels[t] is the token after position t in its document, or
+    -100 where there is no such token (at a document's last position, in padding) or it is not
+    trained. positions restart at 0 in each document and are 0 in padding. samples: the corpus index
+    of the sample that each document comes from.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    segments: Segments
+    samples: tuple[int, ...]
+
+
+class RowStream:
+    """The rows of a corpus, as a function of (packing, shuffle, seed) and the row's index alone."""
+
+    def __init__(
+        self, corpus: Corpus, sequence_length: int, packing: str, shuffle: bool, seed: int
+    ) -> None:
+        """Check that the packing is known and that every sample fits a row, unless it may be split.
+
+        Raises ValueError where not.
+        """
+        if packing not in ("none", "best_fit"):
+            raise ValueError(f"packing {packing!r} is neither none nor best_fit")
+        self._lengths = corpus.lengths
+        if corpus.overlong != "split" and int(self._lengths.max()) > sequence_length:
+            longest = int(self._lengths.argmax())
+            raise ValueError(f"{corpus.origin(longest)}: longer than {sequence_length} tokens")
+        self._corpus = corpus
+        self._length = sequence_length
+        self._packing = packing
+        self._shuffle = shuffle
+        self._seed = seed
+        whole = all(float(s.weight).is_integer() for s in corpus.sources)
+        self._same_plan = whole and not shuffle
+        self._same_count = whole and (packing == "none" or not shuffle)
+        self.plans: OrderedDict[int, Packing] = OrderedDict()
+        self.ends: list[int] = []  # rows up to the end of each epoch, as far as known
+
+    def rows_in_epoch(self, epoch: int) -> int:
+        return self._plan(0 if self._same_count else epoch).rows
+
+    def rows_in(self, epochs: int) -> int:
+        """Return how many rows the first `epochs` epochs have together."""
+        if self._same_count:
+            return epochs * self.rows_in_epoch(0)
+        while len(self.ends) < epochs:
+            before = self.ends[-1] if self.ends else 0
+            self.ends.append(before + self.rows_in_epoch(len(self.ends)))
+        return self.ends[epochs - 1] if epochs else 0
+
+    def steps_in_epochs(self, epochs: int, rows_per_step: int) -> int:
+        """Return ceil(rows ÷ rows_per_step) for so many epochs; the last step may be shorter."""
+        return -(-self.rows_in(epochs) // rows_per_step)
+
+    def epochs_after(self, index: int) -> float:
+        """Return how many times the data has been taken once the row at an index is."""
+        epoch, at = self._place(index)
+        return epoch + (at + 1) / self.rows_in_epoch(epoch)
+
+    def padding(self) -> float:
+        """Return the share of padding among the tokens of the first epoch's rows."""
+        plan = self._plan(0)
+        pieces = np.minimum(self._lengths[plan.samples] - plan.starts, self._length)
+        return 1.0 - float(pieces.sum()) / (plan.rows * self._length)
+
+    def row(self, index: int) -> Row:
+        """Return the row at an index of the stream, from 0. Raises IndexError below 0."""
+        return self.together([index], self._length)
+
+    def together(self, indices: Sequence[int], length: int) -> Row:
+        """Return a row of `length` tokens that has the documents of these rows, in their order.
+
+        Raises IndexError below 0, and ValueError where they do not fit.
+        """
+        return self._filled([one for index in indices for one in self._documents(index)], length)
+
+    def tokens_of(self, index: int) -> int:
+        """Return how many tokens the documents of a row have together, without reading them."""
+        pieces = [self._lengths[sample] - start for sample, start in self._documents(index)]
+        return int(sum(min(piece, self._length) for piece in pieces))
+
+    def _documents(self, index: int) -> list[tuple[int, int]]:
+        """Return the documents of a row: the sample of each, and its first token in it."""
+        if index < 0:
+            raise IndexError(f"row {index} of a stream that starts at 0")
+        epoch, at = self._place(index)
+        plan = self._plan(epoch)
+        here = slice(*plan.bounds[at : at + 2].tolist())
+        return list(zip(plan.samples[here].tolist(), plan.starts[here].tolist(), strict=True))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if self._same_count:
+            return divmod(index, self.rows_in_epoch(0))
+        while not self.ends or self.ends[-1] <= index:
+            self.rows_in(len(self.ends) + 1)
+        epoch = bisect_right(self.ends, index)
+        return epoch, index - (self.ends[epoch - 1] if epoch else 0)
+
+    def _filled(self, documents: Sequence[tuple[int, int]], length: int) -> Row:
+        input_ids = np.full(length, _PADDING_ID, np.int64)
+        labels = np.full(length, NOT_TRAINED, np.int64)
+        positions = np.zeros(length, np.int64)
+        bounds = [0]
+        for sample, start in documents:
+            tokens = self._corpus.sample(sample)
+            ids = tokens.ids[start : start + self._length]
+            begin, end = bounds[-1], bounds[-1] + len(ids)
+            input_ids[begin:end] = ids
+            # Shifted inside the document: its last position has no target.
+            labels[begin : end - 1] = tokens.labels[start + 1 : start + len(ids)]
+            positions[begin:end] = np.arange(len(ids))
+            bounds.append(end)
+        segments = Segments(tuple(bounds), length)
+        return Row(input_ids, labels, positions, segments, tuple(sample for sample, _ in documents))
+
+    def _plan(self, epoch: int) -> Packing:
+        """Return the packing of an epoch; two are kept, since a step may span two epochs."""
+        epoch = 0 if self._same_plan else epoch
+        if epoch not in self.plans:
+            order = self._order(epoch)
+            self.plans[epoch] = pack_rows(order, self._lengths[order], self._length, self._packing)
+            if len(self.plans) > _KEPT_PLANS:
+                self.plans.popitem(last=False)
+        self.plans.move_to_end(epoch)
+        return self.plans[epoch]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the sample indices of one epoch, in which each source stands `weight` times.
+
+        Where a weight is not whole, each epoch goes on in the source where the last one stopped.
+        """
+        parts = []
+        for number, source in enumerate(self._corpus.sources):
+            samples = source.stop - source.first
+            if not samples:
+                continue
+            count = max(1, round(source.weight * samples))
+            turn = np.arange(samples)
+            if self._shuffle and count % samples:
+                turn = _permutation(samples, self._seed, number, 1)
+            parts.append(source.first + turn[(epoch * count + np.arange(count)) % samples])
+        order = np.concatenate(parts)
+        return order[_permutation(len(order), self._seed, epoch)] if self._shuffle else order
+
+
+def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
+    """Return a permutation of `count` items that depends on the seed alone.
+
+    It comes from raw bits, whose stream numpy guarantees over versions and machines; the stream of
+    numpy's Generator is not guaranteed.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+def training_rows(
+    data: DataBlock, corpus: Path, seed: int, *, one_document: bool = False
+) -> RowStream:
+    """Return the stream of rows that a recipe trains on, from its prepared corpus.
+
+    one_document: whether each document is a row of its own, whatever the recipe's packing.
+    """
+    packing = "none" if one_document else data.packing
+    return RowStream(Corpus.open(corpus), data.sequence_length, packing, data.shuffle, seed)
+
+
+def empty_row(length: int) -> Row:
+    """Return a row of padding alone."""
+    zeros = np.zeros(length, np.int64)
+    return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), length), ())
