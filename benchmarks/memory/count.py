@@ -200,7 +200,8 @@ def count_stages(
                 batches = [_with_chunks(world, share) for _ in range(micro_batches)]
                 engine: Any = _Engine(module, device)
                 counting = counting_of(module)
-                with patch.object(Copies, "to_host", _apart(counting)), counting:
+                host = patch.object(Copies, "to_host", _apart(counting))
+                with host, patch.object(linear, "in_pieces", returned), counting:
                     pipeline(engine, batches, (1.0,))
                 found.append(counting.most["all"])
     return found

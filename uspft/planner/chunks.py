@@ -85,7 +85,11 @@ def each_chunk(
 
 
 def chunk_keys(layer: LayerSizes) -> ChunkKeys:
-    """Return the bytes of the largest chunk's keys and values in a layer. layer: of that chunk."""
+    """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
+    hands on, whose gradient comes once that is done. layer: of that chunk."""
+    if layer.state:
+        of = layer.state.sizes
+        return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
     how, seen = layer.sharing, 1.0
     if how.window:
         seen = min(1.0, how.window.keys / (how.tokens * how.ulysses))

@@ -105,9 +105,9 @@ def cut_by_flops(
     """Return how rows are cut into chunks of equal FLOPs, which is near to equal time on any
     hardware. windows: of each layer."""
     kinds = Counter(windows)
-    one = layer_flops(model, [*kinds], DrawnRows((Segments.single(1),)))
+    # Of padding alone no query sees a key.
+    one = layer_flops(model, [*kinds], DrawnRows((Segments((0,), 1),)))
     heads = 12.0 * model.heads * model.head_dim
-    token = one[1] + sum(
-        (flops - heads) * count for flops, count in zip(one[0], kinds.values(), strict=True)
-    )
-    return Cut(chunks, multiple, token, tuple((w, heads * n) for w, n in kinds.items()))
+    token = one[1] + sum(f * count for f, count in zip(one[0], kinds.values(), strict=True))
+    seen = tuple((w, heads * n) for w, n in kinds.items() if w != NO_KEYS)
+    return Cut(chunks, multiple, token, seen)

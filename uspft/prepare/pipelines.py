@@ -183,9 +183,12 @@ def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     parallel, row = recipe.parallel_config, recipe.data.sequence_length
     chunks = parallel.seq_split_num
     findings: list[Finding] = []
-    if shape and FAMILIES[shape.model_type].states:
-        what = f"is {chunks}, and layers with a state of `{shape.model_type}` take rows whole"
-        findings.append(("parallel_config.seq_split_num", what, "write 1"))
+    if shape and FAMILIES[shape.model_type].states and layout.context > 1:
+        what = (
+            f"is {chunks}, and layers with a state of `{shape.model_type}` carry it from chunk to "
+            f"chunk on one rank, where {layout.context} share a row"
+        )
+        findings.append(("parallel_config.seq_split_num", what, "write 1, or share no rows"))
     if row < chunks * (multiple := chunk_multiple(parallel, layout)):
         what = (
             f"{row} tokens do not make {chunks} chunks (parallel_config.seq_split_num), each of a "

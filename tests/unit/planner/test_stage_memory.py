@@ -102,6 +102,10 @@ FEW = {
         *("llama", "attention", "all", "bfloat16", Layout(ring=4, pipeline=2)),
         *(Schedule("seqpipe", 1, (2, 2), 4), 3, {}, "planned_cp"),
     ),
+    "chunks of layers with a state": Case(
+        *("states", "nothing", "all", "bfloat16", Layout(pipeline=2)),
+        *(Schedule("seqpipe", 1, (1, 1), 4), 3),
+    ),
     "adapters": Case(
         *("qwen3", "nothing", "lora", "bfloat16", Layout(ulysses=2, pipeline=2)),
         *(Schedule(virtual=2, sizes=(1, 2, 1, 1)), 3),
