@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from uspft.segments import Segments
-from uspft.sequence.rows.share import Parts, Share
+from uspft.sequence.rows.share import RowParts, Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
@@ -130,7 +130,7 @@ class Algorithm(Protocol):
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
-        parts: Parts | None = None,
+        parts: RowParts | None = None,
     ) -> Cost:
         """Return what one layer with this window sends for one row with these documents.
 

@@ -10,7 +10,7 @@ from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
-from uspft.sequence.rows.share import Parts, Share, everyones
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_traffic, in_turns
 
@@ -55,7 +55,7 @@ class AllGather:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
-        parts: Parts | None = None,
+        parts: RowParts | None = None,
     ) -> Cost:
         parts = parts or [everyones(segments, self.token_order(segments), 1, window)]
         together, turns = in_turns(heads, 1, forwards.at_once)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Algorithm, Passes, Rule, Split
 from uspft.sequence.rows.chunks import ChunkShares, Cut, cut_order
-from uspft.sequence.rows.share import Order, Parts, Share
+from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
@@ -71,7 +71,7 @@ class Chunked:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
-        parts: Parts | None = None,
+        parts: RowParts | None = None,
     ) -> Cost:
         order = self.token_order(segments)
         places = [(self.ulysses, index * self.ulysses) for index in range(self.ring)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.share import Parts, Share, everyones
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, in_turns, ring_traffic
 
@@ -52,7 +52,7 @@ class Ring:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
-        parts: Parts | None = None,
+        parts: RowParts | None = None,
     ) -> Cost:
         parts = parts or [everyones(segments, self.token_order(segments), 1, window)]
         together, turns = in_turns(heads, 1, forwards.at_once)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.share import Parts, Share, everyones
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import (
     ONCE,
@@ -61,7 +61,7 @@ class Usp:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
-        parts: Parts | None = None,
+        parts: RowParts | None = None,
     ) -> Cost:
         tokens = segments.length // (self.ulysses * self.ring)
         parts = parts or [everyones(segments, self.token_order(segments), self.ulysses, window)]

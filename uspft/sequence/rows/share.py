@@ -168,7 +168,7 @@ class Share:
         return work_of(self.holdings[self.ring_index].spans, self.documents, self.window)
 
 
-Parts = Sequence[Sequence["Share"]]
+RowParts = Sequence[Sequence["Share"]]
 """What ring ranks compute and move of a row, by part of it: the share of each rank."""
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from uspft.sequence.rows.groups import key_groups, turns_of
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.parcels import Exchange
-from uspft.sequence.rows.share import Parts, Share
+from uspft.sequence.rows.share import RowParts, Share
 from uspft.sequence.rows.spans import tokens_in
 
 
@@ -132,7 +132,7 @@ def widest_kv(heads: Heads, ulysses: int) -> int:
     return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
 
 
-def ring_traffic(parts: Parts, pair_bytes: int, forwards: int = 1, turns: int = 1) -> Traffic:
+def ring_traffic(parts: RowParts, pair_bytes: int, forwards: int = 1, turns: int = 1) -> Traffic:
     """Return what the busiest rank of a ring sends, forward and backward.
 
     Keys travel forward and again backward, and gradients go home; for one causal document R ranks
