@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
     from uspft.planner.activations import LayerSizes
     from uspft.planner.machine import Hardware
-    from uspft.planner.memory import Options
     from uspft.planner.step_shape import StepShape
     from uspft.sequence import Algorithm
 
 
-def chunk_multiple(parallel: ParallelBlock | Options, layout: Layout) -> int:
+def chunk_multiple(layout: Layout, splits_tokens: bool) -> int:
     """Return of how many tokens each chunk has a multiple: the ranks that share a row divide it
-    equally, a ring's into two parts each, and so do tensor ranks that split tokens."""
-    tensor = layout.mesh_columns if parallel.use_seq_parallel else 1
+    equally, a ring's into two parts each, and so do tensor ranks that split tokens, if they do."""
+    tensor = layout.mesh_columns if splits_tokens else 1
     return layout.context * tensor * (2 if layout.ring > 1 else 1)
 
 
@@ -43,7 +42,7 @@ def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) 
     """
     if parallel.seq_split_num == 1:
         return None
-    multiple = chunk_multiple(parallel, layout)
+    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
     by = (prices.token_seconds, prices.pair_seconds) if prices else ()
     return Cut(parallel.seq_split_num, multiple, *by)
 

@@ -239,7 +239,9 @@ def memory_of_ranks(
     the last.
     """
     windows, schedule = layer_windows(shape), options.schedule
-    cut = cut_by_flops(shape, windows, schedule.chunks, chunk_multiple(options, layout))
+    cut = cut_by_flops(
+        shape, windows, schedule.chunks, chunk_multiple(layout, options.use_seq_parallel)
+    )
     chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
     largest = max(chunks)
     whole = len(chunks) == 1

@@ -135,7 +135,7 @@ def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
 def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
     """Return how rows are cut, as near as can be told before the run prices them."""
     parallel = recipe.parallel_config
-    multiple = chunk_multiple(parallel, layout)
+    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
     cut = cut_by_flops(shape, layer_windows(shape), parallel.seq_split_num, multiple)
     return cut.of_tokens if parallel.sequence_chunks == "tokens" else cut
 
@@ -189,7 +189,7 @@ def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
             f"chunk on one rank, where {layout.context} share a row"
         )
         findings.append(("parallel_config.seq_split_num", what, "write 1, or share no rows"))
-    if row < chunks * (multiple := chunk_multiple(parallel, layout)):
+    if row < chunks * (multiple := chunk_multiple(layout, parallel.use_seq_parallel)):
         what = (
             f"{row} tokens do not make {chunks} chunks (parallel_config.seq_split_num), each of a "
             f"multiple of {multiple}"

@@ -13,7 +13,6 @@ from benchmarks.memory.count import count_stages
 from benchmarks.memory.predicted import predicted_of_ranks
 from tests.support.ranks import spawn
 from tests.unit.planner.test_memory import SAVING, TOKENS, TRAINED, config_of
-from uspft.config.degrees import ParallelBlock
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
@@ -143,7 +142,7 @@ def cut_of(case: Case, folder: Path) -> Cut | None:
     assert isinstance(shape, ModelShape)
     if case.schedule.chunks == 1:
         return None
-    multiple = chunk_multiple(ParallelBlock(**case.parallel), case.layout)
+    multiple = chunk_multiple(case.layout, "use_seq_parallel" in case.parallel)
     cut = cut_by_flops(shape, layer_windows(shape), case.schedule.chunks, multiple)
     _, first, *_ = cut.bounds(Segments.single(TOKENS * case.layout.context))
     assert first > 1.05 * (TOKENS * case.layout.context / case.schedule.chunks), "unequal"
