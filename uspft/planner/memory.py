@@ -239,12 +239,10 @@ def memory_of_ranks(
     the last.
     """
     windows, schedule = layer_windows(shape), options.schedule
-    cut = cut_by_flops(
-        shape, windows, schedule.chunks, chunk_multiple(layout, options.use_seq_parallel)
-    )
+    multiple = chunk_multiple(layout, options.use_seq_parallel)
+    cut = cut_by_flops(shape, windows, schedule.chunks, multiple)
     chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
-    largest = max(chunks)
-    whole = len(chunks) == 1
+    largest, whole = max(chunks), len(chunks) == 1
     of_pass, batch = (whole and one) or pass_bytes(shape, layout, largest, options)
     every = list[PassBytes]()
     if not whole:
