@@ -195,11 +195,11 @@ class ChunkShare(Share):
     @cached_property
     def keys(self) -> tuple[Holding, ...]:
         """By ring rank, the keys up to the chunk's end that its queries see."""
-        every = self._chunks.every[: self.number]
-        return tuple(
-            Holding(_merged([*own.spans, *(s for one in every for s in one.within(place, self))]))
-            for place, own in enumerate(self.holdings)
-        )
+        every, found = self._chunks.every[: self.number], []
+        for place, own in enumerate(self.holdings):
+            earlier = [span for one in every for span in one.within(place, self)]
+            found.append(Holding(_merged([*own.spans, *earlier])) if earlier else own)
+        return tuple(found)
 
     def within(self, place: int, later: ChunkShare) -> list[Span]:
         """Return what a ring rank has of the chunk that queries of a later one see."""
