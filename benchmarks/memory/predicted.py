@@ -75,6 +75,7 @@ def predicted_of_ranks(
         step_rows=micro_batches,
     )
     batches = micro_batches * tokens // layout.context * BATCH_BYTES
+    batches *= 2 if schedule.chunks > 1 else 1  # whole, and chunk by chunk
     every = memory_of_ranks(shape, layout, tokens, options=options)
     return [one.activation_bytes - batches for one in every]
 
