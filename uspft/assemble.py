@@ -9,8 +9,9 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
-from uspft.checkpoint.weights_of import WeightsOf, weights_of
+from uspft.checkpoint.weights_of import WeightsOf, carry_corrections, weights_of
 from uspft.comm import said_by_all
+from uspft.config.strategies import layouts_of
 from uspft.data.rows.loader import EvalSet, RowLoader, evaluation_sets
 from uspft.data.rows.orders import Orders
 from uspft.engine.deepspeed_config import most_passes
@@ -86,7 +87,7 @@ def assemble(
     cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
     worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
     world = worlds[-1]  # of the longest rows
-    by_degree = sorted(worlds, key=lambda one: one.layout.tensor)
+    by_degree = sorted(worlds, key=lambda one: one.layout.held)
     under = by_degree if moves else by_degree[:1]  # the last is how weights are held
     most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
 
@@ -101,14 +102,18 @@ def assemble(
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     believe_linear_layers(model, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
-    stages = stages_of(recipe)  # None: each rank has all layers
-    shards = [shards_under(model, one, tensor_of_rows=most, stages=stages) for one in under]
+    stages = {one: stages_of(of) for one, of in zip(worlds, layouts_of(recipe), strict=True)}
+    shards = [
+        shards_under(model, one, tensor_of_rows=most, stages=stages[one], moves=moves)
+        for one in under
+    ]
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
+    carry_corrections(recipe.model, model)
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
-    recompute, offload = save_memory(model, recipe.memory, stages)
+    recompute, offload = save_memory(model, recipe.memory, stages[world])
 
     # What is trained: embedding, layers and head, and the objective that calls them.
     tile, held = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
@@ -116,15 +121,18 @@ def assemble(
     objective = make_objective(recipe.training.objective, config)
     engine: Engine
     module: LossModule = TrainedModel(parts, objective)
+    staged = {}  # by how many stages there are, those of this rank and what runs them
+    for one in under:
+        if (here := stages[one]) and one.layout.pipeline not in staged:
+            order, tied = schedule_of(parallel), None if moves else holders
+            made = pipelined(parts, objective, here, one.mesh, order, groups, tied)
+            staged[one.layout.pipeline] = made
     if moves:
         hosts = hosts_of_ranks(recipe)
-        engine = MovingEngine(module, recipe, holders, shards, device, hosts=hosts)
+        engine = MovingEngine(module, recipe, holders, shards, device, staged=staged, hosts=hosts)
     else:
         passes = most_passes(recipe, world.layout)
-        pipeline = None
-        if stages:
-            line, order = world.mesh.pipeline, schedule_of(parallel)
-            module, pipeline = pipelined(parts, objective, stages, holders, line, order, groups)
+        module, pipeline = staged.get(world.layout.pipeline, (module, None))
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())

@@ -37,6 +37,11 @@ STAGES = HELD[4:5]
 """The axis along which ranks hold different parameters."""
 
 
+HeldAs = tuple[int, int, int, bool]
+"""What of a layout says which rank holds which part: the ranks that hold the model once, stages,
+mesh rows, and whether there are blocks."""
+
+
 def as_processes(count: int) -> str:
     """Return a number of processes in words."""
     return f"{count} process{'es' if count > 1 else ''}"
@@ -89,6 +94,12 @@ class Layout:
     def tensor(self) -> int:
         """The number of ranks that hold parts of one matrix."""
         return self.mesh_columns * self.mesh_rows
+
+    @property
+    def held(self) -> HeldAs:
+        """What two layouts have in common under which each rank holds the same, of stages with as
+        many layers and where no expert is divided; the least sharded first."""
+        return self.tensor * self.pipeline, self.pipeline, self.mesh_rows, self.blocks
 
     @property
     def is_mesh(self) -> bool:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from uspft.checkpoint.folder import CHECKPOINTS, LATEST, STEP_FOLDER, step_folders
 from uspft.durable import partial_of, sync, sync_tree, write_text
-from uspft.metrics.mlflow_run import MLFLOW
-from uspft.metrics.trackers import EVENTS, RUNS, WANDB
+from uspft.metrics.trackers import EVENTS, MLFLOW, RUNS, WANDB
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
 INCIDENTS = "incidents.jsonl"

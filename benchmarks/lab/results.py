@@ -9,6 +9,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 """The project's folder."""
 RESULTS = ROOT / "benchmarks" / "results"
+NOT_YET = "Not measured yet."
+"""What a page shows of a part that no file of results has."""
 
 
 def read(folder: Path, benchmark: str) -> dict[str, Any]:

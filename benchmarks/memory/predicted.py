@@ -61,9 +61,10 @@ def predicted_of_ranks(
     parallel: Mapping[str, Any] | None = None,
     trained: Mapping[str, Any] | None = None,
     algorithm: str = "ulysses_cp",
+    equal_tokens: bool = False,
 ) -> list[int]:
     """Return what is predicted of each rank's rows, of what `count_stages` counts; the arguments
-    are its own."""
+    are its own. equal_tokens: whether chunks of rows have as many, and not equal FLOPs."""
     options = options_for(
         shape,
         memory,
@@ -73,6 +74,7 @@ def predicted_of_ranks(
         trained=trained,
         schedule=schedule,
         step_rows=micro_batches,
+        equal_tokens=equal_tokens,
     )
     batches = micro_batches * tokens // layout.context * BATCH_BYTES
     batches *= 2 if schedule.chunks > 1 else 1  # whole, and chunk by chunk

@@ -2,11 +2,12 @@
 
     sudo python -m benchmarks.pipelines [--parts schedules,bytes,between] [--rounds 7] [--out DIR]
 
-`schedules`: four hosts of one process whose stages sleep, and send real messages. `bytes`: live
-bytes of activations on meta tensors beside the planner's formula. `between`: two hosts of two
-processes, which train under layouts with stages between the hosts and without stages. `schedules`
-and `between` need root and iproute2. The exit code is 1 where a bound is broken (report.py), or
-where hosts or ranks fail.
+`schedules`, `chunks`: four hosts of one process whose stages sleep, and send real messages.
+`bytes`, `chunk bytes`: live bytes of activations on meta tensors beside the planner's formula.
+`between`: two hosts of two processes, which train under layouts with stages between the hosts and
+without stages. `computing`: two hosts of one process with a core each, whose stages compute.
+`copies`: two such hosts whose blocks take copies of their tokens by turns. All but bytes need root
+and iproute2. The exit code is 1 where a bound is broken (report.py), or where hosts or ranks fail.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 from benchmarks.lab import results
 from benchmarks.lab.cluster import NoCluster, hosts_of
 from benchmarks.lab.machine import circumstances
 from benchmarks.lab.processes import Ranks, records_of
-from benchmarks.pipelines import between, counted, report, sleeping
+from benchmarks.pipelines import between, computing, copies, counted, report, sleeping
 
 NAME = "pipelines"
 
@@ -49,11 +52,21 @@ def main(words: list[str]) -> int:
 
 
 def schedules(options: argparse.Namespace) -> dict[str, Any]:
-    """Run stages that sleep on four hosts."""
+    """Run stages that sleep on four hosts, and take rows whole."""
+    return _sleeping(options, tuple(sleeping.WHOLE))
+
+
+def chunks(options: argparse.Namespace) -> dict[str, Any]:
+    """Run stages that sleep, and take rows in chunks."""
+    return _sleeping(options, ("1f1b", *sleeping.CHUNKED))
+
+
+def _sleeping(options: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     size = options.message_kib << 10
     passes = tuple(map(int, options.micro_batches.split(",")))
     seconds = options.forward_ms / 1000
-    setting = sleeping.Setting(options.message_mbit, options.rounds, seconds, size, passes)
+    sizes = options.message_mbit, options.rounds, seconds, size, passes
+    setting = sleeping.Setting(*sizes, names)
     with hosts_of(sleeping.RANKS, setting.mbit) as hosts:
         ranks = Ranks("benchmarks.pipelines.sleeping", sleeping.RANKS, hosts)
         measured = records_of(ranks, setting.as_record(), _tell)
@@ -63,6 +76,43 @@ def schedules(options: argparse.Namespace) -> dict[str, Any]:
 def live_bytes(options: argparse.Namespace) -> dict[str, Any]:
     """Count bytes of activations."""
     return counted.counted(counted.Case(options.counted_layers, 8192, 8))
+
+
+def chunk_bytes(options: argparse.Namespace) -> dict[str, Any]:
+    """Count bytes of activations of rows in chunks."""
+    return counted.counted_in_chunks(counted.Case(options.counted_layers // 4, 65_536, 8, False))
+
+
+def computation(options: argparse.Namespace) -> dict[str, Any]:
+    """Run stages that compute, on two hosts with a core each."""
+    with tempfile.TemporaryDirectory(prefix="pipelines-") as folder:
+        rows = tuple(map(int, options.wide.split(",")))
+        sizes = options.layers, options.hidden, rows, (2, 4), folder
+        setting = computing.Setting(options.fast_mbit, options.rounds, *sizes)
+        computing.make_jobs(setting)
+        with hosts_of(computing.HOSTS, setting.mbit) as hosts:
+            ranks = Ranks("benchmarks.pipelines.computing", computing.HOSTS, hosts)
+            measured = records_of(ranks, {**setting.as_record(), "folder": folder}, _tell)
+    return {"setting": setting.as_record(), "measured": measured}
+
+
+def by_turns(options: argparse.Namespace) -> dict[str, Any]:
+    """Run blocks that take copies by turns, at the rate at which a first launch's bytes take as
+    long as its computation."""
+    sizes = options.copies_layers, options.copies_hidden, options.copies_tokens, (1, 2, 4)
+    probe = copies.Setting(options.fast_mbit, 3, *sizes)
+    found = _copies(probe)
+    alone = median(found["seconds"][copies.COMPUTATION])
+    mbit = copies.rate_mbit(found["sent_bytes"], alone)
+    setting = replace(probe, mbit=mbit, rounds=options.rounds)
+    return {"setting": setting.as_record(), "measured": _copies(setting)}
+
+
+def _copies(setting: copies.Setting) -> Any:
+    print(f"{setting.mbit} Mbit/s", flush=True)
+    with hosts_of(copies.HOSTS, setting.mbit) as hosts:
+        ranks = Ranks("benchmarks.pipelines.copies", copies.HOSTS, hosts)
+        return records_of(ranks, setting.as_record(), _tell)
 
 
 def layouts(options: argparse.Namespace) -> dict[str, Any]:
@@ -82,10 +132,18 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "schedules": schedules,
     "bytes": live_bytes,
     "between": layouts,
+    "chunks": chunks,
+    "chunk bytes": chunk_bytes,
+    "computing": computation,
+    "copies": by_turns,
 }
 BOUNDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "schedules": report.wrong_steps,
     "bytes": report.wrong_bytes,
+    "chunks": report.wrong_steps,
+    "chunk bytes": report.wrong_bytes,
+    "computing": report.wrong_computing,
+    "copies": report.wrong_copies,
 }
 
 
@@ -100,10 +158,15 @@ def _options(words: list[str]) -> argparse.Namespace:
     add("--micro-batches", default="2,4,8", help="`schedules`: of a step")
     add("--counted-layers", type=int, default=32, help="`bytes`: a multiple of 8")
     add("--mbit", type=int, default=100, help="`between`: of each host's link")
-    add("--layers", type=int, default=4, help="`between`")
-    add("--hidden", type=int, default=256, help="`between`")
+    add("--layers", type=int, default=4, help="`between`, `computing`")
+    add("--hidden", type=int, default=256, help="`between`, `computing`")
     add("--rows", type=int, default=8, help="`between`: of a step")
     add("--tokens", type=int, default=256, help="`between`: of a row")
+    add("--fast-mbit", type=int, default=1000, help="`computing`: of each host's link")
+    add("--wide", default="8,16", help="`computing`: tokens of rows, in hidden sizes")
+    add("--copies-layers", type=int, default=2, help="`copies`")
+    add("--copies-hidden", type=int, default=512, help="`copies`")
+    add("--copies-tokens", type=int, default=1024, help="`copies`: of a row")
     add("--out", type=Path, default=results.RESULTS, help="default: benchmarks/results")
     return parser.parse_args(words)
 

@@ -8,11 +8,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.lab.machine import measured_on
+from benchmarks.lab.results import NOT_YET
 from benchmarks.lab.tables import listed, markdown, span
+from benchmarks.pipelines import computing, copies
 from benchmarks.pipelines.between import LAYOUTS
 from benchmarks.pipelines.between import Setting as Between
-from benchmarks.pipelines.counted import Case
-from benchmarks.pipelines.sleeping import RANKS, Contender, simulated
+from benchmarks.pipelines.counted import EQUAL_TIME, EQUAL_TOKENS, Case
+from benchmarks.pipelines.sleeping import RANKS, SCHEDULES, Contender, simulated
 from benchmarks.pipelines.sleeping import Setting as Sleeping
 
 MIB = 2**20
@@ -21,7 +23,12 @@ MOST_SLOWER = 1.10
 APART = 1.15
 """Schedules whose simulated steps differ by more are faster and slower in that order."""
 MOST_OFF = 0.02
-"""So far from the formula, relatively, may be what is counted under GPipe and 1F1B."""
+"""So far from the formula, relatively, may be what is counted under GPipe and 1F1B, and in chunks
+on the first rank."""
+ALIKE = 1.05
+"""Repeats of one schedule that computes may differ by so much; else there is no verdict."""
+LEAST_GONE = 0.7
+"""So much of the way to their bound have copies by turns to go, at two copies."""
 
 
 class Step(NamedTuple):
@@ -43,10 +50,11 @@ class Step(NamedTuple):
 def steps_of(part: dict[str, Any]) -> list[Step]:
     """Return the steps of all contenders, simulated with what the same run slept and sent."""
     setting, measured = Sleeping.of(part["setting"]), part["measured"]
-    message = median(measured["messages"])
     found = []
     for one in setting.contenders:
         record = measured["contenders"][one.name]
+        whole = SCHEDULES[one.schedule].chunks == 1
+        message = median(measured["messages" if whole else "of chunks"])
         predicted = simulated(one, record["slept"], message)
         found.append(Step(one, record["seconds"], predicted))
     return found
@@ -80,14 +88,14 @@ def wrong_bytes(part: dict[str, Any]) -> list[str]:
     """Return which ranks' bytes are not those of the formula, as sentences."""
     return [
         f"{name}, rank {rank}: {have:,} bytes, and {want:,} by the formula"
-        for name in ("gpipe", "1f1b")
-        for rank, (have, want) in enumerate(_pairs(part["by_schedule"][name]))
+        for name in ("gpipe", "1f1b", EQUAL_TOKENS, EQUAL_TIME)
+        for rank, (have, want) in enumerate(_pairs(part["by_schedule"].get(name)))
         if abs(have / want - 1) > MOST_OFF
     ]
 
 
-def _pairs(one: dict[str, Any]) -> list[tuple[int, int]]:
-    return list(zip(one["counted_bytes"], one["predicted_bytes"], strict=True))
+def _pairs(one: dict[str, Any] | None) -> list[tuple[int, int]]:
+    return list(zip(one["counted_bytes"], one["predicted_bytes"], strict=True)) if one else []
 
 
 def schedules_table(part: dict[str, Any]) -> str:
@@ -168,9 +176,154 @@ def between_sentence(part: dict[str, Any]) -> str:
     )
 
 
+def rows_sentence(part: dict[str, Any]) -> str:
+    """Say how many rows' activations the first rank keeps in chunks, where 1F1B keeps those of as
+    many as there are ranks."""
+    every = {name: one["counted_bytes"][0] for name, one in part["by_schedule"].items()}
+    rows = {name: RANKS * size / every["1f1b"] for name, size in every.items()}
+    sizes = ", ".join(f"{size:,}" for size in part["chunks"][EQUAL_TIME])
+    return (
+        f"{Case(**part['case']).sentence}. Where whole rows under 1F1B are {RANKS} rows' "
+        f"activations on the first rank, chunks of equal tokens are {rows[EQUAL_TOKENS]:.2f}, and "
+        f"of equal time ({sizes} tokens) {rows[EQUAL_TIME]:.2f}: keys, values and the sums of "
+        "their gradients are among them."
+    )
+
+
+class Computed(NamedTuple):
+    """A contender's step that computes, beside what is simulated of what its actions took."""
+
+    one: computing.Contender
+    seconds: list[float]
+    simulated: float
+    costs: dict[str, float]
+    """By kind, what all of a micro-batch's actions take on the mean, on all ranks."""
+
+    @property
+    def measured(self) -> float:
+        return float(median(self.seconds))
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.simulated
+
+    @property
+    def spread(self) -> float:
+        return max(self.seconds) / min(self.seconds)
+
+
+def computed(part: dict[str, Any]) -> list[Computed]:
+    """Return the steps of all contenders that compute."""
+    setting, measured = computing.Setting.of(part["setting"]), part["measured"]
+    found = []
+    for one in setting.contenders:
+        record = measured["contenders"][one.name]
+        message = median(measured["messages"][str(computing.message_bytes(setting, one))])
+        costs = {"forward": 0.0, "backward": 0.0}
+        for action, seconds in computing.costs_of(one, record["took"]).items():
+            costs[action.kind] += seconds / one.micro_batches
+        predicted = computing.simulated(one, record["took"], message)
+        found.append(Computed(one, record["seconds"], predicted, costs))
+    return found
+
+
+def _plain(every: list[Computed], of: Computed) -> Computed:
+    """Return the step of 1F1B with the same rows and micro-batches."""
+    plain = of.one._replace(schedule="1f1b")
+    return next(step for step in every if step.one == plain)
+
+
+def computing_table(part: dict[str, Any]) -> str:
+    """Lay out steps that compute as Markdown."""
+    heads = ["rows of", "micro-batches", "schedule", "s a step", "least and most", "÷ simulated"]
+    heads += ["÷ 1F1B", "at equal costs", "forwards ÷ 1F1B's", "backwards"]
+    every, rows = computed(part), []
+    for step in every:
+        plain = _plain(every, step)
+        equal = [computing.of_equal_costs(one.one) for one in (step, plain)]
+        lost = [f"{step.costs[kind] / plain.costs[kind]:.2f}" for kind in ("forward", "backward")]
+        cells = [f"{step.one.tokens:,}", str(step.one.micro_batches), step.one.schedule]
+        cells += [f"{step.measured:.2f}", span(step.seconds), f"{step.ratio:.3f}"]
+        cells += [f"{step.measured / plain.measured:.2f}", f"{equal[0] / equal[1]:.2f}", *lost]
+        rows.append(cells)
+    return markdown(heads, rows)
+
+
+def wrong_computing(part: dict[str, Any]) -> list[str]:
+    """Return which steps are slower than simulated by more than the bound, as sentences; none where
+    repeats differ too much for a verdict."""
+    every = computed(part)
+    if max(step.spread for step in every) > ALIKE:
+        return []
+    return [
+        f"{step.one.name} takes {step.ratio:.2f} times what is simulated"
+        for step in every
+        if step.ratio > MOST_SLOWER
+    ]
+
+
+def computing_sentence(part: dict[str, Any]) -> str:
+    """Say how well the simulator foresees steps that compute, if their repeats are alike."""
+    every, setting = computed(part), computing.Setting.of(part["setting"])
+    ratios = span([step.ratio for step in every])
+    unlike = [step for step in every if step.spread > ALIKE]
+    said = f"Steps take {ratios} of what is simulated of their own actions' medians."
+    if unlike:
+        worst = max(unlike, key=lambda step: step.spread)
+        said += (
+            f" Repeats of one schedule differ by up to {worst.spread - 1:.0%} ({worst.one.name}): "
+            "there is no verdict."
+        )
+    return f"{said} {setting.sentence}; medians of {setting.rounds} rounds."
+
+
+def copies_table(part: dict[str, Any]) -> str:
+    """Lay out copies by turns beside what bounds them as Markdown."""
+    setting, seconds = copies.Setting.of(part["setting"]), part["measured"]["seconds"]
+    middle = {name: median(each) for name, each in seconds.items()}
+    both = middle[copies.COMPUTATION], middle[copies.TRANSFERS]
+    rows = []
+    for name in (copies.COMPUTATION, copies.TRANSFERS, *map(str, setting.copies)):
+        cells = [f"{middle[name]:.2f}", span(seconds[name])]
+        least, gone = "", ""
+        if name.isdigit() and name != "1":
+            least = f"{copies.bound(*both, int(name)):.2f}"
+            gone = f"{copies.way_gone(seconds, int(name)):.0%}"
+        rows.append([f"{name} copies" if name.isdigit() else name, *cells, least, gone])
+    return markdown(["what runs", "s", "least and most", "bound", "of the way"], rows)
+
+
+def wrong_copies(part: dict[str, Any]) -> list[str]:
+    """Return whether copies hide less than they are to, as sentences."""
+    setting, seconds = copies.Setting.of(part["setting"]), part["measured"]["seconds"]
+    found = {number: copies.way_gone(seconds, number) for number in setting.copies if number > 1}
+    return [
+        f"{number} copies go {gone:.0%} of the way to their bound"
+        for number, gone in found.items()
+        if gone < LEAST_GONE
+    ]
+
+
 def figures(result: dict[str, Any]) -> dict[str, str]:
-    """Return what pages show of pipelines.json, by name, as Markdown; of the parts it has."""
-    found = {}
+    """Return what pages show of pipelines.json, by name, as Markdown."""
+    found = dict.fromkeys(("chunks", "chunks simulated", "chunks measured"), NOT_YET)
+    found |= dict.fromkeys(("computing", "computing simulated", "computing measured"), NOT_YET)
+    found |= dict.fromkeys(("copies", "copies measured"), NOT_YET)
+    if part := result.get("chunks"):
+        found["chunks"] = schedules_table(part)
+        found["chunks simulated"] = schedules_sentence(part)
+        found["chunks measured"] = measured_on([part])
+    if part := result.get("chunk bytes"):
+        found["chunk bytes"] = bytes_table(part)
+        found["chunk bytes case"] = rows_sentence(part)
+    if part := result.get("computing"):
+        found["computing"] = computing_table(part)
+        found["computing simulated"] = computing_sentence(part)
+        found["computing measured"] = measured_on([part])
+    if part := result.get("copies"):
+        found["copies"] = copies_table(part)
+        of = copies.Setting.of(part["setting"]).sentence
+        found["copies measured"] = f"{measured_on([part])} {of}."
     if part := result.get("schedules"):
         found["schedules"] = schedules_table(part)
         found["simulated"] = schedules_sentence(part)

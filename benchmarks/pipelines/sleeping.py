@@ -30,11 +30,17 @@ from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages
 
 RANKS = 4
-SCHEDULES = {
+WHOLE = {
     "gpipe": Schedule("gpipe"),
     "1f1b": Schedule("1f1b"),
     "interleaved": Schedule("1f1b", virtual=2),
 }
+"""Schedules that take rows whole."""
+CHUNKED = {
+    "seqpipe": Schedule("seqpipe", chunks=4),
+    "interleaved seqpipe": Schedule("seqpipe", virtual=2, chunks=4),
+}
+SCHEDULES = {**WHOLE, **CHUNKED}
 BACKWARD = 2
 """Times that a backward sleeps as long as a forward."""
 
@@ -55,7 +61,8 @@ class Setting:
     """A launch.
 
     mbit: of each host's link. forward_seconds: for which a rank sleeps in the forward of a
-    micro-batch, in all its virtual stages together. message_bytes: of what stages send.
+    micro-batch, in all its virtual stages and chunks together. message_bytes: of what stages send
+    of a micro-batch. schedules: the names of those that take turns.
     """
 
     mbit: int
@@ -63,10 +70,17 @@ class Setting:
     forward_seconds: float
     message_bytes: int
     micro_batches: tuple[int, ...]
+    schedules: tuple[str, ...] = tuple(WHOLE)
 
     @property
     def contenders(self) -> list[Contender]:
-        return [Contender(name, m) for m in self.micro_batches for name in SCHEDULES]
+        return [Contender(name, m) for m in self.micro_batches for name in self.schedules]
+
+    @property
+    def message_sizes(self) -> list[int]:
+        """The bytes of the messages that are sent, whole rows' first."""
+        chunks = sorted({SCHEDULES[name].chunks for name in self.schedules})
+        return [self.message_bytes // number for number in chunks]
 
     def as_record(self) -> dict[str, Any]:
         """It returns what the JSON keeps of it."""
@@ -74,7 +88,19 @@ class Setting:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Setting:
-        return cls(**{**record, "micro_batches": tuple(record["micro_batches"])})
+        tuples = {
+            key: tuple(record[key]) for key in ("micro_batches", "schedules") if key in record
+        }
+        return cls(**{**record, **tuples})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Stands for a micro-batch, or for one of its chunks."""
+
+    world: Any
+    chunks: tuple[Rows, ...] = ()
+    keys: Any = None
 
 
 class Sleeper:
@@ -89,7 +115,9 @@ class Sleeper:
         self.laps = SimpleNamespace(mark=lambda: None)
         self.took: dict[str, list[float]] = {"forward": [], "backward": []}
         self._last = RANKS * virtual - 1
-        self._floats, self._seconds = setting.message_bytes // 4, setting.forward_seconds / virtual
+        chunks = schedule.chunks
+        self._floats = setting.message_bytes // (4 * chunks)
+        self._seconds = setting.forward_seconds / (virtual * chunks)
         self._weight = torch.zeros((), requires_grad=True)
 
     def take(self, batch: Any, scales: Any, stage: int, x: Tensor | None) -> Tensor:
@@ -125,7 +153,8 @@ class Racer:
         made: Any = self.sleeper
         self._runner = Pipeline(made, stages, schedule, Lines(group), None, ends)
         counts = SimpleNamespace(mesh=SimpleNamespace(counts=True))
-        self._batches: Any = [SimpleNamespace(world=counts)] * one.micro_batches
+        batch = Rows(counts, (Rows(counts),) * schedule.chunks)
+        self._batches: Any = [batch] * one.micro_batches
 
     def step(self) -> float:
         """Take a step; return its seconds on this rank."""
@@ -142,10 +171,11 @@ def measured(record: dict[str, Any], tell: Tell) -> dict[str, Any]:
     group = make_mesh(Layout(pipeline=RANKS), Groups(), Books()).pipeline
     racers = {one.name: Racer(setting, one, group) for one in setting.contenders}
     steps: dict[str, list[float]] = {name: [] for name in racers}
-    messages: list[float] = []
+    messages: dict[str, list[float]] = {}
     names = list(racers)
     for number in range(-1, setting.rounds):
-        messages += _messages(setting, group)
+        for size in setting.message_sizes:
+            messages.setdefault(str(size), []).extend(messages_alone(size, group))
         turn = number * len(names) // setting.rounds  # nobody always comes after the same one
         for name in (*names[turn:], *names[:turn]):
             steps[name].append(max(_from_all(racers[name].step())))
@@ -161,15 +191,18 @@ def measured(record: dict[str, Any], tell: Tell) -> dict[str, Any]:
         every = _from_all(racer.sleeper.took)
         slept = {kind: median(chain(*(one[kind] for one in every))) for kind in every[0]}
         found[name] = {"seconds": steps[name], "slept": slept}
-    return {"messages": messages, "contenders": found}
+    whole, *less = messages.values()
+    return {"messages": whole, "contenders": found, **({"of chunks": less[0]} if less else {})}
 
 
-def _messages(setting: Setting, group: Group) -> list[float]:
-    """Return the seconds of a message alone, each way between neighbours; their clock is one."""
+def messages_alone(size: int, group: Group) -> list[float]:
+    """Return the seconds of a message of so many bytes alone, each way between neighbours along a
+    pipeline; their clock is one."""
     found, lines = [], Lines(group)
-    x, y = (torch.zeros(setting.message_bytes // 4) for _ in range(2))
-    for first in range(RANKS):
-        for there, here in ((first, (first + 1) % RANKS), ((first + 1) % RANKS, first)):
+    x, y = (torch.zeros(size // 4) for _ in range(2))
+    for first in range(group.size):
+        other = (first + 1) % group.size
+        for there, here in ((first, other), (other, first)):
             wait = lines.receive(there, y) if group.index == here else None
             dist.barrier()
             clock = time.perf_counter()
@@ -192,7 +225,8 @@ def _from_all(mine: Any) -> list[Any]:
 def simulated(one: Contender, slept: Mapping[str, float], message: float) -> float:
     """Return the seconds of a step that the simulator predicts of what was slept, and sent."""
     schedule = SCHEDULES[one.schedule]
-    lists = forward_and_backward(schedule.scheduler, RANKS, one.micro_batches, schedule.virtual)
+    order, virtual, _, chunks = schedule
+    lists = forward_and_backward(order, RANKS, one.micro_batches, virtual, chunks)
     return simulate(lists, lambda action: slept[action.kind], lambda _: message).end
 
 

@@ -1,11 +1,12 @@
 """Hot switching on two hosts behind slow links, beside every layout alone and DeepSpeed's Ulysses.
 
-    sudo python -m benchmarks.switching [--ranks 4,8] [--parts layouts,auto] [--rounds 7]
+    sudo python -m benchmarks.switching [--ranks 4,8] [--parts layouts,auto,hotspa] [--rounds 7]
 
 For each number of ranks a first launch on fast links says what one step of static Ulysses computes
 and sends; from that follows the rate of the links at which its transfers take --ratio times as
 long. At that rate `calibrate` runs. Then all contenders take turns, under ZeRO-1 and ZeRO-3; and so
-does what `strategies: auto` takes with the static layouts that are predicted to take least.
+does what `strategies: auto` takes with the static layouts that are predicted to take least, and on
+four ranks HotSPa's own example of a switch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.lab.machine import circumstances
 from benchmarks.lab.processes import Ranks, records_of
 from benchmarks.planning.hosts.runs import on_all
 from benchmarks.switching import report
-from benchmarks.switching.automatic import corpora, taken
+from benchmarks.switching.automatic import corpora, hotspa, taken
 from benchmarks.switching.contenders import PEER, contenders
 from benchmarks.switching.corpus import library_lengths, scaled
 from benchmarks.switching.predicted import predicted_seconds
@@ -46,7 +47,9 @@ from uspft.prepare.examine import Examined
 NAME = "switching"
 FAST_MBIT = 10_000
 PROBES, ZERO3_ROUNDS = 3, 3
-PARTS = "layouts", "auto"
+PARTS = "layouts", "auto", "hotspa"
+HOTSPA_RANKS = 4
+"""Those of HotSPa's own example, which its part alone takes."""
 
 
 def main(words: list[str]) -> int:
@@ -116,6 +119,10 @@ def _at(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {"layouts": {"parameters": parameters, "fast_links": fast, "stages": stages}}
         if "auto" in options.parts:
             yield {"auto": {"corpora": _auto(setting, options, recipe)}}
+        if "hotspa" in options.parts and ranks == HOTSPA_RANKS:
+            timed = hotspa(recipe, Path(str(setting.hardware)), setting.lengths)
+            setting = replace(setting, rounds=options.rounds, names=tuple(timed), chosen=timed)
+            yield {"hotspa": _stage(setting)}
 
 
 def _made(setting: Setting, options: argparse.Namespace) -> int:

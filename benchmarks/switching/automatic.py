@@ -1,4 +1,5 @@
-"""What `strategies: auto` takes, timed beside the best static layouts by prediction."""
+"""What `strategies: auto` takes, and HotSPa's own example of a switch, timed beside the best static
+layouts by prediction."""
 
 from __future__ import annotations
 
@@ -18,6 +19,25 @@ BESIDE = 4
 
 ALONE = "alone"
 """The end of a static layout's name."""
+
+
+STAGED = {"model_parallel": 2, "use_seq_parallel": True, "pipeline_stage": 2}
+HOTSPA = "HotSPa: tensor 2 × stages 2, data 4, tensor 2 × data 2"
+"""Its example on four ranks: of the longest rows, of those up to a quarter, and up to a half."""
+
+
+def hotspa(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> dict[str, Contender]:
+    """Return HotSPa's example, and what is timed beside it: each of its layouts alone, and the
+    static layouts without stages that are predicted to take least."""
+    tensor = {key: STAGED[key] for key in ("model_parallel", "use_seq_parallel")}
+    static = choice_of(found, hardware, lengths).static
+    return {
+        HOTSPA: Contender(CHOSEN, "stages", {4: {}, 2: tensor, 1: STAGED}, moves=True),
+        f"tensor2-pipeline2 {ALONE}": Contender(STATIC, "stages", {1: STAGED}, moves=True),
+        f"tensor2-data2 {ALONE}": Contender(STATIC, "tensor2-data2", {1: tensor}),
+        f"data4 {ALONE}": Contender(STATIC, "data4", {1: {}}),
+        **_each([one.priced for one in static if one.seconds is not None]),
+    }
 
 
 class Taken(NamedTuple):

@@ -8,10 +8,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lab.machine import measured_on
+from benchmarks.lab.results import NOT_YET
 from benchmarks.lab.tables import listed, markdown, span
-from benchmarks.switching.automatic import ALONE
+from benchmarks.switching.automatic import ALONE, HOTSPA
 from benchmarks.switching.contenders import PEER, STATIC, SWITCHED, Contender, contenders
 from benchmarks.switching.formulas import held_bytes, sent_bytes
+from benchmarks.switching.simulation.report import PAPER
 
 HEADS = (
     *("s", "least and most", "static of its kind", "DeepSpeed", "predicted s"),
@@ -78,12 +80,16 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
         for ranks, found in every
         for stage in found.get("layouts", {"stages": ()})["stages"]
     ]
-    shown = {f"{one.ranks} ranks, ZeRO-{one.zero}": _table(one) for one in stages}
+    shown = dict.fromkeys(("hotspa", "hotspa ratio"), NOT_YET)
+    shown |= {f"{one.ranks} ranks, ZeRO-{one.zero}": _table(one) for one in stages}
     for ranks, found in every:
         if "auto" in found:
             shown[f"auto, {ranks} ranks"] = _auto(ranks, found["auto"])
         if "layouts" in found:
             shown[f"setting, {ranks} ranks"] = setting(found)
+        if "hotspa" in found:
+            shown["hotspa"] = hotspa_table(found["hotspa"])
+            shown["hotspa ratio"] = hotspa_ratio(found["hotspa"])
     if taken := [(ranks, found["auto"]) for ranks, found in every if "auto" in found]:
         shown["auto"] = "\n".join(line for one in taken for line in chosen(*one))
     if stages:
@@ -111,6 +117,33 @@ def chosen(ranks: str, found: Mapping[str, Any]) -> list[str]:
             f"times as long as that of the fastest of {len(alone)} layouts alone."
         )
     return said
+
+
+def hotspa_table(part: Mapping[str, Any]) -> str:
+    """Lay out HotSPa's example beside static layouts as Markdown."""
+    rows = []
+    for name, one in part["measured"].items():
+        moved = median(step["switch_seconds"] for step in one["steps"])
+        cells = [f"{median(one['seconds']):.2f}", span(one["seconds"]), _cell(moved or None)]
+        rows.append([name, *cells, _cell(one.get("predicted_seconds"))])
+    heads = [f"4 ranks, {part['setting']['mbit']} Mbit/s", "s", "least and most", "switch s"]
+    return markdown([*heads, "predicted s"], rows)
+
+
+def hotspa_ratio(part: Mapping[str, Any]) -> str:
+    """Say how many times as fast HotSPa's example is as the best static layout, beside what its
+    authors say."""
+    seconds = {name: median(one["seconds"]) for name, one in part["measured"].items()}
+    alone = {name: each for name, each in seconds.items() if name != HOTSPA}
+    best = min(alone, key=alone.__getitem__)
+    staged = alone[f"tensor2-pipeline2 {ALONE}"] / seconds[HOTSPA]
+    papers = listed([f"{times} ({corpus})" for corpus, times in PAPER.items()])
+    return (
+        f"HotSPa's example is {alone[best] / seconds[HOTSPA]:.2f} times as fast as the fastest of "
+        f"{len(alone)} static layouts (`{best}`), and {staged:.2f} times as fast as the layout of "
+        f"its longest rows alone, on lengths of Python's standard library. Its authors publish, "
+        f"against Megatron's best static layout on 8 to 32 A800, up to {papers} times."
+    )
 
 
 def setting(found: Mapping[str, Any]) -> str:

@@ -1,5 +1,9 @@
 """One ZeRO-3 step of each algorithm on GPUs, of groups of heads and of experts that ranks divide,
-has the loss and gradient norm of one GPU."""
+has the loss and gradient norm of one GPU.
+
+`cpu-2` is the same run over gloo. What the last test asks for, tests/parity/test_experts.py,
+test_experts_tensor.py and test_expert_adapters.py ask for on CPU beside plain transformers.
+"""
 
 from __future__ import annotations
 

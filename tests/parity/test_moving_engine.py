@@ -37,7 +37,6 @@ TWO = Layout(mesh_columns=2, data=2)
     ("dtype", "every", "told"),
     [
         ("float32", [Shards(Layout(ring=4, mesh_rows=4))], "to or from a mesh: mesh4x1-ring4"),
-        ("float32", [Shards(Layout(data=2, pipeline=2))], "are divided: data2-pipeline2"),
         ("float32", [Shards(Layout(data=4, experts=2))], "are divided: data4-experts2"),
         (
             "float32",

@@ -71,10 +71,13 @@ CASES = [
     ),
     Case("llama", 1, zero="zero1", tensor=2, context=2, algorithm="ring_cp", beside=("copies",)),
     Case("gemma3_text", 4, zero="zero1", rows=3, tied=True, beside=("chunks", "tiles")),
+    Case("llama", 2, zero="zero2", rows=1, beside=("chunks", "first frozen")),
+    Case("llama", 2, zero="zero1", rows=1, tensor=2, beside=("mesh", "chunks")),
 ]
 BESIDE_ONE = [
     Case("llama", 2, zero="zero2", rows=2, beside=("bfloat16",)),
     Case("llama", 2, 2, zero="zero1", rows=2, tied=True, beside=("dropout", "bfloat16")),
+    Case("llama", 2, 2, zero="zero1", rows=1, tied=True, beside=("dropout", "chunks")),
 ]
 """Beside one process of the same recipe, without stages. In a process that has had an engine of
 ZeRO-3 bfloat16 rounds otherwise: they come first."""
@@ -235,7 +238,7 @@ def test_adapters_with_dropout_and_bfloat16_equal_a_run_without_stages(
     setting: tuple[Path, Documents], answers: dict[int, Any]
 ) -> None:
     (want,) = spawn(1, alone, setting[0], setting[1].path)
-    assert len(want) == 2
+    assert len(want) == 3
     for case in BESIDE_ONE:
         assert unlike(answers[2][0][case], want[case]) == [], case.title
 

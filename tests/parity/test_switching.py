@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.models import Documents, make_documents, make_model, reference
 from tests.support.ranks import spawn
-from tests.support.runs import run_recipe
+from tests.support.runs import prepared, run_recipe
 from tests.support.switching import (
     BATCH,
     BOUNDS,
@@ -29,10 +29,16 @@ from tests.support.switching import (
     without_marks,
     wrong_of,
 )
+from uspft.comm import total
+from uspft.parameters import counting
+from uspft.parameters.shards import owned_parts
+from uspft.switching.move.moves import plan_moves, stock_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 4},
     "qwen3": {"kind": "qwen3", "heads": 8, "kv_heads": 2},
+    "tied": {"kind": "qwen3", "heads": 4, "kv_heads": 2, "tie_word_embeddings": True},
+    "deep": {"kind": "llama", "heads": 4, "kv_heads": 2, "num_hidden_layers": 4},
 }
 
 
@@ -44,6 +50,8 @@ NAMES = {
     "tensor held": ["tensor2-data2", "tensor2-ring2", "tensor4"],
     "both": ["data4", "ring2-data2", "tensor2-ring2"],
     "tokens": ["data4", "tensor2-data2", "tensor4"],
+    "stages": ["data4", "tensor2-data2", "tensor2-pipeline2"],
+    "stages shared": ["data2-pipeline2", "ring2-pipeline2", "pipeline4"],
 }
 
 
@@ -57,7 +65,10 @@ CASES = [
     Case("tokens", "zero3", adapter=True, checkpointed=True),
     Case("tensor held", "zero1", "qwen3", rows=2, checkpointed=True, moves=True),
     Case("both", "zero1", adapter=True, moves=True),
+    Case("stages", "zero1", "tied", moves=True),
+    Case("stages shared", "zero1", "deep", rows=2, adapter=True, checkpointed=True, moves=True),
 ]
+STAGES = CASES[-2]
 OTHERS = [
     Case("context", "zero1"),
     Case("context", "zero3"),
@@ -73,7 +84,8 @@ OTHERS = [
 """More of them, by `--full`."""
 RESUMED = {
     Case("tensor held", "zero3"): Case("alike", "zero2"),
-    Case("planned", "zero3", "qwen3"): Case("tensor", "zero1", "qwen3", moves=True),
+    Case("planned", "zero3", "qwen3"): Case("stages", "zero1", "qwen3", moves=True),
+    STAGES: Case("tensor held", "zero3", "tied"),
 }
 """The strategies of the first step, and those under which the run goes on."""
 OTHERS_RESUMED = {
@@ -123,7 +135,44 @@ def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
         patch.setattr("uspft.switching.deal.dealing.SwitchingLoader.of_group", first_row_twice)
         patch.setattr("uspft.training.guards.Guards.rows", lambda *_: None)
         found["wrong"] = run_recipe(recipe(CASES[0], folder, data), folder / "wrong")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uspft.parameters.counting.times", both_ends_for_one)
+        found["both ends"] = run_recipe(recipe(STAGES, folder, data), folder / "both-ends")
+    found["switch"] = switched(folder, data)
     return found if rank == 0 else {}
+
+
+TIMES = counting.times
+
+
+def both_ends_for_one(shards: Any, name: str, degree: int, *, splits_tokens: bool) -> int:
+    """A fault: what the first and the last stage make of a tied table counts as one gradient."""
+    found = TIMES(shards, name, degree, splits_tokens=splits_tokens)
+    return found * (2 if name in shards.at_both_ends else 1)
+
+
+def switched(folder: Path, data: Documents) -> tuple[tuple[int, int], tuple[float, float]]:
+    """The bytes that this rank sends in a step with rows of every layout, and the planner's; and
+    the step's loss, with what an evaluation of the same rows gave before."""
+    run = prepared(recipe(STAGES, folder, data), folder / "counted")
+    engine, everyone = run.engine, run.engine.holders.everyone
+    batches = run.loader.batches(2)
+    with engine.evaluating():
+        told = [(batch.world.mesh.counts, engine.terms(batch)["loss"]) for batch in batches]
+    once = sum(value for counts, value in told if counts)
+    (loss,) = total([once], everyone, engine.device)
+    everyone.books.close()
+    result = engine.step(batches, RATE, stop=False)
+    sent = everyone.books.close()["switch"]
+    shapes, rank, planned = engine.owners.shapes, engine.holders.rank, 0
+    home = engine.holders.shards
+    owned = {name: owned_parts(home, name, shape) for name, shape in shapes.items()}
+    assert len({batch.world.layout.held for batch in batches}) == 3
+    for shards in engine.every.values():
+        for one in plan_moves(owned, stock_of(shards, shapes), (0,) * 4).deliveries:
+            planned += 4 * one.elements * ((one.sender == rank) + (one.receiver == rank))
+    engine.close()
+    return (sent, planned), (result.loss, loss / result.counts["target_tokens"])
 
 
 def first_row_twice(loader: Any, plan: Any, group: Any) -> Any:
@@ -163,6 +212,21 @@ def test_a_row_that_two_groups_take_is_seen(
     assert any("grad_norm" in line for line in found)
 
 
+def test_a_table_whose_ends_count_as_one_is_seen(
+    setting: tuple[Path, Documents], answers: dict[Any, Any]
+) -> None:
+    folder, data = setting
+    found = wrong_of(answers["both ends"], wanted("tied", False, folder, data.path))
+    assert any("grad_norm" in line for line in found)
+
+
+def test_what_stages_move_is_what_was_planned(answers: dict[Any, Any]) -> None:
+    """Weights to who needs them and gradients back, in float32, by HotSPa's planner."""
+    (sent, planned), (loss, evaluated) = answers["switch"]
+    assert sent == planned > 0
+    assert evaluated == pytest.approx(loss, rel=1e-6), "each row under its own layout"
+
+
 def test_a_run_goes_on_under_other_strategies(
     setting: tuple[Path, Documents], answers: dict[Any, Any]
 ) -> None:
@@ -197,7 +261,7 @@ def test_a_record_tells_what_ran_under_each_strategy(answers: dict[Any, Any]) ->
                 assert case.packing == "best_fit" or part["rows"] == len(inside)
                 assert part["tokens"] == bound * part["rows"]
                 assert (part["seconds"] > 0) == (part["rows"] > 0)
-                alone = part["name"] in ("data4", "tensor1-data4")
+                alone = part["name"] == "data4"
                 assert bool(part["comm_bytes"]) == (part["rows"] > 0 and not alone)
             assert ("switch_seconds" in record) == case.moves
             assert ("switch" in record["comm_bytes"]) == case.moves

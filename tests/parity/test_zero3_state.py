@@ -26,7 +26,8 @@ LAYERS = {
     "stage3_max_reuse_distance": 400_000,
     "stage3_max_live_parameters": 300_000,
 }
-"""Of a layer's 147,712: as much as DeepSpeed's own bounds are of a layer of 7B."""
+LAYER = 147_712
+"""The elements of a layer, of which these bounds are as much as DeepSpeed's are of one of 7B."""
 WHOLE = {**BUCKET, **LAYERS}
 CASES = {
     "some": Case(WHOLE),
@@ -35,6 +36,10 @@ CASES = {
     "one bucket, lora": Case(LAYERS, trained=LORA),
     "one bucket, lora, wide": Case(LAYERS, dtype="float32", trained=LORA),
 }
+
+
+MORE = Case({**WHOLE, "stage3_max_live_parameters": 690_000})
+"""As "some", with as many times a layer as DeepSpeed's own bound is of one of 8B."""
 
 
 class Live(TorchDispatchMode):
@@ -104,13 +109,21 @@ class Live(TorchDispatchMode):
         return patch.object(owner, method, call)
 
 
-def work(rank: int, folder: Path) -> dict[str, int]:
-    found = {}
-    for name, case in CASES.items():
-        live = Live()
-        with live.of_steps():
+def work(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
+    """By case: the most bytes, and how many elements of weights ranks gathered in all."""
+    from deepspeed.comm.torch import TorchBackend
+
+    found, plain = {}, TorchBackend.all_gather_into_tensor
+    for name, case in {**CASES, "more": MORE}.items():
+        live, gathered = Live(), list[int]()
+
+        def counting(backend: Any, output_tensor: Any, *args: Any, to: Any = gathered, **how: Any):  # type: ignore[no-untyped-def]
+            to.append(output_tensor.numel())
+            return plain(backend, output_tensor, *args, **how)
+
+        with live.of_steps(), patch.object(TorchBackend, "all_gather_into_tensor", counting):
             run_recipe(case.recipe(folder), folder / name)
-        found[name] = live.most
+        found[name] = live.most, sum(gathered)
     return found
 
 
@@ -118,4 +131,7 @@ def test_the_most_of_stage_3_is_predicted_within_two_percent(tmp_path: Path) -> 
     make_inputs(tmp_path, layers=6)
     needs = {name: case.predicted(tmp_path) for name, case in CASES.items()}
     predicted = {name: need.peak_bytes + need.host_bytes for name, need in needs.items()}
-    assert apart(spawn(2, work, tmp_path)[0], predicted) == {}
+    found = spawn(2, work, tmp_path)[0]
+    _, of_more = found.pop("more")
+    assert apart({name: most for name, (most, _) in found.items()}, predicted) == {}
+    assert found["some"][1] - of_more == 3 * LAYER  # gathered once more where fewer stay

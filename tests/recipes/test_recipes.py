@@ -138,11 +138,14 @@ WANTED = {
 FOR_GPUS = sorted(set(WANTED) - {QUICKSTART})
 
 # As the models' publishers count them (safetensors on the hub, tied embeddings once), but for
-# Qwen3.5's and Qwen3-Next's, which are transformers' count of the config: without `mtp.*`.
+# those of Qwen3.5, Qwen3-Next, GLM-4.5 and ERNIE 4.5, which are transformers' count of the config:
+# without what predicts several tokens.
 PARAMETERS = {
     "Qwen--Qwen3-30B-A3B.json": 30_532_122_624,
     "mistralai--Mixtral-8x7B-v0.1.json": 46_702_792_704,
     "openai--gpt-oss-20b.json": 20_914_757_184,
+    "zai-org--GLM-4.5-Air.json": 106_852_245_504,
+    "baidu--ERNIE-4.5-21B-A3B-PT.json": 21_825_437_888,
     "Qwen--Qwen3.5-9B.json": 9_409_813_744,
     "Qwen--Qwen3-Next-80B-A3B-Instruct.json": 79_674_391_296,
     "google--gemma-3-12b-it.json": 12_187_325_040,
@@ -188,7 +191,7 @@ def bases(path: Path) -> list[Path]:
 def test_the_files_are_found() -> None:
     assert set(RECIPES) == set(WANTED)
     assert set(MODELS) == {*PARAMETERS, "quickstart.json"}
-    assert len(MODELS) == 23
+    assert len(MODELS) == 25
     assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 9 + ["zero"] * 4
 
 

@@ -16,11 +16,23 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import peft_adapter
-from tests.support.models import Documents, make_model
+from tests.support.models import Documents, make_model, trained_of
 from tests.support.quantised import quantise
-from tests.support.routers import CLIP, FACTOR, ROW, STEPS, Wanted, documents, problems, wanted
+from tests.support.ranks import spawn
+from tests.support.routers import (
+    CLIP,
+    FACTOR,
+    OFFICIAL,
+    ROW,
+    STEPS,
+    Wanted,
+    documents,
+    problems,
+    wanted,
+)
 from tests.support.runs import close, held, prepared, small_recipe
 from tests.support.stages import ZERO
+from uspft.parameters.experts import CORRECTION
 
 RANK, ALPHA, SEED = 4, 6.0, 7
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,6 +44,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}),
     "qwen3_next": ("qwen3_next", {"num_experts": 4}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {"num_experts": 4}),
+    "glm4_moe": ("glm4_moe", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_layer_start_index": 1}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4}),
     "quantised": ("gpt_oss", {}),
     "forced": ("gpt_oss", {}),
 }
@@ -76,6 +91,11 @@ class Case:
         return [
             one for name in self.beside for one in BESIDE[name].get("model", {}).get("freeze", [])
         ]
+
+
+Controls = Mapping[str, tuple[Case, float]]
+"""What is left out, the run that shows it, and the largest relative error that was measured of it,
+of a loss, a norm, or a parameter's gradients."""
 
 
 BESIDE: dict[str, dict[str, Any]] = {
@@ -161,9 +181,10 @@ def run(
     if case.algorithm == "hybrid_cp":
         parallel["ulysses_degree_in_cp"] = 2
     balance = balanced(case)
+    overrides = {"output_router_logits": balance, "router_aux_loss_coef": FACTOR} if balance else {}
     tokens = {"packing": "best_fit" if case.packed else "none"}
     blocks: dict[str, dict[str, Any]] = {
-        "model": {"overrides": {"output_router_logits": balance, "router_aux_loss_coef": FACTOR}},
+        "model": {"overrides": overrides},
         "data": {**tokens, "eval": str(data.path)} if case.model == "forced" else tokens,
         "parallel_config": parallel,
         "training": {
@@ -197,7 +218,8 @@ def run(
 
 def balanced(case: Case) -> bool:
     """Whether routers have a loss: not in stages, nor where rows are made inside the step."""
-    return not {"strategies", "tensors", "stages", "saved"} & set(case.beside)
+    of = MODELS[case.model][0] in OFFICIAL
+    return of and not {"strategies", "tensors", "stages", "saved"} & set(case.beside)
 
 
 def make_setting(folder: Path) -> tuple[Path, Documents]:
@@ -226,6 +248,19 @@ def different(case: Case, got: Any, setting: tuple[Path, Documents]) -> list[str
         if not off <= (1e-3 if ".lora_A." in name else 1e-4):
             found.append(f"{name}'s gradients are off by {off:.1e}")
     return found
+
+
+def error(case: Case, got: Any, setting: tuple[Path, Documents]) -> float:
+    """The largest relative error of a loss, a norm, or a parameter's gradients."""
+    records, _, means = got
+    want = reference_of(case, setting)[0]
+    steps = [record for record in records if "loss" in record]
+    told = [*zip((one["loss"] for one in steps), want.losses, strict=True)]
+    told += zip((one["grad_norm"] for one in steps), want.grad_norms, strict=True)
+    found = [abs(mine / one - 1) for mine, one in told]
+    every = want.moments.items()
+    found += [float((means[name] - mean).norm() / mean.norm()) for name, mean in every]
+    return max(found)
 
 
 def reference_of(case: Case, setting: tuple[Path, Documents]) -> Wanted:
@@ -262,6 +297,18 @@ def adapted(block: dict[str, Any]) -> Callable[[Any], dict[str, torch.nn.Paramet
     )
 
 
+def exported(there: Path, end: Mapping[str, torch.Tensor], base: Path) -> list[str]:
+    """What of an export transformers reads otherwise than it was trained or, if it does not train,
+    than the base model has it."""
+    net = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.float32)
+    trained = trained_of(net)
+    off = [name for name, p in trained.items() if not torch.equal(p, end[name])]
+    mine, files = (load_file(folder / "model.safetensors") for folder in (there, base))
+    kept = {name: one for name, one in files.items() if name.endswith(CORRECTION)}
+    off += [name for name in end.keys() ^ trained.keys()]
+    return off + [name for name, one in kept.items() if not torch.equal(one, mine[name])]
+
+
 def evaluated(folder: Path, weights: dict[str, torch.Tensor], data: Documents) -> float:
     """The loss of weights on all documents, in one process."""
     net = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -280,12 +327,24 @@ def broken(
     rank: int,
     folder: Path,
     data: Documents,
-    controls: Mapping[str, Case],
+    controls: Controls,
     left_out: Callable[[str], AbstractContextManager[None]],
 ) -> list[Any]:
-    """What runs give of which something is left out; controls: what, and the run that shows it."""
+    """What runs give of which something is left out."""
     found = []
-    for what, case in controls.items():
+    for what, (case, _) in controls.items():
         with left_out(what):
             found.append(run(case, folder, data, what.replace(" ", "-")))
     return found
+
+
+def unseen(
+    setting: tuple[Path, Documents],
+    controls: Controls,
+    left_out: Callable[[str], AbstractContextManager[None]],
+) -> dict[str, float]:
+    """The controls whose error is not what it was when it was measured."""
+    answers = spawn(4, broken, *setting, controls, left_out)[0]
+    every = zip(controls.items(), answers, strict=True)
+    found = {what: (error(case, got, setting), known) for (what, (case, known)), got in every}
+    return {what: now for what, (now, known) in found.items() if not 0.5 < now / known < 2}

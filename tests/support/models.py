@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from uspft.parameters.experts import CORRECTION
 from uspft.verify.plain import pin_frequencies
 
 VOCABULARY = 97
@@ -99,6 +100,36 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 9,
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_intermediate_size": 24,
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_layer_start_index": 0,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "qwen3_5_text": ("Qwen3_5Text", _STATES | {"head_dim": 16, "rope_parameters": MROPE}),
     "olmo_hybrid": (
         "OlmoHybrid",
@@ -170,8 +201,17 @@ def settle(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # with transformers' own a state is forgotten at once
                 parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
-            elif parameter.dim() == 1:
+            elif parameter.dim() == 1 and not name.endswith(CORRECTION):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, value in model.state_dict().items():
+            if name.endswith(CORRECTION):
+                value.add_(0.1 * torch.randn_like(value))
+
+
+def trained_of(net: Any) -> dict[str, torch.nn.Parameter]:
+    """What trains of a model as transformers loads it, which has given some corrections of routers
+    a gradient that never comes."""
+    return {name: p for name, p in net.named_parameters() if not name.endswith(CORRECTION)}
 
 
 @dataclass(frozen=True)
@@ -239,7 +279,7 @@ def reference(
     ).train()
     if row:
         pin_frequencies(net, row)
-    trained = prepare(net) if prepare else dict(net.named_parameters())
+    trained = prepare(net) if prepare else trained_of(net)
     start = {name: p.detach().clone() for name, p in trained.items()}
     groups = [
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 1.0},

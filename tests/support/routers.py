@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.granitemoe import modeling_granitemoe
+from transformers.models.minimax_m2 import modeling_minimax_m2
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.qwen2_moe import modeling_qwen2_moe
@@ -18,7 +21,14 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from tests.support.models import Documents, Reference, make_documents, mismatch, reference
+from tests.support.models import (
+    Documents,
+    Reference,
+    make_documents,
+    mismatch,
+    reference,
+    trained_of,
+)
 
 ROW, STEPS, RATE, CLIP, FACTOR = 48, 2, 1e-3, 0.5, 0.7
 ROWS = [[31, 17], [20, 28], [40], [33, 15], [25, 23], [29, 19]]
@@ -32,8 +42,10 @@ OFFICIAL: dict[str, tuple[str, Callable[..., Any]]] = {
     "qwen3_5_moe_text": ("num_experts", modeling_qwen3_5_moe.load_balancing_loss_func),
     "qwen3_moe": ("num_experts", modeling_qwen3_moe.load_balancing_loss_func),
     "gpt_oss": ("num_local_experts", modeling_gpt_oss.load_balancing_loss_func),
+    "ernie4_5_moe": ("moe_num_experts", modeling_ernie4_5_moe.load_balancing_loss_func),
+    "minimax_m2": ("num_local_experts", modeling_minimax_m2.load_balancing_loss_func),
 }
-
+"""Of families whose routers have a loss."""
 
 Wanted = tuple[Reference, list[float], list[torch.Tensor]]
 """What one process gives, the routers' loss of each step, and the choices [layers, experts]."""
@@ -68,27 +80,29 @@ def wanted(
     losses, loads_of_steps = list[float](), list[torch.Tensor]()
 
     def besides(net: Any, step: int) -> torch.Tensor:
-        count, official = OFFICIAL[net.config.model_type]
-        found, chosen = torch.zeros(()), list[torch.Tensor]()
-        for row in steps[step]:
-            each = [
-                net(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
-                for ids, _ in row
-            ]
-            layers = tuple(map(torch.cat, zip(*each, strict=True)))
-            met = net.config.num_experts_per_tok
-            found = found + official(layers, getattr(net.config, count), met) / rows
-            chosen.append(torch.stack([one.topk(met).indices for one in layers]))
+        found = torch.zeros((), requires_grad=True)
+        with choices(net) as chosen:
+            for row in steps[step]:
+                each = [
+                    net(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
+                    for ids, _ in row
+                ]
+                layers = tuple(map(torch.cat, zip(*each, strict=True)))
+                if balanced:
+                    count, official = OFFICIAL[net.config.model_type]
+                    met = net.config.num_experts_per_tok
+                    found = found + official(layers, getattr(net.config, count), met) / rows
         losses.append((FACTOR * found).item())
-        each = torch.cat(chosen, 1).flatten(1)
-        loads = torch.stack([one.bincount(minlength=layers[0].shape[1]) for one in each])
+        every = [torch.cat([one.flatten() for one in each]) for each in chosen.values()]
+        loads = torch.stack([one.bincount(minlength=layers[0].shape[1]) for one in every])
         loads_of_steps.append(loads.double())
-        return FACTOR * found * balanced
+        return FACTOR * found
 
     def prepare(net: Any) -> dict[str, torch.nn.Parameter]:
-        for name, parameter in net.named_parameters():
+        trained = trained_of(net)
+        for name, parameter in trained.items():
             parameter.requires_grad_(not any(re.search(one, name) for one in frozen))
-        return {name: p for name, p in net.named_parameters() if p.requires_grad}
+        return {name: p for name, p in trained.items() if p.requires_grad}
 
     flat = [list(chain(*step)) for step in steps]
     found = reference(
@@ -100,6 +114,20 @@ def wanted(
         prepare=adapted or prepare,
     )
     return found, losses if balanced else [], loads_of_steps
+
+
+@contextmanager
+def choices(net: Any) -> Iterator[dict[torch.nn.Module, list[torch.Tensor]]]:
+    """The experts that tokens meet within the `with` block, by the module that has them."""
+    found: dict[torch.nn.Module, list[torch.Tensor]] = {}
+    every = [one for one in net.modules() if type(one).__name__.endswith("Experts")]
+    hooks = [
+        one.register_forward_pre_hook(lambda of, args: found.setdefault(of, []).append(args[1]))
+        for one in every
+    ]
+    yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def problems(got: Any, want: Wanted, experts: int | None = None) -> list[str]:

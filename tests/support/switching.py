@@ -37,7 +37,18 @@ MIXES: dict[str, list[dict[str, Any]]] = {
         {"model_parallel": 2, "use_seq_parallel": True},
         {"model_parallel": 4, "use_seq_parallel": True},
     ],
+    "stages": [
+        WHOLE,
+        {"model_parallel": 2, "use_seq_parallel": True},
+        {"model_parallel": 2, "use_seq_parallel": True, "pipeline_stage": 2},
+    ],
+    "stages shared": [
+        {"pipeline_stage": 2},
+        {"pipeline_stage": 2, **RING2},
+        {"pipeline_stage": 4, "layers_per_stage": [1, 1, 1, 1]},
+    ],
 }
+"""Of "stages", the longest rows' layout and then the others are HotSPa's own example."""
 RANK, ALPHA = 4, 6.0
 
 

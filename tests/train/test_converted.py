@@ -102,14 +102,85 @@ def test_alpaca_trains_as_a_recipe_written_by_hand(tmp_path: Path) -> None:
     require_equal(there, trained(by_hand, tmp_path / "here"))
 
 
+def rows_of(folder: Path, tokens: int) -> Path:
+    """Eight rows of so many tokens."""
+    rows = folder / "rows.jsonl"
+    ids = [[(7 * i * i + 3 * k + k * k) % 512 for k in range(tokens)] for i in range(8)]
+    rows.write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in ids))
+    return rows
+
+
+SMALL = {
+    "seq_length": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 4,
+    "num_heads": 8,
+    "n_kv_heads": 4,
+    "vocab_size": 512,
+    "compute_dtype": "float32",
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+ONE = {
+    **dict.fromkeys(("model_parallel", "pipeline_stage", "fine_grain_interleave"), 1),
+    **dict.fromkeys(("seq_split_num", "micro_batch_num"), 1),
+    "use_seq_parallel": False,
+    **dict.fromkeys(("offset", "pipeline_scheduler", "layers_per_stage")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "again", "kept"),
+    [
+        (
+            "mindspore-b",
+            {"model_parallel": 4, "pipeline_stage": 2},
+            {"select_recompute": [1, 0], "select_comm_recompute": [1, 0]},
+            {"fine_grain_interleave": 2},
+        ),
+        (
+            "mindspore-c",
+            {"model_parallel": 2, "pipeline_stage": 4},
+            {"select_comm_recompute": {r".*\.norm": [1, 1, 0, 0]}},
+            {"seq_split_num": 8, "pipeline_scheduler": "seqpipe"},
+        ),
+    ],
+)
+def test_stages_of_eight_train_as_one_process(
+    name: str,
+    degrees: dict[str, int],
+    again: dict[str, Any],
+    kept: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Examples B and C on eight processes, with copies by turns and in eight chunks, beside one."""
+    tree = yaml.safe_load(example(name).read_text())
+    tree["parallel_config"] |= {**degrees, "micro_batch_num": 4}
+    tree["recompute_config"] |= again
+    tree["lr_schedule"] |= {"type": "ConstantWarmUpLR", "learning_rate": 1e-3}
+    config = tree["model"]["model_config"]
+    config |= {**SMALL, "offset": 0, "use_attn_mask_compression": False}
+    for key in ("multiple_of", "ffn_dim_multiplier"):
+        config.pop(key, None)
+    given = {"data__train": str(rows_of(tmp_path, 64)), "launch__device": "cpu"}
+    given |= {"data__shuffle": False, "training__epochs": 1}
+    given |= {"checkpoint__every_steps": None, "export__huggingface": False}
+    outcome, recipe = converted(tmp_path, tree, None, tool="mindspore", **given)
+    assert not outcome.refused, outcome.lines()
+    parallel = recipe["parallel_config"]
+    assert parallel.items() >= (degrees | kept | {"use_seq_parallel": True}).items()
+    eight = trained(recipe, tmp_path / "eight")
+    words = [f"parallel_config.{key}={json.dumps(value)}" for key, value in ONE.items()]
+    words += ["memory.gradient_checkpointing=false", "memory.recompute=auto"]
+    require_equal(eight, trained(recipe, tmp_path / "one", *words))
+
+
 def test_a_hybrid_of_eight_trains_as_one_process(tmp_path: Path) -> None:
     """Example D on eight processes, in whole rows beside it."""
-    rows = tmp_path / "rows.jsonl"
-    ids = [[(7 * i * i + 3 * k + k * k) % 512 for k in range(64)] for i in range(8)]
-    rows.write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in ids))
     tree = yaml.safe_load(example("mindspore-d").read_text())
     tree["parallel_config"] |= {"context_parallel": 8, "ulysses_degree_in_cp": 4}
-    given = {"data__train": str(rows), "data__sequence_length": 64, "launch__device": "cpu"}
+    given = {"data__train": str(rows_of(tmp_path, 64)), "data__sequence_length": 64}
+    given["launch__device"] = "cpu"
     given |= {"checkpoint__every_steps": None, "export__huggingface": False}
     outcome, recipe = converted(tmp_path, tree, None, tool="mindspore", **given)
     assert not outcome.refused, outcome.lines()

@@ -73,7 +73,10 @@ def alone(rank: int, folder: Path) -> None:
     from uspft.verify.ranks import run_reference
 
     for case in CASES:
-        run_reference(verify_job(case, folder, None).alone(), torch.device("cpu"))
+        work = verify_job(case, folder, None)
+        of_many = work.job.recipe.parallel_config.model_copy(update={"expert_parallel": 2})
+        reference = replace(work, job=work.under(of_many)).alone()
+        run_reference(reference, torch.device("cpu"))
 
 
 def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool, str]]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
@@ -33,7 +34,7 @@ from uspft.families.multimodal import (
 from uspft.job import Job
 from uspft.model.adapter import lora_config
 from uspft.model.hf_config import changed_fields
-from uspft.parameters.experts import as_files
+from uspft.parameters.experts import as_files, corrections
 from uspft.parameters.source import FolderWeights
 
 CONFIG = "config.json"
@@ -45,6 +46,9 @@ PROCESSOR_FILES = (
 )
 """What a multimodal model needs to make tensors of images."""
 SHARD_BYTES = 5 * 10**9
+CORRECTIONS = "corrections.safetensors"
+"""The file beside a checkpoint's config with what corrects routers' choices, in float32, as an
+export names it; it trains no more than the config does."""
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The embedding, and the head that files may hold too where it is tied to it."""
 PREFIX = "base_model.model."
@@ -72,16 +76,21 @@ def write_exports(
         export_folder(whole.merged(), whole.dtype, files, hf, whole.base)
 
 
-def write_model_files(folder: Path, config: Any, job: Job, step: int) -> None:
+def write_model_files(
+    folder: Path, config: Any, job: Job, step: int, model: nn.Module | None = None
+) -> None:
     """Write into a folder all that from_pretrained and a server need beside the weights.
 
     config: the model's, as trained, with its rope scaling. The tokenizer gets the chat template
     that was trained, the generation config the tokens that end a turn. Where an adapter was
     trained, its own card lies there too: each export keeps the one that it needs. A multimodal
     checkpoint keeps its own config, but for what was trained otherwise, and what it says of its
-    other parts. Raises OSError.
+    other parts. model: has what corrects its routers' choices, which lies there too. Raises
+    OSError.
     """
     _write_config(folder, config, job)
+    if model:
+        _keep_corrections(folder, model, config)
     loads = loading_class(json.loads((folder / CONFIG).read_text("utf-8")))
     if job.tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
@@ -130,6 +139,15 @@ def _write_config(folder: Path, config: Any, job: Job) -> None:
         old.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
+def _keep_corrections(folder: Path, model: nn.Module, config: Any) -> None:
+    """Write what corrects a model's routers, where there is any."""
+    raw = {"model_type": config.model_type}
+    every = [as_files(name, one, raw) for name, one in corrections(model).items()]
+    if every:
+        held = {name: _held(value, torch.float32) for name, value in chain(*every)}
+        save_tensors(held, folder / CORRECTIONS, {"format": "pt"})
+
+
 def export_folder(
     tensors: Iterator[tuple[str, Tensor]],
     dtype: torch.dtype,
@@ -151,7 +169,10 @@ def export_folder(
     named = _beside(tensors, dtype, base, config) if base else _alone(tensors, dtype, config)
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
-    held_bytes = 0
+    if (untrained := aside / CORRECTIONS).exists():
+        held = load_file(untrained)
+        untrained.unlink()
+    held_bytes = sum(value.numel() * value.element_size() for value in held.values())
     for name, value in named:
         size = value.numel() * value.element_size()
         if held and held_bytes + size > SHARD_BYTES:
@@ -255,6 +276,7 @@ def export_adapter(
     }
     if (aside / ADAPTER_CARD).exists():  # a checkpoint of an earlier version has none
         (aside / ADAPTER_CARD).replace(aside / "README.md")
+    (aside / CORRECTIONS).unlink(missing_ok=True)
     save_tensors(held, aside / "adapter_model.safetensors", {"format": "pt"})
     adapted: Collection[str] | None = block.adapter.target_modules
     if adapted is None:

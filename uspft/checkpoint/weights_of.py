@@ -12,14 +12,15 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.families.multimodal import is_multimodal
 from uspft.model.adapter import AdapterStart
 from uspft.model.trained import trained_parameters
+from uspft.parameters.experts import corrections
 from uspft.parameters.grown import GrownWeights, table_names
+from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, RandomWeights, SplitWeights, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.config import ModelBlock
-    from uspft.parameters.part import Part
 
 
 WeightsOf = Callable[["ModelBlock", int, Any, Checkpoint | None], Weights]
@@ -53,6 +54,16 @@ def weights_of(
     if all(parameter.requires_grad for parameter in model.parameters()):
         return held
     return SplitWeights(trained_parameters(model), held, _start(block, seed, model))
+
+
+def carry_corrections(block: ModelBlock, model: Any) -> None:
+    """Give the routers of a model the corrections of their choices that its folder has; random
+    weights start without. Raises WeightsError."""
+    found = corrections(model)
+    if found and block.config is None:
+        folder = FolderWeights(Path(block.name_or_path or ""))
+        for name, buffer in found.items():
+            buffer.copy_(folder.read(name, Part.whole(tuple(buffer.shape))))
 
 
 def multimodal_base(block: ModelBlock) -> FolderWeights | None:

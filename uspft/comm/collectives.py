@@ -16,6 +16,9 @@ from torch import Tensor
 
 from uspft.comm.group import Group
 
+Waited = Callable[[], Tensor]
+"""A function that waits for a transfer under way and returns what it has brought."""
+
 
 def all_to_all(
     x_s: Tensor,
@@ -29,11 +32,29 @@ def all_to_all(
     x_s is contiguous and flat, and `send` has the number of elements of each piece. The result has
     the pieces that arrive, of `receive` elements, in member order. kind: what it counts as.
     """
+    return start_all_to_all(x_s, send, receive, group, kind)()
+
+
+def start_all_to_all(
+    x_s: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: Group,
+    kind: str = "all_to_all",
+) -> Waited:
+    """Start what `all_to_all` does, and return the function that waits for it, which must be
+    called.
+
+    x_s must not change until then.
+    """
     out_r = x_s.new_empty(sum(receive))
     others = [n for member, n in enumerate(send) if n and member != group.index]
     group.books.add(kind, sum(others) * x_s.element_size(), len(others))
-    dist.all_to_all_single(out_r, x_s, list(receive), list(send), group=group.handle)
-    return out_r
+    work = dist.all_to_all_single(
+        out_r, x_s, list(receive), list(send), group=group.handle, async_op=True
+    )
+    transfer = Transfer([work], f"{kind}, an all-to-all", (x_s, out_r), group)
+    return partial(_arrived, [transfer], out_r)
 
 
 class Move(NamedTuple):
@@ -139,10 +160,6 @@ def _turned(x: Tensor, rows: int, columns: int) -> Tensor:
     """Return the parts of x, as many along its first dimension as a table of rows has, by
     columns."""
     return x.unflatten(0, (rows, columns, -1)).transpose(0, 1).flatten(0, 2)
-
-
-Waited = Callable[[], Tensor]
-"""A function that waits for a transfer under way and returns what it has brought."""
 
 
 def start_gather(x: Tensor, group: Group, kind: str) -> Waited:

@@ -47,7 +47,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     vocabulary = shape.vocab_size if shape else None
     with found.placed(), tokenizer_here(recipe) as tokenizer:
         look = first_look(recipe.data, tokenizer, vocabulary)
-        found.not_checked.extend(look.left_out)
+        found.not_checked.extend(look.not_read)
         if shape and found.is_open:
             found = weighed_here(found, place, look.lengths)
             recipe = found.recipe

@@ -10,6 +10,7 @@ from typing import Any
 
 from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
+from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.auto import ROWS, STAGE
@@ -161,8 +162,8 @@ def as_data(
     machine: str,
     longest: int | None = None,
 ) -> dict[str, Any]:
-    """Return the same for programs. longest: of how many layouts the longest row is worked out,
-    beside the recipe's own; None: of all."""
+    """Return the order of layouts as JSON has it, for programs. longest: of how many layouts the
+    longest row is worked out, beside the recipe's own; None: of all."""
     first = order.layouts[0]
     layouts = []
     for place, one in enumerate(every):
@@ -260,10 +261,9 @@ def _buckets(mix: LayoutSet, drawn: DrawnSteps) -> str:
 def _switches(mix: LayoutSet) -> str:
     """Return what a rank receives for each switch of layouts."""
     if mix.moves:
-        degrees = sorted({one.layout.tensor for one in mix.buckets})
         each = [
-            f"tensor {degree}: {as_size(int(moved))} in {seconds:.3g} s"
-            for degree, (moved, seconds) in zip(degrees, mix.transfers, strict=True)
+            f"{_weights_of(layout)}: {as_size(int(moved))} in {seconds:.3g} s"
+            for layout, (moved, seconds) in zip(mix.held_in_turn, mix.transfers, strict=True)
         ]
         return f"switches by moving weights and gradients, a rank receives: {', '.join(each)}"
     if padded := mix.padding_bytes:
@@ -272,6 +272,11 @@ def _switches(mix: LayoutSet) -> str:
             f"{as_size(int(padded))} are padding"
         )
     return "switches of sequence degrees: no weight moves"
+
+
+def _weights_of(layout: Layout) -> str:
+    stages = f", {layout.pipeline} stages" if layout.pipeline > 1 else ""
+    return f"tensor {layout.tensor}{stages}"
 
 
 def _steps(found: SwitchingChoice) -> str:

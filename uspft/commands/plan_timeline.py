@@ -54,7 +54,7 @@ def _gib(drawn: PipelineTimeline, rank: int) -> str:
 
 
 def as_picture(drawn: PipelineTimeline, name: str) -> str:
-    """Return the same as SVG."""
+    """Return the timeline of each rank as an SVG picture."""
     width, height = _LEFT + _DRAWN + _RIGHT, _TOP + _ROW * len(drawn.ranks) + 30
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '

@@ -82,6 +82,8 @@ class Degrees(RecipeBlock):
     """Number of micro-batches in a step, which the batch decides; without stages `1` stands too."""
     pp_interleave_num: Count = 1
     """Number of virtual stages that each stage's ranks take in turn; more make a bubble smaller."""
+    layers_per_stage: Annotated[EachStage, of_stages(Count)] | None = None
+    """Number of layers of each stage; null deals them out so that stages cost alike."""
     seq_split_num: Count = 1
     """Number of chunks of a row that follow one another through a pipeline (seqpipe)."""
     fine_grain_interleave: Count = 1
@@ -135,7 +137,5 @@ class ParallelBlock(Degrees):
     """Whether chunks of a row take equal time, by the planner's price, or have equal tokens."""
     pipeline_interleave: bool | Literal["auto"] | None = "auto"
     """Whether stages have virtual ones; `auto` follows `pp_interleave_num`, which says how many."""
-    layers_per_stage: Annotated[EachStage, of_stages(Count)] | None = None
-    """Number of layers of each stage; null deals them out so that stages cost alike."""
     offset: Integer | Annotated[EachStage, of_stages(Integer)] | None = None
     """Layers of each stage beyond the whole share, as in MindSpore; null: `layers_per_stage`."""

@@ -20,7 +20,7 @@ from uspft.config.degrees import Degrees
 from uspft.config.messages import shown as in_words
 from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
-from uspft.config.strategies import KEY, strategies_of
+from uspft.config.strategies import KEY, strategies_of, weights_move
 from uspft.config.types import Open
 
 
@@ -232,6 +232,6 @@ def experts(recipe: Recipe) -> Iterator[Finding]:
     if (shared := zero.get("zero_hpz_partition_size", 1)) > 1:
         what = f"is {shared}, which is not available {beside}"
         yield f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"
-    if parallel.switching == "move":
+    if weights_move(parallel):
         what = f"is move, {beside}: owners gather weights that all ranks hold alike"
         yield "parallel_config.switching", what, "write in_place, or expert_parallel: 1"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import Finding, reads
-from uspft.config.strategies import KEY, strategies_of
+from uspft.config.strategies import KEY, strategies_of, weights_move
 from uspft.config.types import Open
 
 if TYPE_CHECKING:
@@ -34,15 +34,39 @@ WITHOUT_STAGES = {
 """What a resolved `parallel_config` says of stages where there is one."""
 
 
-@reads("parallel_config", "deepspeed.zero_optimization")
+def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
+    """Layouts that switch have stages where weights move, and neither virtual ones nor chunks."""
+    parallel, every = recipe.parallel_config, strategies_of(recipe)
+    staged = [number for number, one in enumerate(every) if one.pipeline_stage != 1]
+    for number, one in enumerate(every):
+        for key in ("pp_interleave_num", "seq_split_num"):
+            if (value := getattr(one, key)) != 1:
+                has = "virtual stages" if key == "pp_interleave_num" else "chunks"
+                what = f"is {value}, and layouts that switch have no {has}"
+                yield f"{KEY}[{number}].{key}", what, f"write 1, or leave {KEY} out"
+        if one.micro_batch_num not in (AUTO, *[1] * (number not in staged)):
+            what = f"is {one.micro_batch_num}, and it follows from a step's samples"
+            yield f"{KEY}[{number}].micro_batch_num", what, f"write {AUTO}, or leave it out"
+        if one.layers_per_stage is not None and number not in staged:
+            what = f"is {as_list(one.layers_per_stage)}, and its pipeline_stage is 1"
+            yield f"{KEY}[{number}].layers_per_stage", what, "leave it out, or write more stages"
+        if number in staged and not weights_move(parallel):
+            what = f"is {one.pipeline_stage}, and with switching: in_place ranks keep their layers"
+            yield f"{KEY}[{number}].pipeline_stage", what, "write switching: move, or 1"
+    if staged and parallel.offset not in _OFF["offset"]:
+        what = f"is {as_list(parallel.offset)}, beside layouts of which each has its own stages"
+        yield "parallel_config.offset", what, f"write {KEY}[n].layers_per_stage, or leave it out"
+    if staged and not isinstance(recipe.memory.gradient_checkpointing, bool):
+        given = as_list(recipe.memory.gradient_checkpointing)
+        what = f"is {given} of a stage's layers, and layouts that switch have different stages"
+        yield "memory.gradient_checkpointing", what, "write true or false"
+
+
+@reads("parallel_config", "deepspeed.zero_optimization", "memory.gradient_checkpointing")
 def stages(recipe: Recipe) -> Iterator[Finding]:
     """Stages stand beside what they go with; where there is one, nothing is said of several."""
     parallel = recipe.parallel_config
-    for number, one in enumerate(strategies_of(recipe)):
-        for key in ("pipeline_stage", "pp_interleave_num", "micro_batch_num", "seq_split_num"):
-            if (value := getattr(one, key)) not in (1, AUTO):
-                what = f"is {value}, and layouts that switch have no stages"
-                yield f"{KEY}[{number}].{key}", what, f"write 1, or leave {KEY} out"
+    yield from _of_strategies(recipe)
     if parallel.strategies is not None and parallel.micro_batch_num not in (1, AUTO):
         what = f"is {parallel.micro_batch_num}, and with {KEY} it follows from a step's samples"
         yield "parallel_config.micro_batch_num", what, f"write {AUTO}, or leave it out"
@@ -60,7 +84,10 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
         yield from beside_stages(recipe)
         yield from _chunks(recipe)
         return
+    staged = any(one.pipeline_stage != 1 for one in strategies_of(recipe))
     for key, values in _OFF.items():
+        if staged and key in ("pipeline_scheduler", "offset"):
+            continue  # of a strategy's stages, or refused as such
         if (given := getattr(parallel, key)) not in values:
             what = f"is {as_list(given)}, and parallel_config.pipeline_stage is 1"
             least = "null" if values[0] is None else values[0]
@@ -111,9 +138,6 @@ def beside_stages(recipe: Recipe) -> list[Finding]:
     if (shared := zero.get("zero_hpz_partition_size", 1)) > 1:
         what = f"is {shared}, which is not available beside {stages}"
         found.append((f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"))
-    if parallel.strategies is not None:
-        what = f"are several layouts, which have no stages, beside {stages}"
-        found.append((KEY, what, "leave them out, or write 1 stage"))
     if parallel.pp_interleave_num == 1:
         return found
     virtual = f"parallel_config.pp_interleave_num {parallel.pp_interleave_num}"
@@ -132,7 +156,7 @@ def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     """A list of checkpointed layers has a number for each stage."""
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
-    if isinstance(given, bool | int):
+    if isinstance(given, bool | int) or strategies_of(recipe):
         return
     if isinstance(ranks, Open):
         what = f"is {as_list(given)}, and parallel_config.pipeline_stage is {AUTO}"

@@ -63,6 +63,14 @@ def alike(parallel: ParallelBlock) -> ParallelBlock:
     return parallel.model_copy(update={"strategies": every})
 
 
+def weights_move(parallel: ParallelBlock) -> bool:
+    """Return whether weights move between the layouts that a recipe lists: where it says so, and
+    where it leaves that open and a layout has stages, whose layers no other rank holds."""
+    every = parallel.strategies if isinstance(parallel.strategies, tuple) else ()
+    staged = any(one.pipeline_stage != 1 for one in every)
+    return parallel.switching == "move" or (staged and parallel.switching in (AUTO, None))
+
+
 def layouts_of(recipe: Recipe) -> list[Recipe]:
     """Return a recipe for each of its strategies; the recipe itself where it has one layout."""
     return [under(recipe, number) for number in range(len(strategies_of(recipe)))] or [recipe]
@@ -146,11 +154,10 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
     if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
         what = "is 0, and layouts that switch share one optimizer over all ranks"
         yield "deepspeed.zero_optimization.stage", what, f"write 1, 2 or 3, or leave {KEY} out"
-    every, moves = strategies_of(recipe), recipe.parallel_config.switching == "move"
-    if moves:
+    if weights_move(recipe.parallel_config):
         yield from _movable(recipe)
     else:
-        yield from _inside_one_another(every)
+        yield from _inside_one_another(strategies_of(recipe))
 
 
 def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
@@ -217,8 +224,13 @@ def _movable(recipe: Recipe) -> Iterator[Finding]:
         what = "is bfloat16, and with switching: move gradients go to their owners in float32"
         yield "memory.gradient_reduction", what, "write float32, or switching: in_place"
     tokens: dict[int, bool] = {}
+    layers: dict[object, object] = {}
     for number, one in enumerate(strategies_of(recipe)):
         degree, splits = one.model_parallel, one.use_seq_parallel
+        stages, given = one.pipeline_stage, one.layers_per_stage
+        if given and layers.setdefault(stages, given) != given:
+            what = f"differs from that of another strategy with pipeline_stage {stages}"
+            yield f"{KEY}[{number}].layers_per_stage", what, "write the same in both"
         if one.on_a_mesh:
             what = f"is {one.tensor_parallel_algo}, whose blocks owners do not gather"
             remedy = "write megatron in every strategy, or switching: in_place"

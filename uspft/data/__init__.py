@@ -8,7 +8,7 @@ for each rank). samples: what one sample is on its way; faults: how it is told w
 from uspft.data.chat.template import turn_ends, without_marks
 from uspft.data.corpus.cache import CacheSize, corpora_in, empty, holding
 from uspft.data.corpus.corpus import Corpus, read_report
-from uspft.data.corpus.counts import fates
+from uspft.data.corpus.counts import kept_and_dropped
 from uspft.data.corpus.first_look import first_look
 from uspft.data.corpus.holdout import HELD_OUT, hold_out
 from uspft.data.corpus.prepare import formats_of, prepare, prepare_sets, prepared
@@ -26,11 +26,11 @@ __all__ = [
     "RowStream",
     "corpora_in",
     "empty",
-    "fates",
     "first_look",
     "formats_of",
     "hold_out",
     "holding",
+    "kept_and_dropped",
     "load_tokeniser",
     "not_checked",
     "prepare",

@@ -58,8 +58,8 @@ class Record:
     origin: Origin
     shape: str = ""
     """What the first record of a file looks like, in words; empty for the others."""
-    led: bool = False
-    """Whether its turns are led by a system field of its own."""
+    system_added: bool = False
+    """Whether its first turn was made of a field `system`: faults count turns without it."""
     unused: tuple[str, ...] = ()
     """Fields of it that nothing uses; of a table's first record, the columns too that are not
     read."""

@@ -70,7 +70,7 @@ class ExpertSets:
             parameter.allreduce, parameter.group_name = False, self._name  # type: ignore[attr-defined]
 
     def set_apart(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Give experts that train parameter groups of their own, and the module a sign of them."""
+        """Give trained experts parameter groups of their own, and the module a `_Sign` of them."""
         trained = {id(one) for one in self._here if one.requires_grad}
         if self._stage == 3 or not trained:
             return
@@ -90,7 +90,7 @@ class ExpertSets:
 
 
 class _Sign(MoE):
-    """A module that computes nothing, by which DeepSpeed sees that there are experts."""
+    """A module that computes nothing and shows DeepSpeed that the model has experts."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)

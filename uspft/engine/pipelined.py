@@ -25,9 +25,8 @@ from uspft.sequence.kept_keys import RowKeys
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.comm import Group
     from uspft.engine.zero import ZeroEngine
-    from uspft.mesh import Groups
+    from uspft.mesh import Groups, Mesh
     from uspft.model.causal import CausalModel
     from uspft.objective import Objective, Scales
     from uspft.parameters.shards import Holders
@@ -38,15 +37,18 @@ def pipelined(
     parts: CausalModel,
     objective: Objective,
     stages: Stages,
-    holders: Holders,
-    group: Group,
+    mesh: Mesh,
     schedule: Schedule,
     groups: Groups,
+    holders: Holders | None = None,
 ) -> tuple[StagedModel, Pipeline]:
     """Return the stages of this rank as a module, and what runs them; collective.
 
-    group: the ranks along the pipeline. groups: the process groups of this process.
+    groups: the process groups of this process. holders: of a table of embeddings that is the head's
+    too, which the last stage has a copy of; None where it holds the table itself, as weights that
+    move are held.
     """
+    group = mesh.pipeline
     module = StagedModel(parts, objective, stages, group.index)
     named, table = module.named(), parts.model.get_input_embeddings().weight
     trained = {stage_of(name, stages) for name, p in named.items() if p.requires_grad}
@@ -54,11 +56,12 @@ def pipelined(
     bare = {stage for stage in own - trained if stage >= first}
     if bare or not own & trained:
         module.add_idle(bare)
-    every, lines = holders.shards.layout.groups(("pipeline",)), Lines(group)
+    every, lines = mesh.layout.groups(("pipeline",)), Lines(group)
     if table.device.type == "cuda":
-        lines = Lines(group, groups.ways(every, holders.rank))
-    tied, tie_trains = None, parts.model.config.tie_word_embeddings and table.requires_grad
-    if parts.model.config.tie_word_embeddings and group.index in (0, group.size - 1):
+        lines = Lines(group, groups.ways(every, mesh.rank))
+    copies = holders is not None and parts.model.config.tie_word_embeddings
+    tied, tie_trains = None, copies and table.requires_grad
+    if holders and copies and group.index in (0, group.size - 1):
         name = next(name for name, p in named.items() if p is table)
         holder = holders.rank % (holders.everyone.size // group.size)
         size = holders.shards.part(name, holders.shapes[name], holder).size

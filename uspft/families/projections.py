@@ -12,7 +12,7 @@ from dataclasses import dataclass
 QUERY, KV, INNER, VOCABULARY = "query", "kv", "inner", "vocabulary"
 """What is divided: query heads, key-value heads, inner features of the MLP, tokens known."""
 HEAD, SHARED = "head", "shared"
-"""Query heads of which each has one number; inner features of the expert that every token meets."""
+"""Query heads of which each has one number; inner features of experts that every token meets."""
 GATED_QUERY = "gated query"
 """Query heads, each with as many features that gate what it attends to."""
 STATE_KEY, STATE_VALUE, STATE_GATE = "state key", "state value", "state gate"
@@ -80,16 +80,19 @@ _ROUTED: Mapping[str, Projection] = {
     "mlp.shared_expert.up_proj": Projection(COLUMNS, (SHARED,)),
     "mlp.shared_expert.down_proj": Projection(ROWS, (SHARED,)),
     "mlp.shared_expert_gate": BETWEEN,
+    "mlp.shared_experts.gate_proj": Projection(COLUMNS, (SHARED,)),
+    "mlp.shared_experts.up_proj": Projection(COLUMNS, (SHARED,)),
+    "mlp.shared_experts.down_proj": Projection(ROWS, (SHARED,)),
 }
 """Of a block of experts; how the experts are divided, their modules say."""
 ROUTED: Mapping[str, Projection] = {**SEPARATE, **_ROUTED}
-"""Mixtral's."""
+"""Mixtral's, and ERNIE 4.5's."""
 ROUTED_NORMED_TOGETHER: Mapping[str, Projection] = {**NORMED_TOGETHER, **_ROUTED}
-"""OLMoE's."""
+"""OLMoE's and MiniMax-M2's."""
 ROUTED_SPARSELY: Mapping[str, Projection] = {**SEPARATE, "block_sparse_moe.router": BETWEEN}
 """Granite's with experts."""
 ROUTED_NORMED_HEADS: Mapping[str, Projection] = {**NORMED_HEADS, **_ROUTED}
-"""Qwen3-MoE's."""
+"""Qwen3-MoE's and GLM-4.5's."""
 SINKS: Mapping[str, Projection] = {
     **SEPARATE,
     "self_attn.sinks": Projection(COLUMNS, (HEAD,)),

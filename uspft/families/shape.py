@@ -14,7 +14,7 @@ from typing import Any
 from uspft.config.problems import Finding
 from uspft.config.recipe import ModelBlock
 from uspft.families.multimodal import is_multimodal, language_model, media_tokens
-from uspft.families.table import FAMILIES, rope_of, unsupported
+from uspft.families.table import EXPERTS, FAMILIES, MET, rope_of, shared_features, unsupported
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -48,16 +48,32 @@ class ModelShape:
     @property
     def experts(self) -> int:
         """The number of experts of a layer; 1 where tokens do not choose among any."""
-        full = {**FAMILIES[self.model_type].defaults, **self.raw}
-        if not FAMILIES[self.model_type].routed:
-            return 1
-        return int(full.get("num_local_experts") or full.get("num_experts") or 1)
+        return self._of_experts(EXPERTS)
+
+    @property
+    def met_experts(self) -> int:
+        """The number of experts that a token meets; 1 where it does not choose."""
+        return self._of_experts(MET)
+
+    @property
+    def shared_features(self) -> int:
+        """The inner features of the experts that every token meets."""
+        return shared_features(self.full) if FAMILIES[self.model_type].routed else 0
+
+    @property
+    def full(self) -> dict[str, Any]:
+        """The config, with what transformers takes where the file has no such field."""
+        return {**FAMILIES[self.model_type].defaults, **self.raw}
+
+    def _of_experts(self, names: tuple[str, ...]) -> int:
+        found = [self.full[name] for name in names if self.full.get(name)]
+        return int(found[0]) if found and FAMILIES[self.model_type].routed else 1
 
     @property
     def window(self) -> int | None:
         """The sliding window of some layer, in keys; None where all see all."""
         family = FAMILIES[self.model_type]
-        full = {**family.defaults, **self.raw}
+        full = self.full
         asked = {"none": False, "switched": bool(full.get("use_sliding_window"))}
         return full.get("sliding_window") if asked.get(family.windows, True) else None
 

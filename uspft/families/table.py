@@ -72,6 +72,10 @@ class Family:
     """The weight of a new norm."""
     routed: bool = False
     """Whether its tokens choose experts."""
+    balanced: bool = True
+    """Whether transformers has a loss of its routers, where it has any."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """The fields that no run may have on, and why."""
     capped: bool = False
     """Whether its attention heeds attn_logit_softcapping."""
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -148,9 +152,8 @@ FAMILIES: dict[str, Family] = {
         scalings=_LONGROPE,
         projections=FUSED,
         cut=_CUT,
-        why_all_heads="makes queries, keys and values by one matrix",
     ),
-    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT, why_all_heads=_NORMED),
+    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT),
     "smollm3": Family(
         "switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}, cut=_TYPED_CUT
     ),
@@ -208,13 +211,52 @@ FAMILIES: dict[str, Family] = {
         routed=True,
         projections=ROUTED_NORMED_TOGETHER,
         cut=_CUT,
-        why_all_heads=_NORMED,
     ),
     "granitemoe": Family(
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
         routed=True,
         projections=ROUTED_SPARSELY,
         cut=LayerCut(after_first={"embedding_multiplier": 1.0}),
+    ),
+    "glm4_moe": Family(
+        defaults={
+            "num_key_value_heads": 8,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        routed=True,
+        balanced=False,
+        projections=ROUTED_NORMED_HEADS,
+        cut=_CUT,
+    ),
+    "ernie4_5_moe": Family(
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        routed=True,
+        refused={"use_bias": "biases of all projections and of the head"},
+        projections=ROUTED,
+        cut=_CUT,
+    ),
+    "minimax_m2": Family(
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        routed=True,
+        projections=ROUTED_NORMED_TOGETHER,
+        cut=_CUT,
     ),
     "olmo_hybrid": Family(
         projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
@@ -226,6 +268,9 @@ FAMILIES: dict[str, Family] = {
         **_STATES,
     ),
 }
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What families call the number of a layer's experts, and MET that of those that a token meets."""
+MET = ("num_experts_per_tok", "moe_k")
 NO_KEYS = 0
 """The sliding window of a layer without attention, in which a query sees no key."""
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
@@ -234,10 +279,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "llama4": ("takes images too, and attends in chunks", ""),
     **dict.fromkeys(
         ("gemma4", "gemma4_text"), ("has heads of two sizes, and layers that share keys", "")
-    ),
-    **dict.fromkeys(
-        ("glm4_moe", "ernie4_5_moe", "minimax_m2"),
-        ("corrects its routers' choices by numbers that are not trained, nor carried here yet", ""),
     ),
     **{kind: (UNSPLIT.format(what), "") for what, mixer in MIXERS.items() for kind in mixer.models},
 }
@@ -290,6 +331,11 @@ def unsupported(
     full = {**family.defaults, **raw}
     findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
     findings += _noise(full, named) + _router_loss(kind, full, named)
+    findings += [
+        (named(key), f"{key}: {what} are not available yet", f"write model.overrides.{key}: false")
+        for key, what in family.refused.items()
+        if full.get(key)
+    ]
     findings += _mixes(raw, named) if family.states else []
     findings += _quantised(kind, full, named)
     findings += _positions(kind, raw, named)
@@ -344,6 +390,9 @@ def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Findi
         return [(named(key), f"{key} is {asked!r}, not true or false", f"write {key}: true")]
     if asked and not FAMILIES[kind].routed:
         what = f"{key} is true, and model_type `{kind}` has no experts to choose among"
+        return [(named(key), what, f"write model.overrides.{key}: false")]
+    if asked and not FAMILIES[kind].balanced:
+        what = f"{key} is true, and transformers' {kind} has no loss of its routers"
         return [(named(key), what, f"write model.overrides.{key}: false")]
     factor, key = full.get("router_aux_loss_coef", 0.001), "router_aux_loss_coef"
     if asked and (type(factor) not in (int, float) or not 0 <= factor < math.inf):
@@ -479,3 +528,11 @@ def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
     if rope.get("rope_theta") is None and raw.get("rope_theta") is not None:
         rope["rope_theta"] = raw["rope_theta"]
     return rope
+
+
+def shared_features(full: Mapping[str, Any]) -> int:
+    """Return how many inner features the experts have that every token meets, of a config with what
+    transformers takes where a file has no such field; 0 without such experts."""
+    number = full.get("n_shared_experts") or full.get("moe_num_shared_experts") or 0
+    whole = full.get("shared_expert_intermediate_size")
+    return int(whole or number * (full.get("moe_intermediate_size") or 0))

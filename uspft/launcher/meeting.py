@@ -1,4 +1,4 @@
-"""The meeting of a run's hosts before their ranks start: a refusal on one of them ends all.
+"""The rendezvous of a run's hosts before their ranks start: a refusal on one of them ends all.
 
 Each host opens its line before it looks at anything, says what it does while it gets ready, and
 starts its ranks when all are. A host that ends before tells the others why.
@@ -32,7 +32,7 @@ LEAVE_SECONDS = 1.0
 
 
 class Meeting:
-    """This host's part in the meeting of a run's hosts; with one host there is nothing to it."""
+    """This host's part in the rendezvous of a run's hosts; with one host nothing is waited for."""
 
     def __init__(self, hosts: Hosts | None = None) -> None:
         """Open the line to the other hosts. Raises LaunchError where its port is taken."""

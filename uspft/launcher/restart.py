@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
 @dataclass
 class Restart:
-    """What a run may do when it is lost, and what was decided."""
+    """Whether a lost run may start again, and what its hosts have decided."""
 
     may: Callable[[str], bool]
     """Returns, of why it was lost, whether it may start again; asked on host 0 alone."""

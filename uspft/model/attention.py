@@ -7,6 +7,8 @@ for an implementation that registers no mask function.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -62,7 +64,7 @@ class Bound:
         self.real = torch.empty(0) if real is None else real
         self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
-        self._layer = 0
+        self._layer, self._sums = 0, True
         self.begun: set[int] = set()
         """What has run with it once: a layer that runs again is recomputed."""
         self._outputs: dict[int, list[Tensor | Item]] = {}
@@ -165,8 +167,20 @@ class Bound:
         """Return what a block of split matrices takes, of what lies between blocks."""
         return self.world.tensor.enter(x, len(self.tokens), self.world.mesh.columns)
 
+    @contextmanager
+    def unsummed(self) -> Iterator[None]:
+        """Let blocks be left within the `with` block for their gradients alone, by ranks that have
+        the same tokens between blocks."""
+        self._sums = False
+        try:
+            yield
+        finally:
+            self._sums = True
+
     def leave(self, x: Tensor) -> Tensor:
         """Return what lies between blocks, of what a block's row-split matrix made here."""
+        if not self._sums:
+            return x
         return self.world.tensor.leave(x, self.world.mesh.columns)
 
     @property

@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from uspft.config.problems import Fault, said
 from uspft.model.attention import NAME
 from uspft.model.linear import bind_linear_layers
-from uspft.parameters.experts import is_experts, is_router
+from uspft.parameters.experts import CORRECTION, corrections, is_experts, is_router
 from uspft.parameters.grown import table_names
 from uspft.parameters.source import FolderWeights, WeightsError
 
@@ -30,6 +30,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    _hold_corrections(model)
     bind_linear_layers(model)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
@@ -37,6 +38,14 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
         wide = torch.float32 if buffer.is_floating_point() else buffer.dtype
         buffer.data = buffer.data.to(device, wide)
     return model
+
+
+def _hold_corrections(model: nn.Module) -> None:
+    """Make buffers of corrections that transformers has as parameters, and trains no more than
+    those: a parameter would be rounded to the model's type, and partitioned."""
+    for module in model.modules():
+        if (held := module._parameters.pop(CORRECTION, None)) is not None:
+            module.register_buffer(CORRECTION, torch.zeros(held.shape))
 
 
 def parameter_count(
@@ -98,7 +107,8 @@ def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:
     for new tokens. Raises WeightsError.
     """
     held = FolderWeights(folder).shapes()
-    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    named = {**dict(model.named_parameters()), **corrections(model)}
+    wanted = {name: tuple(value.shape) for name, value in named.items()}
     for name in table_names(model) & held.keys() & wanted.keys() if grows else ():
         if held[name][0] < wanted[name][0]:
             held[name] = (wanted[name][0], *held[name][1:])

@@ -189,6 +189,11 @@ def part_of_product(
     return out
 
 
+def eps_of(norm: Any) -> float:
+    """Return what one of transformers' RMS norms adds to the mean of squares."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
 class SplitNorm(nn.Module):
     """An RMS norm over features of which each rank has some, as OLMo 2's over all heads."""
 
@@ -200,11 +205,11 @@ class SplitNorm(nn.Module):
         """
         super().__init__()
         self.weight = norm.weight
-        self._eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        self._eps = eps_of(norm)
         self._split, self._call, self._added = split, call, added
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [1, T, features here], normed over the features of all ranks, in its type."""
+    def scale(self, x: Tensor) -> Tensor:
+        """Return by what each token of x [1, T, features here] is multiplied, [1, T, 1]."""
         group, (units,) = self._call.group, self._split.units or self._split.stacked
         wide, sharing = x.to(torch.float32), -(-group.size // units)
         if group.size == 1 or not divides(self._call.bound, self._split):
@@ -212,9 +217,17 @@ class SplitNorm(nn.Module):
         else:
             squares = summed(wide.pow(2).sum(-1, keepdim=True), group)
             mean = squares / sharing / (x.shape[-1] * group.size // sharing)
-        wide = wide * torch.rsqrt(mean + self._eps)
+        return torch.rsqrt(mean + self._eps)
+
+    def here(self) -> Tensor:
+        """Return the weight of the features here."""
         weight = cut(self.weight, self._call.used(self._split)[:1])
-        return ((weight + self._added if self._added else weight) * wide).to(x.dtype)
+        return weight + self._added if self._added else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [1, T, features here], normed over the features of all ranks, in its type."""
+        wide = x.to(torch.float32)
+        return (self.here() * (wide * self.scale(wide))).to(x.dtype)
 
 
 class FusedHeads:
@@ -232,7 +245,10 @@ class FusedHeads:
         self._split, self._call = split, call
 
     def count(self, attention: Any, args: Any) -> None:
-        """Tell the attention how many heads this call has here, before it runs."""
+        """Tell the attention how many heads this call has here, before it runs, unless it is to
+        make some of them alone."""
+        if attention.config is not self._config:
+            return
         degree = self._call.group.size
         self._config.num_attention_heads = self._heads // degree
         attention.num_key_value_heads = max(1, self._kv_heads // degree)

@@ -6,8 +6,10 @@ stands where all heads' is. The backward goes the same way: the gradient of a gr
 the place of its output, and where it can, the input's that of the queries' gradient. Gradients of
 weights are summed over tiles in float32 and leave once.
 
-Where a layer is a norm and attention, a norm and the MLP, each half is one function with its
-residual: what lives of it is its input, one group or one tile, and the residual's gradient.
+Attention and the MLP are each one function with norms and residual: what lives of it is its input,
+one group or one tile, and the residual's gradient; where a norm is behind attention, also the
+gradient of what that takes, since it needs all heads. Where tensor ranks have different tokens
+between blocks, or such a norm takes what they have summed, groups are inside attention alone.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads of
 this tensor rank, N some of either; D head dim, d hidden size.
@@ -16,6 +18,7 @@ this tensor rank, N some of either; D head dim, d hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,13 +29,15 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from uspft.families import FAMILIES
-from uspft.families.projections import COLUMNS, ROWS
+from uspft.families.projections import PER_HEAD, ROWS
+from uspft.model.divided import PartLinear
+from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
 from uspft.model.some_heads import (
-    HALVES,
-    OneOfZeros,
-    StandIn,
+    Halves,
+    Hook,
+    SomeHeads,
     first_half,
-    has_halves,
+    halves_of,
     second_half,
     seeing_some,
     some_of,
@@ -40,13 +45,13 @@ from uspft.model.some_heads import (
     up_to_attention,
 )
 from uspft.model.tiles import TOKENS, Tiled, TiledCall, add_up, with_gradient
-from uspft.sequence.head_exchange import both_ways, exchange_back, exchange_heads
-from uspft.sequence.rows.groups import KeyGroup, key_groups
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
+    from uspft.comm import Waited
     from uspft.model.attention import Bound
     from uspft.sequence import Heads, Rule
+    from uspft.sequence.rows.groups import KeyGroup
 
 WHOLE = "uspft_gathers_whole"
 """The attribute of a module all of whose weights ZeRO-3 gathers when it begins."""
@@ -60,45 +65,67 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
     """
     if why := FAMILIES[model.config.model_type].why_all_heads:
         raise RuntimeError(f"memory.attention_heads: {model.config.model_type} {why}")
+    projections = FAMILIES[model.config.model_type].projections
+    together = projections.get("self_attn.q_norm", PER_HEAD) != PER_HEAD
     for layer in model.base_model.layers:
-        if has_halves(layer):
-            block: GroupedBlock = _FirstHalf(layer, layer.self_attn, at_once, heads, tile)
-            layer.forward = TwoHalves(layer, block)
-            layer.register_forward_pre_hook(with_gradient)
-            setattr(layer, WHOLE, True)
-        else:
+        some = SomeHeads(layer.self_attn, normed_together=together)
+        how = Grouping(layer.self_attn, some, at_once, heads, tile)
+        halves, divided = halves_of(layer), any(isinstance(m, PartLinear) for m in layer.modules())
+        if halves and divided and halves.behind:  # whose norm takes what ranks have summed
+            halves = None
+        if divided or not halves:
             attention = layer.self_attn
-            block = GroupedBlock(attention, attention, at_once, heads, tile)
-            attention.forward = block
+            attention.forward = GroupedBlock(attention, how)
             attention.register_forward_pre_hook(_by_place, with_kwargs=True)
-            attention.register_forward_pre_hook(with_gradient)
-            setattr(attention, WHOLE, True)
+        if halves:
+            layer.forward = TwoHalves(layer, halves, _FirstHalf(layer, halves, how))
+            layer.register_forward_pre_hook(with_gradient)
+        setattr(layer if halves else layer.self_attn, WHOLE, True)
 
 
 def _by_place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a block its input by place, before it runs: torch takes the gradients of a module's
-    parameters to be there when those of such inputs are, and without any before it began."""
-    return (args, kwargs) if args else ((kwargs.pop("hidden_states"),), kwargs)
+    """Give a block its input by place, and with a gradient, before it runs: torch takes the
+    gradients of a module's parameters to be there when those of such inputs are, and without any
+    before it began."""
+    if isinstance(kwargs["uspft"], Hook):  # a layer runs up to attention
+        return None
+    args = args or (kwargs.pop("hidden_states"),)
+    return with_gradient(module, args) or args, kwargs
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How an attention works in groups of heads."""
+
+    attention: Any
+    some: SomeHeads
+    at_once: int
+    """How many query heads of a KV head are attended with at once."""
+    heads: Heads
+    """Of the model."""
+    tile: int | None
+    """Tokens; None for all at once."""
 
 
 class GroupedBlock:
     """What stands in for the forward of an attention block: the block, in groups of heads."""
 
-    def __init__(
-        self, module: Any, attention: Any, at_once: int, heads: Heads, tile: int | None
-    ) -> None:
+    def __init__(self, module: Any, how: Grouping) -> None:
         """module: what is run up to attention, to which the block's input goes."""
-        self.module, self.attention = module, attention
-        self.at_once, self.heads, self.tile = at_once, heads, tile
+        self.module, self.how = module, how
         forward: Any = type(module).forward
         layer = isinstance(module, GradientCheckpointingLayer)  # whose own is within
         self.run = forward.__wrapped__ if layer else forward
         self.parameters_of: list[nn.Module] = [module]
+        self.behind: list[nn.Module] = [how.attention.o_proj]
+        """The modules behind attention."""
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        made = self.attend(hidden_states, kwargs)
-        bound: Bound = kwargs["uspft"]
-        return bound.leave(made), None
+        bound: Bound | Hook = kwargs["uspft"]
+        if isinstance(bound, Hook):
+            found: tuple[Tensor, None] = self.run(self.module, hidden_states, **kwargs)
+            return found
+        return bound.leave(self.attend(hidden_states, kwargs)), None
 
     def attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Return what the block makes of x [1, t, d]; differentiable."""
@@ -112,71 +139,65 @@ class GroupedBlock:
         """Return what the block gives of its input and of what its last projection made."""
         return made
 
+    def left(self, made: Tensor, bound: Bound) -> Tensor:
+        """Return what the last projection made, summed over ranks where the block does that."""
+        return made
+
 
 class _FirstHalf(GroupedBlock):
-    """Attention with its norm and its residual."""
+    """Attention with its norms and its residual."""
 
-    def __init__(self, layer: Any, *about: Any) -> None:
-        super().__init__(layer, *about)
-        self.parameters_of = [layer.input_layernorm, layer.self_attn]
+    def __init__(self, layer: Any, halves: Halves, how: Grouping) -> None:
+        super().__init__(layer, how)
+        self._halves = halves
+        self.parameters_of = halves.first(layer)
+        if halves.behind:
+            self.behind.append(layer.get_submodule(halves.behind))
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        return first_half(self.module, partial(self.run, self.module), x, made)
+        return first_half(self.module, self._halves, partial(self.run, self.module), x, made)
+
+    def left(self, made: Tensor, bound: Bound) -> Tensor:
+        return bound.leave(made)
 
 
 class TwoHalves:
-    """What stands in for the forward of a layer of two halves, each of which is one function."""
+    """What stands in for the forward of a layer of two halves, each of which is one function.
 
-    def __init__(self, layer: Any, first: GroupedBlock) -> None:
+    Where tensor ranks have different tokens between blocks, which come from all of them for each,
+    the layer runs as it is.
+    """
+
+    def __init__(self, layer: Any, halves: Halves, first: GroupedBlock) -> None:
         self._layer, self._first = layer, first
-        second: Any = partial(second_half, layer, partial(first.run, layer))
-        whole = first.tile is None or hasattr(layer.mlp, "experts")  # routers see all tokens
-        if not whole:
-            parts = nn.ModuleList(layer.get_submodule(name) for name in HALVES[2:])
-            second = Tiled(parts, first.tile or 0, plain=second)
-        self._second = second
+        self._second = partial(second_half, layer, halves, partial(first.run, layer))
+        self._parts = nn.ModuleList(layer.get_submodule(name) for name in halves.rest)
+        routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
+        self._tile = None if routed else first.how.tile
+        self._unsummed = not halves.behind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._layer
+        layer, bound = self._layer, kwargs["uspft"]
+        if bound.world.tensor.splits_tokens and bound.world.mesh.columns.size > 1:
+            return type(layer).forward(layer, *args, **kwargs)
         if layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, **kwargs), *args)
         return self._run(*args, **kwargs)
 
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        between = self._first.attend(hidden_states, kwargs)
+        between, bound = self._first.attend(hidden_states, kwargs), kwargs["uspft"]
         del hidden_states
-        out: Tensor = self._second(between)
+        if not self._tile or between.shape[TOKENS] <= self._tile:
+            return self._second(between)
+
+        def rest(x: Tensor) -> Tensor:
+            # Backwards a tile's value is not asked for: ranks need not sum it once more.
+            again = torch.is_grad_enabled() and self._unsummed
+            with bound.unsummed() if again else nullcontext():
+                return self._second(x)
+
+        out: Tensor = Tiled(self._parts, self._tile, plain=rest)(between)
         return out
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """What is attended with at once."""
-
-    group: KeyGroup
-    number: int
-    """Among those of the group."""
-
-    @property
-    def queries(self) -> tuple[HeadRange, ...]:
-        return self.group.queries[self.number]
-
-    @property
-    def parts(self) -> tuple[HeadRange, ...]:
-        """By member where its query heads are among those of the turn."""
-        found, at = [], 0
-        for a, b in self.queries:
-            found.append((at, at + b - a))
-            at += b - a
-        return tuple(found)
-
-    @property
-    def first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def last(self) -> bool:
-        return self.number == len(self.group.queries) - 1
 
 
 class GroupsCall:
@@ -195,16 +216,16 @@ class GroupsCall:
         self.block, self.keeps = block, keeps
         self._kwargs = dict(kwargs)
         self.bound: Bound = self._kwargs.pop("uspft")
-        tile = block.tile or max(1, x.shape[TOKENS])
+        tile = block.how.tile or max(1, x.shape[TOKENS])
         whole = nn.ModuleList(block.parameters_of)
         self.tiles = TiledCall(whole, None, tile, parameters, TOKENS)
         world = self.bound.world
-        self.heads = block.heads.on(world.layout.mesh_columns)
-        at_once = min(block.at_once, self.heads.query // self.heads.kv)
-        query, kv, _ = self.heads
-        groups = key_groups(query, kv, world.layout.ulysses, at_once)
-        self.turns = [_Turn(g, n) for g in groups for n in range(len(g.queries))]
+        self.heads = block.how.heads.on(world.layout.mesh_columns)
+        self.turns = turns_among(self.heads, world.layout.ulysses, block.how.at_once)
+        self.exchange = HeadExchange(self.bound)
         self._rule: Rule | None = None
+        self.scales: list[Tensor] = []
+        """By what norms over all heads multiply each token, [1, t, 1], where there are such."""
         self.come = self.bound.shelf.coming() if self.bound.shelf and keeps else lambda: None
 
     @property
@@ -212,7 +233,7 @@ class GroupsCall:
         assert self._rule  # known since the first tile
         return self._rule
 
-    def own(self, turn: _Turn) -> HeadRange:
+    def own(self, turn: HeadTurn) -> HeadRange:
         """Return this member's query heads of a turn."""
         return turn.queries[self.bound.world.mesh.ulysses.index]
 
@@ -233,23 +254,27 @@ class GroupsCall:
         found, self._rule = up_to_attention(run, self.bound.softcap, **kwargs)
         return found
 
-    def made(self, x: Tensor, turn: _Turn) -> list[Tensor]:
+    def measure(self, x: Tensor) -> None:
+        """Find out by what norms over all heads multiply each token."""
+        places, norms = self.block.how.some.measuring(x)
+        with standing_in(places):
+            for tile, told in self.spans(x) if norms else ():
+                for norm in norms:
+                    norm.tile = tile
+                with told:
+                    self.qkv(x[:, tile], tile)
+        self.scales = [norm.scale for norm in norms]
+
+    def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
         """Return the queries [t, N, D] of a turn, and in its group's first the keys and values."""
-        attention, dim = self.block.attention, self.heads.dim
-        rows = [(a * dim, b * dim) for a, b in turn.queries]
-        places = some_of(attention, "q_proj", COLUMNS, rows)
-        heads = turn.group.heads
-        widths = [sum(b - a for a, b in turn.queries)]
-        keys = [(head * dim, (head + 1) * dim) for head in heads]
-        for name in ("k_proj", "v_proj"):
-            if turn.first:
-                places += some_of(attention, name, COLUMNS, keys)
-                widths.append(len(heads))
-            else:
-                places.append(StandIn(attention._modules, name, OneOfZeros(dim)))
-        made = [x.new_empty(x.shape[1], width, dim) for width in widths]
+        keys = turn.group.heads if turn.first else ()
+        places, norms = self.block.how.some.of(self.heads, turn.queries, keys, self.scales)
+        widths = [sum(b - a for a, b in turn.queries), *[len(keys)] * (2 if keys else 0)]
+        made = [x.new_empty(x.shape[1], width, self.heads.dim) for width in widths]
         with standing_in(places):
             for tile, told in self.spans(x):
+                for norm in norms:
+                    norm.tile = tile
                 with told:
                     found = self.qkv(x[:, tile], tile)
                 for whole, part in zip(made, found, strict=False):
@@ -259,48 +284,21 @@ class GroupsCall:
 
     def projected(self, out: Tensor) -> Tensor:
         """Return what the last projection makes of out [1, n, H · D]; its hooks are for all."""
-        made: Tensor = self.block.attention.o_proj.forward(out)
+        made: Tensor = self.block.how.attention.o_proj.forward(out)
         return made
 
-    def slope(self, x: Tensor, dh: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the gradients of a tile of x, by the residual alone, and of what the last
-        projection made."""
-        x, made = x.detach().requires_grad_(), dh.new_zeros(()).expand(dh.shape).requires_grad_()
+    def slope(
+        self, x: Tensor, dh: Tensor, made: Tensor | None = None, leaves: Sequence[Tensor] = ()
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of a tile of x, by the residual alone, of what the last projection
+        made, and of leaves behind it. made: None where these do not depend on it."""
+        made = dh.new_zeros(()).expand(dh.shape) if made is None else made.detach()
+        inputs = x.detach().requires_grad_(), made.requires_grad_()
         with torch.enable_grad():
-            whole = self.block.whole(x, made)
-        of_x, of_made = torch.autograd.grad(whole, [x, made], dh, allow_unused=True)
-        return of_x, of_made
+            whole = self.block.whole(*inputs)
+        return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
 
-    def to_heads(self, x_tND: Tensor, parts: tuple[HeadRange, ...]) -> Tensor:
-        """Return this member's heads of all its group's tokens, in the order of the row."""
-        ulysses = self.bound.world.mesh.ulysses
-        if ulysses.size == 1:
-            return x_tND
-        (x_TnD,) = exchange_heads((x_tND,), (parts,), self._tokens(), ulysses)
-        return x_TnD if self._index(x_TnD) is None else x_TnD.index_select(0, self._index(x_TnD)[0])
-
-    def to_tokens(self, x_TnD: Tensor, parts: tuple[HeadRange, ...]) -> Tensor:
-        """Return all members' heads of this rank's tokens."""
-        ulysses = self.bound.world.mesh.ulysses
-        if ulysses.size == 1:
-            return x_TnD
-        if self._index(x_TnD) is not None:
-            x_TnD = x_TnD.index_select(0, self._index(x_TnD)[1])
-        return exchange_back((x_TnD,), (parts,), self._tokens(), ulysses)[0]
-
-    def _tokens(self) -> tuple[int, ...]:
-        mesh = self.bound.world.mesh
-        first = mesh.ring.index * mesh.ulysses.size
-        return self.bound.share.tokens[first : first + mesh.ulysses.size]
-
-    def _index(self, x: Tensor) -> Any:
-        share = self.bound.share
-        if share.sorting is None:
-            return None
-        sorting = share.sorting
-        return share.once(("sorting", x.device), lambda: both_ways(sorting, x.device))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: _Turn) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> tuple[Tensor, Tensor]:
         """Return out [T, n, D] and log-sum-exp [n, T] of this member's query heads of a turn."""
         if not q.shape[1]:
             wide = torch.promote_types(q.dtype, torch.float32)
@@ -310,7 +308,7 @@ class GroupsCall:
         return out, lse
 
     def backward(
-        self, qkv: Any, saved: Any, turn: _Turn
+        self, qkv: Any, saved: Any, turn: HeadTurn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of what a turn was attended with. saved: out, the log-sum-exp, and
         the gradient of out."""
@@ -321,41 +319,46 @@ class GroupsCall:
         found: Any = passes.backward(qkv, saved, rule, *way)
         return found
 
-    def _way(self, turn: _Turn) -> tuple[Any, ...]:
+    def _way(self, turn: HeadTurn) -> tuple[Any, ...]:
         world, rule = self.bound.world, self.rule
         passes = world.algorithm.passes(self.bound.share.with_window(rule.window))
         return passes, rule.of_heads(self.own(turn)), world.mesh.ring, world.kernel
 
+    def launched(self, x: Tensor, turn: HeadTurn) -> list[Waited]:
+        """Start to bring the queries of a turn, and in its group's first the keys and values, to
+        where they are attended with."""
+        made = self.made(x, turn)
+        parts = [turn.parts, *[turn.group.parts] * (len(made) - 1)]
+        return [self.exchange.to_heads(made.pop(0), each) for each in parts]
+
     def all_out(self, x: Tensor) -> list[Tensor]:
-        """Return attention's out [t, H, D], and the log-sum-exp of each turn."""
+        """Return attention's out [t, H, D], and the log-sum-exp of each turn.
+
+        Where heads are exchanged, a turn's are while the one before it is attended with, and
+        what that gives goes home while the next one is.
+        """
+        self.measure(x)
         out = x.new_empty(x.shape[1], self.heads.query, self.heads.dim)
         found = [out]
         keys: list[Tensor] = []
-        for turn in self.turns:
-            keys = [] if turn.first else keys
-            q, *pair = self.made(x, turn)
-            keys = [self.to_heads(pair.pop(0), turn.group.parts) for _ in range(len(pair))] or keys
-            q = self.to_heads(q, turn.parts)
+        coming: list[Waited] = []
+        home = UnderWay(self.exchange)
+        following = [*self.turns[1:], None] if self.exchange.moves else [None] * len(self.turns)
+        for turn, then in zip(self.turns, following, strict=True):
+            q, *pair = arrived(coming or self.launched(x, turn))
+            keys = pair or keys
+            del pair
+            coming = self.launched(x, then) if then else []
             own, lse = self.forward(q, keys[0], keys[1], turn)
             del q
+            if turn.last:
+                keys = []
+            home.finish()
             found.append(lse)
-            put(out, turn.queries, self.to_tokens(own, turn.parts))
+            home.add(self.exchange.to_tokens(own, turn.parts), partial(put, out, turn.queries))
             del own
-        return found
-
-
-def put(whole_tND: Tensor, heads: Sequence[HeadRange], part_tND: Tensor) -> None:
-    """Put some heads where they are among all."""
-    at = 0
-    for a, b in heads:
-        whole_tND[:, a:b] = part_tND[:, at : at + b - a]
-        at += b - a
-
-
-def pick(whole_tND: Tensor, heads: Sequence[HeadRange]) -> Tensor:
-    """Return some heads of all, contiguous."""
-    parts = [whole_tND[:, a:b] for a, b in heads if a < b]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+        home.finish()
+        return [*found, *self.scales]
 
 
 class _InGroups(torch.autograd.Function):
@@ -373,7 +376,9 @@ class _InGroups(torch.autograd.Function):
         whole = torch.empty_like(x)
         for tile, told in call.spans(x):
             with told:
-                whole[:, tile] = call.block.whole(x[:, tile], call.projected(out[:, tile]))
+                made = call.block.left(call.projected(out[:, tile]), bound)
+                whole[:, tile] = call.block.whole(x[:, tile], made)
+                del made
         ctx.call = call
         ctx.save_for_backward(x, *found)
         return whole
@@ -382,19 +387,22 @@ class _InGroups(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         call: GroupsCall = ctx.call
-        x, out, *lses = ctx.saved_tensors
-        ways = _Backward(call, x, out, dh)
+        x, out, *others = ctx.saved_tensors
+        lses, call.scales = others[: len(call.turns)], others[len(call.turns) :]
+        del others
+        ways = GroupsBackward(call, x, out, dh)
         with call.tiles.leaves() as leaves:
             ways.leaves = leaves
             ways.last_projection()
             for turn in call.turns:
                 ways.take(turn, lses.pop(0))
+            ways.home.finish()
             call.come()
             dx = ways.first_projections(wanted=ctx.needs_input_grad[1])
         return None, dx, *call.tiles.gradients(ways.sums)
 
 
-class _Backward:
+class GroupsBackward:
     """The backward of a call, in its order."""
 
     leaves: list[Tensor]
@@ -408,36 +416,61 @@ class _Backward:
         self._dkv: list[Tensor] = []
         self._written: set[int] = set()
         self._dsinks: Tensor | None = None
+        self.home = UnderWay(call.exchange)
+        self._slopes: Tensor | None = None
+        """The gradient of what the last projection made, where a norm follows."""
 
     def last_projection(self) -> None:
-        """Sum the gradients of the last projection's weights, while the output is there."""
+        """Sum the gradients of weights behind attention, while the output is there; where a norm is
+        among them, keep the gradient of what it takes."""
         call = self._call
-        projection = {id(p) for p in call.block.attention.o_proj.parameters()}
-        chosen = [n for n, leaf in enumerate(self.leaves) if id(leaf) in projection]
-        if not chosen:
+        projection, *norms = (self._leaves_of(module) for module in call.block.behind)
+        if norms:
+            self._slopes = torch.empty_like(self._dh)
+        elif not projection:
             return
+        after = [n for norm in norms for n in norm]
         out = self._out.flatten(1)[None]
         for tile, told in call.spans(self._x):
             with told, torch.enable_grad():
                 made = call.projected(out[:, tile])
-            _, slope = call.slope(self._x[:, tile], self._dh[:, tile])
-            found = torch.autograd.grad(made, [self.leaves[n] for n in chosen], slope)
-            by_place = dict(zip(chosen, found, strict=True))
+            of = self._x[:, tile], self._dh[:, tile], made if norms else None
+            _, slope, *found = call.slope(*of, [self.leaves[n] for n in after])
+            assert slope is not None
+            if self._slopes is not None:
+                self._slopes[:, tile] = slope
+            if projection:
+                found += torch.autograd.grad(made, [self.leaves[n] for n in projection], slope)
+            by_place = dict(zip((*after, *projection), found, strict=True))
             del made, found
             add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
 
-    def take(self, turn: _Turn, lse: Tensor) -> None:
-        """Attend backwards with what a turn has; the queries' gradient takes the output's place."""
-        call, out = self._call, self._out
+    def _leaves_of(self, module: nn.Module) -> list[int]:
+        """Return where a module's parameters are among those that train."""
+        own = {id(p) for p in module.parameters()}
+        return [n for n, leaf in enumerate(self.leaves) if id(leaf) in own]
+
+    def take(self, turn: HeadTurn, lse: Tensor) -> None:
+        """Attend backwards with what a turn has; the queries' gradient takes the output's place.
+
+        What comes is under way while the output's gradient is projected, and what the turn before
+        has found while this one's queries are.
+        """
+        call, out, exchange = self._call, self._out, self._call.exchange
         if turn.first:
             self._keys = []
-        q, *pair = call.made(self._x, turn)
-        if pair:
-            parts = turn.group.parts
-            self._keys = [call.to_heads(pair.pop(0), parts) for _ in range(len(pair))]
-        q = call.to_heads(q, turn.parts)
-        dout = call.to_heads(self._out_slope(turn), turn.parts)
-        own = call.to_heads(pick(out, turn.queries), turn.parts)
+        coming = call.launched(self._x, turn)
+        self.home.finish()
+        slope = self._out_slope(turn)
+        if turn is call.turns[-1]:
+            self._slopes = None
+        q, *pair = arrived(coming)
+        self._keys = pair or self._keys
+        del pair
+        coming = [exchange.to_heads(slope, turn.parts)]
+        del slope
+        coming.append(exchange.to_heads(pick(out, turn.queries), turn.parts))
+        dout, own = arrived(coming)
         dq, dk, dv, dsinks = call.backward((q, *self._keys), (own, lse, dout), turn)
         del q, own, dout
         if turn.last:
@@ -445,25 +478,25 @@ class _Backward:
         self._add_sinks(turn, dsinks)
         self._add_keys([dk, dv])
         del dk, dv
-        put(out, turn.queries, call.to_tokens(dq, turn.parts))
+        self.home.add(exchange.to_tokens(dq, turn.parts), partial(put, out, turn.queries))
         del dq
         if turn.last:
             self._keys_home(turn.group)
 
-    def _out_slope(self, turn: _Turn) -> Tensor:
+    def _out_slope(self, turn: HeadTurn) -> Tensor:
         """Return the gradient of a turn's output [t, N, D], by its columns of the projection."""
         call, dim = self._call, self._call.heads.dim
         columns = [(a * dim, b * dim) for a, b in turn.queries]
         width = sum(b - a for a, b in turn.queries)
         found = self._x.new_empty(self._x.shape[1], width, dim)
-        places = some_of(call.block.attention, "o_proj", ROWS, columns)
+        places = some_of(call.block.how.attention, "o_proj", ROWS, columns)
         projection = places[0]
         for tile, told in call.spans(self._x):
-            _, slope = call.slope(self._x[:, tile], self._dh[:, tile])
+            slope = self._slope(tile)
             out = slope.new_empty(*slope.shape[:-1], width * dim).requires_grad_()
-            with told, seeing_some(call.block.attention.o_proj, columns), standing_in(places):
+            with told, seeing_some(call.block.how.attention.o_proj, columns), standing_in(places):
                 of_all = projection.table[projection.name]
-                module = call.block.attention._modules["o_proj"]
+                module = call.block.how.attention._modules["o_proj"]
                 with torch.enable_grad():
                     made = (of_all if module is of_all else module.forward)(out)
                 (part,) = torch.autograd.grad(made, out, slope)
@@ -471,7 +504,15 @@ class _Backward:
             del made, out, part
         return found
 
-    def _add_sinks(self, turn: _Turn, dsinks: Tensor | None) -> None:
+    def _slope(self, tile: slice) -> Tensor:
+        """Return the gradient of what the last projection made of a tile."""
+        if self._slopes is not None:
+            return self._slopes[:, tile]
+        _, slope = self._call.slope(self._x[:, tile], self._dh[:, tile])
+        assert slope is not None
+        return slope
+
+    def _add_sinks(self, turn: HeadTurn, dsinks: Tensor | None) -> None:
         if dsinks is None:
             return
         if self._dsinks is None:
@@ -496,15 +537,20 @@ class _Backward:
         if not self._dkv:
             shape = x.shape[1], call.heads.kv, call.heads.dim
             self._dkv = [x.new_empty(shape) for _ in range(2)]
-        for whole in self._dkv:
-            part = call.to_tokens(self._pair.pop(0).to(x.dtype), group.parts)
+        again = self._written & {*group.heads}  # which other members had before
+        self._written.update(group.heads)
+
+        def add(whole: Tensor, part: Tensor) -> None:
             for place, head in enumerate(group.heads):
-                if head in self._written:
+                if head in again:
                     whole[:, head] += part[:, place]
                 else:
                     whole[:, head] = part[:, place]
+
+        for whole in self._dkv:
+            part = self._pair.pop(0).to(x.dtype)
+            self.home.add(call.exchange.to_tokens(part, group.parts), partial(add, whole))
             del part
-        self._written.update(group.heads)
 
     def first_projections(self, *, wanted: bool) -> Tensor | None:
         """Return the input's gradient, and sum those of the weights before attention.

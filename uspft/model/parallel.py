@@ -34,7 +34,7 @@ from uspft.families.projections import (
     VOCABULARY,
     Projection,
 )
-from uspft.families.table import FAMILIES
+from uspft.families.table import FAMILIES, shared_features
 from uspft.model.copies import interleave
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
@@ -114,7 +114,7 @@ def _blocks(config: Any) -> dict[str, _Block]:
     singles = {
         HEAD: heads,
         INNER: getattr(config, "intermediate_size", None) or 0,
-        SHARED: getattr(config, "shared_expert_intermediate_size", None) or 0,
+        SHARED: shared_features(vars(config)),
         VOCABULARY: config.vocab_size,
     }
     found = {

@@ -11,7 +11,7 @@ from uspft.model.head_groups import attend_in_groups
 from uspft.model.hf_config import heads_of
 from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
-from uspft.model.staged import ranks_of
+from uspft.model.staged import is_table, ranks_of
 from uspft.model.tile_sizes import mlp_tile_tokens
 from uspft.model.tiles import inner_features, work_in_tiles
 from uspft.parameters.fill import shapes_of
@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 
 
 def shards_under(
-    model: Any, world: World, *, tensor_of_rows: int, stages: Stages | None = None
+    model: Any,
+    world: World,
+    *,
+    tensor_of_rows: int,
+    stages: Stages | None = None,
+    moves: bool = False,
 ) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
     tensor_of_rows: the largest tensor degree of rows that use parts of it. stages: which layers
-    each has, where there are several.
+    each has, where there are several. moves: whether weights move between layouts: then a table of
+    embeddings that is the head's too is held, and its gradient made, at both ends.
     """
     layout, tokens = world.layout, world.tensor.splits_tokens
     if layout.is_mesh:
@@ -40,7 +46,12 @@ def shards_under(
         found = parallel.shards_of(
             model, layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows
         )
-    return replace(found, stages=ranks_of(shapes_of(model), stages)) if stages else found
+    if stages is None:
+        return found
+    names = shapes_of(model)
+    tied = moves and model.config.tie_word_embeddings
+    ends = frozenset(filter(is_table, names)) if tied else frozenset[str]()
+    return replace(found, stages=ranks_of(names, stages), at_both_ends=ends)
 
 
 def divide_matrices(

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from uspft.families.projections import COLUMNS
-from uspft.model.divided import PartLinear
+from uspft.model.divided import PartLinear, SplitNorm, eps_of
 from uspft.model.dropout import TokenDropout
 from uspft.tensor.cutting import cut
 from uspft.tensor.parts import Range
 
 if TYPE_CHECKING:
-    from uspft.sequence import Rule
+    from uspft.sequence import Heads, Rule
 
 
 class StandIn(NamedTuple):
@@ -73,7 +73,17 @@ class OneOfZeros:
         self._features = features
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x.new_zeros(()).expand(*x.shape[:-1], self._features)
+        return x.new_zeros((*x.shape[:-1], self._features))
+
+
+class _WithZeros:
+    """A projection of some heads, with zeros behind them."""
+
+    def __init__(self, some: SomeProduct, features: int) -> None:
+        self._some, self._zeros = some, OneOfZeros(features)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([self._some(x), self._zeros(x)], dim=-1)
 
 
 def some_of(owner: nn.Module, name: str, dim: int, ranges: Sequence[Range]) -> list[StandIn]:
@@ -87,6 +97,114 @@ def some_of(owner: nn.Module, name: str, dim: int, ranges: Sequence[Range]) -> l
     return [
         StandIn(at._modules, one, SomeProduct(at._modules[one], dim, ranges)) for at, one in places
     ]
+
+
+class _OtherHeads:
+    """A config of a model with other query heads."""
+
+    def __init__(self, config: Any, heads: int) -> None:
+        self._config, self.num_attention_heads = config, heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class _Measured:
+    """What stands in for an RMS norm over all heads, and finds by what it multiplies each token."""
+
+    def __init__(self, norm: Any, x: Tensor) -> None:
+        """x: [1, t, d], of all tokens."""
+        self._norm = norm
+        self.scale = x.new_empty((1, x.shape[1], 1), dtype=torch.float32)
+        self.tile = slice(None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self._norm
+        if isinstance(norm, SplitNorm):
+            found = norm.scale(x)
+        else:
+            mean = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+            found = torch.rsqrt(mean + eps_of(norm))
+        self.scale[:, self.tile] = found
+        return x
+
+
+class _Scaled:
+    """An RMS norm of some heads, where it is known by what each token is multiplied."""
+
+    def __init__(self, norm: Any, ranges: Sequence[Range], scale: Tensor) -> None:
+        """scale: [1, t, 1], of all tokens."""
+        self._norm, self._ranges, self._scale = norm, joined(ranges), scale
+        self.tile = slice(None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self._norm
+        weight = norm.here() if isinstance(norm, SplitNorm) else norm.weight
+        wide = x.to(torch.float32) * self._scale[:, self.tile]
+        return (cut(weight, [self._ranges]) * wide).to(x.dtype)
+
+
+class SomeHeads:
+    """What lets an attention make some of its heads alone: projections of these, and where norms
+    see all heads of a token together, what they multiply it by, which is measured before."""
+
+    def __init__(self, attention: nn.Module, *, normed_together: bool) -> None:
+        self._attention: Any = attention
+        self._fused = hasattr(attention, "qkv_proj")
+        self._norms = ("q_norm", "k_norm") if normed_together else ()
+
+    def measuring(self, x: Tensor) -> tuple[list[StandIn], list[_Measured]]:
+        """Return what stands in for norms over all heads, and the same once more. x: of all
+        tokens."""
+        norms = [_Measured(getattr(self._attention, name), x) for name in self._norms]
+        table = self._attention._modules
+        return [StandIn(table, *one) for one in zip(self._norms, norms, strict=True)], norms
+
+    def of(
+        self, heads: Heads, queries: Sequence[Range], keys: Sequence[int], scales: Sequence[Tensor]
+    ) -> tuple[list[StandIn], list[_Scaled]]:
+        """Return what stands in where some heads are made, and the norms among it.
+
+        heads: all that are there. queries: ranges of query heads. keys: KV heads; none where one
+        of zeros will do. scales: what was measured.
+        """
+        attention, dim = self._attention, heads.dim
+        table = attention._modules
+        rows = [(a * dim, b * dim) for a, b in queries]
+        pair = [(head * dim, (head + 1) * dim) for head in keys]
+        if self._fused:
+            return self._of_one(heads, rows, pair), []
+        places = some_of(attention, "q_proj", COLUMNS, rows)
+        for name in ("k_proj", "v_proj"):
+            if keys:
+                places += some_of(attention, name, COLUMNS, pair)
+            else:
+                places.append(StandIn(table, name, OneOfZeros(dim)))
+        norms = [
+            _Scaled(getattr(attention, name), ranges, scale)
+            for name, ranges, scale in zip(self._norms, (rows, pair), scales, strict=False)
+            if ranges
+        ]
+        places += [StandIn(table, *one) for one in zip(self._norms, norms, strict=False)]
+        if self._norms and not keys:
+            places.append(StandIn(table, self._norms[1], _same))
+        return places, norms
+
+    def _of_one(self, heads: Heads, rows: Sequence[Range], pair: Sequence[Range]) -> list[StandIn]:
+        """Return what stands in for a projection that makes queries, keys and values."""
+        attention, dim = self._attention, heads.dim
+        first, second = heads.query * dim, (heads.query + heads.kv) * dim
+        every = [*rows, *((at + a, at + b) for at in (first, second) for a, b in pair)]
+        places = some_of(attention, "qkv_proj", COLUMNS, every)
+        if not pair:
+            places = [one._replace(module=_WithZeros(one.module, 2 * dim)) for one in places]
+        number = sum(b - a for a, b in rows) // dim
+        own = attention.__dict__
+        return [
+            *places,
+            StandIn(own, "config", _OtherHeads(attention.config, number)),
+            StandIn(own, "num_key_value_heads", len(pair) or 1),
+        ]
 
 
 @contextmanager
@@ -165,15 +283,41 @@ def up_to_attention(
     raise RuntimeError("a layer that is to attend by groups of heads never came to attention")
 
 
-HALVES = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-"""The children of a layer that is two halves with their residuals, in the order in which they run:
-a norm and attention, a norm and the MLP."""
+class Halves(NamedTuple):
+    """The children of a layer that is two halves with their residuals; empty where it has none."""
+
+    before: str
+    """The norm before attention."""
+    attention: str
+    behind: str
+    """The norm behind attention."""
+    rest: tuple[str, ...]
+    """The MLP with its norms, in the order in which they run."""
+
+    def first(self, layer: nn.Module) -> list[nn.Module]:
+        """Return the modules of the first half."""
+        return [layer.get_submodule(name) for name in self[:3] if name]
 
 
-def has_halves(layer: nn.Module) -> bool:
-    """Return whether a layer is such two halves, and no rank shares its matrices."""
-    names = {name for name, _ in layer.named_children()}
-    return names == {*HALVES} and not any(isinstance(m, PartLinear) for m in layer.modules())
+_FORMS = (
+    Halves("input_layernorm", "self_attn", "", ("post_attention_layernorm", "mlp")),
+    Halves(
+        "input_layernorm",
+        "self_attn",
+        "post_attention_layernorm",
+        ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+    ),
+    Halves("", "self_attn", "post_attention_layernorm", ("mlp", "post_feedforward_layernorm")),
+    Halves("input_layernorm", "self_attn", "", ("post_attention_layernorm", "block_sparse_moe")),
+)
+"""LLaMA's, Gemma's, OLMo 2's, and Granite's with experts."""
+
+
+def halves_of(layer: nn.Module) -> Halves | None:
+    """Return the halves of a layer; None where it has another form."""
+    names = {name for name, one in layer.named_children() if not isinstance(one, nn.Dropout)}
+    of_names = (form for form in _FORMS if names == {*filter(None, form[:3]), *form.rest})
+    return next(of_names, None)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -188,32 +332,31 @@ def _stop(found: list[Tensor]) -> Any:
     return stop
 
 
-def first_half(layer: nn.Module, run: Any, x: Tensor, made: Tensor) -> Tensor:
-    """Return what a layer makes of its input and of what attention's block made, before the MLP's
-    norm. run: the layer's own forward."""
+def first_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tensor) -> Tensor:
+    """Return what a layer makes of its input and of what attention's block made, before its second
+    half. run: the layer's own forward."""
     found: list[Tensor] = []
-    before, attention, after, _ = HALVES
     places = [
-        StandIn(layer._modules, before, _same),
-        StandIn(layer._modules, attention, lambda *_, **__: (made, None)),
-        StandIn(layer._modules, after, _stop(found)),
+        StandIn(layer._modules, halves.attention, lambda *_, **__: (made, None)),
+        StandIn(layer._modules, halves.rest[0], _stop(found)),
     ]
+    if halves.before:
+        places.append(StandIn(layer._modules, halves.before, _same))
     with standing_in(places):
         try:
             run(x, position_embeddings=None)
         except _Reached:
             return found[0]
-    raise RuntimeError(f"{type(layer).__name__} never came to its second norm")
+    raise RuntimeError(f"{type(layer).__name__} never came to its second half")
 
 
-def second_half(layer: nn.Module, run: Any, x: Tensor) -> Tensor:
+def second_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor) -> Tensor:
     """Return what a layer makes of what is between its halves: itself, with an attention that adds
     nothing. run: the layer's own forward."""
-    before, attention, *_ = HALVES
-    places = [
-        StandIn(layer._modules, before, _same),
-        StandIn(layer._modules, attention, lambda *_, **__: (torch.zeros_like(x[..., :1]), None)),
-    ]
+    nothing = torch.zeros_like(x[..., :1])
+    places = [StandIn(layer._modules, halves.attention, lambda *_, **__: (nothing, None))]
+    norms = filter(None, (halves.before, halves.behind))
+    places += [StandIn(layer._modules, name, _same) for name in norms]
     with standing_in(places):
         out: Tensor = run(x, position_embeddings=None)
     return out

@@ -24,11 +24,16 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TABLE = "embed_tokens."
 
 
+def is_table(name: str) -> bool:
+    """Tell whether a parameter is a table of embeddings, by its name in files."""
+    return _TABLE in name
+
+
 def stage_of(name: str, stages: Stages) -> int:
     """Return the stage that has a parameter, by its name in files."""
     if found := _LAYER.search(name):
         return stages.of_layer(int(found[1]))
-    return 0 if _TABLE in name else stages.count - 1
+    return 0 if is_table(name) else stages.count - 1
 
 
 def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from uspft.parameters.mxfp4 import BLOCKS, SCALES, whole_shape
 
+CORRECTION = "e_score_correction_bias"
+"""What routers of some families add to scores before they choose, [E] or [1, E]: numbers that no
+gradient changes, in float32."""
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
 _STACKED = re.compile(r".*\.(mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _CONVOLUTION = re.compile(r"(?P<block>.*\.linear_attn)\.conv1d\.weight")
@@ -30,9 +33,11 @@ _RENAMED = {
         ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
         ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
     },
+    "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
+    "minimax_m2": {f".mlp.{CORRECTION}": f".block_sparse_moe.{CORRECTION}"},
 }
 """By model_type parts of names in transformers and in files: OLMo Hybrid's norms, Granite's
-experts."""
+experts, corrections of routers' choices."""
 _ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
 
 
@@ -51,9 +56,12 @@ class Spelling(NamedTuple):
 
 
 SPELLINGS = {
-    "mixtral": Spelling("block_sparse_moe", "w1", "w3", "w2"),
+    **dict.fromkeys(("mixtral", "minimax_m2"), Spelling("block_sparse_moe", "w1", "w3", "w2")),
     **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text"),
+        (
+            *("qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text"),
+            *("glm4_moe", "ernie4_5_moe"),
+        ),
         Spelling("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
 }
@@ -95,7 +103,12 @@ def is_experts(name: str) -> bool:
 
 def is_router(module: nn.Module) -> bool:
     """Tell whether a module is the projection that chooses experts."""
-    return type(module).__name__.endswith("TopKRouter")
+    return type(module).__name__.lower().endswith("topkrouter")
+
+
+def corrections(model: nn.Module) -> dict[str, Tensor]:
+    """Return by name the buffers that correct what routers choose."""
+    return {name: one for name, one in model.named_buffers() if name.endswith(CORRECTION)}
 
 
 def expert_words(model: Any) -> set[str]:
@@ -186,10 +199,8 @@ def as_files(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tu
     if config["model_type"] == "olmo_hybrid":
         yield from _as_olmo(name, value, config)
         return
-    if config["model_type"] == "granitemoe":
-        yield _renamed(name, "granitemoe"), value
-        return
-    spelling = SPELLINGS.get(config["model_type"])
+    kind = config["model_type"]
+    spelling = SPELLINGS.get(kind)
     if spelling and (match := _FUSED.fullmatch(name)):
         every = [spelling.matrices(match["block"], match["kind"], n) for n in range(len(value))]
         stored = Stored(list(chain.from_iterable(every)), len(every[0]))
@@ -197,7 +208,7 @@ def as_files(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tu
     elif spelling and (match := _ROUTER.fullmatch(name)):
         yield f"{match['block']}.{spelling.module}.gate.weight", value
     else:
-        yield name, value
+        yield _renamed(name, kind) if kind in _RENAMED else name, value
 
 
 def _as_olmo(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

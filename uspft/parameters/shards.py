@@ -76,6 +76,9 @@ class Shards:
     parallel ranks may shard them further."""
     stages: Mapping[str, int] = field(default_factory=dict)
     """The pipeline stage that holds each parameter; empty where there is one stage."""
+    at_both_ends: frozenset[str] = frozenset()
+    """The parameters of the first stage that the last one holds too: a tied table, where weights
+    move."""
     inside: frozenset[str] = frozenset()
     """The parameters that are replicated over tensor ranks and used between a block's split
     matrices, such as the norms of single heads. Each tensor rank sees only its own heads there, so
@@ -87,7 +90,9 @@ class Shards:
         """Return whether a rank holds any of a parameter."""
         if self.layout.pipeline == 1:
             return True
-        return rank // (self.layout.ranks // self.layout.pipeline) == self.stages[name]
+        place = rank // (self.layout.ranks // self.layout.pipeline)
+        last = place == self.layout.pipeline - 1
+        return place == self.stages[name] or (last and name in self.at_both_ends)
 
     def part(self, name: str, shape: Sequence[int], rank: int) -> Part:
         """Return what a rank holds of a parameter, whose whole shape this is."""

@@ -60,7 +60,7 @@ class Stages:
 
 
 def stages_of(recipe: Recipe) -> Stages | None:
-    """Return the stages of a resolved recipe; None where it has one."""
+    """Return the stages of a resolved recipe of one layout; None where it has one."""
     parallel = recipe.parallel_config
     if parallel.pipeline_stage == 1:
         return None

@@ -14,7 +14,7 @@ from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
 from uspft.planner.group_memory import GroupMemory, GroupSizes, GroupTiles
-from uspft.planner.layer_kinds import LLAMA, LayerKind, Norms
+from uspft.planner.layer_kinds import LLAMA, LayerKind
 from uspft.planner.mesh_memory import MeshOperation, inward, outward
 from uspft.planner.operations import (
     WIDE,
@@ -94,8 +94,9 @@ class LayerSizes:
 
     @property
     def in_halves(self) -> bool:
-        """Whether attention with its norm and residual is one function, and the rest another."""
-        return bool(self.at_once) and self.tensor == 1 and self.kind.norms == Norms()
+        """Whether attention with its norms and residual is one function, and the rest another."""
+        alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
+        return bool(self.at_once) and not (self.tensor > 1 and alone)
 
     def of_tile(self, sharing: Sharing | None = None) -> LayerSizes:
         """Return the layer as it takes a tile of tokens, with other heads where they are given."""
@@ -186,8 +187,8 @@ class Layer:
     @property
     def _first_trains(self) -> bool:
         """Whether any weight of the first half does."""
-        names = self.sizes.trained | self.sizes.adapted
-        return any(one.startswith(("self_attn.", "input_layernorm")) for one in names)
+        names, norms = self.sizes.trained | self.sizes.adapted, self.sizes.kind.norms[:2]
+        return any(one.startswith("self_attn.") or one in norms for one in names)
 
     def _in_groups(self) -> GroupMemory:
         """Return attention in groups of heads, with its norm and residual where that is one."""
@@ -195,20 +196,26 @@ class Layer:
         how, halves = s.sharing, s.in_halves
         whole, features = s.of_tile(), how.heads * how.dim
         size, out = whole.between_bytes(), whole.sharing.bytes(how.heads)
-        before = s.kind.norms.before_attention if halves else ""
+        before, behind = s.kind.norms[:2] if halves else ("", "")
 
         def qkv(layer: Layer, x: Tensor) -> list[Tensor]:
             return layer._qkv(layer._norm(x, before), [])
 
         def last() -> None:
             with tape.no_gradient():
-                made = Layer(tape, whole)._project(Tensor(out, None, None, 0), OUT)
+                layer = Layer(tape, whole)
+                made = layer._norm(layer._project(Tensor(out, None, None, 0), OUT), behind)
                 if halves:
                     added(tape, made, made)
 
         def last_gradients() -> None:
             with tape.apart(collects=True):
-                made = Layer(tape, whole)._project(Tensor(out, None, None, 0), OUT)
+                layer = Layer(tape, whole)
+                made = layer._project(Tensor(out, None, None, 0), OUT)
+                if behind:
+                    normed = layer._norm(tape.leaf(made.size, made.storage), behind)
+                    tape.backward(normed, tape.new(0.0))
+                    del normed
                 if made.node:
                     tape.backward(made, tape.new(made.size))
 
@@ -228,12 +235,11 @@ class Layer:
                 del made, slope
 
         def out_slope(heads: int) -> None:
-            sizes = size, size, *[whole.sharing.bytes(heads)] * 2
+            sizes = *[size] * (1 if behind else 2), *[whole.sharing.bytes(heads)] * 2
             held = [tape.new(one) for one in sizes]
             del held
 
-        keys = ((f"self_attn.{one}_proj", how.kv_heads * how.dim) for one in "kv")
-        products = [("self_attn.q_proj", features), *keys]
+        products = s.outputs("self_attn").items()
         return GroupMemory(
             tape,
             GroupSizes(
@@ -244,6 +250,8 @@ class Layer:
                 s.weights(OUT, features, s.hidden),
                 s.between_bytes() if s.offloads else 0.0,
                 s.recompute == "nothing",
+                WIDE * how.tokens * s.kind.normed_together,
+                bool(behind),
                 1 if whole.sharing.tokens == how.tokens else 2,
             ),
             GroupTiles(first, last, last_gradients, out_slope, first_gradients),
@@ -259,8 +267,8 @@ class Layer:
 
         if s.experts or not s.tile or s.tile >= s.sharing.tokens:
             return rest(self, between)
-        names = s.trained | s.adapted
-        trains = any(name.startswith("mlp.") or name == s.kind.norms.before_mlp for name in names)
+        names, norms = s.trained | s.adapted, s.kind.norms[2:]
+        trains = any(name.startswith("mlp.") or name in norms for name in names)
         part, share = Layer(tape, s.of_tile()), s.tile / s.sharing.tokens
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
@@ -511,8 +519,9 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
         hidden.clear()
         kept, forward = tape.live - out.size, tape.most
         if sizes.element < WIDE and sizes.kind.norms.before_attention:
-            # transformers holds what the first layer takes, which nothing else keeps.
-            forward += size * (1 + sizes.kind.scaled)
+            # transformers holds what the first layer takes, which only tiles and groups keep.
+            tiled = sizes.tile is not None and sizes.tile < sizes.between
+            forward += size * ((not tiled and not sizes.in_halves) + sizes.kind.scaled)
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))

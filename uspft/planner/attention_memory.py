@@ -68,7 +68,9 @@ def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int)
 
     def backward() -> RunBackward:
         def run(grads: GradientStorages) -> GradientStorages:
-            both = tape.new(sum(sizes)), tape.new(sum(sizes))
+            sends = tape.new(sum(sizes))
+            received = tape.new(sum(sizes))
+            del sends
             found: GradientStorages = []
             for has, size in zip(sizes, before, strict=True):
                 if has > size:  # members share a head, whose gradients are summed
@@ -77,7 +79,7 @@ def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int)
                     del wide
                 else:
                     found.append(tape.new(size))
-            del both
+            del received
             return found
 
         return run

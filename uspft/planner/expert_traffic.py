@@ -9,11 +9,11 @@ sent follows exactly; without any, all choices are taken to be equally likely.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import ModelShape
 from uspft.planner.layer_kinds import LAYER_KINDS
 from uspft.planner.operations import INDEX, WIDE
 from uspft.planner.products import layer_projections
@@ -38,9 +38,9 @@ class RowSizes:
     def of(cls, shape: ModelShape, element: int) -> RowSizes:
         """Return those of a model whose weights have so many bytes."""
         score = WIDE if LAYER_KINDS[shape.model_type].wide_scores else element
-        met, raw = met_experts(shape), {**FAMILIES[shape.model_type].defaults, **shape.raw}
-        shared = bool(raw.get("shared_expert_intermediate_size"))
-        return cls(shape.hidden_size * element, met * score, met * CHOICE, shared)
+        met, shared = shape.met_experts, bool(shape.shared_features)
+        behind = shared and shape.model_type != "ernie4_5_moe"  # which meets shared ones first
+        return cls(shape.hidden_size * element, met * score, met * CHOICE, behind)
 
 
 class RoutedRows(NamedTuple):
@@ -69,19 +69,9 @@ class RoutedRows(NamedTuple):
         return cls(rows, rows, ranks - 1, ranks - 1)
 
 
-def met_experts(shape: ModelShape) -> int:
-    """Return how many experts a token meets."""
-    return layer_projections(_whole(shape))[-1].per_token
-
-
-def _whole(shape: ModelShape) -> ModelShape:
-    """Return a shape whose config has what transformers takes where a file has no such field."""
-    return replace(shape, raw={**FAMILIES[shape.model_type].defaults, **shape.raw})
-
-
 def ranks_met(shape: ModelShape, ranks: int) -> float:
     """Return how many other ranks hold some expert of a token, on the mean of all choices."""
-    every, met = shape.experts, met_experts(shape)
+    every, met = shape.experts, shape.met_experts
     none_there = comb(every - every // ranks, met) / comb(every, met)
     return (ranks - 1) * (1 - none_there)
 
@@ -123,7 +113,7 @@ def crossover_tokens(shape: ModelShape, ranks: int, zero_bytes: float, token_byt
     zero_bytes: that it moves of a parameter for each forward and backward. token_bytes: that a
     token's dispatch sends in a layer (`token_cost`).
     """
-    matrices = sum(one.parameters for one in layer_projections(_whole(shape))[-3:])
+    matrices = sum(one.parameters for one in layer_projections(shape)[-3:])
     return zero_bytes * matrices * (1 - 1 / ranks) / token_bytes
 
 

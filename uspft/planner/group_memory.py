@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from uspft.planner.attention_memory import Sharing, forward_storages
 from uspft.planner.in_flight import BytesPerToken, backward_bytes, forward_bytes
@@ -28,6 +29,10 @@ class GroupSizes:
     """The bytes of the layer below's input, where it comes from the host."""
     remembers: bool = False
     """Whether its second run has what the first one attended."""
+    scales: float = 0.0
+    """The bytes of that by which norms over all heads multiply the tokens, of queries or keys."""
+    normed_behind: bool = False
+    """Whether a norm follows the last projection."""
     tiles: int = 2
     """1 where a tile is all tokens; of more the second stands for those that follow."""
 
@@ -48,6 +53,21 @@ class GroupTiles:
     """All that is before attention, and its gradients."""
 
 
+class _Turn(NamedTuple):
+    """What is attended with at once: the heads of all members of a Ulysses group."""
+
+    queries: int
+    keys: int
+    first: bool
+    """Of its group."""
+    last: bool
+
+
+def _arrived(coming: list[list[Storage]]) -> list[Storage]:
+    """Return what has come; what was sent is let go of, and the list is empty afterwards."""
+    return [coming.pop(0).pop() for _ in range(len(coming))]
+
+
 @dataclass
 class GroupMemory:
     """A block on a tape. It is called once for each run."""
@@ -61,6 +81,8 @@ class GroupMemory:
     """The sizes of it, as long as it waits on the host and the first run goes on."""
     come: Storage | None = None
     """The input of the layer below, once it has come."""
+    home: list[list[Storage]] = field(default_factory=list)
+    """What is on its way home, each with the place where it arrives."""
 
     def __call__(self, x: Tensor, *, trains: bool) -> Tensor:
         """Return what the block makes of x. trains: whether any of its weights does."""
@@ -94,37 +116,39 @@ class GroupMemory:
         """Count what waits on the host among what is kept, when the first run has ended."""
         self.kept += [self.tape.new(self.away.pop(0)) for _ in range(len(self.away))]
 
-    def _turns(self) -> list[tuple[int, int, bool, bool]]:
-        """Return by turn the query heads and KV heads of all members, and whether it is the first
-        or last of its group."""
+    def _turns(self) -> list[_Turn]:
         how, found = self.sizes.sharing, []
         at_once = min(self.sizes.at_once, how.heads // how.kv_heads)
         for group in key_groups(how.heads, how.kv_heads, how.ulysses, at_once):
             last = len(group.queries) - 1
             for turn in range(last + 1):
                 most = max(group.widths(turn))
-                found.append((how.ulysses * most, how.ulysses, turn == 0, turn == last))
+                found.append(_Turn(how.ulysses * most, how.ulysses, turn == 0, turn == last))
         return found
 
-    def _there(self, one: list[Storage]) -> Storage:
-        """Exchange tokens for heads. one: holds what goes, and is emptied."""
+    def _there(self, one: list[Storage]) -> list[Storage]:
+        """Start to exchange tokens for heads. one: holds what goes, and is emptied."""
         here = one.pop()
         if self.sizes.sharing.ulysses == 1:
-            return here
-        sends = self.tape.new(here.size)
-        received = self.tape.new(here.size)
-        del sends
-        return received
+            return [here]
+        return [self.tape.new(here.size), self.tape.new(here.size)]
 
-    def _home(self, one: list[Storage]) -> Storage:
-        """Exchange heads for tokens."""
+    def _homeward(self, one: list[Storage]) -> None:
+        """Start to exchange heads for tokens."""
         here = one.pop()
-        if self.sizes.sharing.ulysses == 1:
-            return here
-        received = self.tape.new(here.size)
-        found = self.tape.new(here.size)
-        del received
-        return found
+        if self.sizes.sharing.ulysses > 1:
+            self.home.append([here, self.tape.new(here.size)])
+
+    def _arrive(self) -> None:
+        """Wait for what is on its way home."""
+        while self.home:
+            one = self.home.pop(0)
+            del one[0]
+            self.tape.new(one[0].size)
+            del one
+
+    def _launched(self, turn: _Turn) -> list[list[Storage]]:
+        return [self._there(one) for one in self._made(turn.queries, turn.keys, turn.first)]
 
     def _made(self, queries: int, keys: int, first: bool) -> list[list[Storage]]:
         """Return queries, and of a group's first turn keys and values."""
@@ -134,31 +158,40 @@ class GroupMemory:
         self.tiles.first(replace(how, heads=queries, kv_heads=keys if first else 1))
         return found
 
-    def _token(self, queries: int, keys: int) -> BytesPerToken:
-        how = self.sizes.sharing
-        query, pair = how.bytes(queries) / how.tokens, how.bytes(2 * keys) / how.tokens
+    def _token(self, turn: _Turn) -> BytesPerToken:
+        how, queries = self.sizes.sharing, turn.queries
+        query, pair = how.bytes(queries) / how.tokens, how.bytes(2 * turn.keys) / how.tokens
         return BytesPerToken(query, pair, 4.0 * queries, 4 // how.element, how.sinks)
 
     def _attended(self) -> list[Storage]:
         """Return the output of all heads, and the log-sum-exp of each turn."""
-        tape, how = self.tape, self.sizes.sharing
+        tape, how, s = self.tape, self.sizes.sharing, self.sizes
+        scales = []
+        if s.scales:
+            self.tiles.first(how)
+            scales = [tape.new(s.scales) for _ in range(2)]
         found = [tape.new(how.bytes(how.heads))]
         pair: list[Storage] = []
-        for queries, keys, first, _ in self._turns():
-            if first:
-                pair.clear()
-            made = self._made(queries, keys, first)
-            if first:
-                pair[:] = [self._there(one) for one in made[1:]]
-            query = self._there(made[0])
-            of = how.ulysses, how.ring, self._token(queries, keys), how.way, how.window
-            lse, out = 4.0 * queries * how.tokens, how.bytes(queries)
+        coming: list[list[Storage]] = []
+        turns = self._turns()
+        for number, turn in enumerate(turns):
+            query, *others = _arrived(coming or self._launched(turn))
+            pair = others or pair
+            others = []
+            ahead = turns[number + 1 : number + 2] if how.ulysses > 1 else []
+            coming = self._launched(ahead[0]) if ahead else []
+            of = how.ulysses, how.ring, self._token(turn), how.way, how.window
+            lse, out = 4.0 * turn.queries * how.tokens, how.bytes(turn.queries)
             lses, *own = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
             del query
+            if turn.last:
+                pair = []
+            self._arrive()
             found.append(lses)
             del lses
-            self._home(own)
-        return found
+            self._homeward(own)
+        self._arrive()
+        return found + scales
 
     def _backward(
         self, held: list[Storage | None], saved: list[Storage], *, wanted: bool
@@ -166,49 +199,51 @@ class GroupMemory:
         tape, s = self.tape, self.sizes
         how, wide = s.sharing, 4 / s.sharing.element
         out = saved.pop(0)
+        slopes = [tape.new(s.hidden)] if s.normed_behind else []
         sums = self._summed(s.last_weights, self.tiles.last_gradients)
         pair: list[Storage] = []  # of a group's keys and values, while its turns last
         found: list[Storage] = []
-        home: list[Storage] = []
-        for queries, keys, first, last in self._turns():
-            made = self._made(queries, keys, first)
-            if first:
-                pair[:] = [self._there(one) for one in made[1:]]
-            query = self._there(made[0])
-            size = how.bytes(queries)
+        of_keys: list[Storage] = []
+        turns = self._turns()
+        for turn in turns:
+            size, keys = how.bytes(turn.queries), how.bytes(turn.keys)
+            coming = self._launched(turn)
+            self._arrive()
             slope = [tape.new(size)]
-            self.tiles.out_slope(queries)
-            dout = self._there(slope)
-            own = self._there([tape.new(size)])
-            work = tape.new(
-                how.tokens
-                * backward_bytes(
-                    how.ulysses, how.ring, self._token(queries, keys), how.way, how.window
-                )
-            )
+            self.tiles.out_slope(turn.queries)
+            if turn is turns[-1]:
+                slopes.clear()
+            query, *others = _arrived(coming)
+            pair = others or pair
+            others = []
+            coming = [self._there(slope), self._there([tape.new(size)])]
+            both = _arrived(coming)
+            of = how.ulysses, how.ring, self._token(turn), how.way, how.window
+            work = tape.new(how.tokens * backward_bytes(*of))
             del work
             dq = [tape.new(size)]
-            new = [tape.new(how.bytes(keys)) for _ in range(2)]
+            new = [tape.new(keys) for _ in range(2)]
             saved.pop(0)
-            del query, own, dout
-            if last:
-                pair.clear()
+            del query, both
+            if turn.last:
+                pair = []
             if found:
                 for number, one in enumerate(found):
-                    if wide > 1 and one.size == how.bytes(keys):
+                    if wide > 1 and one.size == keys:
                         found[number] = tape.new(wide * one.size)
                     del one
             else:
                 found = [*new]
             del new
-            self._home(dq)
-            if last:
-                home = home or [tape.new(how.bytes(how.kv_heads)) for _ in range(2)]
+            self._homeward(dq)
+            if turn.last:
+                of_keys = of_keys or [tape.new(how.bytes(how.kv_heads)) for _ in range(2)]
                 while found:
                     one = found.pop(0)
-                    narrow = [tape.new(how.bytes(keys)) if one.size > how.bytes(keys) else one]
+                    narrow = [tape.new(keys) if one.size > keys else one]
                     del one
-                    self._home(narrow)
+                    self._homeward(narrow)
+        self._arrive()
         if s.below:
             self.come = tape.new(s.below)
         # The queries' gradient lies in the output until the input's has been made of it.

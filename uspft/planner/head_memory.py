@@ -63,6 +63,7 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     of_weight = tape.new(WIDE * weight) if sizes.trains else None
     logits: object = None
     bend: object = None
+    scaled: object = None  # a tile's logits, until those of the next have been bent
     for _ in range(1 if tile == tokens else 2):
         number = float(tile * sizes.vocabulary)
         narrow = tape.new(e * number)
@@ -70,13 +71,14 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
         del narrow
         if sizes.capped:
             bend = tape.new(WIDE * number)
+        scaled = logits
         slope = tape.new(e * number) if e < WIDE else logits
         if of_rows:
             tape.new(float(e * tile * s.hidden))
         if of_weight:
             tape.new(e * weight)
         del slope
-    del labels, bend
+    del labels, bend, scaled
     made = [one for one in (of_rows, of_weight) if one]
     if of_weight and e < WIDE:
         made[-1] = tape.new(e * weight)

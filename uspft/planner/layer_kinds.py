@@ -103,6 +103,13 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "granitemoe": LayerKind(router="block_sparse_moe.router", scaled=True, probabilities=False),
     "mixtral": LayerKind(router="mlp.gate", wide_scores=True),
     "qwen3_moe": LayerKind(router="mlp.gate", normed_heads=True),
+    "glm4_moe": LayerKind(
+        turned=turned_in_part, turned_share=0.5, router="mlp.gate", wide_scores=True
+    ),
+    "ernie4_5_moe": LayerKind(turned=turned_wide, router="mlp.gate"),
+    "minimax_m2": LayerKind(
+        normed_together=True, turned=turned_in_part, router="mlp.gate", wide_scores=True
+    ),
     "gpt_oss": LayerKind(
         wide_norms=True,
         turned=turned_by_halves,
@@ -117,12 +124,12 @@ LAYER_KINDS: dict[str, LayerKind] = {
 
 def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of a model."""
-    raw = {**shape.raw, **(shape.rope or {})}
-    kind = replace(
-        LAYER_KINDS[shape.model_type],
-        qkv_bias=shape.attention_bias,
-        turned_share=float(raw.get("partial_rotary_factor", 1.0)),
-    )
+    raw, kind = {**shape.raw, **(shape.rope or {})}, LAYER_KINDS[shape.model_type]
+    turned = raw.get("rotary_dim", kind.turned_share * shape.head_dim) / shape.head_dim
+    share = float(raw.get("partial_rotary_factor", turned))
+    kind = replace(kind, qkv_bias=shape.attention_bias, turned_share=share)
+    if shape.model_type == "glm4_moe":
+        kind = replace(kind, normed_heads=bool(raw.get("use_qk_norm")))
     if shape.model_type != "smollm3":
         return (kind,) * shape.layers
     every = raw.get("no_rope_layer_interval", 4)

@@ -310,7 +310,7 @@ def unpredicted(
     found = {
         **_unknown_states(shape, layout),
         "layers without experts beside others": _mixed(shape),
-        "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
+        "an expert that every token meets": bool(shape.shared_features),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "adapters of routers": bool(options.lora) and not _of_experts_alone(options.lora),
     }
@@ -334,8 +334,10 @@ def _unknown_states(shape: ModelShape, layout: Layout) -> dict[str, bool]:
 
 def _mixed(shape: ModelShape) -> bool:
     """Tell whether only some layers of a model have experts."""
-    raw = shape.raw
-    return bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1
+    full, steps = shape.full, ("decoder_sparse_step", "moe_layer_interval")
+    first = ("mlp_only_layers", "first_k_dense_replace", "moe_layer_start_index")
+    last = full.get("moe_layer_end_index", -1) not in (-1, shape.layers - 1)
+    return any(map(full.get, first)) or last or any(full.get(one, 1) != 1 for one in steps)
 
 
 def activations_in(
@@ -376,7 +378,7 @@ def pass_bytes(
         options.loss_tile,
         trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
         norm_trains=outside[LAST_NORM],
-        capped=_full(shape).get("final_logit_softcapping") is not None,
+        capped=shape.full.get("final_logit_softcapping") is not None,
     )
     loss = head_bytes(head, reached=reached)
     tokens = kinds[0].sharing.tokens
@@ -391,7 +393,7 @@ def pass_bytes(
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    routers = router_bytes(_full(shape), kinds[0])
+    routers = router_bytes(shape.full, kinds[0])
     balanced = max(loss.most, balance_bytes(head, [routers] * shape.layers))
     one = PassBytes(
         tuple(each),
@@ -491,11 +493,6 @@ def _sharing(
     degrees = layout.ulysses, layout.ring
     sizes = options.element, tokens, heads, kv, shape.head_dim
     return Sharing(*sizes, *degrees, way, window, sinks)
-
-
-def _full(shape: ModelShape) -> dict[str, Any]:
-    """Return a model's config with what transformers takes where it has no such field."""
-    return {**FAMILIES[shape.model_type].defaults, **shape.raw}
 
 
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:

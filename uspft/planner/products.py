@@ -71,11 +71,9 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
         ProductShape(hidden, kv_heads, "outputs", dim),
         ProductShape(heads, hidden, "inputs", dim),
     ]
-    met, experts, inner = 1, 1, shape.intermediate_size
-    if named := shape.raw.get("num_experts_per_tok"):
-        met = int(named)
-        experts = int(shape.raw.get("num_local_experts") or shape.raw.get("num_experts") or met)
-        inner = int(shape.raw.get("moe_intermediate_size") or inner)
+    met, experts, inner = shape.met_experts, shape.experts, shape.intermediate_size
+    if FAMILIES[shape.model_type].routed:
+        inner = int(shape.full.get("moe_intermediate_size") or inner)
         found.append(ProductShape(hidden, experts))
     found += [ProductShape(hidden, inner, "outputs", 1, met, experts)] * 2
     return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]

@@ -32,11 +32,13 @@ def row_time(
 ) -> RowTime:
     """Return the seconds of a row with its documents under a layout; ZeRO's are not in it.
 
-    What a second such row adds to the same pass is the row's own.
+    What a second such row adds to the same pass is the row's own. Of stages it is the mean of them;
+    how long these wait for one another is not in it.
     """
     shapes = (replace(step, row=row, rows=n, sample=None) for n in (1, 2))
     one, two = (
-        _seconds(forward_and_backward(shape, layout, algorithm, hardware)) for shape in shapes
+        _seconds(forward_and_backward(shape, layout, algorithm, hardware)) / layout.pipeline
+        for shape in shapes
     )
     own = min(one, two - one)
     return RowTime(own, one - own)

@@ -132,11 +132,13 @@ def model_flops(step: StepShape) -> float:
 def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
     """Yield the matrix products of one forward and backward, and what tensor ranks move for them.
 
-    On MeshSlice's mesh transfers pass behind products.
+    On MeshSlice's mesh transfers pass behind products; and those of a copy behind another's.
     """
     if step.slices is None or layout.tensor == 1:
-        yield from _products(step, layout, hardware)
-        yield from _tensor(step, layout, hardware)
+        *of_layers, head = _products(step, layout, hardware)
+        yield from (*of_layers, head)
+        behind = sum(part.seconds for part in of_layers)
+        yield from _tensor(step, layout, hardware, behind)
         return
     for part in mesh_parts(step, layout, step.slices, hardware):
         yield StepPart("products", part.computed)
@@ -144,16 +146,17 @@ def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
 
 
 def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the matrix products of one forward and backward."""
+    """Yield the matrix products of one forward and backward, the head's last."""
     model, tokens = step.model, step.tokens(layout)
+    copies = step.copies if layout.tensor > 1 else 1
     for projections, layers in projections_of_layers(model, states_of(step)):
         forward = backward = 0.0
         for one in projections:
             part = one.on(layout.tensor)
             here = max(1, part.copies // layout.experts)
             # Each matrix that is here has its rows, in one launch for all.
-            sizes = tokens * part.per_token / here, part.inputs, part.outputs
-            there, back = step.product_seconds(sizes, hardware)
+            sizes = tokens * part.per_token / (here * copies), part.inputs, part.outputs
+            there, back = (copies * one for one in step.product_seconds(sizes, hardware))
             spared = (here - 1) * hardware.products.launch_seconds
             forward += here * there - spared
             backward += here * back - (1 + step.trained) * spared
@@ -328,27 +331,40 @@ def _times(cost: Cost, rows: int) -> Cost:
     return Cost(more(cost.all_to_all), more(cost.ring), more(cost.gather), cost.arrivals)
 
 
-def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the transfers of Megatron's tensor parallelism.
+def _tensor(
+    step: StepShape, layout: Layout, hardware: Hardware, behind: float
+) -> Iterator[StepPart]:
+    """Yield the transfers of Megatron's tensor parallelism. behind: seconds of layers' products.
 
     Each layer sums activations over the tensor ranks twice forward (again when it is recomputed)
     and twice backward, the embedding once forward, the head's input gradient once; the loss makes
     three sums of a number for each token. Under use_seq_parallel a sum is a reduce-scatter and an
     all-gather of the same bytes. Ranks that share a head of a fused projection gather it.
+
+    Of n copies by turns all but one pass behind products, or products behind them: that a layer's
+    blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
+    hosts is not begun and awaited apart.
     """
     if layout.tensor == 1:
         return
     model, tokens = step.model, step.tokens(layout)
     spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    activations = tokens * model.hidden_size * step.element_bytes
-    count = model.layers * (2 * step.forwards + 2) + 2
-    if step.use_seq_parallel:
+    activations, copies = tokens * model.hidden_size * step.element_bytes, step.copies
+
+    def sum_seconds(of_bytes: float) -> float:
         ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
-        each = sum(hardware.by_host_seconds(kind, activations, spread) for kind in ways)
-    else:
-        each = hardware.collective_seconds("all_reduce", activations, spread)
+        if step.use_seq_parallel:
+            return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
+        return hardware.collective_seconds("all_reduce", of_bytes, spread)
+
+    count = model.layers * (2 * step.forwards + 2)
+    blocks = count * copies * sum_seconds(activations / copies)
+    apart = not (step.use_seq_parallel and spread.by_host)
+    hidden = apart * hardware.hide * (1 - 1 / copies) * min(blocks, behind)
+    yield StepPart("tensor", blocks, hidden, count * activations)
     of_loss = hardware.collective_seconds("all_reduce", 4 * tokens, spread)
-    yield StepPart("tensor", count * each + 3 * of_loss, bytes=count * activations + 12 * tokens)
+    outside = 2 * sum_seconds(activations) + 3 * of_loss
+    yield StepPart("tensor", outside, bytes=2 * activations + 12 * tokens)
     if heads := tokens * step.element_bytes * gathered_elements(model, layout.tensor):
         seconds = hardware.collective_seconds("all_to_all", heads, spread)
         times = model.layers * (step.forwards + 1)

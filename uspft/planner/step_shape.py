@@ -87,6 +87,9 @@ class StepShape:
     """Whether ZeRO-1 sums each gradient where it is owned alone, which DeepSpeed does not."""
     slices: Sequence[int] | None = None
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
+    copies: int = 1
+    """Of a rank's tokens, which blocks of matrices that are split in Megatron's way take by
+    turns."""
     schedule: Schedule = PLAIN
     """Of a pipeline's ranks."""
     sample: DrawnRows | None = None

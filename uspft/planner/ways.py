@@ -86,14 +86,16 @@ class Way:
 
     def step(self, step: StepShape) -> StepShape:
         """Return a step as it runs under this way."""
-        forwards = FORWARDS[self.recompute] if step.recompute else ONCE
+        forwards, layout = FORWARDS[self.recompute] if step.recompute else ONCE, self.layout
+        by_turns = self.splits_tokens or layout.context > 1
         return replace(
             step,
             rows=self.rows,
             stage=self.stage,
             attention=forwards._replace(at_once=step.attention.at_once),
             use_seq_parallel=self.splits_tokens,
-            slices=step.slices if self.layout.is_mesh else None,
+            slices=step.slices if layout.is_mesh else None,
+            copies=step.copies if by_turns and not layout.is_mesh else 1,
             schedule=self.schedule,
         )
 

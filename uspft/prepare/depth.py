@@ -48,8 +48,8 @@ class Sizes:
         types = self.shape.raw.get("layer_types")
         raw = {**self.shape.raw, "layer_types": types[:depth]} if types else self.shape.raw
         shape = replace(self.shape, layers=depth, raw=raw)
-        need = memory_of(shape, Layout(), self.row_tokens, options=self.options)
-        return need.peak_bytes + need.host_bytes + self.beside_bytes
+        predicted = memory_of(shape, Layout(), self.row_tokens, options=self.options)
+        return predicted.peak_bytes + predicted.host_bytes + self.beside_bytes
 
     @property
     def shallowest(self) -> int:

@@ -1,4 +1,5 @@
-"""What `inspect` shows, as values: rows in words, who holds what of them, and lengths in counts."""
+"""What `inspect` shows, as values: the first rows, which ranks hold what of them, and a histogram
+of the samples' lengths."""
 
 from __future__ import annotations
 
@@ -181,7 +182,7 @@ def _seen(
 ) -> SeenRow:
     size = stream.tokens_of(index)
     way = ways[0] if len(ways) == 1 else ways[bisect_left([w.length for w in ways], size)]
-    row = stream.together([index], way.length)
+    row = stream.row_of([index], way.length)
     trained = np.zeros(way.length, bool)
     trained[1:] = row.labels[:-1] != _NOT_TRAINED  # a label is the next token
     training = recipe.training

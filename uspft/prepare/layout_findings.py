@@ -48,7 +48,7 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
     if layout.tensor > 1 and (wrong := tile_findings(recipe)):
         return wrong
-    if wrong := group_findings(recipe, shape):
+    if wrong := group_findings(recipe, shape, layout.mesh_columns):
         return wrong
     if wrong := _copies(recipe, shape):
         return wrong

@@ -48,13 +48,14 @@ def fitting_heads(
     """
     options = options_of(recipe, layout)
     able = bool(hardware.device) and not FAMILIES[shape.model_type].why_all_heads
+    able = able and not _shares_rows(shape, layout.mesh_columns)
     if not able or recipe.parallel_config.on_a_mesh or recipe.memory.recompute == "exchange":
         return "all"
     at_once: int | None = None
     for at_once in (None, *range(shape.heads // shape.kv_heads, 0, -1)):
         groups = replace(options, at_once=at_once)
-        need = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
-        if need.unpredicted or fits(need, hardware.memory.bytes):
+        predicted = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
+        if predicted.unpredicted or fits(predicted, hardware.memory.bytes):
             break
     return at_once or "all"
 
@@ -75,22 +76,22 @@ def memory_sentence(
     attention in smaller groups of heads.
     """
     options = options_of(recipe, layout)
-    need = memory_of(shape, layout, recipe.data.sequence_length, options=options)
-    if need.unpredicted:
+    predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
+    if predicted.unpredicted:
         return None
     parts = (
-        f"activations {_gib(need.activation_bytes)}, "
-        f"weights, gradients and optimizer {_gib(need.state_bytes)}"
+        f"activations {_gib(predicted.activation_bytes)}, "
+        f"weights, gradients and optimizer {_gib(predicted.state_bytes)}"
     )
-    if need.host_bytes:
-        parts += f"; on the host {_gib(need.host_bytes)}"
+    if predicted.host_bytes:
+        parts += f"; on the host {_gib(predicted.host_bytes)}"
     if FAMILIES[shape.model_type].states and hardware.device:
         parts += "; states with fla's kernels, without which they take more"
     if not hardware.device:
-        return f"about {_gib(need.peak_bytes)} GiB a rank ({parts})"
+        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes
-    lacking = "" if fits(need, card) else ", which is too much"
-    said = [f"about {_gib(need.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
+    lacking = "" if fits(predicted, card) else ", which is too much"
+    said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
     if free and options.checkpointing:
         options = replace(options, recompute=RECOMPUTES[-1])
     if grouped and not FAMILIES[shape.model_type].why_all_heads:
@@ -108,10 +109,10 @@ def memory_sentence(
 def memory_unknown(recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware) -> str:
     """Return why the formula does not know what a rank needs, and what is known all the same."""
     options, row = options_of(recipe, layout), recipe.data.sequence_length
-    need = memory_of(shape, layout, row, options=options)
-    why = f"nothing predicts it with {' or with '.join(need.unpredicted)}"
+    predicted = memory_of(shape, layout, row, options=options)
+    why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
     of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
-    return f"{why}; weights alone take {as_size(need.weight_bytes)}{of_card}"
+    return f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
 
 
 def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
@@ -142,8 +143,9 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
     return found
 
 
-def group_findings(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
-    """Return why a model's attention cannot work in groups of heads."""
+def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) -> list[Finding]:
+    """Return why a model's attention cannot work in groups of heads. tensor: over how many ranks
+    its heads are divided."""
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []
@@ -151,11 +153,21 @@ def group_findings(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
         able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)
         what = f"is {asked}, and `{shape.model_type}` {why}"
         return [(key, what, f"write all, or name a model of type {able}")]
+    if _shares_rows(shape, tensor):
+        what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
+        return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]
     per_kv = shape.heads // shape.kv_heads
     if asked <= per_kv:
         return []
     what = f"is {asked}, and {per_kv} query heads of the model share a KV head"
     return [(key, what, f"write {per_kv} or fewer, or all")]
+
+
+def _shares_rows(shape: ModelShape, tensor: int) -> bool:
+    """Return whether ranks hold parts of KV heads, as where these stand in one matrix with others
+    (Phi-3) and are fewer."""
+    fused = "self_attn.qkv_proj" in FAMILIES[shape.model_type].projections
+    return fused and tensor > shape.kv_heads
 
 
 def _gib(byte_count: float) -> str:

@@ -1,4 +1,4 @@
-"""The stages of a recipe: which layers each has, and what speaks against them."""
+"""The pipeline stages of a recipe: which layers each has, and why it may not have them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
 from uspft.config.pipeline_rules import as_list
+from uspft.config.strategies import strategies_of
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, NO_KEYS
 from uspft.pipeline.schedules import Schedule, forward_and_backward
@@ -55,7 +56,7 @@ def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stage
     rows: the run's first; none where they are not known, and stand as one document each.
     """
     parallel, again = recipe.parallel_config, recipe.memory.gradient_checkpointing is True
-    whole = replace(shape, raw={**FAMILIES[shape.model_type].defaults, **shape.raw})
+    whole = replace(shape, raw=shape.full)
     seen = DrawnRows(tuple(rows)) if rows else DrawnRows.whole(recipe.data.sequence_length)
     ranks, schedule = parallel.pipeline_stage, Schedule(virtual=parallel.pp_interleave_num)
     return stages_of(whole, layer_windows(whole), seen, ranks, schedule, again=again)
@@ -63,18 +64,20 @@ def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stage
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
     """Return the recipe with everything settled of its stages that can be, and the number of its
-    micro-batches: 1 where there are no stages, as MindSpore Transformers says."""
-    parallel = recipe.parallel_config
-    several, virtual = parallel.pipeline_stage > 1, parallel.pp_interleave_num > 1
+    micro-batches: 1 where there are no stages, as MindSpore Transformers says. Strategies have
+    stages each for itself, and what a step's samples make of micro-batches."""
+    parallel, listed = recipe.parallel_config, strategies_of(recipe)
+    several = any(one.pipeline_stage > 1 for one in listed or (parallel,))
+    virtual = parallel.pp_interleave_num > 1
     settled: dict[str, Any] = {}
-    if parallel.micro_batch_num == AUTO:
+    if parallel.micro_batch_num == AUTO and not (listed and several):
         settled["micro_batch_num"] = micro_batches(recipe, layout) if several else 1
     if parallel.pipeline_scheduler == AUTO or not several:
         order = "seqpipe" if parallel.seq_split_num > 1 else "1f1b"
         settled["pipeline_scheduler"] = order if several else None
     if parallel.pipeline_interleave == AUTO or not several:
         settled["pipeline_interleave"] = virtual if several else None
-    if several and known.shape:
+    if several and known.shape and not listed:
         found = stages_said(recipe, known.shape) or _dealt(recipe, known.shape, known.rows)
         if isinstance(found, Stages):
             dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
@@ -93,7 +96,7 @@ def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known)
     person; None where it has one stage, or the model's layers are not known. asked: as the user
     wrote it."""
     parallel = recipe.parallel_config
-    if layout.pipeline == 1 or parallel.layers_per_stage is None:
+    if layout.pipeline == 1 or parallel.layers_per_stage is None or strategies_of(recipe):
         return None
     order, virtual = parallel.pipeline_scheduler, parallel.pp_interleave_num
     assert order and order != "auto"  # the recipe is resolved
@@ -153,7 +156,7 @@ def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
 
 
 def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return what speaks against a recipe's stages and its number of micro-batches."""
+    """Return findings against a recipe's pipeline stages and its number of micro-batches."""
     findings: list[Finding] = []
     parallel, training = recipe.parallel_config, recipe.training
     asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
@@ -179,7 +182,7 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
 
 
 def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return what speaks against the chunks in which a recipe's rows go through stages."""
+    """Return findings against the chunks in which a recipe's rows go through the stages."""
     parallel, row = recipe.parallel_config, recipe.data.sequence_length
     chunks = parallel.seq_split_num
     findings: list[Finding] = []

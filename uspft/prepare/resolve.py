@@ -24,12 +24,12 @@ from uspft.config.algorithms import (
     every_option,
     row_of,
 )
-from uspft.config.degrees import PLANNED, Strategy
-from uspft.config.strategies import degrees_of, strategies_of, under
+from uspft.config.degrees import Strategy
+from uspft.config.strategies import degrees_of, strategies_of, under, weights_move
 from uspft.config.types import Open
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
+from uspft.planner.auto import RECOMPUTE
 from uspft.planner.mesh_tuner import Tuning, tune
 from uspft.prepare.known import Known, Weighed
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
@@ -47,7 +47,8 @@ def resolve(recipe: Recipe, known: Known) -> Recipe:
 
 
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
-    """Return the same, and what the planner decided of it; None where it was not asked."""
+    """Return the resolved recipe, and the planner's decision; None where the planner was not
+    asked."""
     for settle in FIRST.values():
         recipe = settle(recipe, known)
     decision, again = decided(recipe, known), recipe.memory.recompute
@@ -56,7 +57,7 @@ def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
         recipe = with_values(with_layouts(recipe, known.weighed), {RECOMPUTE: again})
         of_layouts = decided(recipe, known)
         recipe = with_values(recipe, of_layouts.values if of_layouts else {})
-    for settle in SETTLED.values():
+    for settle in dict.fromkeys(SETTLED.values()):  # one of them may settle several keys
         recipe = settle(recipe, known)
     return with_vocabulary(recipe, known.shape), decision
 
@@ -86,10 +87,19 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         alone = with_values(alone, decision.values if decision else {})
         for key in keys:
             alone = SETTLED[f"parallel_config.{key}"](alone, here)
-        found.append(strategy.model_copy(update=degrees_of(alone.parallel_config)))
+        degrees = degrees_of(alone.parallel_config)
+        if strategy.pipeline_stage > 1:  # a step's samples decide
+            degrees["micro_batch_num"] = AUTO
+        found.append(strategy.model_copy(update=degrees))
+    # Of as many stages all have the layers that one states, or that the longest rows deal out.
+    said = {one.pipeline_stage: one.layers_per_stage for one in every if one.layers_per_stage}
+    layers = {one.pipeline_stage: one.layers_per_stage for one in found} | said
+    found = [
+        one.model_copy(update={"layers_per_stage": layers[one.pipeline_stage]}) for one in found
+    ]
     update = {**degrees_of(found[-1]), "strategies": tuple(found)}
     if parallel.switching in (AUTO, None):
-        update["switching"] = "in_place"
+        update["switching"] = "move" if weights_move(parallel) else "in_place"
     return _with(recipe, "parallel_config", **update)
 
 
@@ -272,11 +282,6 @@ FIRST: Mapping[str, Settle] = {
     "data.format": _format,
 }
 """The function that settles each key that the planner reads."""
-CHOSEN = (
-    *(f"parallel_config.{key}" for key in (*PLANNED, "tensor_mesh", "tensor_slices")),
-    *(STAGE, ROWS, RECOMPUTE),
-)
-"""The keys that the planner chooses, together (prepare/left_open.py)."""
 SETTLED: Mapping[str, Settle] = {
     "parallel_config.tensor_slices": _slices,
     "parallel_config.context_parallel_algo": _algorithm,
@@ -322,8 +327,8 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
 
 
 def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:
-    """Return what a recipe says of a layout whose matrices are split in Megatron's way, and tokens
-    between them."""
+    """Return the keys of `parallel_config` for a layout whose matrices are split in Megatron's way,
+    with its tokens split between them."""
     shared = layout.context > 1
     return {
         "model_parallel": layout.tensor,

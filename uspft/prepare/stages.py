@@ -1,7 +1,11 @@
 """The stages in which a recipe is resolved before ranks start; each adds what it finds out.
 
-`examine` takes what is written and what this machine shows; then the model is brought here, then
-the data is tokenised, and `auto` becomes what the planner takes by it; the last one is a job.
+    examine       what is written, and what this machine shows (prepare/examine.py)
+    with_model    the model's folder and sizes
+    with_data     the tokenised data, its formats and first rows; the layouts that `auto` becomes
+    job_of        what ranks are given
+
+Each returns the examination with more facts (`Known`), by which every `auto` is settled again.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import ModelShape
 from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of
@@ -19,7 +19,7 @@ from uspft.sequence import forwards_of
 def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
     """Return the recipe's step, with rows of one document each."""
     # What the file leaves out is as transformers has it, such as how many experts a token meets.
-    whole = replace(model, raw={**FAMILIES[model.model_type].defaults, **model.raw})
+    whole = replace(model, raw=model.full)
     counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
     return StepShape(
         whole,
@@ -40,7 +40,11 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
 
 def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
     """Return what a step's shape has of how a layout splits matrices, and tokens between them."""
-    return {"use_seq_parallel": parallel.use_seq_parallel, "slices": slices_of(parallel)}
+    return {
+        "use_seq_parallel": parallel.use_seq_parallel,
+        "slices": slices_of(parallel),
+        "copies": parallel.fine_grain_interleave,
+    }
 
 
 def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ from uspft.data import first_look, prepared, training_rows
 from uspft.launcher import Meeting, host_memory
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.memory import options_of
+from uspft.planner.stages import schedule_of
 from uspft.prepare.data import cache_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
@@ -36,7 +37,7 @@ LOOKED_AT = 16_384
 
 
 def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
-    """Return the tokens of the samples that a recipe trains on, or of LOOKED_AT of them.
+    """Return the lengths in tokens of the samples that a recipe trains on, or of LOOKED_AT of them.
 
     A sample that `overlong: split` cuts counts as its documents, and sources count by their weight.
     """
@@ -47,8 +48,9 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
 
 
 def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
-    """Return the same of data that a command has tokenised before; None where none has, or where
-    that cannot be told without a network. Nothing is written. Raises DataError.
+    """Return the lengths of a recipe's samples from the cache; None where the data was not
+    tokenised before, or where that cannot be told without a network. Nothing is written. Raises
+    DataError.
     """
     recipe = found.here
     with tokenizer_here(recipe) as tokenizer:
@@ -60,10 +62,11 @@ def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
 
 
 def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -> Examined:
-    """Return the examination of a recipe with strategies before its run, with what they take; the
-    same one where no lengths are known.
+    """Return the examination of a recipe with strategies with their predicted time added, by the
+    lengths that are known before a run; unchanged where none are.
 
-    looked_at: tokens of the first records. Raises as `weighing` does, and DataError.
+    looked_at: tokens of the first records, for data that was not tokenised before. Raises as
+    `weighing` does, and DataError.
     """
     if lengths := lengths_here(found, place):
         return weighing(found, lengths)
@@ -148,9 +151,11 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
     for alone, layout in found.each_layout:
         parallel, length = alone.parallel_config, alone.data.sequence_length
         shape = replace(setting.step, **matrices_of(parallel))
+        options = replace(setting.options, schedule=schedule_of(parallel))
         row = row_of(parallel.context_parallel_algo, layout.context)
         way = row, layout, of_recipe(alone, layout)
-        buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))
+        here = replace(setting, step=shape, options=options)
+        buckets.append(priced(here, way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     stored = min(one.layout.tensor for one in buckets)
     return beside_static(LayoutSet(setting, tuple(buckets), stored, moves), drawn)

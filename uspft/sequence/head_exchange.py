@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from uspft.blocks import HeadRange
-from uspft.comm import Group, all_to_all
+from uspft.comm import Group, start_all_to_all
 from uspft.kernels import Grouped, Kernel
 from uspft.kernels.varlen import put
 from uspft.sequence.algorithm import Rule, Split
@@ -150,6 +150,14 @@ def exchange_heads(
 ) -> tuple[Tensor, ...]:
     """Exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's heads; tensors
     may differ in D."""
+    return start_exchange(tensors_tND, parts, tokens, group)()
+
+
+def start_exchange(
+    tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Start what `exchange_heads` does, and return the function that waits for it, which must be
+    called; the tensors are free at once."""
     own, widths = tokens[group.index], _widths(tensors_tND, parts)
     sizes = [own * sum(width) for width in widths]
     send = tensors_tND[0].new_empty(sum(sizes))
@@ -158,14 +166,16 @@ def exchange_heads(
         for x_tND, heads, part in zip(tensors_tND, parts, columns, strict=True):
             a, b = heads[member]
             part.unflatten(1, (b - a, x_tND.shape[-1])).copy_(x_tND[:, a:b])
-    width = widths[group.index]
-    received = all_to_all(send, sizes, [n * sum(width) for n in tokens], group)
+    width, dims = widths[group.index], [x.shape[-1] for x in tensors_tND]
+    wait = start_all_to_all(send, sizes, [n * sum(width) for n in tokens], group)
     mine = [heads[group.index] for heads in parts]
-    columns = received.view(sum(tokens), sum(width)).split(width, dim=1)
-    return tuple(
-        part.unflatten(1, (b - a, x_tND.shape[-1]))
-        for part, x_tND, (a, b) in zip(columns, tensors_tND, mine, strict=True)
-    )
+
+    def arrived() -> tuple[Tensor, ...]:
+        columns = wait().view(sum(tokens), sum(width)).split(width, dim=1)
+        each = zip(columns, dims, mine, strict=True)
+        return tuple(part.unflatten(1, (b - a, dim)) for part, dim, (a, b) in each)
+
+    return arrived
 
 
 def exchange_back(
@@ -173,30 +183,39 @@ def exchange_back(
 ) -> list[Tensor]:
     """Exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all heads, where
     shared heads add up; tensors may differ in D."""
+    return start_exchange_back(tensors_TnD, parts, tokens, group)()
+
+
+def start_exchange_back(
+    tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
+) -> Callable[[], list[Tensor]]:
+    """Start what `exchange_back` does, and return the function that waits for it, which must be
+    called; the tensors must not change until then."""
     own, widths = tokens[group.index], _widths(tensors_TnD, parts)
-    width = sum(widths[group.index])
+    width, dims = sum(widths[group.index]), [x.shape[-1] for x in tensors_TnD]
     flat = [x_TnD.flatten(1) for x_TnD in tensors_TnD]
     send = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
     sizes = [own * sum(w) for w in widths]
-    received = all_to_all(send.reshape(-1), [n * width for n in tokens], sizes, group)
-    pieces = [
-        piece.view(own, sum(w)).split(w, dim=1)
-        for piece, w in zip(received.split(sizes), widths, strict=True)
-    ]
-    return [
-        _joined(x_TnD, columns, heads)
-        for x_TnD, columns, heads in zip(tensors_TnD, zip(*pieces, strict=True), parts, strict=True)
-    ]
+    wait = start_all_to_all(send.reshape(-1), [n * width for n in tokens], sizes, group)
+
+    def arrived() -> list[Tensor]:
+        pieces = [
+            piece.view(own, sum(w)).split(w, dim=1)
+            for piece, w in zip(wait().split(sizes), widths, strict=True)
+        ]
+        each = zip(dims, zip(*pieces, strict=True), parts, strict=True)
+        return [_joined(dim, columns, heads) for dim, columns, heads in each]
+
+    return arrived
 
 
-def _joined(like: Tensor, pieces: Sequence[Tensor], heads: Sequence[HeadRange]) -> Tensor:
+def _joined(dim: int, pieces: Sequence[Tensor], heads: Sequence[HeadRange]) -> Tensor:
     """Return all heads [t, N, D] of one tensor from the members' pieces [t, n · D]; replicas of a
     head are summed in float32 or wider.
 
     heads: the range of the tensor's heads that each member has.
     """
-    dim = like.shape[-1]
-    shape = len(pieces[0]), max(b for _, b in heads), dim
+    like, shape = pieces[0], (len(pieces[0]), max(b for _, b in heads), dim)
     parts = [
         (piece.unflatten(1, (b - a, dim)), slice(a, b))
         for piece, (a, b) in zip(pieces, heads, strict=True)

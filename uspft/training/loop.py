@@ -18,7 +18,7 @@ from uspft.checkpoint.weights_of import multimodal_base
 from uspft.checkpoint.whole_model import WholeModel, export_order
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
-from uspft.data import fates, read_report
+from uspft.data import kept_and_dropped, read_report
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import BadStep, StepResult
 from uspft.metrics import Journal, RunDisplay, tracking
@@ -105,7 +105,7 @@ def _begin(run: Run, journal: Journal) -> None:
         if incidents.exists():
             Journal(incidents).cut_back(run.first_step)
         journal.cut_back(run.first_step)
-    elif found := fates(read_report(run.job.corpus)):
+    elif found := kept_and_dropped(read_report(run.job.corpus)):
         journal.write({"data": found})
 
 
@@ -202,7 +202,7 @@ def export_run(run: Run, step: int) -> Path | None:
             whole = WholeModel(names, read, block, dtype, kind, base)
             with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
                 files = Path(aside) / MODEL_FILES
-                write_model_files(files, run.config, run.job, step)
+                write_model_files(files, run.config, run.job, step, run.model)
                 hf = new / MODEL if asked else None
                 write_exports(whole, files, hf=hf, adapter=new / ADAPTER)
     return publish_exports(output) if run.world.mesh.rank == 0 else None

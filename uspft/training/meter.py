@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from math import prod
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from uspft.comm import KINDS, largest, total
+from uspft.config.strategies import layouts_of
 from uspft.metrics import peak_memory_bytes
 from uspft.model.build import parameter_count
 from uspft.model.expert_load import ExpertLoad
@@ -44,7 +45,11 @@ class Meter:
         device = run.engine.device
         self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         every = layer_windows(run.config)
-        self._layers, self._windows = len(every), Counter(every[n] for n in layers_here(run))
+        self._layers = len(every)
+        self._windows = {
+            stages: Counter(every[n] for n in here) for stages, here in layers_here(run).items()
+        }
+        """By how many stages there are, how many layers of this rank have each window."""
         self._experts = ExpertLoad(run.model, run.engine.holders, device)
         run.world.books.close()
 
@@ -125,7 +130,7 @@ class Meter:
         times this rank's share of the heads, divided by the number of all layers."""
         pairs = sum(
             count * batch.share.with_window(window).area / self._layers
-            for window, count in self._windows.items()
+            for window, count in self._windows[batch.world.layout.pipeline].items()
         )
         return pairs * share_of_heads(heads_of(self._run.config), batch.world)
 
@@ -139,13 +144,17 @@ class Meter:
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
 
 
-def layers_here(run: Run) -> Iterable[int]:
-    """Return the layers that this rank computes: those of its stages, or all where there is one."""
-    stages = stages_of(run.job.recipe)
-    if stages is None:
-        return range(run.config.num_hidden_layers)
-    mine = range(run.world.mesh.pipeline.index, stages.count, stages.ranks)
-    return chain.from_iterable(map(stages.layers, mine))
+def layers_here(run: Run) -> dict[int, list[int]]:
+    """Return the layers that this rank computes, by how many stages there are: those of its stages,
+    or all where there is one."""
+    found, everyone = {}, run.world.layout.ranks
+    for stages in map(stages_of, layouts_of(run.job.recipe)):
+        if stages is None:
+            found[1] = list(range(run.config.num_hidden_layers))
+            continue
+        mine = range(run.world.mesh.rank * stages.ranks // everyone, stages.count, stages.ranks)
+        found[stages.ranks] = list(chain.from_iterable(map(stages.layers, mine)))
+    return found
 
 
 def share_of_heads(every: Heads, world: World) -> float:

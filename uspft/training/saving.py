@@ -1,4 +1,5 @@
-"""The checkpoints of a run: what is written beside the weights, and what a failing disk means."""
+"""The saves of a run: when each is written, what is deleted after it, and how a full disk is
+told."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ class Saving:
                 )
 
     def _write_model(self, step: int, folder: Path) -> None:
-        write_model_files(folder, self._run.config, self._run.job, step)
+        write_model_files(folder, self._run.config, self._run.job, step, self._run.model)
 
     def delete_older(self) -> None:
         """Delete the checkpoints that need not stay; the best and the last good one do."""

@@ -1,6 +1,6 @@
 """Faults put in on purpose, which `verify --inject` must catch.
 
-Each changes a rank's micro-batch, and is called in verify/measure.py and nowhere else.
+Each changes a rank's micro-batch, and is called in verify/ranks.py and nowhere else.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from uspft.model.expert_splits import expert_modules
 from uspft.model.hf_config import attention_of
 from uspft.model.parameter_adapter import adapters, form_weights
 from uspft.model.trained import choose_trained, trained_parameters
+from uspft.parameters.experts import CORRECTION
 from uspft.parameters.fill import places
 from uspft.parameters.names import is_adapter
 from uspft.parameters.part import Part
@@ -114,14 +115,18 @@ def _model(recipe: Recipe) -> Any:
         source = weights_under_way(recipe.model, recipe.seed, model)
         for name, parameter in model.named_parameters():
             parameter.data = source.read(name, Part.whole(parameter.shape))
+    for name, parameter in model.named_parameters():
+        if name.endswith(CORRECTION):  # it has no gradient, and is float32 in every type
+            parameter.requires_grad_(False)
     pin_frequencies(model, recipe.data.sequence_length)
     choose_trained(model, recipe.model, recipe.seed)
     _start_adapter(model, recipe)
     for _, module in expert_modules(model):
         if any(adapters(module)):
             form_weights(module)  # as peft does; uspft's own experts never form them
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype).float()
+    for name, parameter in model.named_parameters():
+        if not name.endswith(CORRECTION):
+            parameter.data = parameter.data.to(dtype).float()
     if recipe.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -177,7 +182,7 @@ def _rows(job: Job) -> list[Row]:
         return [stream.row(index) for index in range(count)]
     samples = {index: stream.tokens_of(index) for index in range(count)}
     rows = rows_of_samples(samples, lengths, recipe.data.packing)
-    return [stream.together(row.samples, lengths[row.bucket]) for row in rows]
+    return [stream.row_of(row.samples, lengths[row.bucket]) for row in rows]
 
 
 KINDS_OF_LAYERS = {"use_sliding_window", "sliding_window", "max_window_layers"}

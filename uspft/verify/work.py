@@ -55,6 +55,7 @@ class VerifyJob:
                 "context_parallel": 1,
                 "context_parallel_algo": None,
                 "ulysses_degree_in_cp": None,
+                "expert_parallel": 1,
                 **WITHOUT_STAGES,
                 **dict.fromkeys({*every_option(CONTEXT), *MESH_OPTIONS}),
             }

@@ -19,6 +19,7 @@ from benchmarks.meshslice.hosts.grids import layout_on
 from benchmarks.meshslice.hosts.setting import HOSTS, SQUARE, Setting
 from benchmarks.meshslice.hosts.turns import in_turns, require_same
 from uspft.config.algorithms import row_of
+from uspft.families import ModelShape
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.mesh import Groups
@@ -42,11 +43,12 @@ ATTENTION = "planned_cp"
 def measure(setting: Setting, tell: Tell) -> dict[str, Any]:
     """This returns the seconds of the block by slices, which are the same for all its products."""
     groups = Groups()
-    model = _model(setting, layout_on(SQUARE), groups)
+    model = model_of(setting.shape, layout_on(SQUARE), groups)
     calls = {}
     for count in setting.slices:
         tensor = MeshSlice(HOSTS, SQUARE, (count,) * 4)
-        calls[str(count)] = step_of(model, _world(layout_on(SQUARE), tensor, groups), setting)
+        world = world_of(layout_on(SQUARE), tensor, groups)
+        calls[str(count)] = step_of(model, world, setting.tokens, setting.hidden)
     require_same(calls)
     tell("the block is warm")
     return in_turns(calls, setting.rounds)
@@ -67,9 +69,10 @@ def measure_tuned(setting: Setting, tell: Tell) -> dict[str, Any]:
         ONE_SLICE: (mesh, MeshSlice(HOSTS, choice.mesh, (1, 1, 1, 1))),
         TUNED: (mesh, MeshSlice(HOSTS, choice.mesh, slices)),
     }
-    models = {layout: _model(setting, layout, groups) for layout in (flat, mesh)}
+    models = {layout: model_of(setting.shape, layout, groups) for layout in (flat, mesh)}
+    sizes = setting.tokens, setting.hidden
     calls = {
-        name: step_of(models[layout], _world(layout, tensor, groups), setting)
+        name: step_of(models[layout], world_of(layout, tensor, groups), *sizes)
         for name, (layout, tensor) in ways.items()
     }
     _require_same_norm(calls)
@@ -78,16 +81,17 @@ def measure_tuned(setting: Setting, tell: Tell) -> dict[str, Any]:
     return {"points": measured, "mesh": choice.mesh, "slices": slices, "seconds": seconds}
 
 
-def step_of(model: Any, world: World, setting: Setting) -> Callable[[], Tensor]:
-    """This returns a forward and backward of the block, which gives the gradient of its input.
+def step_of(model: Any, world: World, tokens: int, hidden: int) -> Callable[[], Tensor]:
+    """This returns a forward and backward of a model's blocks, which gives the gradient of their
+    input, a row of so many tokens.
 
     Every layout takes its part of the same input.
     """
-    share = world.share([Segments.single(setting.tokens)])
+    share = world.share([Segments.single(tokens)])
     held = torch.cat([torch.arange(start, stop) for start, stop in share.held])
     bound = Bound(world, share, held, recompute=None)
     columns, draw = world.mesh.columns, torch.Generator().manual_seed(1)
-    whole = (torch.randn(setting.tokens, setting.hidden, generator=draw) for _ in range(2))
+    whole = (torch.randn(tokens, hidden, generator=draw) for _ in range(2))
     if world.tensor.splits_tokens:
         own = [each[held].chunk(columns.size)[columns.index] for each in whole]
     else:
@@ -119,23 +123,26 @@ def _require_same_norm(calls: Mapping[str, Callable[[], Tensor]]) -> None:
     require_same({name: partial(norm, call) for name, call in calls.items()})
 
 
-def _world(layout: Layout, tensor: TensorAlgorithm, groups: Groups) -> World:
+def world_of(layout: Layout, tensor: TensorAlgorithm, groups: Groups) -> World:
+    """This makes a layout live, by the way in which mesh rows share attention."""
     row = row_of(ATTENTION, layout.context)
     named = row, make_algorithm(row, layout.ulysses, layout.ring), tensor
     return make_world(layout, named, TorchCpu(), torch.device("cpu"), groups)
 
 
-def _model(setting: Setting, layout: Layout, groups: Groups) -> Any:
-    """This returns a model of one block, of which this rank holds its parts; collective."""
-    shape = setting.shape
+def model_of(shape: ModelShape, layout: Layout, groups: Groups, *, copies: bool = False) -> Any:
+    """This returns a model's blocks, of which this rank holds its parts; collective.
+
+    copies: whether they may take copies of their tokens by turns.
+    """
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        num_hidden_layers=1,
+        num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         vocab_size=shape.vocab_size,
-        max_position_embeddings=setting.tokens,
+        max_position_embeddings=shape.max_positions,
         tie_word_embeddings=False,
     )
     model = empty_model(config, torch.float32)
@@ -144,5 +151,8 @@ def _model(setting: Setting, layout: Layout, groups: Groups) -> Any:
     shards = flat or grid.shards_of(model, layout)
     holders = Holders.of(shards, dist.get_rank(), groups, shapes_of(model))
     fill(model, torch.float32, RandomWeights(model, 1, config.initializer_range), holders)
-    (grid if on_mesh else parallel).split_model(model, holders)
+    if on_mesh:
+        grid.split_model(model, holders)
+    else:
+        parallel.split_model(model, holders, copies=copies)
     return model.train()

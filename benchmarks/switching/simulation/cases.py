@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.lab.results import ROOT
-from benchmarks.switching.simulation.lengths import CORPORA, Shape, lengths
+from benchmarks.switching.simulation.lengths import CORPORA, LIBRARY, Shape, lengths
 from uspft.families import ModelShape
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.memory import Options
@@ -34,10 +34,14 @@ MODELS = {
 
 WAYS: Mapping[str, Among] = {
     "matrices alone": lambda layout: layout.context == 1,
+    "matrices and stages": lambda layout: layout.context == 1,
     "Ulysses alone": lambda layout: layout.ring == 1 and layout.tensor == 1,
     "any layout": every_layout,
 }
-"""Among which layouts one is chosen, or a mix: HotSPa's world without pipelines, FlexSP's, ours."""
+"""Among which layouts one is chosen, or a mix: HotSPa's world without pipelines and with them,
+FlexSP's, ours."""
+STAGED = "matrices and stages"
+"""The way whose layouts may have stages."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class Case:
 
     def chosen(self, way: str) -> SwitchingChoice:
         """This chooses among the layouts of one way."""
-        return choose(self.setting, self.drawn, WAYS[way])
+        stages = None if way == STAGED else (1,)
+        return choose(replace(self.setting, stages=stages), self.drawn, WAYS[way])
 
 
 PAPERS = tuple(
@@ -88,6 +93,8 @@ PAPERS = tuple(
 )
 """HotSPa's rows on 32 GPUs, four hosts of eight, nothing recomputed; tokens are split between
 matrices."""
+LIBRARIES = tuple(Case(model, LIBRARY, 32_768, 1) for model in MODELS)
+"""The same rows of Python's standard library."""
 LONG = tuple(Case("LLaMA-2 7B", corpus, 131_072, 3, recompute=True) for corpus in CORPORA)
 """Longer rows, as FlexSP has them."""
 SEARCHED = tuple(

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from benchmarks.switching.corpus import library_lengths
+
 SAMPLES = 20_000
 SHORTEST = 32
 
@@ -25,12 +27,16 @@ class Shape:
 
 
 CORPORA = (Shape("GitHub", 1100, 1.6), Shape("CommonCrawl", 900, 1.1))
+LIBRARY = Shape("Python's library", 0, 0.0)
+"""The quickstart's corpus, whose lengths are its files' own."""
 
 
 @cache
 def lengths(shape: Shape, row_tokens: int) -> tuple[int, ...]:
     """This draws lengths up to a row's, alike each time."""
     random, found = Random(shape.name), list[int]()
+    if shape == LIBRARY:
+        return tuple(one for one in library_lengths() if SHORTEST <= one <= row_tokens)
     while len(found) < SAMPLES:
         length = int(shape.median * random.lognormvariate(0.0, shape.spread))
         if SHORTEST <= length <= row_tokens:

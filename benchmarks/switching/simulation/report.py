@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from benchmarks.lab.tables import markdown, span
-from benchmarks.switching.simulation.cases import LONG, PAPERS, SEARCHED, WAYS, Case
-from benchmarks.switching.simulation.lengths import CORPORA, share_above
+from benchmarks.switching.simulation.cases import LIBRARIES, LONG, PAPERS, SEARCHED, WAYS, Case
+from benchmarks.switching.simulation.lengths import CORPORA, LIBRARY, lengths, share_above
 from uspft.switching.choose.choice import SwitchingChoice
 
 PAPER = {"GitHub": 1.5, "CommonCrawl": 2.99}
@@ -21,13 +22,13 @@ def record() -> dict[str, Any]:
         "lengths": [
             {
                 "name": one.name,
-                "median": one.median,
-                "spread": one.spread,
+                "median": round(median(lengths(one, 32_768))),
+                "spread": one.spread or None,
                 "above": {n: round(share_above(one, 32_768, n), 4) for n in (2048, 8192, 16_384)},
             }
-            for one in CORPORA
+            for one in (*CORPORA, LIBRARY)
         ],
-        "papers": [line(case, WAYS) for case in (*PAPERS, *LONG)],
+        "papers": [line(case, WAYS) for case in (*PAPERS, *LIBRARIES, *LONG)],
         "searched": [line(case, ["any layout"]) for case in SEARCHED],
     }
 
@@ -70,7 +71,8 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
     for one in result["papers"]:
         case = f"{one['model']}, {one['row_tokens'] // 1024}k, {one['stage']}"
         cells = [_both(one["ways"][way]) for way in WAYS]
-        papers.append([case, one["corpus"], f"{PAPER[one['corpus']]} ×", *cells])
+        paper = PAPER.get(one["corpus"])
+        papers.append([case, one["corpus"], f"{paper} ×" if paper else "–", *cells])
     links = list(dict.fromkeys(one["between"] for one in result["searched"]))
     by_links: dict[str, dict[float, str]] = {}
     for one in result["searched"]:

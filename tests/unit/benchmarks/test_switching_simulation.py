@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.lab.results import RESULTS, read
-from benchmarks.switching.simulation.cases import A800, LONG, PAPERS, SEARCHED, WAYS, Case
+from benchmarks.switching.simulation.cases import (
+    A800,
+    LIBRARIES,
+    LONG,
+    PAPERS,
+    SEARCHED,
+    STAGED,
+    WAYS,
+    Case,
+)
 from benchmarks.switching.simulation.lengths import CORPORA, lengths, share_above
 from benchmarks.switching.simulation.report import PAPER, figures, line
 
@@ -69,6 +78,10 @@ def test_a_line_and_its_figures() -> None:
 def test_results_are_called_modelled_and_are_what_the_planner_says() -> None:
     kept = read(RESULTS, "switching-simulation")
     assert "modelled" in kept and len(figures(kept)) == 3
-    assert len(kept["papers"]) == len(PAPERS) + len(LONG) and len(kept["searched"]) == len(SEARCHED)
-    again = line(PAPERS[0], ["matrices alone"])
-    assert kept["papers"][0]["ways"]["matrices alone"] == again["ways"]["matrices alone"]
+    assert len(kept["papers"]) == len(PAPERS) + len(LIBRARIES) + len(LONG)
+    assert len(kept["searched"]) == len(SEARCHED)
+    again = line(PAPERS[0], ["matrices alone", STAGED])
+    for way, found in again["ways"].items():
+        assert kept["papers"][0]["ways"][way] == found
+    static, _ = again["ways"][STAGED]["static"]
+    assert "pipeline" in static and "pipeline" not in again["ways"]["matrices alone"]["static"][0]

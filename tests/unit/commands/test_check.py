@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.support.models import ARCHITECTURES, make_model
+from tests.support.models import make_model
 from tests.support.shapes import TINY
 from tests.unit.checkpoint.test_folder import PART, flip, made
 from uspft.__main__ import main
 from uspft.called import VARIABLE
 from uspft.checkpoint.folder import folder_of
+from uspft.families import FAMILIES
 from uspft.prepare import output
 
 GIB = 1 << 30
@@ -194,8 +195,8 @@ def test_parameters_are_counted_with_their_bytes(check: Callable[..., Said]) -> 
 def test_experts_of_every_family_are_active_in_part(
     check: Callable[..., Said], tmp_path: Path
 ) -> None:
-    routed = [kind for kind, (_, own) in ARCHITECTURES.items() if "num_experts_per_tok" in own]
-    assert len(routed) == 7
+    routed = [kind for kind, family in FAMILIES.items() if family.routed]
+    assert len(routed) == 11
     for kind in routed:
         folder = make_model(tmp_path / kind, kind)
         (line,) = check(model={"name_or_path": str(folder)}).about("parameters")

@@ -51,11 +51,6 @@ def test_what_is_right_beside_stages_passes(zero: dict[str, Any], virtual: int) 
     assert beside_stages(asked(zero, pp_interleave_num=virtual)) == []
 
 
-def test_several_layouts_have_no_stages() -> None:
-    ((key, what, _),) = beside_stages(asked({}, strategies="auto"))
-    assert key == "parallel_config.strategies" and "beside parallel_config.pipeline_stage 2" in what
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("layers_per_stage", (2, 2)), ("offset", (0, 0)), ("offset", 1)]
 )

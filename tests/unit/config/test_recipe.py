@@ -146,7 +146,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "data.train[]": 9,
         "data.eval[]": 9,
         "parallel_config": 23,
-        "parallel_config.strategies[]": 16,
+        "parallel_config.strategies[]": 17,
         "deepspeed": 5,
         "deepspeed.aio": 6,
         "deepspeed.comms_logger": 5,

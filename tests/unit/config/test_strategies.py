@@ -154,6 +154,7 @@ OTHER = {
     "pipeline_stage": 2,
     "micro_batch_num": 2,
     "pp_interleave_num": 2,
+    "layers_per_stage": "[1, 1]",
     "seq_split_num": 2,
     "fine_grain_interleave": 2,
 }

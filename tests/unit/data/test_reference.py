@@ -52,7 +52,7 @@ def test_every_name_has_its_place_in_the_table() -> None:
     every = [*FIELDS, *REFUSED, *TURN_KEYS, *REFUSED_KEYS]
     assert all(f"`{name}`" in table for one in every for name in (one.name, *one.also))
     assert len(every) >= 38
-    assert {name for shape in SHAPES for name in shape.needs + shape.may} == set(NAMES)
+    assert {name for shape in SHAPES for name in shape.required + shape.optional} == set(NAMES)
     assert {name for form in FORMATS.values() for names in form for name in names} < set(NAMES)
 
 

@@ -61,7 +61,7 @@ def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
         filled = FAMILIES[ours.model_type].defaults
         for key in filled.keys() - ours.raw.keys() - {"head_dim", "sliding_window"}:
             assert getattr(theirs, key) == filled[key]
-    assert len(bare) == 20
+    assert len(bare) == 23
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -78,7 +78,7 @@ def test_windows_of_layers_are_those_of_transformers(kind: str, tmp_path: Path) 
         ours = shape(tmp_path, {**bare, **more})
         theirs = AutoConfig.from_pretrained(tmp_path)
         assert layer_windows(ours) == hf_config.layer_windows(theirs), more
-    assert len(FAMILIES) == 20
+    assert len(FAMILIES) == 23
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:

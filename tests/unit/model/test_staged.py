@@ -112,7 +112,7 @@ def test_stages_one_after_another_are_the_whole_model(kind: str) -> None:
 
 
 def test_every_family_has_what_its_stages_need() -> None:
-    assert len(FAMILIES) == 20 and {kind.split()[0] for kind in KINDS} == set(FAMILIES)
+    assert len(FAMILIES) == 23 and {kind.split()[0] for kind in KINDS} == set(FAMILIES)
     assert all(family.cut is not None for family in FAMILIES.values())
 
 

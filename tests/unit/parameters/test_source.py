@@ -12,16 +12,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.models import make_model
+from tests.support.models import make_model, trained_of
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
-from uspft.families.table import FAMILIES
+from uspft.families.table import EXPERTS, FAMILIES
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model.build import empty_model, parameter_count, require_fit
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.parameters import source
-from uspft.parameters.experts import as_files, is_experts
+from uspft.parameters.experts import as_files, corrections, is_experts
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders, Shards
@@ -49,11 +49,11 @@ def test_a_folder_is_read_and_written_as_transformers_does(folder: Path) -> None
     model = empty_model(config, torch.float32)
     require_fit(model, folder)
     weights = FolderWeights(folder)
-    theirs = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     files = load_file(folder / "model.safetensors")
     written = {}
-    for name, parameter in model.named_parameters():
-        value = weights.read(name, Part.whole(parameter.shape))
+    for name, parameter in {**dict(model.named_parameters()), **corrections(model)}.items():
+        value = weights.read(name, Part.whole(tuple(parameter.shape)))
         assert torch.equal(value, theirs[name])
         written |= dict(as_files(name, value, config.to_dict()))
     assert written.keys() == files.keys()
@@ -122,7 +122,8 @@ def test_random_weights_start_as_transformers_start(folder: Path) -> None:
     ours = empty_model(config, torch.float32)
     holders = Holders.of(Shards(Layout()), 0, Groups(), shapes_of(ours))
     fill(ours, torch.float32, RandomWeights(ours, 0, 0.02), holders)
-    for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+    assert not any(one.any() for one in corrections(ours).values())
+    for (name, one), other in zip(trained_of(theirs).items(), ours.parameters(), strict=True):
         drawn = name.endswith(("A_log", "dt_bias"))
         spread = 1.4 if drawn else 0.02  # of the logarithms of such ranges, and of the rest
         near = max(0.004, 4 * spread / one.numel() ** 0.5)  # of a few numbers, four standard errors
@@ -150,14 +151,13 @@ def test_decays_are_drawn_as_transformers_draws_them() -> None:
 
 def test_a_missing_expert_is_missed(folder: Path) -> None:
     config = model_config(block(folder), 64)
-    if not hasattr(config, "num_local_experts"):
-        assert parameter_count(ours := empty_model(config, torch.float32)) == sum(
-            p.numel() for p in ours.parameters()
-        )
-        return
     model = empty_model(config, torch.float32)
+    count = next((one for one in EXPERTS if hasattr(config, one)), None)
+    if not count:
+        assert parameter_count(model) == sum(p.numel() for p in model.parameters())
+        return
     with pytest.raises(WeightsError, match="other shapes"):
-        config.num_local_experts += 1
+        setattr(config, count, getattr(config, count) + getattr(config, "n_group", 1))
         require_fit(empty_model(config, torch.float32), folder)
     fewer = parameter_count(model, active_only=True)
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)

@@ -15,7 +15,6 @@ from uspft.planner.expert_traffic import (
     RowSizes,
     cost,
     crossover_tokens,
-    met_experts,
     ranks_met,
     token_cost,
 )
@@ -40,7 +39,7 @@ def test_likely_ranks_are_the_mean_over_all_choices() -> None:
         sets = [{one // each for one in chosen} - {0} for chosen in combinations(range(6), 2)]
         mean = sum(map(len, sets)) / len(sets)
         assert ranks_met(few, ranks) == pytest.approx(mean)
-    assert met_experts(few) == 2
+    assert few.met_experts == 2
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_a_token_sent_for_each_expert_crosses_over_at_one_length(
     shape: ModelShape, again: bool, tokens: int
 ) -> None:
     for ranks in (2, 4, 8):
-        copies = COPIES[again] * met_experts(shape) * (1 - 1 / ranks)
+        copies = COPIES[again] * shape.met_experts * (1 - 1 / ranks)
         sent = copies * shape.hidden_size * 2
         assert crossover_tokens(shape, ranks, ZERO_3, sent) == pytest.approx(tokens)
 

@@ -65,10 +65,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {**MANY, "num_hidden_layers": 4, "pad_token_id": None}),
     "mixtral": ("Mixtral", {**EXPERTS, "sliding_window": None, "output_router_logits": True}),
     "qwen3 moe": ("Qwen3Moe", {**EXPERTS, **MANY, "num_experts": 8, "moe_intermediate_size": 320}),
+    "minimax": ("MiniMaxM2", {**EXPERTS, **MANY, "rotary_dim": 8}),
     "gpt-oss": ("GptOss", {**EXPERTS, **MANY, "sliding_window": 512}),
     "states": ("Qwen3_5Text", {**STATES, "layer_types": ["linear_attention", "full_attention"]}),
 }
-ROUTED, FUSED = ("mixtral", "qwen3 moe", "gpt-oss"), ("phi3",)
+ROUTED, FUSED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss"), ("phi3",)
 
 
 def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
@@ -163,6 +164,7 @@ FEW = [
     Case("mixtral", "ring 2", "none", "lora", "bfloat16"),
     Case("qwen3 moe", "hybrid", "offload", "all", "bfloat16"),
     Case("gpt-oss", "allgather", "nothing", "no mlp", "bfloat16"),
+    Case("minimax", "experts 4", "none, tiles", "all", "bfloat16"),
     Case("mixtral", "experts 2", "offload", "lora", "bfloat16"),
     Case("qwen3 moe", "experts 4", "attention, tiles", "all", "bfloat16"),
     Case("gpt-oss", "experts 2", "nothing", "all", "bfloat16"),
@@ -182,6 +184,9 @@ FEW = [
     Case("gpt-oss", "ulysses 4", "groups away", "no mlp", "bfloat16"),
     Case("window", "ring 2", "groups, whole", "last layer", "float32"),
     Case("gemma2", "allgather", "groups, no layer again", "some lora", "bfloat16"),
+    Case("olmo2", "whole", "groups", "all", "bfloat16"),
+    Case("phi3", "ulysses 4", "groups kept", "all", "float32"),
+    Case("many heads", "tensor", "groups", "lora", "bfloat16"),
 ]
 """Every value of each but one layout is among them."""
 FULL_ONLY = {"planned, stages"}
@@ -206,7 +211,7 @@ def legal(traits: tuple[Any, ...]) -> bool:
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
         return False
-    if grouped and case.model in ("olmo2", "states", *FUSED):
+    if grouped and case.model == "states":
         return False
     if "mesh" in case.layout and case.model == "states":
         return False

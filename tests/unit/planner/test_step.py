@@ -96,6 +96,24 @@ def test_zero_divides_over_context_ranks_too() -> None:
     assert apart == timed(Layout(data=8), stage=1).bytes_of("gradients")
 
 
+def test_copies_by_turns_hide_all_but_an_nth_of_the_shorter() -> None:
+    """Of a layer's blocks: the larger of products and transfers, and an nth of the other."""
+    fast = H100.model_copy(update={"hide": 1.0})
+    for hardware in (fast, fast.model_copy(update={"ranks_per_host": 1})):
+        one, two = (
+            timed(Layout(2), hardware, step_rows=1, use_seq_parallel=True, copies=n) for n in (1, 2)
+        )
+        of_layers, blocks = (
+            next(part.seconds for part in two.parts if part.name == name)
+            for name in ("products", "tensor")
+        )
+        assert one.hidden == 0
+        assert two.hidden == pytest.approx(min(of_layers, blocks) / 2)
+        assert two.bytes_of("tensor") == one.bytes_of("tensor")
+    by_host = fast.model_copy(update={"ranks_per_host": 2})
+    assert timed(Layout(4), by_host, step_rows=1, use_seq_parallel=True, copies=2).hidden == 0
+
+
 def test_bytes_of_tensor_parallelism() -> None:
     """Four sums of activations a layer, two more, and three numbers a token for the loss."""
     activations = (1 << 15) * 4096 * 2

@@ -41,11 +41,12 @@ def test_families_that_keep_all_heads_are_refused_by_name(kind: str) -> None:
     assert group_findings(asking("all"), shape) == []
 
 
-def test_families_whose_norms_see_all_heads_keep_all_heads() -> None:
-    norms = {name: one.projections.get("self_attn.q_norm") for name, one in FAMILIES.items()}
-    together = {name for name, norm in norms.items() if norm and norm.blocks}
-    assert together == {"olmo2", "olmoe", "olmo_hybrid"}
-    assert all(FAMILIES[name].why_all_heads for name in together)
+def test_ranks_that_share_the_rows_of_a_kv_head_keep_all_heads() -> None:
+    shape = replace(hub("meta-llama/Llama-3.1-8B"), model_type="phi3")
+    assert group_findings(asking(1), shape, 8) == []
+    what = "is 1, and 16 tensor ranks share the rows that make a KV head"
+    assert group_findings(asking(1), shape, 16) == [(KEY, what, "write all, or model_parallel: 8")]
+    assert group_findings(asking(1), replace(shape, model_type="llama"), 16) == []
 
 
 def test_a_mesh_takes_all_heads() -> None:
@@ -82,4 +83,4 @@ def test_auto_is_the_least_on_the_wire_that_fits() -> None:
     for at, need in needs.items():
         assert found(need / USABLE_SHARE + 1) == (at or "all")
     assert found(1e9) == 1
-    assert found(1e9, device="") == found(1e9, kind="olmo2") == "all"
+    assert found(1e9, device="") == found(1e9, kind="olmo_hybrid") == "all"

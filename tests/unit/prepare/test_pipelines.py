@@ -43,19 +43,54 @@ def zero(**more: Any) -> dict[str, Any]:
 
 
 LAYOUT = {"max_length": 32, "context_parallel": 2, "context_parallel_algo": "ring_cp"}
+STAGED = {"max_length": 32, "pipeline_stage": 2}
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("deepspeed.zero_optimization.stage", {"deepspeed": zero(stage=0)}, "is 0, beside", "1, 2 or"),
     (
-        "parallel_config.strategies",
-        {"parallel_config": {"strategies": [LAYOUT]}},
-        "are several layouts",
-        "leave them out",
+        "parallel_config.strategies[0].pipeline_stage",
+        {"parallel_config": {"strategies": [STAGED], "switching": "in_place"}},
+        "is 2, and with switching: in_place ranks keep their layers",
+        "write switching: move, or 1",
+    ),
+    *(
+        (
+            f"parallel_config.strategies[0].{key}",
+            {"parallel_config": {"pipeline_stage": 1, "strategies": [{**one, key: value}]}},
+            said,
+            remedy,
+        )
+        for one, key, value, said, remedy in (
+            (STAGED, "pp_interleave_num", 2, "layouts that switch have no virtual", "write 1"),
+            (STAGED, "seq_split_num", 2, "is 2, and layouts that switch have no chunks", "write 1"),
+            (STAGED, "micro_batch_num", 4, "is 4, and it follows from a step's", "write auto"),
+            (LAYOUT, "layers_per_stage", [2], "is [2], and its pipeline_stage is 1", "leave it"),
+        )
     ),
     (
-        "parallel_config.strategies[0].pipeline_stage",
-        {"parallel_config": {"pipeline_stage": 1, "strategies": [{**LAYOUT, "pipeline_stage": 2}]}},
-        "is 2, and layouts that switch have no stages",
-        "write 1",
+        "parallel_config.strategies[1].layers_per_stage",
+        {
+            "parallel_config": {
+                "pipeline_stage": 1,
+                "strategies": [
+                    {"max_length": 16, "pipeline_stage": 2, "layers_per_stage": [4, 5]},
+                    {**STAGED, "layers_per_stage": [5, 4]},
+                ],
+            }
+        },
+        "differs from that of another strategy with pipeline_stage 2",
+        "write the same in both",
+    ),
+    (
+        "parallel_config.offset",
+        {"parallel_config": {"offset": 1, "strategies": [STAGED]}},
+        "is 1, beside layouts of which each has its own stages",
+        "layers_per_stage, or leave it out",
+    ),
+    (
+        "memory.gradient_checkpointing",
+        {"parallel_config": {"strategies": [STAGED]}, "memory": {"gradient_checkpointing": 2}},
+        "is 2 of a stage's layers, and layouts that switch have different stages",
+        "write true or false",
     ),
     (
         "deepspeed.zero_optimization.zero_hpz_partition_size",
@@ -133,6 +168,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         "parallel_config.pipeline_scheduler",
         {"parallel_config": {"pipeline_scheduler": "1f1b", "seq_split_num": 2}},
         "is 1f1b, which takes rows whole, beside parallel_config.seq_split_num 2",
+        "write seqpipe, or seq_split_num: 1",
+    ),
+    (
+        "parallel_config.pipeline_scheduler",
+        {"parallel_config": {"pipeline_scheduler": "gpipe", "seq_split_num": 2}},
+        "is gpipe, which takes rows whole, beside parallel_config.seq_split_num 2",
         "write seqpipe, or seq_split_num: 1",
     ),
     (

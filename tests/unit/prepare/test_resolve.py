@@ -14,18 +14,25 @@ from pydantic import BaseModel
 from tests.support.models import make_model
 from tests.support.shapes import hub
 from uspft.config import ParallelBlock, Recipe, load
+from uspft.config.degrees import PLANNED
 from uspft.config.schema import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
+from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.known import Known
 from uspft.prepare.memory import memory_sentence
-from uspft.prepare.resolve import CHOSEN, FIRST, SETTLED, resolve, tuning
+from uspft.prepare.resolve import FIRST, SETTLED, resolve, tuning
 from uspft.segments import Segments
 
 STAYS = {"checkpoint.resume"}
 """What means something for as long as the recipe lives."""
+CHOSEN = {
+    *(f"parallel_config.{key}" for key in (*PLANNED, "tensor_mesh", "tensor_slices")),
+    *(STAGE, ROWS, RECOMPUTE),
+}
+"""The keys that the planner chooses, together (prepare/left_open.py)."""
 
 
 def defaults(model: type[BaseModel], at: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from uspft.data.chat.spans import STAND_IN, Turn
+from uspft.data.chat.spans import PLACEHOLDER, Turn
 from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault
 from uspft.data.records.known_fields import PROTOCOL, REFUSED_KEYS, THOUGHTS, TURN_KEYS
@@ -23,9 +23,9 @@ _THOUGHT = "</think>"
 
 
 def require_answers(answers: list[Turn], spans: list[str], template: ChatTemplate) -> None:
-    """Check that the spans hold the text and the calls of every answer.
+    """Check that the trained spans hold the text and the calls of every answer.
 
-    Raises SampleFault where they stand beside that text, as marks inside a Jinja macro do.
+    Raises SampleFault where they do not, as where the marks stand inside a Jinja macro.
     """
     what, remedy = "the template leaves out an answer's text, or changes it", "name another"
     if template.marked:
@@ -77,12 +77,12 @@ def unread(turns: list[Turn], template: ChatTemplate) -> tuple[str, ...]:
 def require_turns(
     turns: list[Turn], text: str, template: ChatTemplate, more: dict[str, Any]
 ) -> None:
-    """Check that no turn is left out, as templates do silently with roles that they do not know.
+    """Check that the text has every turn: templates silently leave out roles that they do not know.
 
-    The text of answers is not looked for: templates leave earlier thoughts out. Of other turns the
-    text shows that they are written where the template writes their role, and what they say stands
-    in it as often as turns say it; else the text has to change with what the turn says. more: tools
-    and other settings. Raises SampleFault.
+    Of answers only the calls are looked for, since templates leave earlier thoughts out. Any other
+    turn counts as written where the template writes its role and the text has its content as often
+    as the turns do; where that is not so, the text must change when the turn's content does. more:
+    tools and other settings. Raises SampleFault.
     """
     ordered = _in_order(turns, text)
     held = "" if ordered else "\0".join(piece for turn in turns for piece in _shown(turn, text))
@@ -104,10 +104,8 @@ def require_turns(
 
 
 def _in_order(turns: list[Turn], text: str) -> bool:
-    """Return whether the rendered text contains the turns' contents one after another, in order.
-
-    If so, every content occurs as often as turns say it, and the slow count is not needed.
-    """
+    """Tell whether the text contains the turns' contents in their order: then it has each as often
+    as the turns do, and the slow count is not needed."""
     at = 0
     for turn in turns:
         for piece in _pieces(turn):
@@ -150,13 +148,13 @@ def _as_often(piece: str, text: str, held: str) -> bool:
 def _changes(
     turns: list[Turn], i: int, text: str, template: ChatTemplate, more: dict[str, Any]
 ) -> bool:
-    """Tell whether the text changes with what turn i says.
+    """Tell whether the text changes when turn i says something else, or is missing.
 
-    Where the template refuses another in its place, and also none, that cannot be told, and counts.
+    Where the template refuses both, nothing can be told, and the turn counts as written.
     """
     turn = turns[i]
     parts = isinstance(turn["content"], list)
-    content = [{"type": "text", "text": STAND_IN}] if parts else STAND_IN
+    content = [{"type": "text", "text": PLACEHOLDER}] if parts else PLACEHOLDER
     for here in ([{**turn, "content": content}], []):
         try:
             return template.write([*turns[:i], *here, *turns[i + 1 :]], **more) != text

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from uspft.data.chat.omitted import lost_thoughts, require_answers, require_turns, unread
-from uspft.data.chat.spans import Spans, Turn, Untold, all_but, turn_spans
+from uspft.data.chat.spans import Spans, SpanUnknown, Turn, all_but, turn_spans
 from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault, a_kind
 from uspft.data.records.conversations import as_given
@@ -39,7 +39,7 @@ def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rend
         try:
             text, spans = _conversation(fields, template, train_on)
         except SampleFault as fault:
-            raise SampleFault(as_given(str(fault), record.led)) from fault
+            raise SampleFault(as_given(str(fault), record.system_added)) from fault
         unused += unread(fields["messages"], template)
         lost = lost_thoughts(fields["messages"], template)
     return Rendered(text, spans, record.format, record.origin, unused, lost)
@@ -66,7 +66,12 @@ def _conversation(
     elif template.marked:
         text, spans = template.write_marked(turns, **more)
         require_answers([turns[i] for i in answers], [text[a:b] for a, b in spans], template)
-        spans = spans if asked == answers else _one_each(spans, answers, asked)
+        if asked != answers:
+            if len(spans) != len(answers):
+                what = f"the template has {len(spans)} marked parts for {len(answers)} answers"
+                remedy = "write one {% generation %} around each answer of data.chat_template"
+                raise SampleFault(f"{what}, and not all of them train; {remedy}")
+            spans = [span for span, i in zip(spans, answers, strict=True) if i in asked]
     else:
         text, spans = _unmarked(turns, answers, asked, template, more)
     require_turns(turns, text, template, more)
@@ -130,15 +135,6 @@ def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
     return [i for i in answers if i in trains]
 
 
-def _one_each(spans: Spans, answers: list[int], asked: list[int]) -> Spans:
-    """Return the spans of the answers that are asked for, where each answer has one."""
-    if len(spans) != len(answers):
-        what = f"the template has {len(spans)} marked parts for {len(answers)} answers"
-        remedy = "write one {% generation %} around each answer of data.chat_template"
-        raise SampleFault(f"{what}, and not all of them train; {remedy}")
-    return [span for span, i in zip(spans, answers, strict=True) if i in asked]
-
-
 def _unmarked(
     turns: list[Turn],
     answers: list[int],
@@ -177,7 +173,7 @@ def _told(
         plain = more.keys() <= {"tools"}
         manner = template.manner if plain else replace(template.manner, around=None)
         return turn_spans(write, turns, text, asked, manner)
-    except Untold as reason:
+    except SpanUnknown as reason:
         remedy = "name a template with {% generation %} marks in data.chat_template"
         what = "the chat template has no {% generation %} marks"
         raise SampleFault(f"{what}, and {reason}; {remedy}") from reason

@@ -13,12 +13,12 @@ Spans = list[tuple[int, int]]
 Write = Callable[..., str]
 """write(turns, prompt=False) → text; raises SampleFault where the template refuses the turns."""
 
-STAND_IN = "\ue0a0answer\ue0a1"
+PLACEHOLDER = "\ue0a0answer\ue0a1"
 """What stands for an answer, in characters that no text has (a private-use area of Unicode)."""
 
 
-class Untold(Exception):
-    """The part of a turn cannot be told; the text is the reason."""
+class SpanUnknown(Exception):
+    """Which part of the text a turn is cannot be told; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,21 @@ class Manner:
 def turn_spans(
     write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], manner: Manner
 ) -> Spans:
-    """Return for each wanted turn the span of `text` = write(turns) that it alone is the reason of.
+    """Return for each wanted turn the span of `text` = write(turns) that the model has to generate.
 
-    It begins where the generation prompt ends, and ends with the token that ends the turn. Raises
-    Untold.
+    It begins where the generation prompt ends, and ends with the token that ends the turn. It is
+    found by rendering again without the turn, or with a placeholder in its place, and comparing.
+    Raises SpanUnknown.
     """
-    together = _together(write, turns, text, wanted, manner)
-    if together is not None:
-        return together
+    found_at_once = _all_at_once(write, turns, text, wanted, manner)
+    if found_at_once is not None:
+        return found_at_once
     found: Spans = []
     for i in wanted:
         span = _grown(write, turns, text, i) if manner.prompts else None
         start, stop = span or _replaced(write, turns, text, i, manner)
         if found and start < found[-1][1]:
-            raise Untold(f"messages[{i}] cannot be told from the turn before it")
+            raise SpanUnknown(f"messages[{i}] cannot be told from the turn before it")
         found.append((start, _ended(text, start, stop, manner.tokens)))
     return found
 
@@ -70,20 +71,19 @@ def all_but(spans: Spans, text: str) -> Spans:
     return [(start, stop) for start, stop in pairs if start < stop]
 
 
-def _together(
+def _all_at_once(
     write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], manner: Manner
 ) -> Spans | None:
-    """Return the spans of several turns from one more text, in which all have stand-ins.
+    """Return the spans of all wanted turns from one more rendering, with a placeholder for each.
 
-    Turn by turn the texts to write grow with the square of the turns. None where what stands
-    between the answers is not in `text` too, or may be found in it in more than one way: then each
-    turn is told alone.
+    One rendering a turn would cost the square of their number. None where what stands between the
+    placeholders is not in `text`, or is there in more than one way: each turn is then found alone.
     """
     if manner.around is None or len(wanted) < 2:
         return None
     if not manner.tools and any(turns[i].get("tool_calls") for i in wanted):
         return None
-    names = {i: f"{STAND_IN}{i}\ue0a1" for i in wanted}
+    names = {i: f"{PLACEHOLDER}{i}\ue0a1" for i in wanted}
     try:
         rest = write(
             [_with(turn, names[i]) if i in names else turn for i, turn in enumerate(turns)]
@@ -99,16 +99,16 @@ def _together(
         fixed.append(before[end:].removesuffix(own))
         end = _end_of_turn(tail, rest, manner.tokens)
     fixed.append(rest[end:])
-    if any(STAND_IN in piece for piece in fixed):
+    if any(PLACEHOLDER in piece for piece in fixed):
         return None
     spans = _only_gaps(fixed, text)
     return spans and [(start, _ended(text, start, stop, manner.tokens)) for start, stop in spans]
 
 
 def _only_gaps(pieces: Sequence[str], text: str) -> Spans | None:
-    """Return what stands between the pieces of a text that begins with one and ends with one.
+    """Return the gaps between pieces of a text, which begins with the first and ends with the last.
 
-    None where they are not in it in their order, or are in more than one way: the first places
+    None where they are not in it in their order, or fit in more than one way: the first places
     where they fit are then not the last ones.
     """
     first, *inner, last = pieces
@@ -137,11 +137,8 @@ def _with(turn: Turn, answer: str) -> Turn:
 
 
 def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int, int] | None:
-    """Return the span by which the text grows with turn i, or None where it does not just grow.
-
-    That is so where a template writes a turn otherwise once others follow: Qwen3's leaves the
-    thoughts of earlier answers out.
-    """
+    """Return the span that turn i adds to the text of the turns before it, or None where the text
+    changes elsewhere too: Qwen3's template leaves out thoughts once other turns follow."""
     try:
         before = write(turns[:i], True)
         if not text.startswith(before):
@@ -156,31 +153,33 @@ def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int,
 def _replaced(
     write: Write, turns: Sequence[Turn], text: str, i: int, manner: Manner
 ) -> tuple[int, int]:
-    """Return the span in which the text differs from one with a stand-in for turn i's answer.
+    """Return the span in which the text differs from one with a placeholder for turn i's answer.
 
-    Raises Untold.
+    Raises SpanUnknown.
     """
     here = f"messages[{i}]"
-    stand_in = _with(turns[i], STAND_IN)
+    replaced = _with(turns[i], PLACEHOLDER)
     try:
-        alone = write([*turns[:i], stand_in])
+        alone = write([*turns[:i], replaced])
         later = turns[i + 1 :]
-        whole = write([*turns[:i], stand_in, *later]) if later else alone
+        whole = write([*turns[:i], replaced, *later]) if later else alone
     except SampleFault as fault:
-        raise Untold(f"with another answer in {here} {str(fault).partition(';')[0]}") from fault
-    if not alone.count(STAND_IN) == whole.count(STAND_IN) == 1:
-        raise Untold(f"it does not write {here} once")
-    head, _, tail = alone.partition(STAND_IN)
-    before, _, after = whole.partition(STAND_IN)
+        raise SpanUnknown(
+            f"with another answer in {here} {str(fault).partition(';')[0]}"
+        ) from fault
+    if not alone.count(PLACEHOLDER) == whole.count(PLACEHOLDER) == 1:
+        raise SpanUnknown(f"it does not write {here} once")
+    head, _, tail = alone.partition(PLACEHOLDER)
+    before, _, after = whole.partition(PLACEHOLDER)
     own = between(write, turns[:i], head, manner.prompts)
     own = own or (manner.around[0] if manner.around else "")  # an answer before it hides its own
     start = len(before) - len(own) if before.endswith(own) else len(before)
     shared = _shared(before[:start], text)
     if before[shared:start].strip():
-        raise Untold(f"{here} is not where another answer would be")
+        raise SpanUnknown(f"{here} is not where another answer would be")
     rest = after[_end_of_turn(tail, after, manner.tokens) :]
     if not text.endswith(rest) or len(text) - len(rest) < shared:
-        raise Untold(f"what follows {here} depends on it")
+        raise SpanUnknown(f"what follows {here} depends on it")
     return shared, len(text) - len(rest)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from uspft.config.problems import Finding
-from uspft.data.chat.spans import STAND_IN, Manner, Spans, Turn, between
+from uspft.data.chat.spans import PLACEHOLDER, Manner, Spans, Turn, between
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records.known_fields import ROLES
 
@@ -147,37 +147,34 @@ class ChatTemplate:
         """Whether the generation prompt is all that the template writes before an answer."""
         try:
             plain, prompt = self.write([_USER]), self.write([_USER], True)
-            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
+            answered = self.write([_USER, {"role": "assistant", "content": PLACEHOLDER}])
         except SampleFault:
             return False
-        head = answered.partition(STAND_IN)[0]
+        head = answered.partition(PLACEHOLDER)[0]
         return prompt != plain or not head.removeprefix(plain).strip()
 
     @cached_property
     def manner(self) -> Manner:
         """How the template writes answers where a conversation brings no settings of its own."""
         try:
-            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
+            answered = self.write([_USER, {"role": "assistant", "content": PLACEHOLDER}])
         except SampleFault:
             return Manner(self.prompts, self.tokens)
-        head, _, tail = answered.partition(STAND_IN)
+        head, _, tail = answered.partition(PLACEHOLDER)
         own = between(self.write, [_USER], head, self.prompts)
         try:
-            tool = {"role": "tool", "content": STAND_IN}
-            tools = STAND_IN in self.write([_USER, {"role": "assistant", "content": "a"}, tool])
+            tool = {"role": "tool", "content": PLACEHOLDER}
+            tools = PLACEHOLDER in self.write([_USER, {"role": "assistant", "content": "a"}, tool])
         except SampleFault:
             tools = False
         return Manner(self.prompts, self.tokens, (own, tail), tools)
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """The roles whose turns the template writes in the place that is theirs.
-
-        One that it writes elsewhere only, or refuses there, is not among them; nor is the
-        assistant's.
-        """
+        """The roles, the assistant's apart, whose turns the template writes where such turns
+        usually stand."""
         others = [role for role in ROLES if role != "assistant"]
-        return frozenset(role for role in others if any(map(self._stands_in, _asks(role))))
+        return frozenset(role for role in others if any(map(self._writes_placeholder, _asks(role))))
 
     @cached_property
     def writes_thoughts(self) -> bool:
@@ -185,45 +182,43 @@ class ChatTemplate:
 
         It may be that it writes those of the last answer alone.
         """
-        said = {"role": "assistant", "content": "b", "reasoning_content": STAND_IN}
+        said = {"role": "assistant", "content": "b", "reasoning_content": PLACEHOLDER}
         calls = {**said, "tool_calls": [_CALL]}
-        return any(self._stands_in([_USER, one]) for one in (said, calls))
+        return any(self._writes_placeholder([_USER, one]) for one in (said, calls))
 
-    def _stands_in(self, turns: list[Turn]) -> bool:
-        """Tell whether the text of the turns holds the stand-in that one of them says."""
+    def _writes_placeholder(self, turns: list[Turn]) -> bool:
+        """Tell whether the text of the turns holds the placeholder that one of them says."""
         try:
-            return STAND_IN in self.write(turns)
+            return PLACEHOLDER in self.write(turns)
         except SampleFault:
             return False
 
     @cached_property
     def reads_parts(self) -> bool:
         """Whether the template reads a content that is a list of parts; else they are joined."""
-        part = {"type": "text", "text": STAND_IN}
+        part = {"type": "text", "text": PLACEHOLDER}
         try:
             text = self.write([{"role": "user", "content": [part]}])
         except SampleFault:
             return False
-        return STAND_IN in text and "'text'" not in text and '"text"' not in text
+        return PLACEHOLDER in text and "'text'" not in text and '"text"' not in text
 
     def reads(self, key: str) -> bool:
         """Tell whether the template reads a key of turns, by name or with all others."""
-        return self._dumps or re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+        return self._writes_all or re.search(rf"\b{re.escape(key)}\b", self.source) is not None
 
     @cached_property
-    def _dumps(self) -> bool:
+    def _writes_all(self) -> bool:
         """Whether the template writes keys of a turn that it does not name."""
-        return self._stands_in([{**_USER, "uspft_other": STAND_IN}])
+        return self._writes_placeholder([{**_USER, "uspft_other": PLACEHOLDER}])
 
     @cached_property
     def arguments(self) -> frozenset[type]:
-        """Which arguments of calls the template writes once: dict, str (JSON text), both, none.
-
-        A text that it quotes again, and an object that it writes as Python shows it, are not.
-        """
-        inner = json.dumps({"a": STAND_IN}, ensure_ascii=False)
+        """The types of a call's arguments that the template writes as JSON: dict, str (JSON text),
+        both or none. A text that comes out quoted again is not, nor a dict in Python's notation."""
+        inner = json.dumps({"a": PLACEHOLDER}, ensure_ascii=False)
         found: set[type] = set()
-        for given in ({"a": STAND_IN}, inner):
+        for given in ({"a": PLACEHOLDER}, inner):
             text = self._called(given)
             if text and (inner in text if given is inner else "{'a'" not in text):
                 found.add(type(given))
@@ -248,7 +243,7 @@ class ChatTemplate:
         return frozenset(found)
 
     def _called(self, arguments: Any) -> str:
-        """Return a conversation as text that shows the stand-in in the arguments of a call; empty
+        """Return a conversation as text with the placeholder in the arguments of a call; empty
         where no conversation does."""
         for content in ("", None):
             for some in _calls(arguments, {"content": content}):
@@ -256,7 +251,7 @@ class ChatTemplate:
                     text = self.write(some)
                 except SampleFault:
                     continue
-                if STAND_IN in text:
+                if PLACEHOLDER in text:
                     return text
         return ""
 
@@ -270,8 +265,8 @@ def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
 
 
 def _asks(role: str) -> list[list[Turn]]:
-    """Return conversations with a stand-in for what a turn of the role says."""
-    said, asked = {"role": role, "content": STAND_IN}, {"role": "user", "content": "a"}
+    """Return conversations with a placeholder for what a turn of the role says."""
+    said, asked = {"role": role, "content": PLACEHOLDER}, {"role": "user", "content": "a"}
     answered = {"role": "assistant", "content": "b"}
     if role == "user":
         return [[said], [said, answered]]
@@ -283,7 +278,7 @@ def _asks(role: str) -> list[list[Turn]]:
 
 
 _KEY = "data.chat_template"
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": STAND_IN}]
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
 _SPECIAL = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
 _REMEDY = (
     "name a Jinja file, data/templates/ has some: chatml.jinja (Qwen), llama3.jinja, gemma.jinja"
@@ -317,16 +312,20 @@ def template_problems(
 ) -> list[Finding]:
     """Return a finding for each reason why conversations cannot be written with a template.
 
-    backend: the tokenizers.Tokenizer that reads what it writes. own: whether it came with that:
-    what it calls the roles may be text then, as OLMo 2's and Zephyr's is, where answers end in a
-    token.
+    backend: the tokenizers.Tokenizer that reads what it writes. own: whether it is the tokenizer's
+    own template; then its marks of roles may be plain text, as OLMo 2's and Zephyr's are, as long
+    as answers end in a token.
     """
     if template is None:
         return [(_KEY, "the tokenizer has no chat template", _REMEDY)]
     if mistake := template.mistake:
         return [(_KEY, f"the tokenizer's own is no Jinja: line {mistake}", _REMEDY)]
     lacking = _lacking(template, backend)
-    if lacking and not (own and _ends_in_a_token(template)):
+    if lacking and own:  # fine where a special token stands behind an answer
+        behind = template.write(_PROBE).rpartition(PLACEHOLDER)[2].lstrip()
+        if any(token and behind.startswith(token) for token in template.tokens):
+            return []
+    if lacking:
         what = f"it writes {', '.join(lacking)}, and the tokenizer has no such token"
         listed = json.dumps(lacking, ensure_ascii=False)
         return [(_KEY, what, f"add to model.add_tokens {listed}, or name another template")]
@@ -341,12 +340,6 @@ def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
         return []
     names = dict.fromkeys(_SPECIAL.findall(text))
     return [name for name in names if backend.token_to_id(name) is None]
-
-
-def _ends_in_a_token(template: ChatTemplate) -> bool:
-    """Tell whether a special token of the tokenizer stands behind an answer."""
-    behind = template.write(_PROBE).rpartition(STAND_IN)[2].lstrip()
-    return any(token and behind.startswith(token) for token in template.tokens)
 
 
 def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
@@ -402,10 +395,11 @@ def turn_ends(template: ChatTemplate) -> list[str]:
     Of what follows an answer the first counts, since some templates then close the conversation
     too; of what follows a call the last, since some close the call before the turn.
     """
+    longest = sorted(filter(None, template.tokens), key=len, reverse=True)
     found: list[str] = []
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": STAND_IN}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": PLACEHOLDER}}}
     answers: tuple[tuple[dict[str, Any], int], ...] = (
-        ({"content": STAND_IN}, 0),
+        ({"content": PLACEHOLDER}, 0),
         ({"content": "", "tool_calls": [call]}, -1),
     )
     for answer, which in answers:
@@ -413,12 +407,7 @@ def turn_ends(template: ChatTemplate) -> list[str]:
             text = template.write([_ASKED, {"role": "assistant", **answer}])
         except SampleFault:
             continue  # the template knows no calls, or no such conversation
-        tail = text.rpartition(STAND_IN)[2] if STAND_IN in text else ""
-        found += _tokens_in(tail, template.tokens)[which:][:1]
+        tail = text.rpartition(PLACEHOLDER)[2] if PLACEHOLDER in text else ""
+        ends = re.findall("|".join(map(re.escape, longest)), tail) if longest else []
+        found += ends[which:][:1]
     return list(dict.fromkeys(found))
-
-
-def _tokens_in(text: str, tokens: tuple[str, ...]) -> list[str]:
-    """Return the special tokens of a text, in its order."""
-    longest = sorted(filter(None, tokens), key=len, reverse=True)
-    return re.findall("|".join(map(re.escape, longest)), text) if longest else []

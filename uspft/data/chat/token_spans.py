@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
+from unicodedata import normalize
 
 from tokenizers.decoders import ByteLevel
 from tokenizers.pre_tokenizers import ByteLevel as Alphabet
@@ -80,7 +80,7 @@ def tokenise_spans(
     ranges = _ranges(whole.offsets, rendered.spans)
     if _decodes(backend, ids, ranges, rendered):
         return ids, ranges
-    ids, ranges = _apart(backend, rendered)
+    ids, ranges = _encode_pieces(backend, rendered)
     if _decodes(backend, ids, ranges, rendered):
         return ids, ranges
     remedy = "use a tokenizer that can write this text (model.tokenizer)"
@@ -122,7 +122,7 @@ def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:
     return ranges
 
 
-def _apart(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
+def _encode_pieces(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
     ids: list[int] = []
     ranges: Spans = []
     for start, stop, trained in _pieces(rendered):
@@ -174,17 +174,9 @@ def _decodes(backend: Any, ids: list[int], ranges: Spans, rendered: Rendered) ->
         before = backend.decode(ids[back:first], skip_special_tokens=False)
         through = backend.decode(ids[back:stop], skip_special_tokens=False)
         got, want = through[len(before) :], rendered.text[start:end]
-        if not through.startswith(before) or not _same_text(got, want):
+        # Qwen's tokenizers compose characters (NFC) before they tokenise.
+        same = got == want or normalize("NFKC", got) == normalize("NFKC", want)
+        if not through.startswith(before) or not same:
             return False
         back = stop
     return True
-
-
-def _same_text(got: str, want: str) -> bool:
-    """Tell whether two texts are equal, or equal once normalised.
-
-    Qwen's tokenizers compose characters (NFC) before they tokenise.
-    """
-    if got == want:
-        return True
-    return unicodedata.normalize("NFKC", got) == unicodedata.normalize("NFKC", want)

@@ -153,7 +153,8 @@ def _partial(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
     around = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     try:
-        with Lease.take(around, _nobody_waits).renewed():
+        # The folder's name is new: nobody else holds it, and nobody is told to wait.
+        with Lease.take(around, lambda line: None).renewed():
             aside = around / folder.name
             aside.mkdir()
             yield aside
@@ -168,10 +169,6 @@ def _publish(aside: Path, folder: Path) -> None:
         # Another process was faster: a folder of this name is complete, and holds the same.
         if not (folder / META).exists():
             raise
-
-
-def _nobody_waits(line: str) -> None:
-    """Do nothing: the folder's name is new, so that no one else can hold it."""
 
 
 class CacheSize(NamedTuple):

@@ -86,7 +86,7 @@ def total(every: Iterable[Counts]) -> Counts:
     return whole
 
 
-def fates(report: Mapping[str, Any]) -> dict[str, Any] | None:
+def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what became of the samples that were read: kept + all of dropped = read.
 
     report: what `read_report` returns. None where every sample was kept.
@@ -142,7 +142,7 @@ def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
     return SourceMix(sources, tokens, times)
 
 
-class Taken:
+class SourceLimits:
     """What has been taken of each source, and the sources of which that is all that is wanted."""
 
     def __init__(self, sources: Sequence[Source]) -> None:

@@ -18,10 +18,9 @@ from uspft.data.corpus.checks import (
 )
 from uspft.data.corpus.counts import Counts, total
 from uspft.data.corpus.prepare import of_set, parts_of
-from uspft.data.corpus.tokenise import TextTokeniser, load_tokeniser
-from uspft.data.corpus.workers import Encoder, SourcePart
+from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of
 from uspft.data.faults import BadRecord, DataError, Faults, SampleFault
-from uspft.data.files.sources import STDLIB, SourceFile, is_hub_id, left_out
+from uspft.data.files.sources import STDLIB, SourceFile, describing_files, is_hub_id
 from uspft.data.records.reader import pair_notes, read
 from uspft.data.samples import Record
 
@@ -39,7 +38,7 @@ class Look:
     shapes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What to know of them although nothing is wrong: how pairs train, fields that are not used."""
-    left_out: list[str] = field(default_factory=list)
+    not_read: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of the first records of data.train, as far as they were tokenised."""
 
@@ -78,8 +77,10 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     for part, items in zip(parts, found, strict=True):
         shapes = [item.shape for item in items if isinstance(item, Record) and item.shape]
         look.shapes += [f"{part.content.shown}: {shape}" for shape in shapes]
-    look.shapes += left_out(data)
-    encoder = _encoder(data, tokenizer, vocab_size, formats)
+    look.shapes += describing_files(data)
+    encoder = None
+    if vocab_size is not None and (tokenizer is not None or not formats - {"tokenized"}):
+        encoder = encoder_of(formats, data, tokenizer, vocab_size)
     tokeniser = encoder.tokeniser if encoder else None
     first = [item for items in found for item in items if isinstance(item, Record) and item.shape]
     look.notes += pair_notes(first, tokeniser is not None and tokeniser.has_template)
@@ -106,28 +107,12 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     look.shapes += lines + lost.lines()
     more = sum(len(items) > RECORDS for items in found)
     if more:
-        look.left_out.append(
+        look.not_read.append(
             f"data: records after the first {RECORDS} of {more:,} file{'s' * (more != 1)}"
         )
     if encoder is None and formats:
-        look.left_out.append("data: tokens of the records (no tokenizer or vocabulary here)")
+        look.not_read.append("data: tokens of the records (no tokenizer or vocabulary here)")
     return look
-
-
-def _encoder(
-    data: DataBlock, tokenizer: str | None, vocab_size: int | None, formats: set[str]
-) -> Encoder | None:
-    """Return what makes tokens of the records, or None where that is not on this machine."""
-    if vocab_size is None:
-        return None
-    tokeniser: TextTokeniser | None = None
-    if formats - {"tokenized"}:
-        if tokenizer is None:
-            return None
-        tokeniser = load_tokeniser(tokenizer, data)
-        if findings := tokeniser.problems(formats, vocab_size):
-            raise DataError([], findings)
-    return Encoder(tokeniser, vocab_size)
 
 
 def _seen(

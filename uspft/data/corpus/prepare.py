@@ -23,28 +23,29 @@ from uspft.data.corpus.checks import (
     unused_lines,
 )
 from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
-from uspft.data.corpus.counts import Counts, Taken, mixed
-from uspft.data.corpus.tokenise import load_tokeniser
-from uspft.data.corpus.workers import Encoder, SourcePart, processes_for, tokenised
+from uspft.data.corpus.counts import Counts, SourceLimits, mixed
+from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of, processes_for, tokenised
 from uspft.data.faults import BadRecord, DataError, Faults
 from uspft.data.files.sources import (
+    describing_files,
     is_hub_id,
     is_saved,
-    left_out,
     list_files,
     source_problems,
 )
 from uspft.data.files.tables import load_saved, load_split
 from uspft.data.records.conversations import Naming
 from uspft.data.records.reader import first_record, pair_notes
-from uspft.data.samples import Record
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from uspft.config import Finding
-    from uspft.config.recipe import DataBlock, Source
+    from uspft.config.recipe import DataBlock
 
 from uspft.data.corpus.cache import cache_key, made_aside
+
+Progress = Callable[[int, int], None]
+"""progress(done, total): bytes of files and records of hub data sets."""
+_TRAIN = re.compile(r"data\.train\b")  # \b leaves data.train_on out
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,6 @@ class Reading:
     """A name for the tokens that the parts become."""
     shapes: list[str]
     """What the records look like, and how many parts have records that do."""
-    workers: ProcessPool | int = 1
-    """The processes that tokenise, or how many threads do."""
 
 
 def prepare(
@@ -66,21 +65,20 @@ def prepare(
     tokenizer_path: str | None,
     vocab_size: int,
     cache_dir: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Return the folder in cache_dir that holds data.train tokenised; make it where it is missing.
 
-    tokenizer_path may be None for tokenized data alone. progress(done, total) counts bytes of files
-    and records of hub data sets. Processes and hosts may prepare the same data at once, since the
-    folder is written aside and renamed. For evaluation data, give a block whose train is the
-    evaluation sources. Raises DataError.
+    tokenizer_path may be None for tokenized data alone. Processes and hosts may prepare the same
+    data at once, since the folder is written aside and renamed. For evaluation data, give a block
+    whose train is the evaluation sources. Raises DataError.
     """
     parts, workers = parts_of(data), data.workers or 1
     with processes_for(parts, workers) as processes:  # they make imports while this one does
         name, reading = _reading(data, parts, tokenizer_path, vocab_size)
         folder = Path(cache_dir) / name
         if not os.path.exists(folder):
-            build(folder, data, replace(reading, workers=processes or workers), progress or _silent)
+            build(folder, data, reading, processes or workers, progress)
     _require(folder, data)
     return folder
 
@@ -101,7 +99,7 @@ def prepared(
 
 
 def _require(folder: Path, data: DataBlock) -> None:
-    """Check what is asked of tokens that are there, so that other rules reuse them.
+    """Check the rules that change no token, so that one corpus serves several values of them.
 
     Raises DataError.
     """
@@ -114,19 +112,18 @@ def _reading(
 ) -> tuple[str, Reading]:
     """Return the name of the folder for the tokens of data.train's parts, and how they are made."""
     first = [first_record(part.content, part.asked) for part in parts]
-    formats = {record.format for record in first if record}
-    require_answers(data, formats)
-    require_instructions(data, [record.shape for record in first if record])
-    tokeniser = None
-    if formats - {"tokenized"}:
-        tokeniser = load_tokeniser(tokenizer_path, data)
-        if findings := tokeniser.problems(formats, vocab_size):
-            raise DataError([], findings)
-    key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
     known = [record for record in first if record]
-    shapes = _shapes(known) + pair_notes(known, tokeniser is not None and tokeniser.has_template)
-    shapes += left_out(data) + (tokeniser.notes(formats) if tokeniser else [])
-    return key.folder, Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
+    formats = {record.format for record in known}
+    require_answers(data, formats)
+    require_instructions(data, [record.shape for record in known])
+    encoder = encoder_of(formats, data, tokenizer_path, vocab_size)
+    tokeniser = encoder.tokeniser
+    key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
+    counts = Counter(record.shape for record in known)
+    shapes = [f"{shape} ({n:,} files)" if n > 1 else shape for shape, n in counts.items()]
+    shapes += pair_notes(known, tokeniser is not None and tokeniser.has_template)
+    shapes += describing_files(data) + (tokeniser.notes(formats) if tokeniser else [])
+    return key.folder, Reading(parts, encoder, key.contents, shapes)
 
 
 def parts_of(data: DataBlock) -> list[SourcePart]:
@@ -135,7 +132,9 @@ def parts_of(data: DataBlock) -> list[SourcePart]:
         raise DataError([], findings)
     parts: list[SourcePart] = []
     for number, source in enumerate(data.train):
-        asked = naming_of(source, data)
+        # What a source says of its records wins over what `data` says.
+        fields = {**data.fields, **(source.fields or {})}
+        asked = Naming(source.format or data.format, fields, data.prompt_template or "")
         if is_hub_id(source.path):
             parts.append(SourcePart(number, asked, load_split(source)))
         elif is_saved(source.path):
@@ -144,17 +143,6 @@ def parts_of(data: DataBlock) -> list[SourcePart]:
             files = list_files(source.path, asked.format)
             parts += [SourcePart(number, asked, replace(file, eod=source.eod)) for file in files]
     return parts
-
-
-def naming_of(source: Source, data: DataBlock) -> Naming:
-    """Return what the recipe says of a source's records; its own words win over those of `data`."""
-    fields = {**data.fields, **(source.fields or {})}
-    return Naming(source.format or data.format, fields, data.prompt_template or "")
-
-
-def _shapes(first: list[Record]) -> list[str]:
-    counts = Counter(record.shape for record in first)
-    return [f"{shape} ({count:,} files)" if count > 1 else shape for shape, count in counts.items()]
 
 
 def formats_of(data: DataBlock) -> list[str]:
@@ -172,12 +160,18 @@ def formats_of(data: DataBlock) -> list[str]:
 
 
 def build(
-    folder: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
+    folder: Path,
+    data: DataBlock,
+    reading: Reading,
+    workers: ProcessPool | int,
+    progress: Progress | None,
 ) -> None:
     """Write the corpus aside and rename it to `folder`. Raises DataError."""
     started = time.perf_counter()
     with made_aside(folder) as aside:
-        counts, lines = _write(aside, data, reading, progress)
+        counts, lines = _write(
+            aside, data, reading, workers, progress or (lambda done, total: None)
+        )
         report = {
             **asdict(counts),
             "seconds": round(time.perf_counter() - started, 3),
@@ -189,17 +183,21 @@ def build(
 
 
 def _write(
-    aside: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
+    aside: Path,
+    data: DataBlock,
+    reading: Reading,
+    workers: ProcessPool | int,
+    progress: Progress,
 ) -> tuple[Counts, dict[str, list[str]]]:
     """Write the samples, and return the counts, and lines by what they tell of: what was skipped,
     what is there and trains nothing, fields that nothing uses, and the mix."""
     faults, left, untrained = Faults(), Faults(), Faults()
     unused: list[dict[str, None]] = [{} for _ in data.train]
-    counts, taken = Counts(), Taken(data.train)
+    counts, taken = Counts(), SourceLimits(data.train)
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
     with CorpusWriter(aside) as writer:
-        for samples, size in tokenised(reading.parts, reading.encoder, reading.workers, taken.full):
+        for samples, size in tokenised(reading.parts, reading.encoder, workers, taken.full):
             for sample in samples:
                 file = sample.file if isinstance(sample, BadRecord) else sample.origin.file
                 source, shown = reading.parts[file].source, reading.parts[file].content.shown
@@ -244,19 +242,12 @@ def _write(
     return counts, {**told, "unused": unused_lines(data, unused)}
 
 
-def _silent(done: int, total: int) -> None:
-    """Do nothing, since no one watches the progress."""
-
-
-_TRAIN = re.compile(r"data\.train\b")  # \b leaves data.train_on out
-
-
 def prepare_sets(
     data: DataBlock,
     tokenizer_path: str | None,
     vocab_size: int,
     cache_dir: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Path]:
     """Return the folder that holds each source of data.eval tokenised, by the source's title.
 
@@ -275,19 +266,14 @@ def prepare_sets(
 
 
 def of_set(error: DataError, number: int, count: int) -> DataError:
-    """Return an error about a block whose `train` is one of `count` evaluation sets, in the
-    recipe's terms."""
-    key = "data.eval" if count == 1 else f"data.eval[{number}]"
-    return DataError(error.beside, [_named(finding, key) for finding in error.findings])
-
-
-def _named(finding: Finding, key: str) -> Finding:
-    """Return a finding about a block whose `train` is one evaluation set, in the recipe's terms.
-
-    Where its key is in `data.train`, that part becomes `key`, the set's own; else the text of the
-    finding says that the data was read for that set.
+    """Return an error about a block whose `train` is evaluation set `number` of `count`, in the
+    recipe's terms: a key in `data.train` becomes the set's own, of others the text names the set.
     """
-    named, what, remedy = finding
-    if _TRAIN.match(named):
-        return _TRAIN.sub(key, named), what, remedy
-    return named, f"{what} (read for {key})", remedy
+    key = "data.eval" if count == 1 else f"data.eval[{number}]"
+    findings = [
+        (_TRAIN.sub(key, named), what, remedy)
+        if _TRAIN.match(named)
+        else (named, f"{what} (read for {key})", remedy)
+        for named, what, remedy in error.findings
+    ]
+    return DataError(error.beside, findings)

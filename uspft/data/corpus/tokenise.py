@@ -148,7 +148,7 @@ class TextTokeniser:
             named.append(date.today().isoformat())
         return blake2b("\0".join(named).encode(), digest_size=16).hexdigest()
 
-    def problems(self, formats: set[str], vocab_size: int) -> list[Finding]:
+    def problems(self, formats: Set[str], vocab_size: int) -> list[Finding]:
         """Return a finding for each reason why these formats cannot be tokenised for the model.
 
         vocab_size: how many tokens the model's vocabulary has.

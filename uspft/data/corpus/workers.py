@@ -10,11 +10,12 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from uspft.config.problems import RunFailed
 from uspft.data.chat.rendering import render
-from uspft.data.corpus.tokenise import TextTokeniser, given, require_vocabulary
-from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.corpus.tokenise import TextTokeniser, given, load_tokeniser, require_vocabulary
+from uspft.data.faults import BadRecord, DataError, SampleFault
 from uspft.data.files.readers import pieces
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import Columns, HubSplit, parquet_bytes
@@ -22,6 +23,9 @@ from uspft.data.records.conversations import Naming
 from uspft.data.records.reader import Reader
 from uspft.data.samples import Entry, Record, Sample
 from uspft.launcher.process_pool import ProcessPool
+
+if TYPE_CHECKING:
+    from uspft.config.recipe import DataBlock
 
 _BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512
@@ -82,12 +86,27 @@ class Encoder:
         return sample
 
 
+def encoder_of(
+    formats: Set[str], data: DataBlock, tokenizer: str | None, vocab_size: int
+) -> Encoder:
+    """Return what makes tokens of records of these formats. Raises DataError where it cannot.
+
+    tokenizer: a folder or a hub id; None where there is none.
+    """
+    tokeniser = None
+    if formats - {"tokenized"}:
+        tokeniser = load_tokeniser(tokenizer, data)
+        if findings := tokeniser.problems(formats, vocab_size):
+            raise DataError([], findings)
+    return Encoder(tokeniser, vocab_size)
+
+
 @dataclass
 class Bundle:
-    """Some objects in reading order, each with the reader of its file or split.
+    """What one worker gets at a time: entries in reading order, each with the reader of its file.
 
-    An object is a record already where it had to tell what all of its file look like. Those of a
-    table are unpacked by who makes samples of them.
+    The first of a file are made records here, since they decide what shape all have. Records of a
+    table stay columns, which the worker unpacks.
     """
 
     items: list[tuple[Reader, Entry | Columns | Record | BadRecord]] = field(default_factory=list)

@@ -87,8 +87,9 @@ class _Encoding:
     share: float
     """The least share that these are of all."""
     least: float = 0.0
-    """How many such characters follow one another at least, in the mean."""
     most: float = math.inf
+    """Bounds of the mean length of a run of characters beyond ASCII: words in Cyrillic are long
+    runs, accented letters of Latin stand alone."""
 
 
 _ENCODINGS = (

@@ -12,8 +12,8 @@ from uspft.data.files.decoding import A_MARK, BOM, not_utf8, nul, opened
 from uspft.data.files.sources import SourceFile
 from uspft.data.samples import Entry
 
-_APART = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
-_OTHER = {";": "", "|": "", "\t": "call it .tsv", ",": "call it .csv"}
+_DELIMITERS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
+_OTHER_DELIMITERS = {";": "", "|": "", "\t": "call it .tsv", ",": "call it .csv"}
 """What else columns may stand apart by, and what to do where it is that."""
 _REST = "nothing from here on is read"
 
@@ -41,7 +41,11 @@ def rows(file: SourceFile, longest: int) -> Iterator[Entry | BadRecord]:
                 elif wrong:
                     yield _bad(file, line, wrong)
                 elif names and row and len(row) != len(names):
-                    yield _bad(file, start, _uneven(row, names, start, end))
+                    over = f" in lines {start}–{end}" if end > start else ""
+                    what = f"{len(row)} column{'s' * (len(row) != 1)}{over}"
+                    what += f", and the first line names {len(names)}"
+                    remedy = "quote values that hold a separator or a line break"
+                    yield _bad(file, start, SampleFault(f"{what}; {remedy}"))
                 elif names and row:
                     yield Entry(end, dict(zip(names, row, strict=True)), size)
                 start = end + 1
@@ -94,8 +98,8 @@ def _names(row: list[str], wrong: SampleFault | None, kind: str) -> list[str]:
     """Return the names in the first line. Raises SampleFault where they name no columns."""
     if wrong:
         raise _told(wrong, " among the names of the columns")
-    mark, marks = _APART[kind]
-    for other, remedy in _OTHER.items():
+    mark, marks = _DELIMITERS[kind]
+    for other, remedy in _OTHER_DELIMITERS.items():
         if len(row) == 1 and other in row[0] and other != mark:
             what = f"its columns stand apart by {other!r}, not by {marks}: {_REST}"
             remedy = remedy or "save it with commas, or with tabs as .tsv"
@@ -113,12 +117,6 @@ def _told(wrong: SampleFault, where: str) -> SampleFault:
     """Return what is wrong with a line behind which nothing is read."""
     what, _, remedy = str(wrong).partition("; ")
     return SampleFault(f"{what}{where}: {_REST}; {remedy}")
-
-
-def _uneven(row: list[str], names: list[str], first: int, last: int) -> SampleFault:
-    over = f" in lines {first}–{last}" if last > first else ""
-    what = f"{len(row)} column{'s' * (len(row) != 1)}{over}, and the first line names {len(names)}"
-    return SampleFault(f"{what}; quote values that hold a separator or a line break")
 
 
 def _unread(error: csv.Error, longest: int) -> SampleFault:

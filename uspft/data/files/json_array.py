@@ -138,7 +138,8 @@ class ArrayText:
             self._more()
 
     def _more(self) -> bool:
-        """Read on, as much again as waits to be understood, which keeps the sum of it linear."""
+        """Read as much again as is not parsed yet, so that a long element, which is parsed from its
+        start each time, takes linear time."""
         if self._undecoded:  # all before it has been understood
             raise self._undecoded
         if self._ended:

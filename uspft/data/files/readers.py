@@ -134,10 +134,8 @@ def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
 
 
 def _is_lines(file: SourceFile) -> bool:
-    """Tell whether behind a first line that ends with `]` another array or object begins.
-
-    Inside one array nothing but a comma or another bracket may follow there.
-    """
+    """Tell whether a file that begins with `[` is JSON Lines: its first line ends with `]`, and
+    another array or object follows, before which one array would have a comma."""
     last, begun, over = b"", False, False
     try:
         with opened(file)[0] as handle:

@@ -16,7 +16,7 @@ from uspft.data.faults import SHOWN_PLACES, grouped
 
 if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock, Source
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 STDLIB = "python:stdlib"
@@ -68,12 +68,8 @@ class SourceFile:
     @property
     def packed(self) -> str:
         """The ending that tells how the file is compressed, or an empty string."""
-        return _packed(self.path)
-
-
-def _packed(path: Path) -> str:
-    suffix = path.suffix.lower()
-    return suffix if suffix in PACKED else ""
+        suffix = self.path.suffix.lower()
+        return suffix if suffix in PACKED else ""
 
 
 def tokens_of(index: Path) -> Path:
@@ -83,7 +79,8 @@ def tokens_of(index: Path) -> Path:
 
 def _suffix(path: Path) -> str:
     """Return a file's ending in small letters, without that of its compression."""
-    return path.with_suffix("").suffix.lower() if _packed(path) else path.suffix.lower()
+    last = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if last in PACKED else last
 
 
 def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
@@ -140,32 +137,30 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
         found = [path]
     elif os.path.isdir(path):
         below = _files_in(path)
-        described = set(describing(below, _of_records(below)))
+        described = set(describing(below))
         found = [file for file in below if file not in described]
     else:
         names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
         found = [Path(name) for name in names if Path(name).is_file()]
     if not found and os.path.isfile(index := f"{path}.idx"):  # both files by their common name
         found = [Path(index)]
-    found = list(dict.fromkeys(_index_of(file) or file for file in found))
+    # A file of tokens stands for the index beside it.
+    found = [
+        beside if file.suffix == ".bin" and (beside := file.with_suffix(".idx")).is_file() else file
+        for file in found
+    ]
+    found = list(dict.fromkeys(found))
     other = "text" if declared in ("auto", "text") else "json"
     return [SourceFile(p, str(p), KINDS.get(_suffix(p), other)) for p in found]
 
 
-def _index_of(file: Path) -> Path | None:
-    """Return the index beside a file of tokens; None where it is none."""
-    index = file.with_suffix(".idx")
-    return index if file.suffix == ".bin" and os.path.isfile(index) else None
-
-
-def left_out(data: DataBlock) -> list[str]:
+def describing_files(data: DataBlock) -> list[str]:
     """Return one line for each folder of which files are no data but describe it."""
     lines = []
     for _, source in _keyed(data):
         folder = Path(source.path).expanduser()
         if not is_hub_id(source.path) and os.path.isdir(folder) and not is_saved(source.path):
-            files = _files_in(folder)
-            found = describing(files, _of_records(files))
+            found = describing(_files_in(folder))
             names = ", ".join(path.relative_to(folder).as_posix() for path in found[:SHOWN_PLACES])
             more = ", …" if len(found) > SHOWN_PLACES else ""
             lines += [f"{source.path}: not read, as what describes it: {names}{more}"] * bool(found)
@@ -222,10 +217,6 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted(below, key=lambda p: p.relative_to(folder).as_posix())
 
 
-def _of_records(files: list[Path]) -> list[Path]:
-    return [file for file in files if _suffix(file) in KINDS]
-
-
 def _is_special(path: Path) -> bool:
     """Tell whether a path is a FIFO, a socket or a device, which cannot be read twice."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
@@ -249,7 +240,7 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     special = [place] if _is_special(place) else []
     if os.path.isdir(place):
         special += sorted(one for one in _below(place) if _is_special(one))
-        yield from _split_names(path, files)
+        yield from _mixed_splits(path, files)
     elif glob.has_magic(path):
         named = (Path(name) for name in glob.glob(str(place), recursive=True))
         special += sorted(one for one in named if _is_special(one))
@@ -266,9 +257,9 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     yield from grouped(_unread(files, declared, alone=os.path.isfile(place)))
 
 
-def _split_names(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]]:
+def _mixed_splits(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a folder whose files are several splits by their names."""
-    records = _of_records([file.path for file in files])
+    records = [file.path for file in files if _suffix(file.path) in KINDS]
     root = Path(path).expanduser()
     if both := two_splits([file.relative_to(root).as_posix() for file in records]):
         what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
@@ -324,18 +315,18 @@ _OTHERS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "eval
 _NO_LETTER = re.compile(r"[\W\d_]+")
 
 
-def describing(files: Sequence[Path], records: Iterable[Path]) -> list[Path]:
+def describing(files: Sequence[Path]) -> list[Path]:
     """Return those of a folder's files that describe its records, which lie beside or below them.
 
-    records: the files of the folder that hold records by their endings.
+    Files with an ending of records are such records, but for `dataset_infos.json`.
     """
-    held = {path for path in records if path.name != _INFOS}
-    around = {folder for path in held for folder in path.parents}
+    records = {path for path in files if _suffix(path) in KINDS and path.name != _INFOS}
+    around = {folder for path in records for folder in path.parents}
     return [
         path
         for path in files
         if path.parent in around
-        and (path.name == _INFOS or (path not in held and _DESCRIBES.fullmatch(path.name)))
+        and (path.name == _INFOS or (path not in records and _DESCRIBES.fullmatch(path.name)))
     ]
 
 

@@ -118,12 +118,12 @@ def _called(turn: Fields, given: Any) -> Fields:
     return {**turn, "role": "assistant", "content": None, "tool_calls": made}
 
 
-def as_given(what: str, led: bool) -> str:
+def as_given(what: str, system_added: bool) -> str:
     """Return what is wrong with turns, counted as the record has them.
 
-    led: whether a system field of the record leads them.
+    system_added: whether the first turn was made of a field `system`.
     """
-    if not led:
+    if not system_added:
         return what
     return _PLACE.sub(
         lambda at: f"messages[{int(at[1]) - 1}]" if int(at[1]) else "its system", what

@@ -34,8 +34,8 @@ class KnownField:
 
 @dataclass(frozen=True)
 class Refused(KnownField):
-    """A field with which a sample means something else than its text says, so that it may not
-    train as it stands."""
+    """A field by which a sample means something else than its text, such as a worse answer or an
+    image, so that it is refused at some values."""
 
     when: Callable[[Any], bool] = lambda value: not is_empty(value)
     """Whether a value is one with which the sample is refused."""
@@ -46,18 +46,18 @@ class Refused(KnownField):
     """`{name}` in it is the field's."""
     beside: tuple[str, ...] = ()
     """The formats whose records it is refused in; none: all."""
-    twice: str = ""
-    """The field that says the same thing, beside which alone it is refused, where they differ."""
+    same_as: str = ""
+    """Another name for the same thing: refused only where a record has both, and they differ."""
 
     def refuses(self, fields: Mapping[str, Any]) -> bool:
         """Tell whether a record with these (our) fields is refused."""
-        other = fields.get(self.twice)
+        other = fields.get(self.same_as)
         differs = not is_empty(other) and other != fields[self.name]
-        return self.when(fields[self.name]) and (differs or not self.twice)
+        return self.when(fields[self.name]) and (differs or not self.same_as)
 
     def unused(self, fields: Mapping[str, Any]) -> bool:
         """Tell whether it says something in a record with these fields that nothing uses."""
-        same = self.twice and fields.get(self.twice) == fields[self.name]
+        same = self.same_as and fields.get(self.same_as) == fields[self.name]
         return not same and not self.harmless(fields[self.name])
 
 
@@ -258,7 +258,7 @@ REFUSED = (
             + other
             + (", or {{" + other + ": {name}}}" if name != "history" else " alone"),
             beside=beside,
-            twice=other,
+            same_as=other,
         )
         for other, names, beside in (
             ("messages", ("conversations", "history"), ("messages",)),
@@ -390,8 +390,8 @@ class RecordShape:
     """
 
     name: str
-    needs: tuple[str, ...]
-    may: tuple[str, ...]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
     formats: tuple[str, ...]
 
 

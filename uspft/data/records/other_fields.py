@@ -36,8 +36,8 @@ _ANSWER_OF = {
 
 @dataclass(frozen=True)
 class Others:
-    """The fields beside those of a shape, by our names: with which a value may be refused, and
-    which nothing uses."""
+    """The fields of a record that its shape does not take, by our names: those that refuse the
+    record at some values, and those that nothing uses."""
 
     refused: tuple[Refused, ...]
     unused: tuple[str, ...]
@@ -62,8 +62,8 @@ class Others:
 
 def others_of(names: Collection[str], shape: RecordShape, asked: Naming) -> Others:
     """Return the fields that a shape does not take among those of these (our) names."""
-    taken = {*shape.needs, *shape.may, *masks_of(names, shape), *left_alone(asked)}
-    known = {one.name: one for one in REFUSED if _may_refuse(one, shape)}
+    taken = {*shape.required, *shape.optional, *masks_of(names, shape), *left_alone(asked)}
+    known = {r.name: r for r in REFUSED if not r.beside or shape.formats[0] in r.beside}
     rest = [name for name in names if name not in taken]
     return Others(
         tuple(known[name] for name in rest if name in known),
@@ -71,12 +71,8 @@ def others_of(names: Collection[str], shape: RecordShape, asked: Naming) -> Othe
     )
 
 
-def _may_refuse(one: Refused, shape: RecordShape) -> bool:
-    return not one.beside or shape.formats[0] in one.beside
-
-
 def looked_at(names: Collection[str], shape: RecordShape, asked: Naming) -> set[str]:
-    """Return which of these (our) names have to be read beside those of a shape."""
+    """Return which of these (our) names are read from a table beside those of a shape."""
     others = others_of(names, shape, asked)
     return {*(one.name for one in others.refused), *masks_of(names, shape)}
 
@@ -143,7 +139,7 @@ _YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off")
 
 def mapping(fields: Collection[str], asked: Naming) -> str:
     """Return what to do: the mapping to write where fields are named almost like a shape's."""
-    needed = {need for shape in SHAPES for need in shape.needs} - set(fields)
+    needed = {need for shape in SHAPES for need in shape.required} - set(fields)
     if absent := [theirs for ours, theirs in asked.names.items() if theirs and ours in needed]:
         return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
     if {*CHOSEN} & {*fields} and {*REJECTED} & {*fields}:
@@ -156,15 +152,16 @@ def mapping(fields: Collection[str], asked: Naming) -> str:
     near = [(shape, found) for shape, found in near if found]
     if not near:
         return f"name them in data.fields, {SHOW}"
-    # The one that leaves the least out, and of those the one that maps the fewest names.
-    shape, found = min(near, key=lambda one: (-_used(one[0], {*fields, *one[1]}), len(one[1])))
+
+    def rank(one: tuple[RecordShape, dict[str, str]]) -> tuple[int, int]:
+        """Most fields taken come first, and of equals the fewest that are mapped."""
+        shape, found = one
+        taken = {*fields, *found} & {*shape.required, *shape.optional}
+        return -len(taken), len(found)
+
+    shape, found = min(near, key=rank)
     pairs = ", ".join(f"{ours}: {in_yaml(theirs)}" for ours, theirs in found.items())
     return f"if they mean {shape.name}, write data.fields: {{{pairs}}}"
-
-
-def _used(shape: RecordShape, fields: Collection[str]) -> int:
-    """Return how many of these fields a shape takes."""
-    return len({*fields} & {*shape.needs, *shape.may})
 
 
 def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
@@ -173,25 +170,25 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
     fields: a record's, or None for each where only names are known. Empty where one is not found.
     """
     found: dict[str, str] = {}
-    for ours in (*shape.needs, *shape.may):
+    for ours in (*shape.required, *shape.optional):
         if ours in fields:
             continue
         others = [
             name
             for name, value in fields.items()
             if isinstance(name, str)
-            and name not in (*shape.needs, *shape.may, *found.values())
+            and name not in (*shape.required, *shape.optional, *found.values())
             and _may_be(ours, name, value)
         ]
         likely = [name for name in others if name.strip().lower() in _OFTEN.get(ours, ())]
-        if ours in shape.needs:
+        if ours in shape.required:
             spelt = [name for name in others if name not in _MEANT]
             likely += get_close_matches(ours, spelt, 1, 0.7)
         if ours == "messages":
             likely += [name for name in others if _is_turn((fields[name] or [None])[0])]
         if likely:
             found[ours] = likely[0]
-        elif ours in shape.needs:
+        elif ours in shape.required:
             return {}
     return found
 
@@ -199,15 +196,12 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
 def _may_be(ours: str, name: str, value: Any) -> bool:
     """Tell whether a field can be what we call `ours`; its value is None where it is not known."""
     if ours in ("messages", "input_ids"):
-        return value is None or isinstance(value, list) or (ours == "messages" and _is_json(value))
+        text = ours == "messages" and isinstance(value, str) and value.lstrip().startswith("[")
+        return value is None or isinstance(value, list) or text
     if value is None:  # what is called by the plural is a list, more often than not
         return name != f"{ours}s"
     turns = ours != "text" and isinstance(value, list) and all(map(_is_turn, value))
     return isinstance(value, str) or turns
-
-
-def _is_json(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _is_turn(value: Any) -> bool:

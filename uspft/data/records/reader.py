@@ -97,23 +97,19 @@ class Reader:
         others.require_none(fields, own)
         form, made = formed(fields, shape, asked)
         if self.settled and form != self._format:
-            raise SampleFault(_unlike(form, shape))
+            kinds = ("texts", "turns of a conversation")
+            here, before = kinds[::-1] if form == "messages" else kinds
+            what = f"the {shape.name} are {here}, where the file began with {before}"
+            remedy = "write data.format: messages, or put each into a file of its own"
+            raise SampleFault(f"{what}; {remedy}")
         words = ""
         unused = tuple(own_name(name, own, asked) for name in others.unused_in(fields))
         if not self.settled:
             words, unused = described(shape, own, asked), unused + self._unread
-        led = bool(made.get("led"))
-        record = Record(form, checked(made, form), origin, words, led, unused)
+        added = bool(made.get("system_added"))
+        record = Record(form, checked(made, form), origin, words, added, unused)
         self._format = form
         return record
-
-
-def _unlike(form: str, shape: RecordShape) -> str:
-    """Return what is wrong with a pair of another format than its file's first."""
-    kinds = ("texts", "turns of a conversation")
-    here, before = kinds[::-1] if form == "messages" else kinds
-    what = f"the {shape.name} are {here}, where the file began with {before}"
-    return f"{what}; write data.format: messages, or put each into a file of its own"
 
 
 def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:
@@ -155,7 +151,7 @@ def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
         for name, value in found.items():
             CHECKS[name](name, value)
     except SampleFault as fault:
-        raise SampleFault(as_given(str(fault), bool(fields.get("led")))) from fault
+        raise SampleFault(as_given(str(fault), bool(fields.get("system_added")))) from fault
     if known == "tokenized" and len(found.get("labels", found["input_ids"])) != len(
         found["input_ids"]
     ):

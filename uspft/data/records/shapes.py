@@ -99,7 +99,7 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
     fitting = [
         shape
         for shape in SHAPES
-        if set(shape.needs) <= set(fields) and asked.format in ("auto", *shape.formats)
+        if set(shape.required) <= set(fields) and asked.format in ("auto", *shape.formats)
     ]
     if len(fitting) > 1 and any(shape.name == ALPACA for shape in fitting):
         fitting = [shape for shape in fitting if shape.name != "input and output"]
@@ -118,7 +118,7 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
 
 def require_shape(fields: Collection[str], shape: RecordShape, asked: Naming) -> None:
     """Check that a record with fields of these names has the shape. Raises SampleFault."""
-    for name in shape.needs:
+    for name in shape.required:
         if name not in fields:
             near = get_close_matches(name, fields, 1)
             remedy = f"write data.fields: {{{name}: {near[0]}}} if it is that" if near else SHOW
@@ -144,7 +144,7 @@ def require_spelling(fields: Fields, shape: RecordShape, asked: Naming) -> None:
 
 def _misspelt(fields: Collection[str], shape: RecordShape, asked: Naming) -> dict[str, str]:
     """Return by their names the fields that a shape may have, and a record has almost so."""
-    lacking = [name for name in shape.may if name not in fields and name not in asked.names]
+    lacking = [name for name in shape.optional if name not in fields and name not in asked.names]
     others = [name for name in fields if name not in NAMES]
     near = {name: get_close_matches(name, others, 1, 0.8) for name in lacking}
     return {name: found[0] for name, found in near.items() if found}
@@ -156,7 +156,7 @@ def columns(names: Collection[str], asked: Naming) -> list[str]:
     shape = recognised(ours, asked)
     require_shape(ours, shape, asked)
     near = _misspelt(ours, shape, asked).values()
-    wanted = {*shape.needs, *shape.may, *near, *looked_at(ours, shape, asked)}
+    wanted = {*shape.required, *shape.optional, *near, *looked_at(ours, shape, asked)}
     own = {own_name(name, names, asked) for name in wanted if name in ours}
     return [name for name in names if name in own]
 
@@ -178,7 +178,9 @@ def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
     As in 'ShareGPT: conversations with from/value'.
     """
     ours = renamed(fields, asked)
-    own = [own_name(name, fields, asked) for name in shape.needs + shape.may if name in ours]
+    own = [
+        own_name(name, fields, asked) for name in shape.required + shape.optional if name in ours
+    ]
     if shape.formats[0] != "messages":
         told = f"{shape.name}: {', '.join(own)}" if own != [shape.name] else shape.name
         said = asked.prompt and shape.name == ALPACA
@@ -193,8 +195,8 @@ def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
 def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
     """Return the format that a record of this shape takes, and the fields of that format.
 
-    fields: under our names. `led` among those of a conversation: whether a system field leads it.
-    Types are checked only as far as joining needs. Raises SampleFault.
+    fields: under our names. A conversation's get `system_added` as of Record. Types are checked
+    only as far as joining needs. Raises SampleFault.
     """
     if shape.formats == PAIR:
         return _pair(fields, shape, asked)
@@ -203,8 +205,8 @@ def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fiel
     if shape.formats[0] != "messages":
         return shape.formats[0], fields
     own = our_turns(as_json("messages", fields["messages"]), asked)
-    turns = _led(own, fields)
-    return "messages", {**_chat(fields, turns), "led": turns is not own}
+    turns = _with_system(own, fields)
+    return "messages", {**_chat(fields, turns), "system_added": turns is not own}
 
 
 def _masked(fields: Fields, shape: RecordShape) -> Fields:
@@ -227,7 +229,7 @@ def _masked(fields: Fields, shape: RecordShape) -> Fields:
 
 
 def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
-    first, last = shape.needs
+    first, last = shape.required
     fields = _opened(fields, first)
     prompt, completion = fields[first], fields[last]
     if asked.prompt:
@@ -261,12 +263,12 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
 
 def _require_instruction(fields: Fields, shape: RecordShape, asked: Naming) -> None:
     """Check that sentences can stand around a pair's instruction. Raises SampleFault."""
-    first, last = shape.needs
+    first, last = shape.required
     what = f"data.prompt_template {asked.prompt} writes an instruction"
     if shape.name != ALPACA:
         mapped = f"{{instruction: {own_name(first, fields, asked)}, output: {last}}}"
         raise SampleFault(f"{what}, and this is {shape.name}; write data.fields: {mapped}")
-    if any(isinstance(fields[half], list) or is_turn(fields[half]) for half in shape.needs):
+    if any(isinstance(fields[half], list) or is_turn(fields[half]) for half in shape.required):
         raise SampleFault(f"{what}, and this is turns; write texts, or leave it out")
 
 
@@ -291,7 +293,7 @@ def _opened(fields: Fields, first: str) -> Fields:
 
 def _talk(fields: Fields, turns: list[Any], asked: Naming) -> tuple[str, Fields]:
     """Return a pair as a conversation, behind what came before it and the system's message."""
-    return "messages", _chat(fields, _led([*_earlier(fields, asked), *turns], fields))
+    return "messages", _chat(fields, _with_system([*_earlier(fields, asked), *turns], fields))
 
 
 def _earlier(fields: Fields, asked: Naming) -> list[Any]:
@@ -337,7 +339,7 @@ def _chat(fields: Fields, turns: Any) -> Fields:
     return {"messages": turns, **found}
 
 
-def _led(turns: Any, fields: Fields) -> Any:
+def _with_system(turns: Any, fields: Fields) -> Any:
     """Return the turns behind the record's system message, where it has one of its own.
 
     Raises SampleFault where the turns begin with another.

@@ -24,7 +24,7 @@ _RENDERING = {
 """What a rendering is asked with, and is no setting of a template."""
 
 
-_STRAY = {"\0": "a NUL (U+0000)", "\ufeff": A_MARK}
+_UNWANTED = {"\0": "a NUL (U+0000)", "\ufeff": A_MARK}
 """Characters that no text is meant to have, and what they are called."""
 
 
@@ -47,7 +47,7 @@ def check_writable(name: str, value: Any) -> None:
         for i, item in enumerate(value):
             check_writable(f"{name}[{i}]", item)
     elif isinstance(value, str):
-        for mark, called in _STRAY.items():
+        for mark, called in _UNWANTED.items():
             if mark in value:
                 what = f"{name} holds {called}, its character {value.index(mark) + 1:,}"
                 raise SampleFault(f"{what}; take it out")

@@ -58,25 +58,25 @@ def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
     return float(int(mixed.sum(dtype=np.uint64)) % DIGEST)
 
 
-Needed = TypeVar("Needed")
+Prefetched = TypeVar("Prefetched")
 
 
-class Ahead(Generic[Needed]):
+class Prefetcher(Generic[Prefetched]):
     """A thread that makes what one step needs, so that at most one step is made ahead."""
 
-    def __init__(self, make: Callable[[int], Needed]) -> None:
+    def __init__(self, make: Callable[[int], Prefetched]) -> None:
         """make: makes what a step needs, by its number; runs in the thread or in the caller's, and
         never in both at a time."""
         self._make = make
         self._pool = ThreadPoolExecutor(1, "rows ahead")
-        self._begun: tuple[int, Future[Needed]] | None = None
+        self._begun: tuple[int, Future[Prefetched]] | None = None
 
     def begin(self, step: int) -> None:
         """Begin to make what a step needs; the one before it has been taken."""
         self._drop()
         self._begun = step, self._pool.submit(self._make, step)
 
-    def taken(self, step: int) -> Needed:
+    def taken(self, step: int) -> Prefetched:
         """Return what a step needs, made here unless that was begun. Raises what making it did."""
         if not self._begun or self._begun[0] != step:
             self._drop()
@@ -136,13 +136,13 @@ class RowLoader(ABC):
     """The live layout of each strategy, where the recipe has several."""
 
     def __init__(
-        self, stream: RowStream, tokens_apart: int, of_step: StepRows, orders: Orders | None
+        self, stream: RowStream, row_stride: int, of_step: StepRows, orders: Orders | None
     ) -> None:
-        """tokens_apart: how far the tokens of neighbouring rows are numbered apart. orders: where
-        token orders are found; None: in this process."""
-        self.stream, self._tokens_apart, self._of_step = stream, tokens_apart, of_step
+        """row_stride: how far apart the numbers of one row's tokens and the next row's are. orders:
+        where token orders are found; None: in this process."""
+        self.stream, self._row_stride, self._of_step = stream, row_stride, of_step
         self._reading, self._orders = threading.Lock(), orders or Orders()
-        self._ahead = Ahead(self._made)
+        self._ahead = Prefetcher(self._made)
         self.epochs = 0.0
         """How many times the data has been taken once the step is done that was asked for last."""
 
@@ -215,7 +215,7 @@ class RowLoader(ABC):
         def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
             return ready(kept(arrays))
 
-        labels, apart = kept([row.labels for row in rows]), self._tokens_apart
+        labels, stride = kept([row.labels for row in rows]), self._row_stride
         chosen = np.flatnonzero(labels != NOT_TRAINED)
         numbers = zip(indices, rows, strict=True)
         found = Batch(
@@ -225,7 +225,7 @@ class RowLoader(ABC):
             position_ids=mine([row.positions for row in rows])[None],
             labels=ready(labels),
             chosen=ready(chosen),
-            tokens=mine([index * apart + np.arange(len(row.labels)) for index, row in numbers]),
+            tokens=mine([index * stride + np.arange(len(row.labels)) for index, row in numbers]),
             targets=len(chosen),
             rows=tuple(indices),
             row_of=mine([_place(row, number) for number, row in enumerate(rows)]),

@@ -171,9 +171,9 @@ class RowStream:
 
     def row(self, index: int) -> Row:
         """Return the row at an index of the stream, from 0. Raises IndexError below 0."""
-        return self.together([index], self._length)
+        return self.row_of([index], self._length)
 
-    def together(self, indices: Sequence[int], length: int) -> Row:
+    def row_of(self, indices: Sequence[int], length: int) -> Row:
         """Return a row of `length` tokens that has the documents of these rows, in their order.
 
         Raises IndexError below 0, and ValueError where they do not fit.

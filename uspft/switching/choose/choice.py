@@ -27,11 +27,11 @@ LESS = 0.99
 LOWER_BUCKETS = 3
 """The most buckets below the longest rows'."""
 SHORTLIST = 4
-"""Mixes of each kind whose steps are scheduled, those of least work."""
+"""How many sets of layouts of each kind have their steps scheduled: those of least work."""
 
 
 _Timed = tuple[float, LayoutSet | None]
-"""A mix and the seconds of its step."""
+"""The seconds of a step, and the set of layouts that takes them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SwitchingChoice:
     """What `strategies: auto` became, with all that it was compared with."""
 
     mix: LayoutSet | None
-    """The fastest mix of several layouts; None where there is none that fits."""
+    """The fastest set of several layouts; None where none fits."""
     mix_seconds: float
     static: tuple[StaticTime, ...]
     """Every static layout, the fastest first and those that do not fit last."""
@@ -62,7 +62,7 @@ class SwitchingChoice:
 
     @property
     def switches(self) -> bool:
-        """Whether the mix is taken."""
+        """Whether the run uses several layouts, and not the best static one."""
         if self.mix is None or self.keeps is False:
             return False
         best = None if self.keeps else self.best_static
@@ -96,7 +96,8 @@ def choose(
     *,
     keeps: bool | None = None,
 ) -> SwitchingChoice:
-    """Return the mix that is predicted to take least, and every static layout's step.
+    """Return the set of layouts with the least predicted seconds of a step, and those of every
+    static layout.
 
     among: which layouts count, static and in a mix. keeps: whether a checkpoint's steps had several
     layouts, or one: then a mix is made of the best layout alone where there is no other.
@@ -127,7 +128,7 @@ def choose(
 
 
 def beside_static(mix: LayoutSet, drawn: DrawnSteps) -> SwitchingChoice:
-    """Return a mix that a recipe names, with every static layout's step."""
+    """Return the predicted step of the layouts that a recipe lists, and of every static layout."""
     length = drawn.row_tokens
     longest = priced_layouts(mix.setting, length, drawn.typical(length), most=None)
     return SwitchingChoice(mix, mix.seconds(drawn), _static(mix.setting, drawn, longest))
@@ -136,7 +137,7 @@ def beside_static(mix: LayoutSet, drawn: DrawnSteps) -> SwitchingChoice:
 def _static(
     setting: Setting, drawn: DrawnSteps, longest: Sequence[PricedLayout]
 ) -> tuple[StaticTime, ...]:
-    """Return each layout of the longest rows as the only one, the fastest first."""
+    """Return every layout of the longest rows as a static layout, the fastest first."""
     every = [(one, Static(setting, one)) for one in longest]
     found = [StaticTime(one, alone.seconds(drawn) if alone.fits else None) for one, alone in every]
     return tuple(sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0)))
@@ -163,7 +164,7 @@ def _kinds(
         fitting = {}
         for length, found in options.items():
             alone = (LayoutSet(setting, (one,), degree, moves) for one in found)
-            fitting[length] = [mix.buckets[0] for mix in alone if mix.fits and mix.holds]
+            fitting[length] = [mix.buckets[0] for mix in alone if mix.holds and mix.fits]
         same = alike and not moves
         mixes = _mixes(setting, fitting, degree, moves)
         yield [mix for mix in mixes if mix.fits and (same or mix.switches)]
@@ -198,7 +199,8 @@ def _refined(
     options: Mapping[int, Sequence[PricedLayout]],
     alike: bool,
 ) -> tuple[float, LayoutSet]:
-    """Return what comes of trying another layout for one bucket after the other."""
+    """Return the set of layouts after each bucket in turn was given another layout, where that
+    makes the step shorter, with the seconds of its step."""
     for place, bucket in enumerate(mix.buckets):
         for other in options[bucket.length]:
             buckets = (*mix.buckets[:place], other, *mix.buckets[place + 1 :])

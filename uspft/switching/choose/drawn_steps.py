@@ -27,7 +27,7 @@ class PackedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawnSteps:
-    """The lengths of a data set's samples, as a run takes them."""
+    """The lengths of a data set's samples, drawn in steps as a run draws them."""
 
     lengths: Sequence[int]
     """Tokens of each sample, or of enough of them, in any order; none is longer than a row."""
@@ -50,12 +50,13 @@ class DrawnSteps:
 
     @cached_property
     def pooled(self) -> list[list[int]]:
-        """The rows of all drawn steps packed as one, as a static layout may have them."""
+        """The samples of all drawn steps, packed into rows together, as under a static layout."""
         return self._packed([length for step in self.steps for length in step], self.row_tokens)
 
     @cached_property
     def packed_rows(self) -> int:
-        """Rows of `row_tokens` that as many samples as a step has make on average; at least 1."""
+        """The average number of packed rows of `row_tokens` that the samples of a step fill; at
+        least 1."""
         rows = len(self._packed(list(self.lengths), self.row_tokens))
         return max(1, round(self.samples * rows / len(self.lengths)))
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from uspft.layout import COPIES, Layout
+from uspft.layout import COPIES, HeldAs, Layout
+from uspft.pipeline.stages import Stages
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
 from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.spread import Spread
+from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
-from uspft.planner.trained import counts_of
+from uspft.planner.trained import StageLayers, counts_of
 from uspft.planner.zero_time import UPDATE_BYTES, zero_once
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
@@ -35,23 +37,42 @@ class LayoutSet:
 
     @property
     def stored(self) -> Layout:
-        return Layout(self.tensor, data=self.setting.ranks // self.tensor)
+        """The layout in which ranks store weights, where these stay in place."""
+        stages = self.buckets[0].layout.pipeline
+        data = self.setting.ranks // (self.tensor * stages)
+        return Layout(self.tensor, data=data, pipeline=stages)
 
     @property
     def bounds(self) -> tuple[int, ...]:
         return tuple(one.length for one in self.buckets)
 
     def memory(self, bucket: PricedLayout) -> float:
-        """Return the bytes that a rank has for the rows of a bucket at once."""
+        """Return the bytes that a rank has free for the activations of a bucket's rows."""
         setting, tensor = self.setting, bucket.layout.mesh_columns
         model, options = setting.step.model, setting.options
         if self.moves:
-            whole, part = (counts_of(model, t, options.lora, options.freeze) for t in (1, tensor))
+            whole, *parts = (
+                counts_of(model, t, options.lora, options.freeze, stage)
+                for t, stage in ((1, None), *((tensor, one) for one in self._stages(bucket)))
+            )
+            part = max(parts, key=lambda one: one.every)
             state = moving_state_bytes(options.element, whole, part, setting.ranks)
         else:
             state = memory_of(model, self.stored, bucket.length, options=options).state_bytes
         _, once = row_memory(options, model, bucket.row, bucket.layout, bucket.length)
         return USABLE_SHARE * setting.memory_bytes - state - once
+
+    def _stages(self, bucket: PricedLayout) -> list[StageLayers | None]:
+        """Return the layers of each rank along a bucket's pipeline; None, all, where there is
+        none."""
+        model, stages = self.setting.step.model, bucket.layout.pipeline
+        if stages == 1:
+            return [None]
+        sizes = [
+            (model.layers * (n + 1)) // stages - model.layers * n // stages for n in range(stages)
+        ]
+        every = Stages.of_sizes(sizes, stages)
+        return [stage_layers(every, rank) for rank in range(stages)]
 
     @cached_property
     def shares(self) -> list[float]:
@@ -85,17 +106,31 @@ class LayoutSet:
     @property
     def holds(self) -> bool:
         """Whether every layout uses a part of what ranks hold, where weights stay in place."""
-        return self.moves or all(one.layout.tensor % self.tensor == 0 for one in self.buckets)
+        return self.moves or all(
+            one.layout.tensor % self.tensor == 0 and one.layout.pipeline == 1
+            for one in self.buckets
+        )
 
     @property
     def switches(self) -> bool:
-        """Whether its layouts differ; in tensor degrees too, where weights are to move."""
-        degrees = {one.layout.tensor for one in self.buckets}
+        """Whether its layouts differ; in what ranks hold too, where weights are to move."""
         layouts = {(one.layout.tensor, one.layout.context) for one in self.buckets}
-        return len(degrees if self.moves else layouts) > 1
+        return len(self.held_in_turn if self.moves else layouts) > 1
+
+    @cached_property
+    def held_in_turn(self) -> list[Layout]:
+        """The layouts in which ranks hold weights one after another, where these move; the least
+        sharded first. In them no row is shared."""
+        ranks, found = self.setting.ranks, dict[HeldAs, Layout]()
+        for one in self.buckets:
+            tensor, stages = one.layout.tensor, one.layout.pipeline
+            alone = Layout(tensor, data=ranks // (tensor * stages), pipeline=stages)
+            found[alone.held] = alone
+        return [found[held] for held in sorted(found)]
 
     def least_seconds(self, drawn: DrawnSteps) -> float:
-        """Return the seconds of the first step if its rows' work were spread evenly."""
+        """Return a lower bound of the first step's seconds: its rows' work, spread evenly over
+        ranks."""
         works = self._works(drawn.rows(0, self.bounds), min(one.beside for one in self.buckets))
         even = sum(work.seconds * self.buckets[work.bucket].group_ranks for work in works)
         longest = max((work.seconds for work in works), default=0.0)
@@ -108,7 +143,8 @@ class LayoutSet:
 
     @cached_property
     def once_seconds(self) -> float:
-        """Seconds of what a step does once: the sum of gradients, the update, and the switches."""
+        """The seconds of what happens once in a step: gradient reduction, the update, and the
+        switches."""
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
             return sum(part.seconds for part in zero_once(step, self.stored, hardware))
@@ -124,12 +160,12 @@ class LayoutSet:
         Every layout's float32 gradients go home to their owners. In place nothing moves.
         """
         found, setting = [], self.setting
-        degrees = sorted({one.layout.tensor for one in self.buckets})
-        for degree in degrees if self.moves else ():
-            layout = Layout(degree, data=setting.ranks // degree)
+        for number, layout in enumerate(self.held_in_turn if self.moves else ()):
+            degree = layout.tensor
             spread = Spread.of(layout, COPIES, setting.hardware.ranks_per_host)
-            mine, away = _parameters(setting.step, degree), 1 - degree / setting.ranks
-            weights = setting.step.element_bytes * mine * (degree == degrees[0])
+            mine = _parameters(setting.step, degree) / layout.pipeline
+            away = 1 - degree * layout.pipeline / setting.ranks
+            weights = setting.step.element_bytes * mine * (number == 0)
             gradients = GRADIENT_BYTES * mine * setting.step.trained
             seconds = setting.hardware.collective_seconds("reduce_scatter", gradients, spread)
             if weights:
@@ -146,7 +182,8 @@ class LayoutSet:
         return GRADIENT_BYTES * step.trained * (stored - _parameters(step, most))
 
     def _works(self, rows: Sequence[PackedRow], pass_seconds: float) -> list[RowWork]:
-        """Return the rows' work; what a bucket's pass takes beyond `pass_seconds` goes with it."""
+        """Return the work of each row. Where a pass of its bucket takes more than `pass_seconds`,
+        the rest is part of the row's work."""
         found = []
         for row in rows:
             one = self.buckets[row.bucket]
@@ -158,7 +195,7 @@ class LayoutSet:
     def _step_seconds(self, rows: Sequence[PackedRow]) -> float:
         limits = Limits(1.0, min(one.beside for one in self.buckets))
         works = self._works(rows, limits.pass_seconds)
-        sizes = [one.group_ranks for one in self.buckets]
+        sizes = [one.sharing_ranks for one in self.buckets]
         if self.moves:
             return self.once_seconds + sum(
                 self._planned([work for work in works if work.bucket == bucket], sizes, limits)
@@ -169,8 +206,12 @@ class LayoutSet:
         return self.once_seconds + self._planned(works, sizes, limits)
 
     def _planned(self, works: Sequence[RowWork], sizes: Sequence[int], limits: Limits) -> float:
-        plan = schedule(works, sizes, self.setting.ranks, limits)
-        return makespan(plan, works, sizes, self.setting.ranks, limits)
+        if not works:
+            return 0.0
+        first = self.buckets[works[0].bucket]  # of as many stages as the others
+        ranks = self.setting.ranks // first.layout.pipeline
+        plan = schedule(works, sizes, ranks, limits)
+        return makespan(plan, works, sizes, ranks, limits) * first.filling(len(plan))
 
     def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
         """Return ZeRO's seconds in a micro-step that lasts as long as they do on average: as many
@@ -209,10 +250,13 @@ class Static:
         if given is not None:
             passes = -(-drawn.packed_rows // (given * one.layout.data))
             whole, count = self._passes(rows, given)
-            return whole / count * passes + mix.once_seconds
+            return whole / count * passes * one.filling(passes) + mix.once_seconds
         found = (self._passes(rows, at_once) for at_once in range(1, max(1, most) + 1))
         # With fewer passes than steps, replicas are idle in each.
-        least = min(whole / steps * max(1.0, steps / count) for whole, count in found)
+        least = min(
+            whole / steps * max(1.0, steps / count) * one.filling(count / steps)
+            for whole, count in found
+        )
         return least + mix.once_seconds
 
     def _passes(self, rows: Sequence[float], at_once: int) -> tuple[float, int]:
@@ -227,16 +271,16 @@ class Static:
                 first = begin + replica * at_once
                 mine = tuple(range(first, min(first + at_once, len(rows))))
                 if mine:
-                    groups.append(RankGroup(replica * one.group_ranks, 0, mine))
+                    groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
             plan.append(tuple(groups))
         each = fmean(rows) * at_once
         limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
-            stored = Layout(one.layout.tensor, data=setting.ranks // one.layout.tensor)
+            stored = LayoutSet(setting, (one,), one.layout.tensor).stored
             zero = micro_step_seconds(setting.step, stored, setting.hardware, each)
             limits = replace(limits, step_seconds=zero)
-        whole = makespan(plan, works, [one.group_ranks], setting.ranks, limits)
-        return whole, len(plan)
+        ranks = setting.ranks // one.layout.pipeline
+        return makespan(plan, works, [one.sharing_ranks], ranks, limits), len(plan)
 
 
 def _parameters(step: StepShape, tensor: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from uspft.config.algorithms import AlgorithmRow
@@ -19,7 +19,7 @@ from uspft.switching.choose.drawn_steps import pairs_of
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is given: its model and batch, the cluster, and the memory of a rank."""
+    """What is fixed before layouts are chosen: model, batch, cluster, and the memory of a rank."""
 
     step: StepShape
     hardware: Hardware
@@ -33,11 +33,14 @@ class Setting:
     in_place: bool = True
     """Whether tensor degrees may switch in place."""
     moves: bool = True
-    """Whether weights may move between tensor degrees, where the stage lets them."""
+    """Whether weights may move between layouts, where the stage lets them."""
+    stages: Collection[int] | None = (1,)
+    """How many pipeline stages layouts may have; None: as many as there are ranks."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks run as many passes, since each is a collective of all of them."""
+        """Whether all ranks run the same number of passes, since each has a collective of all of
+        them."""
         return self.step.stage > 1
 
 
@@ -63,6 +66,16 @@ class PricedLayout:
     @property
     def group_ranks(self) -> int:
         return self.layout.ranks // self.layout.data
+
+    @property
+    def sharing_ranks(self) -> int:
+        """Those of the group in one stage, which share the row."""
+        return self.group_ranks // self.layout.pipeline
+
+    def filling(self, passes: float) -> float:
+        """Return how many times as long so many passes one after another take as they would if no
+        stage waited for another: stages wait while a pipeline fills, and while it empties."""
+        return 1 + (self.layout.pipeline - 1) / max(1.0, passes)
 
     @property
     def name(self) -> str:
@@ -97,9 +110,9 @@ def priced_layouts(
     """Return every layout in which rows of so many tokens can run, at each algorithm's degrees.
 
     Matrices are split in Megatron's way alone, and tokens between them, which costs nothing and
-    saves memory. typical: a row with the documents that rows have. most: of each tensor and context
-    degree, how many ways to share a row are looked at closely, those that take least for a single
-    document; None: all. among: which layouts count.
+    saves memory. typical: a row with the documents that rows have. most: of each number of stages,
+    tensor and context degree, how many ways to share a row are looked at closely, those that take
+    least for a single document; None: all. among: which layouts count.
     """
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
@@ -110,11 +123,12 @@ def priced_layouts(
     def why_not(way: Way) -> str | None:
         return legal(way) or (None if among(way.layout) else "not among those asked for")
 
-    alike: dict[tuple[int, int], list[tuple[float, Way]]] = {}
-    for way in ways(ranks, Space(tokens=(True,)), why_not).legal:
+    alike: dict[tuple[int, int, int], list[tuple[float, Way]]] = {}
+    space = Space(tokens=(True,), pipelines=setting.stages, virtual=(1,))
+    for way in ways(ranks, space, why_not).legal:
         algorithm = way.algorithm(shape, hardware.ranks_per_host)
         alone = row_time(shape, way.layout, algorithm, hardware, whole).alone
-        alike.setdefault((way.layout.tensor, way.layout.context), []).append((alone, way))
+        alike.setdefault(_degrees(way.layout), []).append((alone, way))
     found = list[PricedLayout]()
     for each in alike.values():
         for _, way in sorted(each, key=lambda one: one[0])[:most]:
@@ -150,13 +164,18 @@ def priced(
     )
 
 
+def _degrees(layout: Layout) -> tuple[int, int, int]:
+    return layout.tensor, layout.context, layout.pipeline
+
+
 def _pairs(row: Segments) -> int:
     return pairs_of([stop - start for start, stop in row])
 
 
 def best_of_degrees(found: Sequence[PricedLayout]) -> list[PricedLayout]:
-    """Return the layout of least work of each tensor and context degree, the least work first."""
-    best: dict[tuple[int, int], PricedLayout] = {}
+    """Return for each number of stages, tensor and context degree the layout of least work, least
+    work first."""
+    best: dict[tuple[int, int, int], PricedLayout] = {}
     for one in sorted(found, key=lambda one: one.work):
-        best.setdefault((one.layout.tensor, one.layout.context), one)
+        best.setdefault(_degrees(one.layout), one)
     return list(best.values())

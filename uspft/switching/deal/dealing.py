@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.data.rows.orders import Orders
     from uspft.job import Job, Prices
+    from uspft.layout import HeldAs, Layout
     from uspft.mesh import Groups
     from uspft.world import World
 
@@ -37,25 +38,28 @@ class Strategies:
 
     worlds: Sequence[World]
     row_lengths: Sequence[int]
-    idle: Mapping[int, World]
-    """The layout that a rank without a row uses, by tensor degree. In it no row is shared, except
-    by the rows of a mesh. Where weights stay in place there is one, of the degree at which they are
-    stored; where they move there is one for each degree that a strategy has."""
+    idle: Mapping[HeldAs, World]
+    """The layout that a rank without a row uses, by what ranks hold, the least sharded first. In it
+    no row is shared, except by the rows of a mesh. Where weights stay in place there is one, in
+    which they are stored; where they move there is one for each that a strategy has."""
     rows_at_once: int
     """How many rows of the most expensive kind a rank may hold in memory at once."""
     lockstep: bool
     """Whether all ranks run the same number of micro-batches, since every micro-batch contains a
     collective of all of them (ZeRO-2 and 3, divided experts)."""
     moves: bool = False
-    """Whether weights move between layouts; all ranks then use the same tensor degree at a time."""
+    """Whether weights move between layouts; all ranks then hold those of one at a time."""
 
 
 class Phase(NamedTuple):
-    """The part of a step during which all weights are laid out for one tensor degree."""
+    """The part of a step during which all weights are laid out in one way."""
 
-    tensor: int
-    """The tensor degree of a rank that has no row in it."""
+    held: HeldAs
+    """It, by which the layout of a rank that has no row is found."""
     groups: tuple[MicroStep, ...]
+    lockstep: bool
+    """Whether all ranks run as many micro-batches: where `Strategies.lockstep` says so, and in a
+    pipeline, whose ranks of all replicas thus take shared rows at the same place."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,14 @@ class SwitchingLoader(RowLoader):
 
     def on_host(self, step: int) -> list[Batch]:
         plan, found = self.plan(step), []
-        for tensor, micro_steps in plan.phases:
+        for held, micro_steps, lockstep in plan.phases:
             here = []
             for mine in map(self._mine, micro_steps):
                 if mine:
                     here.append(self.of_group(plan, mine))
-                elif self._strategies.lockstep:
-                    here.append(self._idle(tensor))
-            found += here or [self._idle(tensor)]
+                elif lockstep:
+                    here.append(self._idle(held))
+            found += here or [self._idle(held)]
         return found
 
     def plan(self, step: int) -> StepPlan:
@@ -138,27 +142,31 @@ class SwitchingLoader(RowLoader):
         return StepPlan(rows, tuple(numbers), tuple(self._phases(works, limits)))
 
     def _phases(self, works: Sequence[RowWork], limits: Limits) -> Iterator[Phase]:
-        """Yield the groups of a step, of one tensor degree after another where weights move."""
+        """Yield the groups of a step, of one way to hold weights after another where they move."""
         layouts = [world.layout for world in self._strategies.worlds]
-        sharing_ranks = [layout.ranks // layout.data for layout in layouts]
-        for tensor in self._strategies.idle:
-            moves = self._strategies.moves
+        sharing_ranks = list(map(_sharing, layouts))
+        for held, idle in self._strategies.idle.items():
+            moves, stages = self._strategies.moves, idle.layout.pipeline
             chosen = [
                 number
                 for number, work in enumerate(works)
-                if not moves or layouts[work.bucket].tensor == tensor
+                if not moves or layouts[work.bucket].held == held
             ]
             if chosen:
                 here = [works[number] for number in chosen]
-                groups = schedule(here, sharing_ranks, layouts[0].ranks, limits)
-                yield Phase(tensor, tuple(_renumbered(one, chosen) for one in groups))
+                limits = replace(limits, lockstep=self._strategies.lockstep or stages > 1)
+                groups = schedule(here, sharing_ranks, idle.layout.ranks // stages, limits)
+                renumbered = tuple(_renumbered(one, chosen) for one in groups)
+                yield Phase(held, renumbered, limits.lockstep)
 
     def _mine(self, groups: MicroStep) -> RankGroup | None:
-        """Return the group of a micro-step that this rank is in, if any."""
+        """Return the group of a micro-step that this rank is in, if any; of stages each rank is in
+        that of the first stage's rank at its place."""
         rank = self.worlds[0].mesh.rank
         for group in groups:
             layout = self._strategies.worlds[group.bucket].layout
-            if group.first <= rank < group.first + layout.ranks // layout.data:
+            place = rank % (layout.ranks // layout.pipeline)
+            if group.first <= place < group.first + _sharing(layout):
                 return group
         return None
 
@@ -170,8 +178,8 @@ class SwitchingLoader(RowLoader):
     def empty(self) -> Batch:
         return self.batch_of(next(iter(self._strategies.idle.values())), [EMPTY])
 
-    def _idle(self, tensor: int) -> Batch:
-        return self._cut(self._strategies.idle[tensor], [EMPTY])
+    def _idle(self, held: HeldAs) -> Batch:
+        return self._cut(self._strategies.idle[held], [EMPTY])
 
     def row(self, index: int) -> Row:
         if index == EMPTY:
@@ -179,7 +187,7 @@ class SwitchingLoader(RowLoader):
         found = next(plan.rows[index] for plan in list(self._plans.values()) if index in plan.rows)
         bucket, samples = found
         with self._reading:
-            return self.stream.together(samples, self._strategies.row_lengths[bucket])
+            return self.stream.row_of(samples, self._strategies.row_lengths[bucket])
 
     def sizes(self, step: int) -> list[Size]:
         """Return how many rows and tokens a step has under each strategy."""
@@ -188,6 +196,11 @@ class SwitchingLoader(RowLoader):
             Size(buckets.count(bucket), buckets.count(bucket) * length)
             for bucket, length in enumerate(self._strategies.row_lengths)
         ]
+
+
+def _sharing(layout: Layout) -> int:
+    """Return how many ranks of a stage share a row."""
+    return layout.ranks // (layout.data * layout.pipeline)
 
 
 def _renumbered(groups: MicroStep, numbers: Sequence[int]) -> MicroStep:
@@ -205,8 +218,8 @@ def training_loader(
     """Return the loader of the training rows, which end with the last epoch or step; collective.
 
     worlds: of each strategy, or of the one layout. holders: of them, those under which ranks hold
-    the parameters, in the order of their tensor degrees; several where weights move. orders: where
-    token orders are found; None: in this process.
+    the parameters, the least sharded first; several where weights move. orders: where token orders
+    are found; None: in this process.
     """
     recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
     switches = bool(strategies_of(recipe))
@@ -238,15 +251,15 @@ def switching_loader(
 ) -> SwitchingLoader:
     """Return the loader of a recipe with strategies; collective.
 
-    live: the world of each strategy; and of them those under which ranks hold the parameters, in
-    the order of their tensor degrees: one, or where weights move all.
+    live: the world of each strategy; and of them those under which ranks hold the parameters, the
+    least sharded first: one, or where weights move all.
     """
     recipe, (worlds, holders) = job.recipe, live
-    lengths, by_degree = row_lengths(recipe), {one.layout.tensor: one for one in holders}
+    lengths, by_held = row_lengths(recipe), {one.layout.held: one for one in holders}
     strategies = Strategies(
         worlds,
         lengths,
-        {degree: _idle_world(one, groups) for degree, one in by_degree.items()},
+        {held: _idle_world(one, groups) for held, one in by_held.items()},
         rows_at_once=recipe.training.micro_batch_size,
         lockstep=ranks_in_lockstep(recipe),
         moves=recipe.parallel_config.switching == "move",

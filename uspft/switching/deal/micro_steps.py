@@ -1,4 +1,4 @@
-"""Micro-steps, in which groups of ranks of different sizes run side by side, and what they take."""
+"""Micro-steps, in which groups of ranks of different sizes run side by side, and their seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MicroStep = tuple[RankGroup, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a micro-step, and what it costs beside its rows."""
+    """The memory that bounds a micro-step, and the seconds that it costs beside its rows."""
 
     most_memory: float
     """What a rank has for the rows that it takes at once; one that needs more runs alone."""

@@ -19,7 +19,7 @@ another."""
 
 
 class Placement:
-    """The places of groups among ranks; a group of g ranks begins at a multiple of g.
+    """A finder of places for groups of ranks; a group of g ranks begins at a multiple of g.
 
     What was found is remembered, since the same groups are asked for again and again.
     """

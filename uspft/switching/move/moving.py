@@ -15,7 +15,7 @@ BATCH_ELEMENTS of the parameters at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
@@ -29,6 +29,7 @@ from uspft.engine.state import Fragments
 from uspft.engine.step import (
     Laps,
     LossModule,
+    StageRunner,
     StepResult,
     allowed,
     counted,
@@ -40,7 +41,7 @@ from uspft.engine.step import (
 )
 from uspft.parameters import counting
 from uspft.switching.move.owners import Owners
-from uspft.switching.move.routes import ByOwners, Route, Straight, Switches, holds
+from uspft.switching.move.routes import ByOwners, Route, Straight, Switches
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -67,6 +68,7 @@ class MovingEngine:
         every: Sequence[Shards],
         device: torch.device,
         *,
+        staged: Mapping[int, tuple[nn.Module, StageRunner]] | None = None,
         hosts: Sequence[int] | None = None,
         once_into_hosts: bool = True,
         straight: bool = False,
@@ -74,24 +76,31 @@ class MovingEngine:
         """Take over a module that is filled with what ranks hold under the most sharded layout;
         collective.
 
-        holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
-        each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
-        weights go straight from layout to layout. Raises ValueError for meshes, on which a model
-        computes with the blocks of one, for stages and divided experts, and for layouts of one
-        degree of which some split tokens.
+        holders: of that layout. every: who holds what under each of the layouts. staged: by how
+        many stages there are, those of this rank as a module, and what runs them; where there is
+        one, the module itself is. hosts: a number of each rank's host; None for one host.
+        once_into_hosts: as of `plan_moves`. straight: whether weights go straight from layout to
+        layout. Raises ValueError for meshes, on which a model computes with the blocks of one, for
+        divided experts, and for layouts of one degree of which some split tokens.
         """
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
-        if apart := [s.layout.name() for s in every if s.layout.pipeline * s.layout.experts > 1]:
-            told = f"weights do not move where stages or experts are divided: {', '.join(apart)}"
-            raise ValueError(told)
-        self._every = {holds(shards.layout): shards for shards in every}
+        if apart := [s.layout.name() for s in every if s.layout.experts > 1]:
+            raise ValueError(f"weights do not move where experts are divided: {', '.join(apart)}")
+        self.every = {shards.layout.held: shards for shards in every}
+        """Who holds what, by how ranks hold it."""
         for shards in every:
-            if self._every[holds(shards.layout)].splits_tokens != shards.splits_tokens:
+            if self.every[shards.layout.held].splits_tokens != shards.splits_tokens:
                 twice = f"tensor degree {shards.layout.tensor}"
                 raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
-        self._net = cast("nn.Module", module).to(device)
+        self._staged = {
+            stages: (net.to(device), run) for stages, (net, run) in (staged or {}).items()
+        }
+        self._nets = [
+            cast("nn.Module", module).to(device),
+            *(net for net, _ in self._staged.values()),
+        ]
         self.named = module.named()
         self.owners = Owners(self.named, holders, recipe, device)
         self.adam: torch.optim.Optimizer = self.owners.adam
@@ -173,7 +182,8 @@ class MovingEngine:
         for shards, own in turns:
             with self._training(shards):
                 self.laps.mark()
-                sums += in_turn(self, [batches[number] for number in own], scales)
+                _, run = self._staged.get(shards.layout.pipeline, (None, in_turn))
+                sums += run(self, [batches[number] for number in own], scales)
             self.laps.mark()
             order += [SWITCH, *own, SWITCH]
         means, stops = means_of(objective, sums, stop, everyone, self.device)
@@ -199,17 +209,16 @@ class MovingEngine:
         was not made with.
         """
         for batch in batches:
-            if holds(batch.world.layout) not in self._every:
-                known = ", ".join(shards.layout.name() for shards in self._every.values())
+            if batch.world.layout.held not in self.every:
+                known = ", ".join(shards.layout.name() for shards in self.every.values())
                 raise ValueError(f"weights move between {known}, not to {batch.world.name}")
-        order = sorted(self._every, key=lambda key: self._every[key].layout.tensor)
-        place = {key: number for number, key in enumerate(order)}
-        keys = [holds(batch.world.layout) for batch in batches]
+        place = {key: number for number, key in enumerate(sorted(self.every))}
+        keys = [batch.world.layout.held for batch in batches]
         turns = [
-            (self._every[key], [number for number, one in enumerate(keys) if one == key])
-            for key in sorted(set(keys), key=order.index)
+            (self.every[key], [number for number, one in enumerate(keys) if one == key])
+            for key in sorted(set(keys))
         ]
-        mine = float(sum(1 << place[holds(shards.layout)] for shards, _ in turns))
+        mine = float(sum(1 << place[shards.layout.held] for shards, _ in turns))
         everyone = self.holders.everyone
         numbers, squares = total([mine, mine * mine], everyone, self.device)
         if numbers * numbers != squares * everyone.size:  # equal just where all numbers are
@@ -260,6 +269,12 @@ class MovingEngine:
         """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
         return self.module(batch, scales)
 
+    def take(self, batch: Batch, scales: Scales, stage: int | None, x: Tensor | None) -> Tensor:
+        """Take a micro-batch through a stage of its layout, as that module's forward does."""
+        net, _ = self._staged[batch.world.layout.pipeline]
+        made: Tensor = net(batch, scales, stage, x)
+        return made
+
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss, and add them up."""
         loss.backward()
@@ -270,22 +285,26 @@ class MovingEngine:
 
         Afterwards everything is as it was.
         """
-        self._net.eval()
+        for net in self._nets:
+            net.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
             self._release()
-            self._net.train()
+            for net in self._nets:
+                net.train()
             self.holders.everyone.books.close()  # what came for this is of no training step
 
     def terms(self, batch: Batch) -> dict[str, float]:
         """Return this rank's part of each term that evaluation tells; collective."""
-        shards = self._every[holds(batch.world.layout)]
+        shards = self.every[batch.world.layout.held]
         if self._here is not shards:
             self._release()
             self._bind(shards)
-        return evaluated(self.module.objective, partial(self.forward, batch))
+        _, run = self._staged.get(shards.layout.pipeline, (None, None))
+        forward = partial(run.forward, self) if run else self.forward
+        return evaluated(self.module.objective, partial(forward, batch))
 
     def close(self) -> None:
         """Remove what the engine has hooked into the module."""

@@ -28,17 +28,9 @@ from uspft.switching.move.switch import Switch
 
 if TYPE_CHECKING:
     from uspft.comm import Group
-    from uspft.layout import Layout
+    from uspft.layout import HeldAs
     from uspft.parameters.shards import Shards
     from uspft.switching.move.owners import Owners
-
-Holds = tuple[int, int, bool]
-"""What of a layout says which rank holds which part."""
-
-
-def holds(layout: Layout) -> Holds:
-    """Return what two layouts have in common under which each rank holds the same."""
-    return layout.mesh_columns, layout.mesh_rows, layout.blocks
 
 
 class Switches:
@@ -56,8 +48,8 @@ class Switches:
         self._owners, self._everyone = owners, everyone
         self._hosts = tuple(hosts or (0,) * everyone.size)
         self._once = once_into_hosts
-        self._stocks: dict[tuple[Holds, bool, bool], Stock] = {}
-        self._made: dict[tuple[tuple[Holds, bool, bool], ...], Switch] = {}
+        self._stocks: dict[tuple[HeldAs, bool, bool], Stock] = {}
+        self._made: dict[tuple[tuple[HeldAs, bool, bool], ...], Switch] = {}
 
     def from_owners(self, home: Shards, shards: Shards, *, trained: bool) -> Switch:
         """Return the switch to what ranks hold from what they own of what `home` gives them.
@@ -78,7 +70,7 @@ class Switches:
         self, before: Shards, after: Shards, trained: bool, owned: tuple[bool, bool]
     ) -> Switch:
         (one, other) = (
-            (holds(s.layout), trained, o) for s, o in zip((before, after), owned, strict=True)
+            (s.layout.held, trained, o) for s, o in zip((before, after), owned, strict=True)
         )
         if (one, other) not in self._made:
             stocks = self._stock(before, one), self._stock(after, other)
@@ -86,7 +78,7 @@ class Switches:
             self._made[one, other] = Switch(moves, *stocks, self._everyone)
         return self._made[one, other]
 
-    def _stock(self, shards: Shards, key: tuple[Holds, bool, bool]) -> Stock:
+    def _stock(self, shards: Shards, key: tuple[HeldAs, bool, bool]) -> Stock:
         _, trained, owned = key
         if key not in self._stocks:
             names = self._owners.trained if trained else self._owners.shapes
@@ -164,7 +156,7 @@ class Straight:
         self._sums = None
 
     def fetch(self, shards: Shards) -> Tensor:
-        if holds(shards.layout) != holds(self._at.layout):
+        if shards.layout.held != self._at.layout.held:
             self._weights = self._moved(self._weights, shards, trained=False)
             if self._sums is not None:
                 self._sums = self._moved(self._sums, shards, trained=True)
@@ -181,7 +173,7 @@ class Straight:
         reduce = self._switches.from_owners(shards, shards, trained=True)
         pieces = sums.new_zeros(reduce.count_before)
         reduce.add(sums, pieces)
-        if holds(shards.layout) == holds(self._home.layout):
+        if shards.layout.held == self._home.layout.held:
             self._owners.gradients.add_(pieces)
             return
         reduce.copy(pieces, sums)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED, turn
-from uspft.data.chat.spans import Manner, Untold, all_but, turn_spans
+from uspft.data.chat.spans import Manner, SpanUnknown, all_but, turn_spans
 from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault
 
@@ -138,7 +138,7 @@ def test_a_turns_end_trains_and_the_white_space_behind_it_does_not() -> None:
 def test_what_cannot_be_told_is_refused_with_the_reason(source: str, reason: str) -> None:
     turns = CONVERSATIONS["a question last"]["messages"]
     template = ChatTemplate(source, {})
-    with pytest.raises(Untold) as caught:
+    with pytest.raises(SpanUnknown) as caught:
         turn_spans(template.write, turns, template.write(turns), [1], Manner(False, ENDS))
     assert str(caught.value) == reason
 

@@ -26,10 +26,10 @@ def test_the_first_records_of_each_file_are_looked_at(tmp_path: Path) -> None:
     data = block(chat, STDLIB, "org/name", eval=str(long))
     look = first_look(data, str(TOKENIZER), 8192)
     assert look.shapes == [f"{chat}: chat: messages with role/content", f"{long}: text"]
-    assert look.left_out == [f"data: records after the first {RECORDS} of 1 file"]
+    assert look.not_read == [f"data: records after the first {RECORDS} of 1 file"]
     for tokenizer, size in ((None, 8192), (str(TOKENIZER), None)):
         unknown = "data: tokens of the records (no tokenizer or vocabulary here)"
-        assert first_look(data, tokenizer, size).left_out[1:] == [unknown]
+        assert first_look(data, tokenizer, size).not_read[1:] == [unknown]
     pair = write_lines(tmp_path / "p.jsonl", [{"question": "a", "answer": "b"}])
     assert first_look(block(pair), None, None).shapes == [
         f"{pair}: question and answer: question, answer"
@@ -37,8 +37,8 @@ def test_the_first_records_of_each_file_are_looked_at(tmp_path: Path) -> None:
     (hint,) = first_look(block(pair, chat), None, None).notes
     assert hint.endswith("as plain text; data.format: messages puts them into the template too")
     tokenized = write_lines(tmp_path / "c.jsonl", [{"input_ids": [1, 2]}])
-    assert first_look(block(tokenized), None, 10).left_out == []
-    assert first_look(block(STDLIB), None, 10).left_out == []
+    assert first_look(block(tokenized), None, 10).not_read == []
+    assert first_look(block(STDLIB), None, 10).not_read == []
 
 
 def test_what_is_wrong_there_is_told(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.data_cases import block, source, write_lengths, write_lines
-from uspft.data import Corpus, DataError, fates, hold_out, prepare, read_report
+from uspft.data import Corpus, DataError, hold_out, kept_and_dropped, prepare, read_report
 
 
 def recipe(*sources: Any, fraction: float = 0.25, seed: int = 1) -> Any:
@@ -56,9 +56,9 @@ def test_samples_are_trained_on_or_held_out(tmp_path: Path) -> None:
         assert first.weight * tokens[0] + last.weight * tokens[1] == pytest.approx(sum(tokens))
         report = read_report(place)
         assert report["samples"] == len(corpus) and report["tokens"] == len(corpus.tokens)
-    assert fates(read_report(whole)) is None
+    assert kept_and_dropped(read_report(whole)) is None
     lost = {"read": 30, "kept": len(trained), "dropped": {"held out": len(held)}}
-    assert fates(read_report(places[0])) == lost
+    assert kept_and_dropped(read_report(places[0])) == lost
     counts = [read_report(place)["target_tokens"] for place in (whole, *places)]
     assert counts[0] == counts[1] + counts[2]
     names = {Corpus.open(folder).contents for folder in (whole, *places)}
@@ -78,7 +78,7 @@ def test_what_is_trained_on_tells_of_all_that_was_read(tmp_path: Path) -> None:
     assert len(told["notes"]) == 2 and len(told["skipped"]) == 2
     trained, held = map(read_report, hold_out(whole, asked))
     assert all(trained[name] == told[name] for name in ("notes", "skipped", "shapes", "bad"))
-    assert fates(trained) == {
+    assert kept_and_dropped(trained) == {
         "read": 14,
         "kept": 9,
         "dropped": {"longer than a row": 1, "cannot be used": 1, "held out": 3},

@@ -22,7 +22,7 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
-from uspft.data import Corpus, DataError, RowStream, fates, prepare, read_report
+from uspft.data import Corpus, DataError, RowStream, kept_and_dropped, prepare, read_report
 
 EOS = 0
 
@@ -224,7 +224,7 @@ def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
     kept = {name: report[name] for name in ("read", "samples", "dropped", "bad")}
     assert kept == {"read": 6, "samples": 1, "dropped": 1, "bad": 4}
     lost = {"longer than a row": 1, "cannot be used": 4}
-    assert fates(report) == {"read": 6, "kept": 1, "dropped": lost}
+    assert kept_and_dropped(report) == {"read": 6, "kept": 1, "dropped": lost}
     broken, text, beyond, overlong = report["skipped"]
     assert overlong == f"{path}:5: 9 tokens, a row has 8"
     assert broken.startswith(f"{path}:2: broken JSON (") and "(2 such: lines 2, 4); " in broken

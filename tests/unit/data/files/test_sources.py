@@ -21,7 +21,7 @@ from tests.support.data_cases import (
 )
 from uspft.config.recipe import DataBlock
 from uspft.data import Corpus, first_look, not_checked, prepare, read_report, source_problems
-from uspft.data.files.sources import STDLIB, is_hub_id, left_out, list_files, two_splits
+from uspft.data.files.sources import STDLIB, describing_files, is_hub_id, list_files, two_splits
 
 
 @pytest.fixture
@@ -198,17 +198,19 @@ def test_what_describes_a_data_set_is_not_read(tmp_path: Path) -> None:
     assert listed(tmp_path) == list(read) == listed(tmp_path, "text")
     told = f"{tmp_path}: not read, as what describes it: LICENSE, README.md, README_zh.md, …"
     data = block(tmp_path)
-    assert left_out(data) == [told]
+    assert describing_files(data) == [told]
     recipe = DataBlock(train=str(tmp_path), sequence_length=64)
     assert told in first_look(recipe, str(TOKENIZER), 8192).shapes
     folder = prepare(data, str(TOKENIZER), 8192, tmp_path / "data/.cache")
     assert told in read_report(folder)["shapes"] and len(Corpus.open(folder)) == 4
-    assert not left_out(block(tmp_path / "data/a.jsonl", source("org/name")))
+    assert not describing_files(block(tmp_path / "data/a.jsonl", source("org/name")))
 
 
 def test_beside_texts_they_are_texts(tmp_path: Path) -> None:
     write(tmp_path, "README.md", "a/LICENSE", "a/x.txt", "b/README.md", "b/c/x.jsonl", "c.py")
-    assert listed(tmp_path / "a") == ["LICENSE", "x.txt"] and not left_out(block(tmp_path / "a"))
+    assert listed(tmp_path / "a") == ["LICENSE", "x.txt"] and not describing_files(
+        block(tmp_path / "a")
+    )
     assert listed(tmp_path) == ["a/LICENSE", "a/x.txt", "b/c/x.jsonl", "c.py"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.data_cases import CHAT, SAMPLES, TOKENIZER, block, faults_of, write_lines
-from uspft.data import DataError, fates, prepare, read_report
+from uspft.data import DataError, kept_and_dropped, prepare, read_report
 from uspft.data.files.sources import SourceFile, list_files
 from uspft.data.records.conversations import Naming
 from uspft.data.records.known_fields import FORMATS
@@ -265,7 +265,7 @@ def test_roles_that_the_template_refuses_are_named_or_skipped(tmp_path: Path) ->
     assert line.startswith(f"{path}:1: the chat template refuses it: no tools here (2 such: lines")
     data = block(path, chat_template=str(picky), on_bad_sample="skip")
     report = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
-    assert fates(report) == {"read": 3, "kept": 1, "dropped": {"cannot be used": 2}}
+    assert kept_and_dropped(report) == {"read": 3, "kept": 1, "dropped": {"cannot be used": 2}}
 
 
 def test_what_is_not_used_has_the_name_that_the_record_has(tmp_path: Path) -> None:
