@@ -24,6 +24,8 @@ from benchmarks.convergence import comparison as convergence
 from benchmarks.data import figures as data
 from benchmarks.experts import figures as experts
 from benchmarks.lab.results import RESULTS, ROOT, read
+from benchmarks.linear import figures as linear
+from benchmarks.linear.hosts import figures as linear_hosts
 from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
@@ -46,6 +48,8 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "experts": experts.figures,
     "held": faults.held,
     "kills": faults.kills,
+    "linear": linear.figures,
+    "linear-hosts": linear_hosts.figures,
     "memory": memory.figures,
     "meshslice": meshslice.figures,
     "meshslice-hosts": meshslice_hosts.figures,

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.attention.documents import documents_of
 from benchmarks.lab.results import ROOT
 from benchmarks.lab.tables import as_tokens, listed, markdown
+from benchmarks.linear.counted import crossing
 from uspft.config import Recipe, load
 from uspft.config.algorithms import row_of
 from uspft.families import ModelShape, read_shape
@@ -37,6 +38,8 @@ LONGEST = {
     "32 cards": "llama3.1-8b-text-planned-32m-32gpu",
 }
 """The recipes of the longest rows, by cards."""
+HYBRID_MODEL, SHARING = "Qwen3.5-9B", (2, 4, 8, 16)
+"""A model with layers that have a state, and how many ranks share a row of it."""
 CARD = read_hardware(CONFIGS / "hardware" / "h100.yaml").memory.bytes
 WITHOUT = {key: f"memory.{key}=none" for key in ("mlp_tile_tokens", "offload_activations")}
 INSIDE = ("parallel_config.ulysses_degree_in_cp=8",)
@@ -79,6 +82,7 @@ def figures(_: dict[str, Any]) -> dict[str, str]:
     return {
         "algorithms": algorithms(),
         "sent by a layer": sent_by_a_layer(),
+        "states": states(),
         "mesh": mesh(),
         "longest rows": longest_rows(),
         "host memory": host_memory(),
@@ -104,6 +108,15 @@ def algorithms() -> str:
             rows.append([f"`{name}`" + f", Ulysses {ulysses}" * (1 < ulysses < 8), *cells])
     heads_of = ["8 ranks", "MiB of a layer, one document", "MiB, packed documents"]
     return markdown([*heads_of, *(f"s a step, {title}" for title in CARDS.values())], rows)
+
+
+def states() -> str:
+    """Return from how many tokens on states send less than heads, as a sentence."""
+    each = listed([f"{round(crossing(HYBRID_MODEL, ranks), -2):,.0f}" for ranks in SHARING])
+    return (
+        f"Of one layer of {HYBRID_MODEL} and a row of one document, `ring_cp` sends less than "
+        f"`ulysses_cp` above about {each} tokens on {listed([str(n) for n in SHARING])} ranks."
+    )
 
 
 def own_layout(found: Examined) -> Ranked:

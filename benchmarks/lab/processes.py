@@ -59,6 +59,15 @@ def as_rank(words: Sequence[str], work: Callable[[dict[str, Any], Tell], Any]) -
     dist.destroy_process_group()
 
 
+def from_all(mine: Any) -> list[Any]:
+    """This returns what each rank has; collective."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def records_of(ranks: Ranks, setting: dict[str, Any], tell: Tell) -> Any:
     """This starts the ranks with a setting and returns what the first of them measured.
 

@@ -54,6 +54,14 @@ def _case(model: str, tokens: int, ranks: int) -> dict[str, Any]:
     }
 
 
+def crossing(model: str, ranks: int) -> float:
+    """Return above how many tokens of one document states send less than heads, where each rank has
+    two stretches of it, as those of a ring."""
+    one = _case(model, TOKENS[0], ranks)
+    states: int = one["states"]["two spans"]
+    return TOKENS[0] * states / float(one["heads"])
+
+
 def _order(algorithm: str, ranks: int, row: Segments) -> Order:
     row_of = CONTEXT[algorithm]
     both = (ranks, 1) if algorithm == "ulysses_cp" else (1, ranks)

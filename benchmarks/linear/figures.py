@@ -43,7 +43,9 @@ def seconds(cases: Sequence[dict[str, Any]]) -> str:
 def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of linear.json, by name, as Markdown."""
     if not result:
-        return {}
+        return {"sent": "Not measured yet."} | dict.fromkeys(
+            ("errors", "seconds", "row", "measured"), ""
+        )
     return {
         "sent": sent(result["sent"]),
         "errors": errors(result["errors"]),
@@ -53,5 +55,6 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
             "with a part, beside a token at a time in float64: root mean squares of errors, and "
             "the largest in parentheses."
         ),
-        "measured": f"{measured_on([result])} Medians of {result['runs']} runs.",
+        "measured": f"[linear.json](linear.json): {measured_on([result])} "
+        f"Medians of {result['runs']} runs.",
     }

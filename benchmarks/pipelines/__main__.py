@@ -87,7 +87,7 @@ def computation(options: argparse.Namespace) -> dict[str, Any]:
     """Run stages that compute, on two hosts with a core each."""
     with tempfile.TemporaryDirectory(prefix="pipelines-") as folder:
         rows = tuple(map(int, options.wide.split(",")))
-        sizes = options.layers, options.hidden, rows, (2, 4), folder
+        sizes = options.layers, options.stage_hidden, rows, (2, 4), folder
         setting = computing.Setting(options.fast_mbit, options.rounds, *sizes)
         computing.make_jobs(setting)
         with hosts_of(computing.HOSTS, setting.mbit) as hosts:
@@ -159,10 +159,11 @@ def _options(words: list[str]) -> argparse.Namespace:
     add("--counted-layers", type=int, default=32, help="`bytes`: a multiple of 8")
     add("--mbit", type=int, default=100, help="`between`: of each host's link")
     add("--layers", type=int, default=4, help="`between`, `computing`")
-    add("--hidden", type=int, default=256, help="`between`, `computing`")
+    add("--hidden", type=int, default=256, help="`between`")
     add("--rows", type=int, default=8, help="`between`: of a step")
     add("--tokens", type=int, default=256, help="`between`: of a row")
     add("--fast-mbit", type=int, default=1000, help="`computing`: of each host's link")
+    add("--stage-hidden", type=int, default=128, help="`computing`")
     add("--wide", default="8,16", help="`computing`: tokens of rows, in hidden sizes")
     add("--copies-layers", type=int, default=2, help="`copies`")
     add("--copies-hidden", type=int, default=512, help="`copies`")

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import yaml
 
 from benchmarks.attention.counting import interface_bytes
-from benchmarks.lab.processes import Tell, as_rank
-from benchmarks.lab.rows import write_rows
+from benchmarks.lab.processes import Tell, as_rank, from_all
+from benchmarks.lab.rows import llama_of, write_rows
 from benchmarks.switching.worker import SMALL, storages
 from uspft.assemble import Run, assemble
 from uspft.data import prepare
@@ -95,17 +95,7 @@ class Setting:
 def make_jobs(setting: Setting) -> None:
     """This writes the model's config, the rows and a job for each layout."""
     folder = Path(setting.folder)
-    sizes = {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": setting.hidden,
-        "intermediate_size": 11 * setting.hidden // 4,
-        "num_hidden_layers": setting.layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": setting.tokens,
-        "tie_word_embeddings": False,
-    }
+    sizes = llama_of(VOCABULARY, setting.layers, setting.hidden, setting.tokens, heads=8)
     (folder / "config.json").write_text(json.dumps(sizes))
     rows = setting.rows * setting.steps
     write_rows(folder / "rows.jsonl", rows, setting.tokens, VOCABULARY)
@@ -154,7 +144,7 @@ def measured(record: dict[str, Any], tell: Tell) -> dict[str, Any]:
         found[name] = {"seconds": [], "host_bytes": [], "answers": []}
         _step(runs[name], 1)
         held = (each.nbytes() for at, each in storages().items() if at not in before)
-        found[name]["held_bytes"] = _from_all(sum(n for n in held if n > SMALL))
+        found[name]["held_bytes"] = from_all(sum(n for n in held if n > SMALL))
         tell(f"{name}: ready")
     gc.collect()
     gc.freeze()
@@ -183,7 +173,7 @@ def _timed(run: Run, number: int, record: dict[str, Any]) -> None:
     took = time.perf_counter() - began
     dist.barrier()
     crossed = interface_bytes(LINK) - crossed
-    every = _from_all((took, crossed))
+    every = from_all((took, crossed))
     record["seconds"].append(max(one[0] for one in every))
     record["host_bytes"].append(max(one[1] for one in every))
     record["answers"].append(answer)
@@ -197,12 +187,6 @@ def _require_same(found: dict[str, Any]) -> None:
         for want, got in pairs:
             if abs(got - want) > SAME * abs(want):
                 raise RuntimeError(f"a loss or norm of {name} is {got}, of {first} {want}")
-
-
-def _from_all(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from benchmarks.lab.processes import Tell, as_rank
-from benchmarks.lab.rows import write_rows
+from benchmarks.lab.processes import Tell, as_rank, from_all
+from benchmarks.lab.rows import llama_of, write_rows
 from benchmarks.pipelines.sleeping import SCHEDULES, messages_alone
 from uspft.assemble import Run, assemble
 from uspft.data import prepare
@@ -98,17 +98,8 @@ class Setting:
 def make_jobs(setting: Setting) -> None:
     """This writes the model's config, the rows, and a job for each schedule and length of rows."""
     folder, most = Path(setting.folder), max(setting.micro_batches)
-    sizes = {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": setting.hidden,
-        "intermediate_size": 11 * setting.hidden // 4,
-        "num_hidden_layers": setting.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": max(setting.wide) * setting.hidden,
-        "tie_word_embeddings": False,
-    }
+    longest = max(setting.wide) * setting.hidden
+    sizes = llama_of(VOCABULARY, setting.layers, setting.hidden, longest, heads=4)
     (folder / "config.json").write_text(json.dumps(sizes))
     for tokens in sorted({one.tokens for one in setting.contenders}):
         rows = folder / f"{tokens}.jsonl"
@@ -230,13 +221,6 @@ def message_bytes(setting: Setting, one: Contender) -> int:
 
 def _medians(rounds: Sequence[Sequence[float]]) -> list[float]:
     return [median(each) for each in zip(*rounds, strict=True)]
-
-
-def from_all(mine: Any) -> list[Any]:
-    """Return what each rank has; collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def costs_of(one: Contender, took: Sequence[Sequence[float]]) -> dict[Action, float]:

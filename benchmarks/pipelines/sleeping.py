@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.lab.processes import Tell, as_rank
+from benchmarks.lab.processes import Tell, as_rank, from_all
 from uspft.comm import Books, Group
 from uspft.engine.mail import Lines
 from uspft.engine.pipelined import Ends, Pipeline
@@ -178,7 +178,7 @@ def measured(record: dict[str, Any], tell: Tell) -> dict[str, Any]:
             messages.setdefault(str(size), []).extend(messages_alone(size, group))
         turn = number * len(names) // setting.rounds  # nobody always comes after the same one
         for name in (*names[turn:], *names[:turn]):
-            steps[name].append(max(_from_all(racers[name].step())))
+            steps[name].append(max(from_all(racers[name].step())))
         if number < 0:  # lines are made, and nothing of it counts
             messages.clear()
             for racer in racers.values():
@@ -188,7 +188,7 @@ def measured(record: dict[str, Any], tell: Tell) -> dict[str, Any]:
             tell(f"round {number + 1}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in steps.items()))
     found = {}
     for name, racer in racers.items():
-        every = _from_all(racer.sleeper.took)
+        every = from_all(racer.sleeper.took)
         slept = {kind: median(chain(*(one[kind] for one in every))) for kind in every[0]}
         found[name] = {"seconds": steps[name], "slept": slept}
     whole, *less = messages.values()
@@ -211,14 +211,8 @@ def messages_alone(size: int, group: Group) -> list[float]:
             if wait:
                 wait()
                 clock = time.perf_counter()
-            clocks = _from_all(clock)
+            clocks = from_all(clock)
             found.append(clocks[here] - clocks[there])
-    return found
-
-
-def _from_all(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
     return found
 
 

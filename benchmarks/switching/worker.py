@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.attention.counting import interface_bytes, written_bytes
-from benchmarks.lab.processes import Tell, as_rank
+from benchmarks.lab.processes import Tell, as_rank, from_all
 from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.switching.contenders import PEER, Contender
 from benchmarks.switching.setting import HOSTS, RATE, WARM_UP, Setting
@@ -121,7 +121,7 @@ def _built(setting: Setting, tell: Tell) -> tuple[dict[str, Any], dict[str, Race
         with live:
             racers[name].step(WARM_UP)
         counts = sum(n for n in held if n > SMALL), live.most["all"]
-        record["held_bytes"], record["live_bytes"] = map(max, zip(*_from_all(counts), strict=True))
+        record["held_bytes"], record["live_bytes"] = map(max, zip(*from_all(counts), strict=True))
         found[name] = record
         tell(f"{name}: ready")
     return found, racers
@@ -138,7 +138,7 @@ def _timed(racer: Racer, step: int, record: dict[str, Any]) -> None:
     wrote = written_bytes() - wrote
     dist.barrier()
     crossed = interface_bytes(LINK) - crossed
-    every = _from_all({"seconds": took, "written": wrote, "crossed": crossed, **about})
+    every = from_all({"seconds": took, "written": wrote, "crossed": crossed, **about})
     record["seconds"].append(max(each["seconds"] for each in every))
     record["steps"].append(
         {
@@ -150,12 +150,6 @@ def _timed(racer: Racer, step: int, record: dict[str, Any]) -> None:
             "switch_seconds": max(each.get("switch_seconds", 0.0) for each in every),
         }
     )
-
-
-def _from_all(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def _require_same(found: dict[str, Any]) -> None:

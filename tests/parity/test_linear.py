@@ -249,6 +249,12 @@ def faulty(fault: str) -> list[Any]:
         "halo over a bound": [
             mock.patch(share + "halo_of", lambda held, _, n, taps: halo(held, together, n, taps))
         ],
+        "halo by position": [
+            mock.patch.object(fragments, "range", _before_by_position, create=True)
+        ],
+        "fragments in rank order": [
+            mock.patch.object(fragments, "sorted", _by_holder, create=True)
+        ],
         "halo detached": [
             mock.patch.object(
                 mixing.WithHalo,
@@ -274,6 +280,20 @@ def faulty(fault: str) -> list[Any]:
             mock.patch.object(mixing, "split_heads", _even_heads),
         ],
     }[fault]
+
+
+def _before_by_position(*ends: int) -> range:
+    """The tokens before a fragment that begins within three of its document's first, of another
+    document too."""
+    cut_off = len(ends) == 2 and 0 < ends[1] - ends[0] < 3
+    return range(max(0, ends[1] - 3), ends[1]) if cut_off else range(*ends)
+
+
+def _by_holder(items: Any) -> list[Any]:
+    every = [*items]
+    if every and isinstance(every[0], fragments.Fragment):
+        return sorted(every, key=lambda f: (f.holder, f.start))
+    return sorted(every)
 
 
 def _changed(every: Any, how: str) -> Any:
@@ -371,6 +391,8 @@ CONTROLS = [
     Case("random", 1, PLAIN, "documents run on"),
     Case("random", 1, PLAIN, "no halo"),
     Case("random", 1, PLAIN, "halo over a bound"),
+    Case("random", 1, PLAIN, "halo by position"),
+    Case("random", 1, PLAIN, "fragments in rank order"),
     Case("contiguous", 1, PLAIN, "halo detached"),
     Case("contiguous", 1, PLAIN, "no entering state"),
     Case("random", 1, PLAIN, "transposed"),

@@ -51,6 +51,13 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 """Of a config without a model type, whose vocabulary of 97 divides by nothing."""
+SHARED: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+"""Of experts, and of one that every token meets."""
 PLAIN = {key: QWEN3[key] for key in list(QWEN3)[1:9] if key not in ("head_dim",)}
 GEMMA2 = {**PLAIN, "model_type": "gemma2", "attn_logit_softcapping": None}
 PHI3 = {**PLAIN, "model_type": "phi3", "rope_theta": 10000.0}

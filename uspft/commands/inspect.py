@@ -41,20 +41,19 @@ def inspect(
         found = with_data(with_model(found, place), place, screen)
         if found.why_strategies:
             screen.print(f"strategies: {found.why_strategies}", markup=False)
-        seen = inspected(found, rows or ROWS)
-        decode = _decoder(found)
+        seen = inspected(found, rows or ROWS, _decoder(found))
     if rows and rows > len(seen.rows):
         count = len(seen.rows)
         what = f"the first epoch has {count:,} row{'s' * (count != 1)}, and no more are shown"
         screen.print(f"--rows: {what}", markup=False)
     if page is None:
-        show(seen, decode, Console(highlight=False))
+        show(seen, Console(highlight=False))
         return 0
     report = read_report(found.corpus)
     told = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()))
     notes = [*report.get("shapes", ()), *report.get("unused", ()), *told]
     title = shlex.join(["inspect", str(target), *overrides])
-    write_text(page, page_of(seen, decode, title, [*notes, *report.get("mix", ())]))
+    write_text(page, page_of(seen, title, [*notes, *report.get("mix", ())]))
     screen.print(f"page: {page}", markup=False)
     return 0
 

@@ -8,7 +8,6 @@ from html import escape
 from uspft.commands.inspect_screen import counted, filled, holds, visible
 from uspft.prepare.inspection import (
     Bin,
-    Decode,
     Inspection,
     SeenDocument,
     SeenRow,
@@ -44,13 +43,13 @@ pre s { text-decoration: none; box-shadow: inset -1px 0 var(--line); }
 """.strip()
 
 
-def page_of(seen: Inspection, decode: Decode, title: str, notes: Sequence[str]) -> str:
+def page_of(seen: Inspection, title: str, notes: Sequence[str]) -> str:
     """Return the page. notes: lines on what was read, dropped and mixed."""
     every = "".join(f"<li>{escape(note)}</li>" for note in notes)
     filling = "made from samples inside each step; here each sample is alone"
     if seen.filling:
         filling = filled(seen.filling)
-    rows = "".join(_row(row, decode) for row in seen.rows)
+    rows = "".join(_row(row) for row in seen.rows)
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'
@@ -81,7 +80,7 @@ def _bar(samples: int, most: int) -> str:
     return f'<div class="bar" style="width: max({samples / most:.2%}, {min(samples, 1)}px)"></div>'
 
 
-def _row(row: SeenRow, decode: Decode) -> str:
+def _row(row: SeenRow) -> str:
     held = sorted(
         (start, stop, number)
         for number, holder in enumerate(row.holders)
@@ -98,7 +97,7 @@ def _row(row: SeenRow, decode: Decode) -> str:
         for name, one in zip(("documents", "trained", "ranks"), maps, strict=True)
     )
     holders = "".join(f"<li>{escape(holds(one, _SPANS))}</li>" for one in row.holders)
-    every = "".join(_document(n, one, decode) for n, one in enumerate(row.documents, 1))
+    every = "".join(_document(n, one) for n, one in enumerate(row.documents, 1))
     return (
         f"<h2>Row {row.index + 1}, step {row.step}: {counted(row)}</h2>\n"
         f'<p class="note">{escape(row.layout)}</p>\n<table>{table}</table>\n'
@@ -129,9 +128,9 @@ def _map(parts: Sequence[tuple[int, int, str, str]]) -> str:
     return f'<div class="map">{"".join(cells)}</div>'
 
 
-def _document(number: int, document: SeenDocument, decode: Decode) -> str:
+def _document(number: int, document: SeenDocument) -> str:
     start, stop = document.span
-    runs = "".join(_run(run, start, decode) for run in document.runs)
+    runs = "".join(_run(run, start) for run in document.runs)
     return (
         f"<h3>{number}: {escape(visible(document.origin))}</h3>\n"
         f'<p class="note">places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}, '
@@ -139,15 +138,13 @@ def _document(number: int, document: SeenDocument, decode: Decode) -> str:
     )
 
 
-def _run(run: Stretch, start: int, decode: Decode) -> str:
-    head, tail = run.ids, list[int]()
-    if len(run.ids) > _HEAD_TOKENS + _TAIL_TOKENS:
-        head, tail = run.ids[:_HEAD_TOKENS], run.ids[-_TAIL_TOKENS:]
+def _run(run: Stretch, start: int) -> str:
+    head, tail = run.ends(_HEAD_TOKENS, _TAIL_TOKENS)
     left_out = len(run.ids) - len(head) - len(tail)
-    words = _tokens(head, run.first, start, decode)
+    words = _tokens(run, head, run.first, start)
     if tail:
         words += f"</span> … {left_out:,} tokens … <span class={_kind(run)}>"
-        words += _tokens(tail, run.first + len(head) + left_out, start, decode)
+        words += _tokens(run, tail, run.first + len(head) + left_out, start)
     return f"<span class={_kind(run)}>{words}</span>"
 
 
@@ -155,10 +152,10 @@ def _kind(run: Stretch) -> str:
     return '"trained"' if run.trained else '"masked"'
 
 
-def _tokens(ids: list[int], place: int, start: int, decode: Decode) -> str:
+def _tokens(run: Stretch, ids: list[int], place: int, start: int) -> str:
     words = []
     at = 0
-    for text, count in texts_of(ids, decode):
+    for text, count in texts_of(ids, run.decode):
         named = ", ".join(map(str, ids[at : at + count]))
         told = f"place {place + at}, position {place + at - start}, id {named}"
         seen = "↵\n".join(visible(line) for line in text.split("\n"))

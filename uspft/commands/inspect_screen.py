@@ -10,7 +10,6 @@ from rich.text import Text
 
 from uspft.prepare.inspection import (
     Bin,
-    Decode,
     Filling,
     HeldPart,
     Inspection,
@@ -29,7 +28,7 @@ _DOCUMENTS, _RUNS, _HOLDERS, _SPANS = 8, 12, 16, 4
 _HEAD_TOKENS, _TAIL_TOKENS = 60, 20
 
 
-def show(seen: Inspection, decode: Decode, screen: Console) -> None:
+def show(seen: Inspection, screen: Console) -> None:
     """Print lengths, filling, and each row: who holds it, its documents and their tokens."""
     screen.print(Text("\nlengths: samples by their tokens", style="bold"))
     for line in histogram(seen.lengths, screen.width):
@@ -41,7 +40,7 @@ def show(seen: Inspection, decode: Decode, screen: Console) -> None:
     legend = Text("\n").append("tokens:", "bold").append(" «trained»", TRAINED)
     screen.print(legend.append(" masked", MASKED).append(" … left out here"))
     for row in seen.rows:
-        _show_row(row, decode, screen)
+        _show_row(row, screen)
 
 
 def histogram(lengths: Sequence[Bin], width: int) -> list[str]:
@@ -64,7 +63,7 @@ def filled(filling: Filling) -> str:
     return f"{text}; {1 - filling.share:.1%}{of_them} is padding"
 
 
-def _show_row(row: SeenRow, decode: Decode, screen: Console) -> None:
+def _show_row(row: SeenRow, screen: Console) -> None:
     screen.print(Text(f"\nrow {row.index + 1} (step {row.step}): {counted(row)}", style="bold"))
     screen.print(Text(f"  {row.layout}", style=MASKED))
     cells = max(16, min(96, screen.width - 12))
@@ -79,7 +78,7 @@ def _show_row(row: SeenRow, decode: Decode, screen: Console) -> None:
     if len(row.holders) > _HOLDERS:
         screen.print(f"    … {len(row.holders) - _HOLDERS:,} more", markup=False)
     for number, document in enumerate(row.documents[:_DOCUMENTS]):
-        _show_document(number + 1, document, decode, screen)
+        _show_document(number + 1, document, screen)
     if more := len(row.documents[_DOCUMENTS:]):
         screen.print(f"  … {more:,} more document{'s' * (more != 1)}", markup=False)
     if row.padding:
@@ -145,7 +144,7 @@ def _digit(number: int) -> str:
     return _DIGITS[number % len(_DIGITS)]
 
 
-def _show_document(number: int, document: SeenDocument, decode: Decode, screen: Console) -> None:
+def _show_document(number: int, document: SeenDocument, screen: Console) -> None:
     start, stop = document.span
     where = f"places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}"
     _print_inset(2, Text(f"── {number}: {visible(document.origin)}"), screen)
@@ -153,7 +152,7 @@ def _show_document(number: int, document: SeenDocument, decode: Decode, screen: 
     text = Text()
     runs = document.runs
     for run in runs[:_RUNS]:
-        _append_run(text, run, decode)
+        _append_run(text, run)
     if len(runs) > _RUNS:
         text.append(f" … {len(runs) - _RUNS:,} more parts")
     _print_inset(5, text, screen)
@@ -165,16 +164,14 @@ def _print_inset(columns: int, text: Text, screen: Console) -> None:
         screen.print(Text(" " * columns).append_text(line), soft_wrap=True)
 
 
-def _append_run(text: Text, run: Stretch, decode: Decode) -> None:
+def _append_run(text: Text, run: Stretch) -> None:
     style, many = TRAINED if run.trained else MASKED, len(run.ids)
-    head, tail = run.ids, list[int]()
-    if many > _HEAD_TOKENS + _TAIL_TOKENS:
-        head, tail = run.ids[:_HEAD_TOKENS], run.ids[-_TAIL_TOKENS:]
+    head, tail = run.ends(_HEAD_TOKENS, _TAIL_TOKENS)
     text.append("«" if run.trained else "", style)
-    text.append(visible(decode(head)), style)
+    text.append(visible(run.decode(head)), style)
     if tail:
         text.append(f" … {many - len(head) - len(tail):,} tokens … ")
-        text.append(visible(decode(tail)), style)
+        text.append(visible(run.decode(tail)), style)
     text.append("»" if run.trained else "", style)
 
 

@@ -344,9 +344,12 @@ def _gather_at_once(module: nn.Module) -> None:
     attends in groups of heads, once for all of these; and adapters with their parameters.
 
     DeepSpeed then hooks none of the modules inside it. It must be told before it has hooked any.
+    Where ranks divide experts, each has other tiles: activation functions that were hooked inside
+    these would run more often on some ranks, which DeepSpeed refuses.
     """
     for part in module.modules():
-        tiled = isinstance(part.forward, Tiled) and next(part.children(), None) is not None
+        runs = part.forward, getattr(getattr(part, "uspft", None), "compute", None)
+        tiled = any(isinstance(run, Tiled) for run in runs) and any(True for _ in part.children())
         if tiled or getattr(part, WHOLE, False) or any(adapters(part)):
             set_z3_leaf_module(part, True)
 

@@ -104,6 +104,7 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
 _STATES |= {"why_all_heads": "has gates behind attention, and layers with a state"}
+_SHARED_HYBRID = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _NORMED = "norms queries over all heads together"
 
 FAMILIES: dict[str, Family] = {
@@ -200,7 +201,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 2,
             "num_experts": 256,
             "num_experts_per_tok": 8,
-            "moe_intermediate_size": 512,
+            **_SHARED_HYBRID,
         },
         routed=True,
         projections=ROUTED_HYBRID,
@@ -262,7 +263,13 @@ FAMILIES: dict[str, Family] = {
         projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
     ),
     "qwen3_next": Family(
-        defaults=_GATED_HEADS | {"num_key_value_heads": 2},
+        defaults={
+            **_GATED_HEADS,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            **_SHARED_HYBRID,
+        },
         routed=True,
         projections=ROUTED_GROUPED_HYBRID,
         **_STATES,

@@ -58,8 +58,7 @@ class ProcessPool:
 
     def end_of_first(self) -> str:
         """Return in words how that process ended whose end broke the pool."""
-        if self._executor:
-            self._executor.shutdown()  # ends the other processes with SIGTERM
+        self._shut_down()  # ends the other processes with SIGTERM
         codes = [process.exitcode for process in self._processes]
         code = next((one for one in codes if one not in (None, -signal.SIGTERM)), None)
         if code is None or code == _UNKNOWN:
@@ -73,11 +72,7 @@ class ProcessPool:
         for process in self._processes:
             if process.is_alive():
                 process.kill()
-        if self._executor:
-            if sys.version_info < (3, 11, 5):  # else a half-written message is waited for: gh-94777
-                executor: Any = self._executor
-                executor._call_queue._reader.close()
-            self._executor.shutdown(cancel_futures=True)
+        self._shut_down()
         # multiprocessing keeps the server, with all its imports, until this process ends, and has
         # no public name for its end.
         server: Any = forkserver._forkserver
@@ -85,6 +80,14 @@ class ProcessPool:
             with suppress(ProcessLookupError):
                 os.kill(server._forkserver_pid, signal.SIGKILL)
             server._stop()
+
+    def _shut_down(self) -> None:
+        """Wait until the processes have ended; what waits for one is cancelled."""
+        executor: Any = self._executor
+        if executor:
+            if sys.version_info < (3, 11, 5):  # else a half-written message is waited for: gh-94777
+                executor._call_queue._reader.close()
+            executor.shutdown(cancel_futures=True)
 
 
 @contextmanager

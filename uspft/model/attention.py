@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,13 @@ IGNORED |= {"output_router_logits"}
 """Arguments that may be ignored: positions are in q and k already, and attention is causal."""
 
 
+@dataclass
+class _Sums:
+    """Whether blocks that are left are summed over ranks; all copies of a Bound say the same."""
+
+    wanted: bool = True
+
+
 class Bound:
     """What one forward call of the model hands to the attention of every layer.
 
@@ -64,7 +71,7 @@ class Bound:
         self.real = torch.empty(0) if real is None else real
         self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
-        self._layer, self._sums = 0, True
+        self._layer, self._sums = 0, _Sums()
         self.begun: set[int] = set()
         """What has run with it once: a layer that runs again is recomputed."""
         self._outputs: dict[int, list[Tensor | Item]] = {}
@@ -171,15 +178,15 @@ class Bound:
     def unsummed(self) -> Iterator[None]:
         """Let blocks be left within the `with` block for their gradients alone, by ranks that have
         the same tokens between blocks."""
-        self._sums = False
+        self._sums.wanted = False
         try:
             yield
         finally:
-            self._sums = True
+            self._sums.wanted = True
 
     def leave(self, x: Tensor) -> Tensor:
         """Return what lies between blocks, of what a block's row-split matrix made here."""
-        if not self._sums:
+        if not self._sums.wanted:
             return x
         return self.world.tensor.leave(x, self.world.mesh.columns)
 

@@ -22,6 +22,7 @@ from uspft.planner.operations import (
     NormKind,
     added,
     bent,
+    copied,
     dropped,
     gated,
     halves,
@@ -33,6 +34,7 @@ from uspft.planner.operations import (
     tiled,
     viewed,
 )
+from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
 from uspft.planner.state_memory import StateHeads, state_block
 from uspft.planner.tape import RunBackward, Storage, Tape, Tensor
 
@@ -45,6 +47,7 @@ class LayerSizes:
     """Of attention, whose tokens are those inside of blocks."""
     hidden: int
     inner: int
+    """Features of the MLP, or of the expert that every token meets; 0 where there is neither."""
     kind: LayerKind = LLAMA
     tensor: int = 1
     """Megatron's ranks, or mesh columns."""
@@ -125,21 +128,25 @@ class LayerSizes:
         if block == "self_attn" and self.kind.fused:
             return {"self_attn.qkv_proj": queries + 2 * keys}
         if block == STATE_LAYER and self.state:
-            of = self.state.sizes
-            sizes = {"qkv": of.channels, "z": self.state.values, "b": of.values, "a": of.values}
-            return {f"{block}.in_proj_{one}": size for one, size in sizes.items()}
+            return dict(self.state.into)
         if block == "self_attn":
             both = (1 + self.kind.gated) * queries
             kinds = zip("qkv", (both, keys, keys), strict=True)
             return {f"self_attn.{one}_proj": size for one, size in kinds}
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
-        return {"mlp.gate_proj": self.inner, "mlp.up_proj": self.inner}
+        into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
+        return into | ({SHARED_GATE: 1} if self.experts else {})
+
+    @property
+    def mlp(self) -> str:
+        """The name of what every token meets."""
+        return SHARED_EXPERT if self.experts else "mlp"
 
 
-OUT, STATE_OUT = "self_attn.o_proj", f"{STATE_LAYER}.out_proj"
-OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj", STATE_LAYER: STATE_OUT}
-"""The projection out of each block."""
+OUT = "self_attn.o_proj"
+OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
+"""The projection out of each block that may lie on a mesh."""
 
 
 class Layer:
@@ -262,7 +269,7 @@ class Layer:
         tape, s = self.tape, self.sizes
 
         def rest(layer: Layer, x: Tensor) -> Tensor:
-            x = tape.record((x,), (x.size,), lambda: lambda grads: grads)[0]  # and nothing added
+            x = copied(tape, x)  # and nothing added
             return layer._added(x, layer._mlp, s.kind.norms[2:])
 
         if s.experts or not s.tile or s.tile >= s.sharing.tokens:
@@ -339,7 +346,7 @@ class Layer:
         if s.tensor == 1 or s.mesh_rows:
             return x
         if not s.splits_tokens:
-            return tape.record((x,), (x.size,), lambda: lambda grads: grads)[0]
+            return copied(tape, x)
         every, own = viewed(tape, x), s.between_bytes()
         before = x.size
 
@@ -354,7 +361,7 @@ class Layer:
         if self.groups:
             return self._leave(self.groups(inner, trains=self._first_trains))
         if s.state:
-            return self._leave(self._project(self._mixed(inner), STATE_OUT))
+            return self._leave(self._project(self._mixed(inner), s.state.out))
         gate: list[Tensor] = []
         out = self._attend(self._qkv(inner, gate))
         if gate:
@@ -429,21 +436,31 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
-        inner = x if s.mesh_rows or s.experts else enter(tape, s, x)
-        if s.experts:  # their router sees tokens as they are between blocks
-            made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
-        elif s.tile and s.tile < s.sharing.tokens:
-            share = s.tile / s.sharing.tokens
-            trains = any(name.startswith("mlp.") for name in s.trained | s.adapted)
-            made = tiled(
-                tape, [inner], lambda parts: self._dense(parts[0]), share, s.wide, trains=trains
-            )
-        else:
-            made = self._dense(inner)
-        return self._leave(made)
+        every = self._of_every(x) if s.inner else None
+        if not s.experts:
+            assert every
+            return every
+        # Their router sees tokens as they are between blocks.
+        made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
+        made = self._leave(made)
+        if not every:
+            return made
+        every = multiplied(tape, every, gated(tape, self._project(x, SHARED_GATE)))
+        return added(tape, made, every)
+
+    def _of_every(self, x: Tensor) -> Tensor:
+        """Return what the MLP that every token meets makes of x."""
+        tape, s = self.tape, self.sizes
+        inner = x if s.mesh_rows else enter(tape, s, x)
+        if not s.tile or s.tile >= s.sharing.tokens:
+            return self._leave(self._dense(inner))
+        share = s.tile / s.sharing.tokens
+        trains = any(name.startswith(f"{s.mlp}.") for name in s.trained | s.adapted)
+        run = lambda parts: self._dense(parts[0])  # noqa: E731
+        return self._leave(tiled(tape, [inner], run, share, s.wide, trains=trains))
 
     def _dense(self, x: Tensor) -> Tensor:
-        tape = self.tape
+        tape, name = self.tape, self.sizes.mlp
         if self.sizes.kind.fused:
             gate, up = halves(tape, self._project(x, "mlp.gate_up_proj"))
             up = multiplied(tape, up, bent(tape, gate))
@@ -451,10 +468,10 @@ class Layer:
         return self._project(
             multiplied(
                 tape,
-                bent(tape, self._project(x, "mlp.gate_proj")),
-                self._project(x, "mlp.up_proj"),
+                bent(tape, self._project(x, f"{name}.gate_proj")),
+                self._project(x, f"{name}.up_proj"),
             ),
-            "mlp.down_proj",
+            f"{name}.down_proj",
         )
 
 
@@ -506,8 +523,9 @@ class LayerBytes:
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
-    """Return what a layer takes. reached: whether the gradient goes on below it."""
+def layer_bytes(sizes: LayerSizes, *, reached: bool = True, first: bool = False) -> LayerBytes:
+    """Return what a layer takes. reached: whether the gradient goes on below it. first: whether it
+    is the model's, and what it takes nobody else's."""
     tape = Tape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
@@ -516,12 +534,12 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
     layer = Layer(tape, sizes)
     if sizes.recompute is None:
         out = layer(hidden[0])
+        before, forward = tape.live, tape.most
         hidden.clear()
-        kept, forward = tape.live - out.size, tape.most
-        if sizes.element < WIDE and sizes.kind.norms.before_attention:
-            # transformers holds what the first layer takes, which only tiles and groups keep.
-            tiled = sizes.tile is not None and sizes.tile < sizes.between
-            forward += size * ((not tiled and not sizes.in_halves) + sizes.kind.scaled)
+        kept = tape.live - out.size
+        # transformers holds what the first layer takes, which nothing else may.
+        alone = tape.live < before and not first
+        forward += size * (alone + (sizes.kind.scaled and sizes.element < WIDE))
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))

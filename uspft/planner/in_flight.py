@@ -37,6 +37,12 @@ class KeyTransfer(NamedTuple):
     behind: float = 0.0
     """Tokens of earlier chunks of the row whose keys come too, for each token of this one."""
 
+    @property
+    def fetches(self) -> int:
+        """How often keys travel, as the order of tokens is made for it: where needed keys alone
+        come, once more in the backward."""
+        return 2 if self.stages is not None and self.trimmed else 1
+
 
 RING = KeyTransfer(None)
 
@@ -73,16 +79,17 @@ WINDOWS_WALKED = 32
 
 
 @lru_cache(maxsize=256)
-def _shares(ulysses: int, ring: int, window: Window | None, behind: float = 0.0) -> Sequence[Share]:
-    """Return the share of each ring rank of a row of one document, or of a chunk of it that has so
-    many tokens behind each of its own."""
+def _shares(ulysses: int, ring: int, window: Window | None, way: KeyTransfer) -> Sequence[Share]:
+    """Return the share of each ring rank of a row of one document, or of a chunk of it that has as
+    many tokens behind each of its own as a transfer says."""
     tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
     row, seen = Segments.single(tokens), window.keys if window else None
-    order = balanced(row, ulysses, ring, window=seen if window and window.everywhere else None)
-    if window or not behind:
+    everywhere = seen if window and window.everywhere else None
+    order = balanced(row, ulysses, ring, fetches=way.fetches, window=everywhere)
+    if window or not way.behind:
         return everyones(row, order, ulysses, seen)
     unit = 2 * ring * ulysses
-    first = max(1, round(behind * tokens / unit)) * unit
+    first = max(1, round(way.behind * tokens / unit)) * unit
     earlier = balanced(Segments.single(first), ulysses, ring)
     later = [tuple((first + a, first + b) for a, b in spans) for spans in order]
     whole, parts = [Segments.single(first + tokens)], [[earlier], [later]]
@@ -108,7 +115,7 @@ def backward_bytes(
         del own
         return tape.most
 
-    return _of_a_token(ulysses, ring, window, walk, way.behind)
+    return _of_a_token(ulysses, ring, window, way, walk)
 
 
 @lru_cache(maxsize=256)
@@ -130,15 +137,15 @@ def forward_bytes(
         del own
         return found
 
-    return _of_a_token(ulysses, ring, window, walk, way.behind)
+    return _of_a_token(ulysses, ring, window, way, walk)
 
 
 def _of_a_token(
     ulysses: int,
     ring: int,
     window: Window | None,
+    way: KeyTransfer,
     walk: Callable[[Tape, Share], float],
-    behind: float,
 ) -> float:
     """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
 
@@ -148,10 +155,10 @@ def _of_a_token(
     unit = 2 * ring * ulysses
     short = -(-WINDOWS_WALKED * window.keys * ring // unit) * unit if window else 0
     if window is None or window.row_tokens <= 2 * short:
-        most, tokens = _most(_shares(ulysses, ring, window, behind), walk)
+        most, tokens = _most(_shares(ulysses, ring, window, way), walk)
         return most / tokens
     (less, few), (more, many) = (
-        _most(_shares(ulysses, ring, window._replace(row_tokens=row)), walk)
+        _most(_shares(ulysses, ring, window._replace(row_tokens=row), way), walk)
         for row in (short, 2 * short)
     )
     here = window.row_tokens / ring

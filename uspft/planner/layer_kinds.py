@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from uspft.families import ModelShape
+from uspft.families import ModelShape, state_layers
 from uspft.planner.operations import (
     WIDE,
     Angles,
@@ -80,6 +80,7 @@ _GEMMA = Norms(
     "post_feedforward_layernorm",
 )
 _BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_GATED = LayerKind(wide_norms=True, normed_heads=True, gated=True, turned=turned_in_part)
 
 LAYER_KINDS: dict[str, LayerKind] = {
     "llama": LLAMA,
@@ -93,11 +94,9 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
     "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
-    "qwen3_5_text": LayerKind(
-        wide_norms=True, normed_heads=True, gated=True, turned=turned_in_part
-    ),
-    "qwen3_5_moe_text": LayerKind(router="mlp.gate", normed_heads=True),
-    "qwen3_next": LayerKind(router="mlp.gate", normed_heads=True),
+    "qwen3_5_text": _GATED,
+    "qwen3_5_moe_text": replace(_GATED, router="mlp.gate"),
+    "qwen3_next": replace(_GATED, router="mlp.gate"),
     "qwen2_moe": LayerKind(router="mlp.gate"),
     "olmoe": LayerKind(router="mlp.gate", normed_together=True),
     "granitemoe": LayerKind(router="block_sparse_moe.router", scaled=True, probabilities=False),
@@ -130,6 +129,10 @@ def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     kind = replace(kind, qkv_bias=shape.attention_bias, turned_share=share)
     if shape.model_type == "glm4_moe":
         kind = replace(kind, normed_heads=bool(raw.get("use_qk_norm")))
+    if shape.model_type == "olmo_hybrid":
+        kind = kind if shape.rope else replace(kind, turned=None, angles=0.0)
+        with_state = replace(kind, norms=_FRONT)
+        return tuple(with_state if state else kind for state in state_layers(shape))
     if shape.model_type != "smollm3":
         return (kind,) * shape.layers
     every = raw.get("no_rope_layer_interval", 4)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters
-from uspft.families import FAMILIES, NO_KEYS, state_layers, state_sizes
+from uspft.families import FAMILIES, NO_KEYS, state_layers
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -25,7 +25,7 @@ from uspft.planner.head_memory import HeadSizes, head_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
-from uspft.planner.products import head_projection, layer_projections
+from uspft.planner.products import head_projection, inner_features, layer_projections
 from uspft.planner.router_memory import balance_bytes, router_bytes
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
@@ -308,9 +308,9 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        **_unknown_states(shape, layout),
         "layers without experts beside others": _mixed(shape),
-        "an expert that every token meets": bool(shape.shared_features),
+        "an expert that every token meets": bool(shape.shared_features)
+        and not inner_features(shape, 1),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "adapters of routers": bool(options.lora) and not _of_experts_alone(options.lora),
     }
@@ -318,18 +318,12 @@ def unpredicted(
 
 
 def _of_experts_alone(lora: Lora | None) -> bool:
-    """Tell whether what has adapters beside projections are experts' matrices alone."""
-    named = lora.parameters if lora else ()
-    return all(one.rpartition(".")[2] in ("gate_up_proj", "down_proj") for one in named)
-
-
-def _unknown_states(shape: ModelShape, layout: Layout) -> dict[str, bool]:
-    """Tell what of a model's layers with a state is not known."""
-    here = FAMILIES[shape.model_type].states
-    known = shape.model_type == "qwen3_5_text"
-    return {
-        f"layers with a state of {shape.model_type}": here and not known,
+    """Tell whether what has adapters by its own name are experts' matrices alone, the shared one's
+    among them."""
+    words = {
+        one.removesuffix(".weight").rpartition(".")[2] for one in (lora.parameters if lora else ())
     }
+    return words <= {"gate_up_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def _mixed(shape: ModelShape) -> bool:
@@ -366,10 +360,10 @@ def pass_bytes(
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, []
-    known: dict[tuple[int, bool], LayerBytes] = {}
-    for sizes in kinds:
-        key = id(sizes), reached
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached)
+    known: dict[tuple[int, bool, bool], LayerBytes] = {}
+    for number, sizes in enumerate(kinds):
+        key = id(sizes), reached, not (number or reached)
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, first=key[2])
         each.append(known[key])
         reached = reached or bool(sizes.trained or sizes.adapted)
     head = HeadSizes(
@@ -415,7 +409,7 @@ def _layers(
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
     experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
-    everywhere = len(set(windows)) == 1
+    everywhere, inner = len(set(windows)) == 1, inner_features(shape, layout.mesh_columns)
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
     known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
@@ -428,13 +422,12 @@ def _layers(
             if window not in (None, NO_KEYS) and window < row_tokens:
                 seen = Window(window, row_tokens, everywhere)
             state = None
-            if window == NO_KEYS and (sizes := state_sizes(shape)):
-                held = sizes.on(layout.mesh_columns)
-                state = StateHeads(options.element, tokens, held, layout.ulysses, layout.ring)
+            if window == NO_KEYS:
+                state = StateHeads.of(shape, layout, options.element, tokens)
             known[key] = LayerSizes(
                 replace(_sharing(shape, layout, tokens, options, seen, kind.sinks), behind=behind),
                 shape.hidden_size,
-                -(-shape.intermediate_size // layout.mesh_columns),
+                inner,
                 kind,
                 layout.mesh_columns,
                 options.use_seq_parallel and not layout.is_mesh,

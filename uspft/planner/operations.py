@@ -58,6 +58,11 @@ def remade(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
     return tape.record((x,), (made,), lambda: lambda grads: [tape.new(before)])[0]
 
 
+def copied(tape: Tape, x: Tensor) -> Tensor:
+    """Return a copy of x, whose gradient is its own."""
+    return tape.record((x,), (x.size,), lambda: lambda grads: grads)[0]
+
+
 def dropped(tape: Tape, x: Tensor, elements: float) -> Tensor:
     """Return what model/dropout.py makes of x, whose draws come again in the backward."""
     size, drawn = x.size, DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)

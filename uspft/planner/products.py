@@ -20,6 +20,8 @@ from uspft.families.projections import (
 SplitSide = Literal["inputs", "outputs", "none"]
 PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
 """How the names of projections of a layer with a state end."""
+SHARED_EXPERT = "mlp.shared_expert"
+SHARED_GATE = f"{SHARED_EXPERT}_gate"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,26 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
     return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]
 
 
+def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name the projections of the expert that every token meets, and the one that gates
+    it; none where a layer has no such expert, or more than one."""
+    hidden, inner = shape.hidden_size, shape.shared_features
+    if not (inner and shape.full.get("shared_expert_intermediate_size")):
+        return {}
+    into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
+    named = {f"{SHARED_EXPERT}.gate_proj": into, f"{SHARED_EXPERT}.up_proj": into}
+    return {**named, f"{SHARED_EXPERT}.down_proj": out, SHARED_GATE: ProductShape(hidden, 1)}
+
+
+def inner_features(shape: ModelShape, tensor: int) -> int:
+    """Return the features of the MLP, or of the expert that every token meets, on a tensor rank; 0
+    where there is neither."""
+    if not FAMILIES[shape.model_type].routed:
+        return layer_projections(shape)[-1].on(tensor).inputs
+    down = shared_projections(shape).get(f"{SHARED_EXPERT}.down_proj")
+    return down.on(tensor).inputs if down else 0
+
+
 def has_gated_heads(shape: ModelShape) -> bool:
     """Tell whether the query projection makes as many features that gate what heads attend to."""
     table = FAMILIES[shape.model_type].projections
@@ -119,7 +141,7 @@ def projections_of_layers(
 
     states: how many have a state; None: as the config says.
     """
-    with_attention = layer_projections(shape)
+    with_attention = [*layer_projections(shape), *shared_projections(shape).values()]
     states = sum(state_layers(shape)) if states is None else states
     found = [(with_attention, shape.layers - states)]
     if states:

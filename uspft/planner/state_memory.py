@@ -1,26 +1,34 @@
-"""What a layer with a state keeps and needs, on a tape, as transformers' Qwen3.5 has it and as
-uspft exchanges its heads (sequence/mixing.py). Sizes are bytes."""
+"""What a layer with a state keeps and needs, on a tape, as transformers' Qwen3.5, Qwen3-Next and
+OLMo Hybrid have it and as uspft exchanges its heads (sequence/mixing.py). Sizes are bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from uspft.families import StateSizes
+from uspft.families import ModelShape, StateSizes, state_sizes
+from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import Remembered
 from uspft.planner.operations import (
     WIDE,
     NormKind,
     bent,
+    copied,
     gated,
+    joined,
     multiplied,
     parted,
     remade,
     rms_norm,
     viewed,
 )
+from uspft.planner.products import state_projections
 from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
+
+if TYPE_CHECKING:
+    from uspft.layout import Layout
 
 FRAGMENTS = 2
 """Stretches of a document that a rank of a ring has: one of its beginning and one of its end."""
@@ -37,8 +45,37 @@ class StateHeads:
     """Of this rank."""
     sizes: StateSizes
     """Of this tensor rank."""
-    ulysses: int = 1
-    ring: int = 1
+    ulysses: int
+    ring: int
+    into: tuple[tuple[str, int], ...]
+    """The names of the projections into it, and the features that each makes."""
+    out: str
+    """The name of the projection out of it."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, layout: Layout, element: int, tokens: int) -> StateHeads:
+        """Return those of a model's layers. tokens: of one rank."""
+        sizes, columns = state_sizes(shape), layout.mesh_columns
+        assert sizes
+        every = {name: one.on(columns) for name, one in state_projections(shape).items()}
+        into = tuple((name, one.outputs) for name, one in every.items() if one.splits == "outputs")
+        (out,) = every.keys() - dict(into)
+        own = sizes.on(columns)
+        return cls(element, tokens, own, layout.ulysses, layout.ring, into, out)
+
+    @property
+    def norm(self) -> str:
+        return "o_norm" if self.separate else "norm"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether all that is of a key head comes from one projection, as Qwen3-Next's."""
+        return f"{STATE_LAYER}.in_proj_qkvz" in dict(self.into)
+
+    @property
+    def separate(self) -> bool:
+        """Whether queries, keys and values are projected one by one, as OLMo Hybrid's."""
+        return f"{STATE_LAYER}.q_proj" in dict(self.into)
 
     @property
     def inside(self) -> StateSizes:
@@ -79,14 +116,26 @@ def state_block(
     two runs; inside: whether between exchanges of heads alone. fetch: is called before the first
     gradient of what the rule takes is made.
     """
-    every = project(x, "linear_attn.in_proj_qkv")
-    gate = project(x, "linear_attn.in_proj_z")
-    replaced = project(x, "linear_attn.in_proj_b")
-    kept = project(x, "linear_attn.in_proj_a")
-    every = _convolved(tape, every, of, trains("linear_attn.conv1d"))
+    held: list[Tensor] = []
+    gate: Tensor | None = None
+    if of.separate:
+        every = joined(tape, [project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
+    elif of.grouped:
+        every, gate, replaced, kept = _by_key_heads(tape, x, of, project, held)
+    else:
+        every, gate, replaced, kept = (
+            project(x, f"{STATE_LAYER}.in_proj_{one}") for one in ("qkv", "z", "b", "a")
+        )
+    every = _convolved(tape, every, of, trains(f"{STATE_LAYER}.conv1d"))
+    del held[2:]
     query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
+    if of.separate:
+        replaced = remade(tape, gated(tape, project(x, f"{STATE_LAYER}.b_proj")))
+        taken = [_decay(tape, project(x, f"{STATE_LAYER}.a_proj"), of, trains), replaced]
+    else:
+        taken = [_decay(tape, kept, of, trains), gated(tape, replaced)]
     # transformers' forward holds what goes into the rule, and both gates, until it is done.
-    taken = [query, key, value, _decay(tape, kept, of, trains), gated(tape, replaced)]
+    taken = [query, key, value, *taken]
     calls = [fetch, *[None] * 4]
     taken = [viewed(tape, one, then) for one, then in zip(taken, calls, strict=True)]
 
@@ -100,7 +149,26 @@ def state_block(
         out = remembered(rule, taken) if remembered else rule(taken)
     else:
         out = remembered(exchanged, taken) if remembered and not inside else exchanged(taken)
-    return _normed(tape, out, gate, of, trains("linear_attn.norm"))
+    gate = gate or project(x, f"{STATE_LAYER}.g_proj")
+    return _normed(tape, out, gate, of, trains(f"{STATE_LAYER}.{of.norm}"))
+
+
+def _by_key_heads(
+    tape: Tape, x: Tensor, of: StateHeads, project: Project, held: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries with keys and values, the output's gate, and both of the rule's, where a
+    projection has those of a key head together. held: gets what the forward holds until it is done,
+    and behind these what it holds until the convolution is."""
+    both, gates = (project(x, name) for name, _ in of.into)
+    queries, keys, values = of.taken(of.sizes)[:3]
+    query, key, value, gate = parted(tape, both, [queries, keys, values, values])
+    replaced, kept = parted(tape, gates, [gates.size / 2] * 2)
+    if of.sizes.values > of.sizes.keys:  # else they lie as they are wanted
+        value, gate, replaced, kept = (copied(tape, one) for one in (value, gate, replaced, kept))
+    else:
+        value = copied(tape, value)
+    held += [both, gates, copied(tape, query), copied(tape, key), value]
+    return joined(tape, held[2:]), gate, replaced, kept
 
 
 def _convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
@@ -129,6 +197,7 @@ def _convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
 
     seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
     found = bent(tape, seen)
+    del made, seen
     if of.ring == 1:
         return found
     return tape.record((found,), (size,), lambda: lambda grads: [tape.new(before)])[0]
@@ -157,7 +226,7 @@ def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool])
     """Return −e^A · softplus(x + dt) in float32."""
     size = of.bytes(of.sizes.values, WIDE)
     wide = x if x.size == size else remade(tape, x, size)
-    dt, a = (tape.parameter(trains(f"linear_attn.{name}")) for name in ("dt_bias", "A_log"))
+    dt, a = (tape.parameter(trains(f"{STATE_LAYER}.{name}")) for name in ("dt_bias", "A_log"))
     shifted = tape.record((wide, dt), (size,), lambda: lambda grads: [grads[0], None])[0]
     del wide
     held = shifted.storage
@@ -288,6 +357,7 @@ def _normed(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -
     number = float(of.tokens * of.sizes.values)
     wide = of.bytes(of.values, WIDE)
     normed = rms_norm(tape, x, wide, number, NormKind(), trains=trains)
-    above = gate if gate.size == wide else remade(tape, gate, wide)
-    made = multiplied(tape, normed, bent(tape, above), wide)
+    act = bent(tape, gate if gate.size == wide else remade(tape, gate, wide))
+    made = multiplied(tape, normed, act, wide)
+    del normed, act
     return made if made.size == x.size else remade(tape, made, x.size)

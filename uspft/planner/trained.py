@@ -12,9 +12,11 @@ from uspft.families import ModelShape, state_layers, state_sizes
 from uspft.families.projections import STATE_LAYER, STATE_OWN
 from uspft.planner.layer_kinds import LAYER_KINDS, Norms
 from uspft.planner.products import (
+    SHARED_EXPERT,
     ProductShape,
     head_projection,
     layer_projections,
+    shared_projections,
     state_projections,
 )
 
@@ -25,7 +27,7 @@ PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
-    | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj"}
+    | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj", "shared_expert_gate"}
 )
 """The last words of the projections of a layer."""
 EXPERTS = "mlp.experts."
@@ -44,9 +46,11 @@ class Lora:
     """The names of what has one beside these: matrices of experts, and of routers."""
 
     def adapts(self, name: str) -> bool:
-        """Tell whether a projection of a layer, or of its experts, has an adapter."""
-        if name.startswith(EXPERTS):
-            return any(f".{name}".endswith(f".{one}") for one in self.parameters)
+        """Tell whether a projection of a layer, or of its experts, has an adapter; one whose name
+        experts have too is named as a parameter."""
+        if name.startswith((EXPERTS, f"{SHARED_EXPERT}.")):
+            whole = name if name.startswith(EXPERTS) else f"{name}.weight"
+            return any(f".{whole}".endswith(f".{one}") for one in self.parameters)
         if name.rpartition(".")[2] not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
@@ -79,6 +83,7 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
     if kind.router:
         (found[kind.router],) = router
         found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
+        found |= shared_projections(shape)
     elif kind.fused:
         found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:

@@ -42,6 +42,14 @@ class Stretch(NamedTuple):
     """The place of the first token in the row."""
     ids: list[int]
     trained: bool
+    decode: Decode
+
+    def ends(self, head: int, tail: int) -> tuple[list[int], list[int]]:
+        """Return the tokens that are shown: the first and last ones where there are more than
+        `head` and `tail` together; else all, and none."""
+        if len(self.ids) <= head + tail:
+            return self.ids, []
+        return self.ids[:head], self.ids[-tail:]
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class Inspection:
     rows: list[SeenRow]
 
 
-def inspected(found: Examined, count: int) -> Inspection:
+def inspected(found: Examined, count: int, decode: Decode) -> Inspection:
     """Return how long the samples are, how full rows are, and the first `count` rows.
 
     The first epoch's rows are all that are shown.
@@ -133,7 +141,7 @@ def inspected(found: Examined, count: int) -> Inspection:
     filling = None if switches else _filling(stream, recipe.data.sequence_length)
     ways = _ways(found)
     shown = min(count, stream.rows_in_epoch(0))
-    rows = [_seen(recipe, ways, whole, stream, index) for index in range(shown)]
+    rows = [_seen(recipe, ways, whole, stream, index, decode) for index in range(shown)]
     return Inspection(bins(whole.lengths), filling, rows)
 
 
@@ -178,7 +186,12 @@ def _ways(found: Examined) -> list[_Way]:
 
 
 def _seen(
-    recipe: Recipe, ways: Sequence[_Way], corpus: Corpus, stream: RowStream, index: int
+    recipe: Recipe,
+    ways: Sequence[_Way],
+    corpus: Corpus,
+    stream: RowStream,
+    index: int,
+    decode: Decode,
 ) -> SeenRow:
     size = stream.tokens_of(index)
     way = ways[0] if len(ways) == 1 else ways[bisect_left([w.length for w in ways], size)]
@@ -194,12 +207,14 @@ def _seen(
         way.layout.sentence(way.recipe.parallel_config.context_parallel_algo),
         row.segments,
         trained,
-        _documents(row, corpus, trained),
+        _documents(row, corpus, trained, decode),
         _holders(way, row, replica),
     )
 
 
-def _documents(row: Row, corpus: Corpus, trained: NDArray[np.bool_]) -> list[SeenDocument]:
+def _documents(
+    row: Row, corpus: Corpus, trained: NDArray[np.bool_], decode: Decode
+) -> list[SeenDocument]:
     found = []
     for span, sample in zip(row.segments, row.samples, strict=True):
         places = groupby(range(*span), lambda place: bool(trained[place]))
@@ -207,7 +222,7 @@ def _documents(row: Row, corpus: Corpus, trained: NDArray[np.bool_]) -> list[See
         for trains, group in places:
             inside = list(group)
             ids = row.input_ids[inside[0] : inside[-1] + 1].tolist()
-            runs.append(Stretch(inside[0], ids, trains))
+            runs.append(Stretch(inside[0], ids, trains, decode))
         found.append(SeenDocument(corpus.origin(sample), span, runs))
     return found
 

@@ -49,7 +49,7 @@ def verdict(cases: Sequence[dict[str, Any]]) -> str:
 def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of linear-hosts.json, by name, as Markdown."""
     if not result:
-        return {}
+        return {"table": "Not measured yet.", "verdict": "", "measured": ""}
     how = (
         f"{result['hosts']} hosts of one process, {result['mbit']} Mbit/s; "
         f"medians of {result['rounds']} rounds in turn."
@@ -57,5 +57,5 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
     return {
         "table": table(result["cases"]),
         "verdict": verdict(result["cases"]),
-        "measured": f"{measured_on([result])} {how}",
+        "measured": f"[linear-hosts.json](linear-hosts.json): {measured_on([result])} {how}",
     }

@@ -97,7 +97,9 @@ def test_every_figure_is_what_its_file_says() -> None:
     shown = [figure for page in PAGES.values() for figure in FIGURE.findall(page.read_text())]
     stale = [name for name, page in PAGES.items() if remade(page.read_text()) != page.read_text()]
     assert stale == [], "run `python -m benchmarks.pages`"
-    assert {path.stem for path in RESULTS.glob("*.json")} | {PROGRAM, *ELSEWHERE} == set(MAKERS)
+    missing = set(MAKERS) - {path.stem for path in RESULTS.glob("*.json")} - {PROGRAM, *ELSEWHERE}
+    assert all("Not measured yet." in figures(file).values() for file in missing)
+    assert {path.stem for path in RESULTS.glob("*.json")} <= set(MAKERS)
     assert {(file, name) for file in MAKERS for name in figures(file)} == {
         (file, name) for file, name, _ in shown
     }

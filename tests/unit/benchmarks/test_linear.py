@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.linear.counted import SIZES, TOKENS, counted, gathered_bytes
+from benchmarks.linear.counted import SIZES, TOKENS, counted, crossing, gathered_bytes
 from benchmarks.linear.figures import errors, seconds, sent
 from benchmarks.linear.hosts.figures import table, verdict
 from benchmarks.linear.inputs import GATES, inputs, rule, written_out
@@ -36,6 +36,12 @@ def test_what_is_counted() -> None:
         assert len({two["states"]["two spans"] for two in same}) == 1, "by no token"
     token = (2 * 2 * 8 + 4 * 12) * 2 + 4 * 6
     assert gathered_bytes(SMALL, 100, 4) == 2 * 3 * 25 * token
+    # By hand: states and how they change of 32 heads of 128 × 128 to all with later tokens and, of
+    # gradients, with earlier ones, against the features of a token to and from all others.
+    for ranks in (2, 4, 8, 16):
+        states = 8 * 32 * 128**2 * max(2 * (ranks - 1), 4 * ranks - 6)
+        token = 2 * (ranks - 1) / ranks**2 * ((8192 + 4096) * 2 + 32 * 6)
+        assert abs(crossing("Qwen3.5-9B", ranks) * token / states - 1) < 0.02
     assert sent(found).count("\n") == 1 + len(TOKENS) * 4
 
 

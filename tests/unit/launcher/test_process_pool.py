@@ -39,7 +39,7 @@ def test_processes_begin_with_imports_made_and_one_thread_each(pool: ProcessPool
 )
 def test_the_end_of_a_process_is_told(pool: ProcessPool, end: str, how: str) -> None:
     first, second = (
-        pool.submit(exec, f"import os, time; {what}") for what in (end, "time.sleep(9)")
+        pool.submit(exec, f"import os, time; {what}") for what in (end, "time.sleep(600)")
     )
     with pytest.raises(BrokenProcessPool):
         first.result()

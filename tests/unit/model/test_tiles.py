@@ -76,13 +76,16 @@ def test_every_family_is_the_same_in_tiles(kind: str) -> None:
         model = model_of(kind)
         work_in_tiles(model, tile)
         tiled = [module for module in model.modules() if isinstance(module.forward, Tiled)]
-        # Two layers of at least two norms and an MLP, some with norms of heads; the last norm.
+        # Two layers of at least two norms and an MLP, some with norms of heads, or with an expert
+        # that every token meets; the last norm.
         attention = model.base_model.layers[-1].self_attn
         of_heads = [name for name, _ in attention.named_children() if "norm" in name]
         assert len(of_heads) == 2 * (kind in NORMED)
         layers = sum(hasattr(layer, "self_attn") for layer in model.base_model.layers)
         ofs = layers * len(of_heads)
-        assert len(tiled) in (2 * 3 + ofs + 1, 2 * 5 + ofs + 1)
+        shared = sum(name.endswith(".shared_expert") for name, _ in model.named_modules())
+        assert len(tiled) - shared in (2 * 3 + ofs + 1, 2 * 5 + ofs + 1)
+        assert shared == 2 * (kind in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"))
         found = gradients(checkpointed(model) if number % 2 else model)
         # Norms compute in float32; all that is beside experts does, where decays add up too.
         decays = found["out"].dtype == torch.float32 and layers < len(model.base_model.layers)

@@ -48,7 +48,10 @@ MANY = {"num_attention_heads": 64, "num_key_value_heads": 16}
 """Heads with which attention's backward needs more than the MLP's."""
 STATES = {"linear_num_key_heads": 4, "linear_num_value_heads": 16}
 STATES |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+STATES |= {"layer_types": ["linear_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+SHARED = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 320}
+SHARED |= {"shared_expert_intermediate_size": 448}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "many words": ("Llama", {"vocab_size": 8192}),
@@ -67,9 +70,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**EXPERTS, **MANY, "num_experts": 8, "moe_intermediate_size": 320}),
     "minimax": ("MiniMaxM2", {**EXPERTS, **MANY, "rotary_dim": 8}),
     "gpt-oss": ("GptOss", {**EXPERTS, **MANY, "sliding_window": 512}),
-    "states": ("Qwen3_5Text", {**STATES, "layer_types": ["linear_attention", "full_attention"]}),
+    "states": ("Qwen3_5Text", STATES),
+    "states by groups": ("Qwen3Next", {**STATES, **SHARED}),
+    "states, experts": ("Qwen3_5MoeText", {**STATES, **SHARED, "linear_num_key_heads": 16}),
+    "states, norms behind": (
+        "OlmoHybrid",
+        {**STATES, "rope_parameters": None, "pad_token_id": None},
+    ),
+    "shared": ("Qwen2Moe", SHARED),
 }
-ROUTED, FUSED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss"), ("phi3",)
+HYBRIDS = ("states", "states by groups", "states, experts", "states, norms behind")
+ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", *HYBRIDS[1:3])
+FUSED = ("phi3",)
 
 
 def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
@@ -154,7 +166,7 @@ FEW = [
     Case("qwen2", "ulysses 16", "offload", "all", "float32"),
     Case("qwen3", "tensor, tokens", "nothing", "lora", "bfloat16"),
     Case("window", "planned 2", "offload more", "last layer", "float32"),
-    Case("long window", "planned 4", "attention", "some lora", "bfloat16"),
+    Case("long window", "planned, stages", "attention", "some lora", "float32"),
     Case("gemma2", "tensor, ring", "attention, tiles", "all", "bfloat16"),
     Case("gemma3", "mesh 1 2", "nothing", "no mlp", "bfloat16"),
     Case("granite", "mesh 2 1", "attention", "some lora", "float32"),
@@ -177,6 +189,10 @@ FEW = [
     Case("qwen3 moe", "experts 2", "nothing", "experts lora", "bfloat16"),
     Case("gpt-oss", "tensor, experts", "attention, tiles", "experts lora", "bfloat16"),
     Case("states", "planned 4", "exchange", "all", "bfloat16"),
+    Case("states by groups", "ulysses 4", "exchange", "all", "bfloat16"),
+    Case("states, experts", "tensor", "none, tiles", "lora", "bfloat16"),
+    Case("states, norms behind", "ring 2", "none, tiles", "last layer", "float32"),
+    Case("shared", "tensor, tokens", "attention, tiles", "all", "bfloat16"),
     Case("states", "ring 4", "offload", "some lora", "float32"),
     Case("states", "tensor, tokens", "nothing", "lora", "bfloat16"),
     Case("many heads", "planned 4", "groups", "all", "bfloat16"),
@@ -188,8 +204,7 @@ FEW = [
     Case("phi3", "ulysses 4", "groups kept", "all", "float32"),
     Case("many heads", "tensor", "groups", "lora", "bfloat16"),
 ]
-"""Every value of each but one layout is among them."""
-FULL_ONLY = {"planned, stages"}
+"""Every value of each is among them."""
 
 
 def cases(*, full: bool) -> list[Case]:
@@ -211,9 +226,7 @@ def legal(traits: tuple[Any, ...]) -> bool:
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
         return False
-    if grouped and case.model == "states":
-        return False
-    if "mesh" in case.layout and case.model == "states":
+    if case.model in HYBRIDS and ("mesh" in case.layout or grouped):
         return False
     return case.trained != "some lora" or case.model not in ROUTED + FUSED
 
@@ -262,7 +275,7 @@ def predicted_of(case: Case, shape: ModelShape) -> Any:
 def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path: Path) -> None:
     found = spawn(1, counted, full, tmp_path)[0]
     for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES)):
-        assert {case[number] for case in found} == set(values) - (set() if full else FULL_ONLY)
+        assert {case[number] for case in found} == set(values)
     off = {}
     for case, one in found.items():
         shape = read_shape(ModelBlock(config=tmp_path / case.model), CONFIGS)
@@ -334,12 +347,10 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
-    hybrid = replace(shape, model_type="qwen3_next")
     named = {"mlp.gate.weight": ("adapters of routers",), "mlp.experts.down_proj": ()}
     for parameter, unknown in named.items():
         options = Options(lora=Lora(8, parameters=(parameter,)))
         assert unpredicted(hub("Qwen/Qwen3-30B-A3B"), Layout(), 4096, options=options) == unknown
-    assert unpredicted(hybrid, Layout(), 4096) == ("layers with a state of qwen3_next",)
     mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
     assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.shapes import TINY, shape
+from tests.support.shapes import SHARED, TINY, shape
 from uspft.layout import Layout
 from uspft.model.parallel import shards_of
 from uspft.planner.trained import Lora, StageLayers, counts_of
@@ -23,10 +23,11 @@ SIZES = {
 }
 
 
-@pytest.fixture(params=["qwen3_5_text", "olmo_hybrid"])
+@pytest.fixture(params=["qwen3_5_text", "olmo_hybrid", "qwen3_next"])
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
     """A shape, and its model on meta."""
-    model = shape(tmp_path, {**TINY, **SIZES, "model_type": request.param})
+    experts = SHARED if request.param == "qwen3_next" else {}
+    model = shape(tmp_path, {**TINY, **SIZES, **experts, "model_type": request.param})
     with torch.device("meta"):
         return model, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
 
@@ -58,9 +59,16 @@ def test_a_tensor_rank_holds_some_key_heads_with_their_value_heads(both: tuple[A
 
 
 def test_adapters_stand_beside_every_projection(both: tuple[Any, Any]) -> None:
+    """But for those of a shared expert, whose names are experts' too, and which are named apart."""
     model, net = both
-    linear = [m for m in net.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    named = net.model.layers.named_modules()
+    every = {name: m for name, m in named if isinstance(m, torch.nn.Linear)}
+    linear = [m for name, m in every.items() if "shared_expert." not in name]
     found = counts_of(model, 1, Lora(4), ())
     assert found.trained == sum(4 * (m.in_features + m.out_features) for m in linear)
+    shared = [m for name, m in every.items() if name.endswith("shared_expert.down_proj")]
+    apart = Lora(4, (), parameters=("shared_expert.down_proj.weight",))
+    expected = sum(4 * (m.in_features + m.out_features) for m in shared)
+    assert counts_of(model, 1, apart, ()).trained == expected
     some = counts_of(model, 1, Lora(4, ("o_proj", "out_proj")), ())
     assert 0 < some.trained < found.trained

@@ -64,7 +64,7 @@ LAYOUTS = {
 def test_rows_are_those_of_the_run(tmp_path: Path, name: str) -> None:
     found = prepared(tmp_path, **LAYOUTS[name])
     stream = training_rows(found.recipe.data, found.corpus, found.recipe.seed)
-    seen = inspected(found, stream.rows_in_epoch(0))
+    seen = inspected(found, stream.rows_in_epoch(0), str)
     assert seen.filling and seen.filling.tokens == sum(LENGTHS)
     assert seen.filling.share == sum(LENGTHS) / (64 * len(seen.rows))
     origins = []
@@ -97,7 +97,7 @@ def test_samples_under_strategies_are_shown_in_the_layout_of_their_length(tmp_pa
         "data_parallel": 1,
     }
     found = prepared(tmp_path, strategies=[short, long])
-    seen = inspected(found, len(LENGTHS))
+    seen = inspected(found, len(LENGTHS), str)
     assert seen.filling is None
     for row, length in zip(seen.rows, LENGTHS, strict=True):
         assert row.segments.bounds == (0, length)
@@ -130,6 +130,6 @@ def test_tokens_that_share_a_character_are_shown_together() -> None:
 
 def test_the_corpus_says_where_a_sample_is_from(tmp_path: Path) -> None:
     found = prepared(tmp_path)
-    (first,) = inspected(found, 1).rows
+    (first,) = inspected(found, 1, str).rows
     assert first.documents[0].origin == Corpus.open(found.corpus).origin(0)
     assert [one.ranks for one in first.holders] == [[0]]

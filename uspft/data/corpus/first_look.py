@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from uspft.data.corpus.checks import (
+from uspft.data.corpus.counts import (
+    Counts,
     refused,
     require_answers,
     require_instructions,
     require_samples,
     require_targets,
     require_used,
+    total,
     unused_lines,
 )
-from uspft.data.corpus.counts import Counts, total
 from uspft.data.corpus.prepare import of_set, parts_of
 from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of
 from uspft.data.faults import BadRecord, DataError, Faults, SampleFault

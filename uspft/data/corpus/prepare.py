@@ -13,7 +13,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from uspft.data.corpus.checks import (
+from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
+from uspft.data.corpus.counts import (
+    Counts,
+    SourceLimits,
+    mixed,
     overlong,
     require_answers,
     require_instructions,
@@ -22,8 +26,6 @@ from uspft.data.corpus.checks import (
     require_used,
     unused_lines,
 )
-from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
-from uspft.data.corpus.counts import Counts, SourceLimits, mixed
 from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of, processes_for, tokenised
 from uspft.data.faults import BadRecord, DataError, Faults
 from uspft.data.files.sources import (

@@ -138,6 +138,33 @@ def test_a_step_of_a_mix_by_hand() -> None:
     assert mix.transfers == []
 
 
+def test_stages_wait_for_one_another_and_hold_less() -> None:
+    """HotSPa's own example: the longest rows under tensor 2 and two stages, others without."""
+    given = replace(setting(400e9), stages=None)
+    kinds = Layout(data=4), Layout(2, data=2), Layout(2, pipeline=2)
+    whole, split, staged = (
+        next(one for one in layouts(given, ROW) if one.layout == kind) for kind in kinds
+    )
+    assert (staged.sharing_ranks, staged.group_ranks) == (2, 4)
+    assert [staged.filling(passes) for passes in (1, 2, 4)] == [2, 1.5, 1.25]
+    assert split.filling(1) == 1
+    mix = LayoutSet(given, (whole, split, staged), 1, moves=True)
+    assert mix.held_in_turn == [*kinds] and mix.switches
+    assert [moved > 0 for moved, _ in mix.transfers] == [True, True, False], "each has its own"
+    free = [mix.memory(one) for one in (whole, split, staged)]
+    assert free == sorted(free) and free[0] < free[-1]
+    assert not replace(mix, moves=False).holds, "in place ranks keep their layers"
+    assert not any(one.layout.pipeline > 1 for one in layouts(setting(400e9), ROW))
+    # Eight rows one after another, in a pipeline that fills once.
+    drawn, row = DrawnSteps([ROW] * 8, 8, ROW), staged.row_seconds(pairs_of([ROW]))
+    given = replace(given, rows_at_once=1)
+    alone = LayoutSet(given, (staged,), 2, moves=True)
+    taken = 8 * (row + staged.beside) * staged.filling(8)
+    assert alone.seconds(drawn) == pytest.approx(alone.once_seconds + taken)
+    static = Static(given, staged)
+    assert static.fits and static.seconds(drawn) > taken
+
+
 def layouts(given: Setting, length: int) -> Sequence[PricedLayout]:
     return priced_layouts(given, length, Segments.single(length), most=1)
 
