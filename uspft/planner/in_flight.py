@@ -78,6 +78,24 @@ WINDOWS_WALKED = 32
 """So many windows of a rank are walked through one by one, and twice as many."""
 
 
+SHORT = (8, 12)
+"""Ranks of two rings from which longer ones are drawn out: from the first on each further rank adds
+as much, and walks take a time that grows with the third power of the ranks."""
+
+
+def _drawn_out(
+    found: Callable[[int, Window | None], float], ring: int, window: Window | None
+) -> float:
+    """Return the bytes for a token on a ring longer than SHORT. found: tells them of so many ranks,
+    which have as many tokens each."""
+    each = window.row_tokens // ring if window else 0
+    if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
+        window = None
+    seen = (window and window._replace(row_tokens=each * few) for few in SHORT)
+    less, more = (found(few, one) for few, one in zip(SHORT, seen, strict=True))
+    return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
+
+
 @lru_cache(maxsize=256)
 def _shares(ulysses: int, ring: int, window: Window | None, way: KeyTransfer) -> Sequence[Share]:
     """Return the share of each ring rank of a row of one document, or of a chunk of it that has as
@@ -105,6 +123,10 @@ def backward_bytes(
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
+    if window is None and ulysses > 1:  # whose members have the same share of fewer tokens
+        return backward_bytes(1, ring, token, way, None)
+    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
+        return _drawn_out(lambda n, w: backward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
         own = _up_to_end(tape, share, token)
@@ -126,6 +148,12 @@ def forward_bytes(
     fullest rank: those at hand and those that follow, or all that an exchange posts."""
     if ring == 1:
         return 0.0
+    if way.stages is None and not way.behind:
+        return 2 * token.pair
+    if window is None and ulysses > 1:
+        return forward_bytes(1, ring, token, way, None)
+    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
+        return _drawn_out(lambda n, w: forward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
         own = _up_to_end(tape, share, token)

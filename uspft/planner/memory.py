@@ -21,12 +21,11 @@ from uspft.planner.chunks import chunk_keys, chunk_multiple, each_chunk
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.flops import cut_by_flops
-from uspft.planner.head_memory import HeadSizes, head_bytes
+from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, inner_features, layer_projections
-from uspft.planner.router_memory import balance_bytes, router_bytes
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
@@ -211,7 +210,7 @@ def memory_of(
     if layout.pipeline > 1:
         return most_of_ranks(memory_of_ranks(shape, layout, row_tokens, options=options))
     state = state_in(shape, layout, options)
-    device, waits = activations_in(shape, layout, row_tokens, options)
+    device, waits = activations_in(*pass_bytes(shape, layout, row_tokens, options))
     return Memory(
         state.beside(device),
         int(sum(state.host.values()) + waits),
@@ -290,6 +289,7 @@ def state_in(
         live=options.live,
         two_buckets=options.two_buckets,
         matrix=shape.hidden_size * shape.intermediate_size,
+        several=several_passes(layout, options),
         optimizer_away=options.offload_optimizer,
         weights_away=options.offload_weights,
     )
@@ -303,6 +303,11 @@ def state_in(
     return state
 
 
+def several_passes(layout: Layout, options: Options) -> bool:
+    """Tell whether a step has more than one forward and backward."""
+    return (options.step_rows or 0) > options.micro_batch * layout.data
+
+
 def unpredicted(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> tuple[str, ...]:
@@ -312,18 +317,8 @@ def unpredicted(
         "an expert that every token meets": bool(shape.shared_features)
         and not inner_features(shape, 1),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
-        "adapters of routers": bool(options.lora) and not _of_experts_alone(options.lora),
     }
     return tuple(what for what, here in found.items() if here)
-
-
-def _of_experts_alone(lora: Lora | None) -> bool:
-    """Tell whether what has adapters by its own name are experts' matrices alone, the shared one's
-    among them."""
-    words = {
-        one.removesuffix(".weight").rpartition(".")[2] for one in (lora.parameters if lora else ())
-    }
-    return words <= {"gate_up_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def _mixed(shape: ModelShape) -> bool:
@@ -334,14 +329,9 @@ def _mixed(shape: ModelShape) -> bool:
     return any(map(full.get, first)) or last or any(full.get(one, 1) != 1 for one in steps)
 
 
-def activations_in(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
-) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those that wait on the host.
-
-    Neither the replicas nor ZeRO's stage change them.
-    """
-    one, batch = pass_bytes(shape, layout, row_tokens, options)
+def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], float]:
+    """Return the bytes of activations by part at their peak, and those that wait on the host. one,
+    batch: what one micro-batch takes, and its batch, where all layers are one stage."""
     own = one.routers
     waiting = ((each.held if one.offloads else each.kept) + own for each in one.layers)
     below = [*accumulate(waiting, initial=one.embedded)]
@@ -441,6 +431,7 @@ def _layers(
                         f"{EXPERTS}{one}" in trained.adapters
                         for one in ("gate_up_proj", "down_proj")
                     ),
+                    adapts_router=kind.router in trained.adapters,
                 ),
                 trained=trained.weights,
                 adapted=trained.adapters,

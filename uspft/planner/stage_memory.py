@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -80,17 +80,6 @@ class PassBytes:
     def first(self) -> int:
         """The first layer that trains; a stage before it keeps nothing: it has no backward."""
         return max(0, len(self.bare) - 1)
-
-
-def drawn_out(less: PassBytes, more: PassBytes, far: float) -> PassBytes:
-    """Return what a micro-batch takes as far beyond `more` as so many times its distance from
-    `less`."""
-
-    def both(a: LayerBytes, b: LayerBytes) -> LayerBytes:
-        return LayerBytes(b.kept + far * (b.kept - a.kept), b.most + far * (b.most - a.most))
-
-    layers = tuple(map(both, less.layers, more.layers))
-    return replace(more, layers=layers, head=both(less.head, more.head))
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
