@@ -13,6 +13,7 @@ from uspft.families.projections import STATE_LAYER, STATE_OWN
 from uspft.planner.layer_kinds import LAYER_KINDS, Norms
 from uspft.planner.products import (
     SHARED_EXPERT,
+    SHARED_EXPERTS,
     ProductShape,
     head_projection,
     layer_projections,
@@ -50,7 +51,7 @@ class Lora:
         whose name experts have too is named as a parameter."""
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
-        of_experts = name.startswith((EXPERTS, f"{SHARED_EXPERT}."))
+        of_experts = name.startswith((EXPERTS, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}."))
         if of_experts or name.rpartition(".")[2] not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
