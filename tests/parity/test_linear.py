@@ -391,7 +391,7 @@ CONTROLS = [
     Case("random", 1, PLAIN, "documents run on"),
     Case("random", 1, PLAIN, "no halo"),
     Case("random", 1, PLAIN, "halo over a bound"),
-    Case("random", 1, PLAIN, "halo by position"),
+    Case("bounds", 1, PLAIN, "halo by position"),
     Case("random", 1, PLAIN, "fragments in rank order"),
     Case("contiguous", 1, PLAIN, "halo detached"),
     Case("contiguous", 1, PLAIN, "no entering state"),

@@ -1,33 +1,19 @@
 """What a rank holds at its most under ZeRO-3, counted in a run's own engine over forward, backward
-and to where the optimizer begins, beside what is predicted."""
+and update, beside what is predicted."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
+from tests.support.live import Live
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe
-from tests.support.zero_state import BUCKET, LORA, Case, apart, make_inputs
-from uspft.engine.zero import ZeroEngine
+from tests.support.zero_state import BUCKET, LAYERS, LORA, Case, apart, make_inputs
 
-LAYERS = {
-    "stage": 3,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_prefetch_bucket_size": 34_000,
-    "stage3_max_reuse_distance": 400_000,
-    "stage3_max_live_parameters": 300_000,
-}
 LAYER = 147_712
-"""The elements of a layer, of which these bounds are as much as DeepSpeed's are of one of 7B."""
+"""The elements of a layer."""
 WHOLE = {**BUCKET, **LAYERS}
 CASES = {
     "some": Case(WHOLE),
@@ -40,73 +26,6 @@ CASES = {
 
 MORE = Case({**WHOLE, "stage3_max_live_parameters": 690_000})
 """As "some", with as many times a layer as DeepSpeed's own bound is of one of 8B."""
-
-
-class Live(TorchDispatchMode):
-    """The bytes of all storages that operations have made, and the most of them in a step.
-
-    What a collective of this backend makes for itself is not the program's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {}
-        self._now = 0
-        self.most = 0
-        self._in_step = self._in_collective = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made) if not self._in_collective else ():
-            if isinstance(one, torch.Tensor) and not one.is_meta:
-                self._see(one.untyped_storage())
-        return made
-
-    def _see(self, storage: Any) -> None:
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key in self._sizes or not size:
-            return
-        self._sizes[key] = size
-        self._now += size
-        weakref.finalize(storage, self._gone, key)
-        if self._in_step:
-            self.most = max(self.most, self._now)
-
-    def _gone(self, key: int) -> None:
-        self._now -= self._sizes.pop(key)
-
-    @contextmanager
-    def of_steps(self) -> Iterator[None]:
-        """Look at forward and backward, and where the optimizer begins."""
-        from deepspeed.runtime.comm import coalesced_collectives
-
-        with ExitStack() as stack:
-            update = torch.optim.AdamW.step
-
-            def begins(*args: Any, **kwargs: Any) -> Any:
-                self.most = max(self.most, self._now)
-                return update(*args, **kwargs)
-
-            stack.enter_context(patch.object(torch.optim.AdamW, "step", begins))
-            for name in ("forward", "backward"):
-                stack.enter_context(self._inside(ZeroEngine, name, "_in_step"))
-            inside = coalesced_collectives, "_torch_reduce_scatter_fn", "_in_collective"
-            stack.enter_context(self._inside(*inside))
-            stack.enter_context(self)
-            yield
-
-    def _inside(self, owner: Any, method: str, flag: str) -> Any:
-        plain = getattr(owner, method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = getattr(self, flag)
-            setattr(self, flag, True)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                setattr(self, flag, before)
-
-        return patch.object(owner, method, call)
 
 
 def work(rank: int, folder: Path) -> dict[str, tuple[int, int]]:

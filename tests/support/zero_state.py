@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -13,12 +14,22 @@ from tests.support.runs import small_recipe
 from uspft.config.recipe import Recipe
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
+from uspft.planner import state
 from uspft.planner.memory import Memory, memory_of, options_of
+from uspft.planner.state import LAID_FLAT
 from uspft.prepare.invocation import CONFIGS
 
 ROW = 4  # few tokens: activations are hardly seen
 BUCKET = {"reduce_bucket_size": 160_300}
 """What the gradients of the head and of a layer just fill."""
+LAYERS = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 34_000,
+    "stage3_max_reuse_distance": 400_000,
+    "stage3_max_live_parameters": 300_000,
+}
+"""Of a layer's 147,712: as much as DeepSpeed's own bounds are of a layer of 7B."""
 LORA = {"adapter": {"type": "lora", "rank": 64}}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -34,8 +45,8 @@ class Case(NamedTuple):
     reduction: str = "float32"
     dtype: str = "bfloat16"
     trained: dict[str, Any] | None = None
-    gathers: bool = True
-    """Whether it is looked at while weights are gathered, and not in the update alone."""
+    flat: int = int(LAID_FLAT)
+    """The elements of gradients that DeepSpeed lays flat at once."""
 
     def recipe(self, folder: Path) -> dict[str, Any]:
         return small_recipe(
@@ -53,7 +64,8 @@ class Case(NamedTuple):
         recipe, layout = Recipe.model_validate(self.recipe(folder)), Layout(data=2)
         shape = read_shape(recipe.model, CONFIGS)
         assert isinstance(shape, ModelShape)
-        return memory_of(shape, layout, ROW, options=options_of(recipe, layout))
+        with patch.object(state, "LAID_FLAT", self.flat):
+            return memory_of(shape, layout, ROW, options=options_of(recipe, layout))
 
 
 def make_inputs(folder: Path, layers: int) -> None:

@@ -49,8 +49,8 @@ def work_in_tiles(model: Any, tile: int) -> None:
             held.compute = Tiled(block, tile, plain=held.compute)
         else:
             modules.append(block)
-        if shared := getattr(mlp, "shared_expert", None):
-            modules.append(shared)
+        shared = (getattr(mlp, name, None) for name in ("shared_expert", "shared_experts"))
+        modules += filter(None, shared)
         if attention := getattr(layer, "self_attn", None):  # else it has a state
             of_heads += [norm for norm in _norms(attention) if not isinstance(norm, SplitNorm)]
     for module in (*modules, *of_heads):

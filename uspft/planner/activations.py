@@ -36,7 +36,7 @@ from uspft.planner.operations import (
 )
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
 from uspft.planner.state_memory import StateHeads, state_block
-from uspft.planner.tape import RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import Storage, Tape, Tensor
 
 
 @dataclass(frozen=True)
@@ -347,13 +347,7 @@ class Layer:
             return x
         if not s.splits_tokens:
             return copied(tape, x)
-        every, own = viewed(tape, x), s.between_bytes()
-        before = x.size
-
-        def backward() -> RunBackward:
-            return lambda grads: [tape.new(before)]
-
-        return tape.record((every,), (own,), backward)[0]
+        return remade(tape, viewed(tape, x), s.between_bytes())
 
     def _attention(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
@@ -481,9 +475,7 @@ def enter(tape: Tape, sizes: LayerSizes, x: Tensor) -> Tensor:
         return x
     if not sizes.splits_tokens:
         return viewed(tape, x)
-    part = viewed(tape, x)
-    every, own = x.size / sizes.between * sizes.sharing.tokens, x.size
-    return tape.record((part,), (every,), lambda: lambda grads: [tape.new(own)])[0]
+    return remade(tape, viewed(tape, x), x.size / sizes.between * sizes.sharing.tokens)
 
 
 def norm(

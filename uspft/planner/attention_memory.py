@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from uspft.planner.in_flight import (
@@ -13,6 +13,7 @@ from uspft.planner.in_flight import (
     backward_bytes,
     forward_bytes,
 )
+from uspft.planner.operations import WIDE, buffered
 from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
@@ -38,9 +39,9 @@ class Sharing:
     way: KeyTransfer = RING
     window: Window | None = None
     sinks: bool = False
-    chunked: bool = False
-    """Whether the tokens are a chunk of rows, whose queries meet the keys of one chunk at a time
-    (sequence/chunk_attention.py)."""
+    behind: float = 0.0
+    """Of a chunk of rows: tokens of earlier ones for each of its own, whose keys its queries meet
+    chunk by chunk, or of all together with those of a ring (sequence/chunk_attention.py)."""
 
     @property
     def widest(self) -> tuple[int, int]:
@@ -58,24 +59,28 @@ def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: InnerA
     """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
     if how.ulysses == 1:
         return inner(qkv)
-    heads, kv = (how.ulysses * each for each in how.widest)
-    return _gathered(tape, inner(_scattered(tape, qkv, how, heads, kv)), how, heads)
+    heads, kv = (how.bytes(how.ulysses * each) for each in how.widest)
+    made = inner(scattered(tape, qkv, [heads, kv, kv], how.element))
+    return buffered(tape, made, how.bytes(how.heads), made.size, made.size)
 
 
-def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int) -> list[Tensor]:
-    sizes = [how.bytes(heads), how.bytes(kv), how.bytes(kv)]
-    before = [one.size for one in qkv]
+def scattered(
+    tape: Tape, parts: list[Tensor], sizes: Sequence[float], element: int
+) -> list[Tensor]:
+    """Return some heads of all tokens of the group: three as views of what came, others as copies.
+    sizes: of each, more than before where members share a head, whose gradients are summed."""
+    before, every = [one.size for one in parts], sum(sizes)
 
     def backward() -> RunBackward:
         def run(grads: GradientStorages) -> GradientStorages:
-            sends = tape.new(sum(sizes))
-            received = tape.new(sum(sizes))
+            sends = tape.new(every)
+            received = tape.new(every)
             del sends
             found: GradientStorages = []
             for has, size in zip(sizes, before, strict=True):
-                if has > size:  # members share a head, whose gradients are summed
-                    wide = tape.new(size * 4 / how.element)
-                    found.append(wide if how.element == 4 else tape.new(size))
+                if has > size:
+                    wide = tape.new(size * WIDE / element)
+                    found.append(wide if element == WIDE else tape.new(size))
                     del wide
                 else:
                     found.append(tape.new(size))
@@ -84,28 +89,11 @@ def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int)
 
         return run
 
-    sends = tape.new(sum(sizes))
-    received = tape.new(sum(sizes))
+    sends = tape.new(every)
+    received = tape.new(every)
     del sends
-    return tape.record(qkv, sizes, backward, made=[received] * 3)
-
-
-def _gathered(tape: Tape, out: Tensor, how: Sharing, heads: int) -> Tensor:
-    size, sends = how.bytes(how.heads), how.bytes(heads)
-
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            leaves = tape.new(sends)
-            found = tape.new(sends)
-            del leaves
-            return [found]
-
-        return run
-
-    received = tape.new(sends)
-    made = [tape.new(size)]
-    del received
-    return tape.record((out,), (size,), backward, made=made)[0]
+    made = [*[received] * 3, *map(tape.new, sizes[3:])]
+    return tape.record(parts, sizes, backward, made=made)
 
 
 def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
@@ -117,9 +105,9 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     pair = how.bytes(2 * members * kv)
     query, keys, each = (one / how.tokens for one in (out, pair, lse))
     token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
-    of = how.ulysses, how.ring, token, how.way, how.window
+    of = how.ulysses, how.ring, token, how.way._replace(behind=how.behind), how.window
     most = backward_bytes(*of)
-    if how.chunked:  # the sum of dQ over chunks, what two of them give, and what they gave
+    if how.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
         most = max(most, token.wide * query + 2 * (query + keys))
     made = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
     saved = [*made]
@@ -148,7 +136,7 @@ def forward_storages(
     """Return the log-sum-exp and the output. coming: the bytes of keys and values on their way."""
     large = out * 4 / how.element
     sums = tape.new(lse)
-    if how.ring > 1 or how.chunked:
+    if how.ring > 1 or how.behind:
         hands = tape.new(coming)
         found = tape.new(out)
         part = tape.new(out), tape.new(lse)

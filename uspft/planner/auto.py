@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from uspft.planner.attention_work import DrawnRows
@@ -30,13 +31,6 @@ class Choice(NamedTuple):
     why: str
     reasons: Mapping[str, str] = {}
     """Of each key that was asked for, why another value is not first."""
-
-
-class _Timed(NamedTuple):
-    way: Way
-    seconds: float
-    fits: bool
-    """Whether a card has what a rank needs, as far as that is known."""
 
 
 def values_of(way: Way) -> dict[str, Any]:
@@ -78,13 +72,13 @@ def recommend(
     if not found:
         return None
     # Where keys ask for reasons, the best way with another value of one may stand far below.
-    first, *others = map(_timed, found[:LOOKED] if asked else found[: NAMED + 1])
+    first, *others = found[:LOOKED] if asked else found[: NAMED + 1]
     what = "takes least of the ways that fit" if first.fits else "is fastest, though no way fits"
     beside = [
-        f"{one.way.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
+        f"{one.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
         for one in others[:NAMED]
     ]
-    why = f"{first.way.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
+    why = f"{first.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
     legal = legal_for(step, hardware.ranks_per_host)
 
     def speaks_against(way: Way) -> str | None:
@@ -92,19 +86,11 @@ def recommend(
 
     alike = ways(ranks, _only(space, first.way), speaks_against).legal if asked else []
     for way in alike:
-        if way == first.way or way.name != first.way.name:
+        if way == first.way or way.name != first.name:
             continue
-        others.append(_timed(ranked(given, way, hardware, options)))
+        others.append(ranked(given, way, hardware, options))
     more = len(found) > LOOKED
     return Choice(first.way, why, {key: _reason(key, first, others, more) for key in asked})
-
-
-def _timed(one: Ranked) -> _Timed:
-    return _Timed(one.way, one.seconds, one.room is not False)
-
-
-def _order(one: _Timed) -> tuple[bool, float, bool]:
-    return not one.fits, round(one.seconds, 9), not one.way.row.automatic
 
 
 def _only(space: Space, way: Way) -> Space:
@@ -121,12 +107,12 @@ def _only(space: Space, way: Way) -> Space:
     )
 
 
-def _reason(key: str, first: _Timed, others: Sequence[_Timed], more: bool) -> str:
+def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> str:
     """Return what a step takes where a key has another value, in the best way for that. more:
     whether there are layouts that were not looked at."""
     own = values_of(first.way).get(key)
-    best: dict[Any, _Timed] = {}
-    for one in sorted(others, key=_order):
+    best: dict[Any, Ranked] = {}
+    for one in sorted(others, key=attrgetter("place")):
         value = values_of(one.way).get(key)
         if value != own:
             best.setdefault(value, one)
@@ -136,8 +122,8 @@ def _reason(key: str, first: _Timed, others: Sequence[_Timed], more: bool) -> st
     return ", ".join(_beside(first, *item) for item in list(best.items())[:NAMED])
 
 
-def _beside(first: _Timed, value: Any, other: _Timed) -> str:
-    name = f" ({other.way.name})" * (other.way.name != first.way.name)
+def _beside(first: Ranked, value: Any, other: Ranked) -> str:
+    name = f" ({other.name})" * (other.name != first.name)
     said = as_written(value)
     takes = f"a step takes {other.seconds / first.seconds:.4g} ×{name}"
     if other.fits or not first.fits:

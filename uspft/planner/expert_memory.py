@@ -49,6 +49,7 @@ class Experts:
     """Of adapters."""
     adapted: tuple[bool, ...] = (False, False)
     """Whether matrices into and out of experts have one."""
+    adapts_router: bool = False
 
     @property
     def sent(self) -> float:
@@ -78,12 +79,15 @@ def routed(
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)
     divides = of.ranks > 1 or of.tensor > 1 or any(of.adapted)
-    grows = any((into, out, trains(of.router), *of.adapted))
-    if divides and grows and not x.node and x.storage:  # as model/experts.py has such blocks
+    grows = any((into, out, trains(of.router), of.adapts_router, *of.adapted))
+    beside = divides or of.adapts_router
+    if beside and grows and not x.node and x.storage:  # as model/experts.py has such blocks
         x = tape.leaf(x.size, x.storage)
     weight, seen = float(of.element * of.number * of.hidden), replace(of, tokens=of.between)
     size = of.element * seen.tokens * of.number
-    logits = linear(tape, x, size, weight, trains=trains(of.router))
+    matrix = _formed(tape, weight, of) if of.adapts_router else None
+    logits = linear(tape, x, size, weight, trains=trains(of.router), matrix=matrix)
+    del matrix
     index, scores = _chosen(tape, logits, seen)
     del logits
     if of.tensor > 1:
@@ -98,6 +102,18 @@ def routed(
         share, wide = tile / of.tokens, WIDE / of.element
         return tiled(tape, [x, index, scores], run, share, wide, trains=into or out)
     return run([x, index, scores])
+
+
+def _formed(tape: Tape, size: float, of: Experts) -> Tensor:
+    """Return a router's matrix with its adapter's product (model/parameter_adapter.py)."""
+    thin = float(of.element * of.rank * (of.number + of.hidden))
+
+    def backward() -> RunBackward:
+        return lambda grads: [tape.new(thin)]
+
+    (product,) = tape.record((tape.parameter(True),), (size,), backward, saves=True)
+    product = remade(tape, product)
+    return added(tape, product, Tensor(size, None, None, 0))
 
 
 def _chosen(tape: Tape, logits: Tensor, of: Experts) -> tuple[Tensor, Tensor]:
@@ -156,7 +172,7 @@ def _experts(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: 
     weighted = multiplied(tape, made, factors, of.score * choices * of.hidden)
     back = tape.new(INDEX * choices)
     weighted = _taken(tape, weighted, weighted.size, back)
-    total = _summed(tape, weighted, weighted.size / of.met)
+    total = remade(tape, weighted, weighted.size / of.met)
     del sorted_ids, counted
     return total if total.size == x.size else remade(tape, total, x.size)
 
@@ -325,9 +341,3 @@ def _clamped(tape: Tape, x: Tensor) -> Tensor:
     gate, up = bent(tape, gate), bent(tape, up)
     linked = multiplied(tape, gate, gated(tape, remade(tape, gate)))
     return multiplied(tape, remade(tape, up), linked)
-
-
-def _summed(tape: Tape, x: Tensor, size: float) -> Tensor:
-    """Return the sum of what a token's experts have made, whose gradient is spread over them."""
-    before = x.size
-    return tape.record((x,), (size,), lambda: lambda grads: [tape.new(before)])[0]

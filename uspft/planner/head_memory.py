@@ -1,14 +1,16 @@
 """The bytes of activations on one rank from behind the last layer: its norm, the head and the loss,
-as they run, on a tape (model/causal.py, model/loss.py)."""
+as they run, on a tape (model/causal.py, model/loss.py), and the loss that balances experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from uspft.planner.activations import LayerBytes, LayerSizes, enter, norm
 from uspft.planner.mesh_memory import all_features
-from uspft.planner.operations import INDEX, WIDE, viewed
+from uspft.planner.operations import INDEX, WIDE, buffered, viewed
 from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 
 
@@ -54,7 +56,7 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = _selected(tape, hidden)
+    rows = buffered(tape, hidden, hidden.size, 0.0, hidden.size)  # those that have a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
@@ -100,17 +102,19 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     return tape.record((rows, table), (0.0,), backward)[0]
 
 
-def _selected(tape: Tape, x: Tensor) -> Tensor:
-    """Return the tokens of x that have a target."""
-    size = x.size
+def router_bytes(config: Mapping[str, Any], sizes: LayerSizes) -> float:
+    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
+    for; later their gradient's. config: the model's."""
+    of = sizes.experts
+    asked = of and config.get("output_router_logits", False)
+    return float(of.element * of.tokens * of.number) if of and asked else 0.0
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            zeros = tape.new(size)
-            found = tape.new(size)
-            del zeros
-            return [found]
 
-        return run
-
-    return tape.record((x,), (size,), backward)[0]
+def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
+    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
+    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
+    and its logits in float32."""
+    s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
+    wide = WIDE / s.element
+    gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
+    return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from uspft.planner.operations import WIDE, buffered
 from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
-
-WIDE = 4
-"""The bytes of an element of float32, in which slices are summed."""
 
 
 class MeshOperation(NamedTuple):
@@ -208,20 +206,5 @@ def _weight(of: MeshOperation, features: float) -> float:
 
 def all_features(tape: Tape, x: Tensor, ways: int) -> Tensor:
     """Return what so many ranks have features of, whole."""
-    if ways == 1:
-        return x
-    before, whole = x.size, x.size * ways
-
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            by_ranks = tape.new(whole)
-            found = tape.new(before)
-            del by_ranks
-            return [found]
-
-        return run
-
-    every = tape.new(whole)
-    made = [tape.new(whole)]
-    del every
-    return tape.record((x,), (whole,), backward, made=made)[0]
+    whole = x.size * ways
+    return x if ways == 1 else buffered(tape, x, whole, whole, whole)

@@ -58,6 +58,26 @@ def remade(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
     return tape.record((x,), (made,), lambda: lambda grads: [tape.new(before)])[0]
 
 
+def buffered(tape: Tape, x: Tensor, size: float, there: float, back: float) -> Tensor:
+    """Return what is made of x, whose gradient comes back in the same way. there, back: of a buffer
+    that is let go of when the result, or its gradient, is made."""
+    before = x.size
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
+            buffer = tape.new(back)
+            found = tape.new(before)
+            del buffer
+            return [found]
+
+        return run
+
+    buffer = tape.new(there)
+    made = [tape.new(size)]
+    del buffer
+    return tape.record((x,), (size,), backward, made=made)[0]
+
+
 def copied(tape: Tape, x: Tensor) -> Tensor:
     """Return a copy of x, whose gradient is its own."""
     return tape.record((x,), (x.size,), lambda: lambda grads: grads)[0]
@@ -102,20 +122,30 @@ def bent(tape: Tape, x: Tensor) -> Tensor:
 
 
 def linear(
-    tape: Tape, x: Tensor, size: float, weight: float, *, trains: bool, bias: float = 0.0
+    tape: Tape,
+    x: Tensor,
+    size: float,
+    weight: float,
+    *,
+    trains: bool,
+    bias: float = 0.0,
+    matrix: Tensor | None = None,
 ) -> Tensor:
-    """Return the product of x with a matrix. weight, bias: the bytes of their gradients."""
-    before, wants, held = x.size, x.node, (x.storage if trains else None)
+    """Return the product of x with a matrix. weight, bias: the bytes of their gradients. matrix:
+    where it is no parameter; trains says nothing then."""
+    by = matrix or tape.parameter(trains)
+    kept = (x.storage if by.node else None), (by.storage if x.node else None)
+    before, wants, trains = x.size, x.node, bool(by.node)
 
     def backward() -> RunBackward:
-        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
+        def run(grads: GradientStorages, kept: object = kept) -> GradientStorages:
             of_weight = tape.new(weight + bias) if trains else None
             found = tape.new(before) if wants else None
             return [found, of_weight]
 
         return run
 
-    return tape.record((x, tape.parameter(trains)), (size,), backward, saves=True)[0]
+    return tape.record((x, by), (size,), backward, saves=True)[0]
 
 
 class NormKind(NamedTuple):

@@ -20,7 +20,7 @@ from uspft.families.projections import (
 SplitSide = Literal["inputs", "outputs", "none"]
 PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
 """How the names of projections of a layer with a state end."""
-SHARED_EXPERT = "mlp.shared_expert"
+SHARED_EXPERT, SHARED_EXPERTS = "mlp.shared_expert", "mlp.shared_experts"
 SHARED_GATE = f"{SHARED_EXPERT}_gate"
 
 
@@ -83,18 +83,20 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
     """Return by name the projections of the expert that every token meets, and the one that gates
-    it; none where a layer has no such expert, or more than one."""
+    it; of several together, which are not gated; none where a layer has no such expert."""
     hidden, inner = shape.hidden_size, shape.shared_features
-    if not (inner and shape.full.get("shared_expert_intermediate_size")):
+    if not inner:
         return {}
+    one = bool(shape.full.get("shared_expert_intermediate_size"))
+    block = SHARED_EXPERT if one else SHARED_EXPERTS
     into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
-    named = {f"{SHARED_EXPERT}.gate_proj": into, f"{SHARED_EXPERT}.up_proj": into}
-    return {**named, f"{SHARED_EXPERT}.down_proj": out, SHARED_GATE: ProductShape(hidden, 1)}
+    named = {f"{block}.gate_proj": into, f"{block}.up_proj": into, f"{block}.down_proj": out}
+    return named | ({SHARED_GATE: ProductShape(hidden, 1)} if one else {})
 
 
 def inner_features(shape: ModelShape, tensor: int) -> int:
-    """Return the features of the MLP, or of the expert that every token meets, on a tensor rank; 0
-    where there is neither."""
+    """Return the features of the MLP, or of the one expert that every token meets, on a tensor
+    rank; 0 where there is neither."""
     if not FAMILIES[shape.model_type].routed:
         return layer_projections(shape)[-1].on(tensor).inputs
     down = shared_projections(shape).get(f"{SHARED_EXPERT}.down_proj")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
+from operator import attrgetter
 from typing import overload
 
 from uspft.config.algorithms import WHOLE
@@ -18,7 +19,7 @@ from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
-from uspft.planner.attention_work import FEW, is_whole
+from uspft.planner.attention_work import is_whole
 from uspft.planner.bubble import estimated, simulated
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
@@ -31,11 +32,12 @@ from uspft.planner.memory import (
     memory_of_ranks,
     most_of_ranks,
     pass_bytes,
+    several_passes,
     state_in,
     unpredicted,
 )
 from uspft.planner.mesh_tuner import slices_on
-from uspft.planner.stage_memory import PassBytes, drawn_out
+from uspft.planner.stage_memory import PassBytes
 from uspft.planner.stages import as_many
 from uspft.planner.state import State
 from uspft.planner.step_shape import StepShape, StepTime
@@ -105,6 +107,16 @@ class Ranked:
         if self.card is None or self.needs.unpredicted(self.layout, self.options):
             return None
         return not self.hopeless and fits(self.memory, self.card)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a card has what a rank needs, as far as that is known."""
+        return self.room is not False
+
+    @property
+    def place(self) -> tuple[bool, Place]:
+        """Where it stands among others: those that fit first, then by their seconds."""
+        return not self.fits, _by_seconds(self)
 
     @cached_property
     def hopeless(self) -> bool:
@@ -247,7 +259,7 @@ def ranking(
     if dealt or any(way.layout.pipeline > 1 for way in listed):
         given = step if dealt else search
         first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]
-        order = chain(sorted(first, key=_order), order)
+        order = chain(sorted(first, key=attrgetter("place")), order)
         marked = [one for one in first if one.own] or marked
     names = {way.name for way in listed}
     return Ranking(_Listed(order, len(names)), next(iter(marked), None), found.left_out)
@@ -264,7 +276,7 @@ def _in_order(every: Sequence[Ranked]) -> Iterator[Ranked]:
         if not one.hopeless:
             hopeful.append(number)
     for one in _by_price(every, hopeful):
-        if one.name not in seen and one.room is not False:
+        if one.name not in seen and one.fits:
             seen.add(one.name)
             yield one
     # What needs least of a layout may be slower than its first: it is looked for when that comes.
@@ -316,10 +328,6 @@ def _by_seconds(one: Ranked) -> Place:
     return round(one.seconds, 9), True, not one.way.row.automatic
 
 
-def _order(one: Ranked) -> tuple[bool, Place]:
-    return one.room is False, _by_seconds(one)
-
-
 class _Listed(Sequence[Ranked]):
     """Layouts in an order that is worked out as far as it is asked for."""
 
@@ -342,15 +350,10 @@ class _Listed(Sequence[Ranked]):
 
 
 class Needs:
-    """What ranks need for rows of one length, remembered by what it depends on.
-
-    On a long ring it is drawn out from two short ones on which a rank has as many tokens: buffers
-    for arriving keys are as large, and what is there of all keys grows with the ring.
-    """
+    """What ranks need for rows of one length, remembered by what it depends on."""
 
     def __init__(self, model: ModelShape, row_tokens: int) -> None:
         self._model, self._tokens = model, row_tokens
-        self._held: dict[tuple[Layout, int, Options], tuple[dict[str, float], float]] = {}
         self._states: dict[tuple[object, ...], State] = {}
         self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 
@@ -368,7 +371,7 @@ class Needs:
             )
             return most_of_ranks(every)
         state = self._state(layout, options)
-        device, host = self._activations(layout, tokens, options)
+        device, host = activations_in(*self._pass(layout, tokens, options))
         doubts = self.unpredicted(layout, options)
         return Memory(state.beside(device), int(sum(state.host.values()) + host), doubts)
 
@@ -407,7 +410,7 @@ class Needs:
             slices=(),
         )
         held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        if (key := (*held, plain)) not in self._states:
+        if (key := (*held, several_passes(layout, options), plain)) not in self._states:
             self._states[key] = state_in(self._model, layout, options)
         return self._states[key]
 
@@ -418,56 +421,14 @@ class Needs:
             layout = replace(layout, pipeline=1)
             options = replace(options, schedule=PLAIN_SCHEDULE)
         if (key := (layout, tokens, options)) not in self._passes:
-            if short := _short(layout):
-                (less, _), (more, batch) = (
-                    pass_bytes(
-                        self._model,
-                        replace(layout, ring=n),
-                        tokens * n // layout.ring,
-                        options,
-                    )
-                    for n in short
-                )
-                a, b = short
-                found = drawn_out(less, more, (layout.ring - b) / (b - a)), batch
-            else:
-                found = pass_bytes(self._model, layout, tokens, options)
-            self._passes[key] = found
+            self._passes[key] = pass_bytes(self._model, layout, tokens, options)
         return self._passes[key]
-
-    def _activations(
-        self, layout: Layout, tokens: int, options: Options
-    ) -> tuple[dict[str, float], float]:
-        layout = _sharing_rows(layout)
-        ring, short = layout.ring, _short(layout)
-        if not short:
-            return self._on(layout, tokens, options)
-        a, b = short
-        (less, less_host), (more, more_host) = (
-            self._on(replace(layout, ring=n), tokens * n // ring, options) for n in (a, b)
-        )
-        far = (ring - b) / (b - a)
-        parts = {name: more[name] + far * (more[name] - less[name]) for name in more}
-        return parts, more_host + far * (more_host - less_host)
-
-    def _on(self, layout: Layout, tokens: int, options: Options) -> tuple[dict[str, float], float]:
-        key = layout, tokens, replace(options, zero_stage=1, step_rows=None)
-        if key not in self._held:
-            self._held[key] = activations_in(self._model, layout, tokens, options)
-        return self._held[key]
 
 
 def _sharing_rows(layout: Layout) -> Layout:
     """Return a layout with the least replicas, on which what rows take does not depend, among which
     ranks can divide experts as they do."""
     return replace(layout, data=layout.experts)
-
-
-def _short(layout: Layout) -> tuple[int, int] | None:
-    """Return the two short rings from which a long one is drawn out."""
-    ring, rows = layout.ring, layout.mesh_rows
-    short = [n for n in range(2, FEW + 1) if ring % n == 0 and n % rows == 0]
-    return None if ring <= FEW or len(short) < 2 else (short[-2], short[-1])
 
 
 def options_under(way: Way, options: Options) -> Options:

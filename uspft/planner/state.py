@@ -15,6 +15,10 @@ WIDE = 4
 """Of a master weight, and of a gradient as it is summed."""
 SUB_GROUP = 1e9
 """DeepSpeed's elements of sub_group_size."""
+LAID_FLAT = 5e8
+"""Of gradients, in elements, that DeepSpeed lays flat at once where it has no bucket for them."""
+NORM = 8
+"""Of a gradient while its norm is taken, in float64."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,15 @@ class Zero:
     """The elements of weights that stay gathered at stage 3, where there is room."""
     matrix: int
     """The elements of the largest matrix of a layer."""
+    several: bool = False
+    """Whether a step has more than one backward."""
     optimizer_away: bool = False
     weights_away: bool = False
+
+    def cast(self, element: int) -> int:
+        """Return the bytes of a gradient's copy in the type that crosses ranks. element: of the
+        gradient."""
+        return self.crossing if self.crossing != element else 0
 
     def over(self, every: int, experts: int) -> float:
         """Return what a rank has of parameters whose state is divided. experts: how many of them
@@ -52,16 +63,19 @@ class State:
     """The bytes by part, on the device and on the host."""
 
     device: dict[str, float] = field(default_factory=dict)
+    """In forward and backward."""
     host: dict[str, float] = field(default_factory=dict)
-    in_update: float = 0.0
-    """What the update takes on the device, where nothing is gathered and no row is there."""
+    beyond: dict[str, float] = field(default_factory=dict)
+    """What the device has beyond that where no row is there: as gradients are summed over ranks
+    when a backward has ended, and in the update."""
 
     def beside(self, rows: Mapping[str, float]) -> dict[str, int]:
-        """Return the bytes on the device by part. rows: of what rows need, which are not there in
-        the update: what that takes beyond them and what is gathered is a part too."""
+        """Return the bytes on the device by part, of the moment that takes most. rows: of what rows
+        need; what another moment takes beyond them is a part too."""
         parts = {name: int(size) for name, size in (self.device | dict(rows)).items()}
-        over = self.in_update - sum(rows.values()) - self.device.get("gathered", 0.0)
-        return parts | {"update": int(over)} if over > 0 else parts
+        moment, most = max(self.beyond.items(), key=lambda one: one[1], default=("", 0.0))
+        over = most - sum(rows.values())
+        return parts | {moment: int(over)} if over > 0 else parts
 
 
 def state_of(zero: Zero, counts: ParameterCounts) -> State:
@@ -85,41 +99,66 @@ def moving_state_bytes(
 
 
 def _whole(zero: Zero, counts: ParameterCounts) -> State:
-    e, trained = float(zero.element), float(counts.trained)
-    parts: dict[str, float] = {"weights": e * counts.every, "gradients": e * trained}
-    parts["optimizer"] = ADAM * trained
-    if e < WIDE:
-        parts["gradients"] += WIDE * trained
-        parts["optimizer"] += WIDE * trained
-    return State(parts)
+    """Stage 0, whose optimizer takes gradients in float32."""
+    e, trained = zero.element, float(counts.trained)
+    master, copy = (0, NORM * counts.largest_trained) if e == WIDE else (WIDE, WIDE * trained)
+    device = {
+        "weights": float(e * counts.every),
+        "gradients": e * trained,
+        "optimizer": (ADAM + master) * trained,
+    }
+    flat = (e + zero.cast(e)) * min(trained, LAID_FLAT)
+    return State(device, beyond={"reduction": flat, "update": copy})
 
 
 def _divided(zero: Zero, counts: ParameterCounts) -> State:
-    """Stages 1 and 2, where optimizers, and gradients at 2, are divided."""
-    e, trained = zero.element, counts.trained
+    """Stages 1 and 2, where optimizers, and gradients at 2, are divided.
+
+    Sums of gradients in 16 bits, at stage 2 or of an optimizer on the host, lie flat in float32.
+    """
+    e, trained, away = zero.element, counts.trained, zero.optimizer_away
     own = zero.over(trained, counts.experts_trained)
+    device = {"weights": float(e * counts.every)}
     optimizer = (WIDE + ADAM) * own
-    if zero.stage == 1 and e == 2 and not zero.optimizer_away:
+    if zero.stage == 1 and e < WIDE and not away:
         # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
-        gradients = float((e + WIDE) * trained)
-        device = {"weights": float(e * counts.every), "gradients": gradients}
-        return State({**device, "optimizer": optimizer})
+        device |= {"gradients": float((e + WIDE) * trained), "optimizer": optimizer}
+        return State(device, beyond={"reduction": _summed(zero, counts)})
     bucket, each = min(zero.bucket, trained), 2 if zero.two_buckets else 1
-    matrix = float(e * min(zero.matrix, counts.largest_trained))
+    norm = NORM * min(counts.largest_trained, own)
     if zero.stage == 2:
-        # In 16 bits laid flat once more, and cast, while the gradient that is next waits.
-        again = e + (WIDE if zero.crossing != e else 0) if e < WIDE else 0
-        buckets = bucket * (e * each + again) + matrix
-        gradients = WIDE * own
+        # Laid flat once more, and cast, while the gradient that is next waits.
+        matrix = float(e * min(zero.matrix, counts.largest_trained))
+        device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
+        # Those in float32 are summed with those of the backwards before.
+        again = 1 + zero.several if e == WIDE else 1
+        device["gradients"] = again * WIDE * own if e < WIDE or not away else 0.0
+        more = {"update": norm if e < WIDE or away else max(WIDE * own, norm)}
     else:
-        buckets, gradients = float(WIDE * bucket * each), float(WIDE * trained)
-    parts = {"weights": float(e * counts.every), "gradients": gradients, "buckets": buckets}
-    if not zero.optimizer_away:
-        return State({**parts, "optimizer": optimizer})
-    # The host also has gradients and new weights of its part; both sides a buffer for one gradient.
+        device |= {"buckets": float(WIDE * bucket * each), "gradients": float(WIDE * trained)}
+        # What fills the first bucket lies in it, and then beside it for the owner.
+        summed = WIDE * own if e < WIDE or not away else 0.0
+        cast = (WIDE + zero.cast(WIDE)) * bucket if e < WIDE else 0.0
+        more = {"reduction": summed + max(cast, norm if away else 0.0)}
+    beyond = {name: size - device["buckets"] for name, size in more.items()}
+    if not away:
+        return State({**device, "optimizer": optimizer}, beyond=beyond)
+    # The host also has gradients, their sums over several backwards, and new weights of its part;
+    # both sides a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
-    away = optimizer + (WIDE + e) * own + buffer
-    return State({**parts, "buckets": buckets + buffer}, {"optimizer": away})
+    device["buckets"] += buffer
+    optimizer += (WIDE * (1 + zero.several) + e) * own + buffer
+    return State(device, {"optimizer": optimizer}, beyond)
+
+
+def _summed(zero: Zero, counts: ParameterCounts) -> float:
+    """Return what is laid beside the gradients of DeepSpeed's BF16_Optimizer: each in float32 as it
+    is added; then their flat copies as they cross ranks, of few in float32 too, where matrices and
+    the rest are summed at once, and in the type that crosses."""
+    dense = counts.trained - counts.experts_trained
+    laid = WIDE * dense if counts.vectors and dense <= LAID_FLAT else 0
+    crossing = zero.cast(WIDE) * max(dense, counts.experts_trained)
+    return float(max(WIDE * counts.largest_trained, laid + crossing))
 
 
 def _gathered(zero: Zero, counts: ParameterCounts) -> State:
@@ -149,5 +188,5 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     if zero.weights_away:
         host["weights"] = device.pop("weights")
     # The gradients of one of DeepSpeed's groups of parameters, as wide as the optimizer's.
-    in_update = WIDE * min(own, SUB_GROUP) if e < WIDE and not zero.optimizer_away else 0.0
-    return State(device, host, in_update)
+    group = WIDE * min(own, SUB_GROUP) if e < WIDE and not zero.optimizer_away else 0.0
+    return State(device, host, {"update": group - device["gathered"]})

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape, StateSizes, state_sizes
 from uspft.families.projections import STATE_LAYER
-from uspft.planner.attention_memory import Remembered
+from uspft.planner.attention_memory import Remembered, scattered
 from uspft.planner.operations import (
     WIDE,
     NormKind,
     bent,
+    buffered,
     copied,
     gated,
     joined,
@@ -198,9 +199,7 @@ def _convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
     found = bent(tape, seen)
     del made, seen
-    if of.ring == 1:
-        return found
-    return tape.record((found,), (size,), lambda: lambda grads: [tape.new(before)])[0]
+    return found if of.ring == 1 else remade(tape, found, size)
 
 
 def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
@@ -293,63 +292,15 @@ def _over_heads(
 ) -> Tensor:
     """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
     alone."""
-    inside = _scattered(tape, parts, of)
     heads = of.inside
+    inside = scattered(tape, parts, of.taken(heads), of.element)
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
         each = of.bytes(heads.values * heads.key_dim)
-        inside[:2] = [_spread(tape, one, each) for one in inside[:2]]
+        inside[:2] = [remade(tape, one, each) for one in inside[:2]]
     rule: Callable[[list[Tensor]], Tensor] = lambda x: _rule(tape, x, of)  # noqa: E731
     made = remembered(rule, inside) if remembered else rule(inside)
     del inside
-    size, every = of.bytes(of.values), of.bytes(heads.values * heads.value_dim)
-
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            leaves = tape.new(every)
-            found = tape.new(every)
-            del leaves
-            return [found]
-
-        return run
-
-    received = tape.new(every)
-    out = [tape.new(size)]
-    del received
-    return tape.record((made,), (size,), backward, made=out)[0]
-
-
-def _scattered(tape: Tape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
-    """Return some heads of all tokens of the group: the gates as copies of what came."""
-    before, sizes = [one.size for one in parts], of.taken(of.inside)
-    every = sum(sizes)
-
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            both = tape.new(every), tape.new(every)
-            found: GradientStorages = []
-            for has, size in zip(sizes, before, strict=True):
-                if has > size:  # members share a key head, whose gradients are summed
-                    wide = tape.new(size * WIDE / of.element)
-                    found.append(wide if of.element == WIDE else tape.new(size))
-                    del wide
-                else:
-                    found.append(tape.new(size))
-            del both
-            return found
-
-        return run
-
-    sends = tape.new(every)
-    received = tape.new(every)
-    del sends
-    made = [*[received] * 3, *map(tape.new, sizes[3:])]
-    return tape.record(parts, sizes, backward, made=made)
-
-
-def _spread(tape: Tape, x: Tensor, size: float) -> Tensor:
-    """Return heads of x by an index, some of them more than once."""
-    before = x.size
-    return tape.record((x,), (size,), lambda: lambda grads: [tape.new(before)])[0]
+    return buffered(tape, made, of.bytes(of.values), made.size, made.size)
 
 
 def _normed(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:

@@ -13,6 +13,7 @@ from uspft.families.projections import STATE_LAYER, STATE_OWN
 from uspft.planner.layer_kinds import LAYER_KINDS, Norms
 from uspft.planner.products import (
     SHARED_EXPERT,
+    SHARED_EXPERTS,
     ProductShape,
     head_projection,
     layer_projections,
@@ -46,12 +47,12 @@ class Lora:
     """The names of what has one beside these: matrices of experts, and of routers."""
 
     def adapts(self, name: str) -> bool:
-        """Tell whether a projection of a layer, or of its experts, has an adapter; one whose name
-        experts have too is named as a parameter."""
-        if name.startswith((EXPERTS, f"{SHARED_EXPERT}.")):
-            whole = name if name.startswith(EXPERTS) else f"{name}.weight"
-            return any(f".{whole}".endswith(f".{one}") for one in self.parameters)
-        if name.rpartition(".")[2] not in PROJECTIONS:
+        """Tell whether a projection of a layer, its experts' or its router's, has an adapter; one
+        whose name experts have too is named as a parameter."""
+        if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
+            return True
+        of_experts = name.startswith((EXPERTS, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}."))
+        if of_experts or name.rpartition(".")[2] not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -181,6 +182,8 @@ class ParameterCounts:
     experts: int = 0
     """Of those of experts that ranks divide, which are counted among the others too."""
     experts_trained: int = 0
+    vectors: bool = False
+    """Whether any of one dimension trains."""
 
     def divided(self, ways: int) -> ParameterCounts:
         """Return what a mesh row holds of it."""
@@ -242,6 +245,7 @@ def counts_of(
     sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
     head *= mine.first or mine.last
+    vectors = any(modules[name].inputs == 1 for one in layers for name in one.weights)
     of_experts = sum(
         modules[name].parameters + beside.get(name, 0) for name in filter(_of_experts, modules)
     )
@@ -253,4 +257,5 @@ def counts_of(
         head,
         len(mine.layers) * of_experts * (experts > 1),
         experts_trained,
+        vectors,
     )

@@ -16,7 +16,17 @@ from uspft.model.tile_sizes import mlp_tile_tokens
 from uspft.model.tiles import Tiled, inner_features, work_in_tiles
 
 TOKENS = 33
-NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmoe", "qwen3_5_text", "qwen3_next")
+NORMED = (
+    "qwen3",
+    "glm4_moe",
+    "minimax_m2",
+    "qwen3_moe",
+    "gemma3_text",
+    "olmo2",
+    "olmoe",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 NORMED += ("qwen3_5_moe_text", "olmo_hybrid")
 TILES = [1, 16, 32, 33]
 """Two of them leave a last tile of one token; in the last all tokens are one tile."""
@@ -83,9 +93,11 @@ def test_every_family_is_the_same_in_tiles(kind: str) -> None:
         assert len(of_heads) == 2 * (kind in NORMED)
         layers = sum(hasattr(layer, "self_attn") for layer in model.base_model.layers)
         ofs = layers * len(of_heads)
-        shared = sum(name.endswith(".shared_expert") for name, _ in model.named_modules())
+        ends = ".shared_expert", ".shared_experts"
+        shared = sum(name.endswith(ends) for name, _ in model.named_modules())
         assert len(tiled) - shared in (2 * 3 + ofs + 1, 2 * 5 + ofs + 1)
-        assert shared == 2 * (kind in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"))
+        every = "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "ernie4_5_moe"
+        assert shared == 2 * (kind in every) + (kind == "glm4_moe")  # whose first layer has none
         found = gradients(checkpointed(model) if number % 2 else model)
         # Norms compute in float32; all that is beside experts does, where decays add up too.
         decays = found["out"].dtype == torch.float32 and layers < len(model.base_model.layers)

@@ -48,3 +48,23 @@ def test_a_long_row_under_a_short_window_takes_no_walk_through_all_of_it(
     backward_bytes.cache_clear()
     assert backward_bytes(1, 2, TOKEN, RING, Window(11, 1 << 30, everywhere=False)) > 0
     assert 0 < max(rows) < 2000
+
+
+@pytest.mark.parametrize("way", [RING, KeyTransfer(0), KeyTransfer(2), KeyTransfer(1, False)])
+def test_a_long_ring_is_drawn_out_from_short_ones(
+    way: KeyTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of 16 ranks that is walked through; shorter ones would not tell what it has."""
+    own = in_flight.SHORT
+    for window in (None, Window(1024, 16 * 2048, everywhere=True)):
+        found = []
+        for short in (own, (16, 20), (2, 4)):
+            monkeypatch.setattr(in_flight, "SHORT", short)
+            for each in (backward_bytes, forward_bytes):
+                each.cache_clear()
+            found.append(
+                [each(1, 16, TOKEN, way, window) for each in (backward_bytes, forward_bytes)]
+            )
+        drawn, walked, shorter = found
+        assert drawn == pytest.approx(walked, rel=1e-6), window
+        assert way.stages != 0 or window or shorter != pytest.approx(walked, rel=0.1)

@@ -29,7 +29,6 @@ from uspft.planner.memory import (
     memory_of,
     unpredicted,
 )
-from uspft.planner.trained import Lora
 from uspft.prepare.invocation import CONFIGS
 
 TOKENS = 4096
@@ -79,6 +78,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "shared": ("Qwen2Moe", SHARED),
 }
+GATED = ("mixtral", "qwen3 moe")
 HYBRIDS = ("states", "states by groups", "states, experts", "states, norms behind")
 ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", *HYBRIDS[1:3])
 FUSED = ("phi3",)
@@ -136,6 +136,7 @@ SAVING: dict[str, dict[str, Any]] = {
     "groups, no layer again": {"attention_heads": 4, "gradient_checkpointing": False, **TILED},
 }
 STACKED = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+ROUTER = {"target_parameters": ["mlp.gate.weight"]}
 TRAINED: dict[str, dict[str, Any]] = {
     "all": {},
     "lora": {"adapter": {"type": "lora", "rank": 8}},
@@ -143,6 +144,7 @@ TRAINED: dict[str, dict[str, Any]] = {
         "adapter": {"type": "lora", "rank": 4, "target_modules": ["q_proj", "down_proj"]}
     },
     "experts lora": {"adapter": {"type": "lora", "rank": 8, "target_modules": [], **STACKED}},
+    "router lora": {"adapter": {"type": "lora", "rank": 8, "target_modules": [], **ROUTER}},
     "no mlp": {"freeze": ["mlp", "norm"]},
     "last layer": {"freeze": [r"layers\.0\.", "embed"]},
 }
@@ -188,6 +190,7 @@ FEW = [
     Case("mixtral", "whole", "none", "experts lora", "bfloat16"),
     Case("qwen3 moe", "experts 2", "nothing", "experts lora", "bfloat16"),
     Case("gpt-oss", "tensor, experts", "attention, tiles", "experts lora", "bfloat16"),
+    Case("mixtral", "ring 2", "none", "router lora", "bfloat16"),
     Case("states", "planned 4", "exchange", "all", "bfloat16"),
     Case("states by groups", "ulysses 4", "exchange", "all", "bfloat16"),
     Case("states, experts", "tensor", "none, tiles", "lora", "bfloat16"),
@@ -222,6 +225,8 @@ def legal(traits: tuple[Any, ...]) -> bool:
     if "experts" in case.layout and case.model not in ROUTED:
         return False
     if case.trained == "experts lora" and case.model not in ROUTED:
+        return False
+    if case.trained == "router lora" and case.model not in GATED:
         return False
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
@@ -347,10 +352,6 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
-    named = {"mlp.gate.weight": ("adapters of routers",), "mlp.experts.down_proj": ()}
-    for parameter, unknown in named.items():
-        options = Options(lora=Lora(8, parameters=(parameter,)))
-        assert unpredicted(hub("Qwen/Qwen3-30B-A3B"), Layout(), 4096, options=options) == unknown
     mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
     assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
 
