@@ -16,11 +16,20 @@ class Segments:
 
     bounds: tuple[int, ...]
     length: int
+    before: int = 0
+    """How many tokens the first document has before position 0, where these are part of a row."""
 
     @classmethod
     def single(cls, length: int) -> Segments:
         """Return the segments of a row that one document fills."""
         return cls((0, length), length)
+
+    def part(self, first: int, last: int) -> Segments:
+        """Return what positions [first, last) have of each document."""
+        documents = [(a, b) for a, b in self if a < last and b > first]
+        ends = [min(b, last) - first for _, b in documents]
+        before = max(0, first - documents[0][0]) if documents else 0
+        return Segments((0, *ends), last - first, before)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self.bounds, self.bounds[1:], strict=False)

@@ -21,8 +21,10 @@ from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, of_recipe
+from uspft.sequence.chunk_states import convolve_chunk, mix_over_chunks
 from uspft.sequence.chunked import Chunked
 from uspft.sequence.mixing import Convolution, convolve, mix
+from uspft.sequence.rows.chunks import ChunkShare
 from uspft.sequence.rows.groups import key_groups
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Order
@@ -31,7 +33,7 @@ from uspft.tensor import TensorAlgorithm, tensor_algorithm
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
-    from uspft.sequence.kept_keys import LayerKeys
+    from uspft.sequence.kept_keys import LayerKeys, LayerStates
     from uspft.sequence.rows.chunks import Cut
 
 
@@ -94,13 +96,34 @@ class World:
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside, earlier)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
-    def mix(self, x: Mixed, share: Share, rule: StateRule, inside: Inside | None = None) -> Tensor:
+    def mix(
+        self,
+        x: Mixed,
+        share: Share,
+        rule: StateRule,
+        inside: Inside | None = None,
+        earlier: LayerStates | None = None,
+    ) -> Tensor:
         """Return a rule's out [T, H, V] for this rank's tokens, differentiable. inside: as of
-        Split."""
+        Split. earlier: what chunks hand on in this layer, where the share is of one."""
+        if earlier is not None:
+            assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
+            return mix_over_chunks(x, share, rule, earlier)
         return mix(x, share, rule, (self.mesh.ulysses, self.mesh.ring), inside)
 
-    def convolve(self, x: Tensor, share: Share, taps: int, convolution: Convolution) -> Tensor:
-        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable."""
+    def convolve(
+        self,
+        x: Tensor,
+        share: Share,
+        taps: int,
+        convolution: Convolution,
+        earlier: LayerStates | None = None,
+    ) -> Tensor:
+        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable. earlier: as
+        of mix."""
+        if earlier is not None:
+            assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
+            return convolve_chunk(x, share, taps, convolution, earlier)
         return convolve(x, share.halo(taps), convolution, self.mesh.context)
 
 

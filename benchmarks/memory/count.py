@@ -171,19 +171,20 @@ def count_stages(
     trained: Mapping[str, Any] | None = None,
     parallel: Mapping[str, Any] | None = None,
     cut: Cut | None = None,
+    algorithm: str = "ulysses_cp",
 ) -> list[int]:
     """Count by rank along a pipeline the most bytes alive in a step of so many micro-batches, each
     a row of one document, on meta tensors; messages are received as soon as they are waited for.
 
-    Ranks share rows by Ulysses. layout, schedule: of several stages, of the sizes given. cut: how
-    rows are cut into chunks, if they are. The other arguments are those of `count`.
+    layout, schedule: of several stages, of the sizes given. cut: how rows are cut into chunks, if
+    they are. The other arguments are those of `count`.
     """
     device, stages = torch.device("meta"), Stages.of_sizes(schedule.sizes, layout.pipeline)
     found, each = [], layout.ranks // layout.pipeline
     for place in range(layout.pipeline):
         with one_of(layout.ranks, place * each):
             groups = Groups()
-            world = world_of(layout, "ulysses_cp", device, returns(), parallel, groups=groups)
+            world = world_of(layout, algorithm, device, returns(), parallel, groups=groups)
             if cut:
                 world = replace(world, algorithm=Chunked(world.algorithm, cut))
             with device, _no_messages():
@@ -199,7 +200,8 @@ def count_stages(
                 batches = [_with_chunks(world, share) for _ in range(micro_batches)]
                 engine: Any = _Engine(module, device)
                 counting = counting_of(module)
-                with patch.object(Copies, "to_host", _apart(counting)), counting:
+                host = patch.object(Copies, "to_host", _apart(counting))
+                with host, patch.object(linear, "in_pieces", returned), counting:
                     pipeline(engine, batches, (1.0,))
                 found.append(counting.most["all"])
     return found

@@ -60,6 +60,7 @@ def predicted_of_ranks(
     dtype: str = "bfloat16",
     parallel: Mapping[str, Any] | None = None,
     trained: Mapping[str, Any] | None = None,
+    algorithm: str = "ulysses_cp",
     equal_tokens: bool = False,
 ) -> list[int]:
     """Return what is predicted of each rank's rows, of what `count_stages` counts; the arguments
@@ -67,7 +68,7 @@ def predicted_of_ranks(
     options = options_for(
         shape,
         memory,
-        "ulysses_cp",
+        algorithm,
         dtype=dtype,
         parallel=parallel,
         trained=trained,
@@ -76,6 +77,7 @@ def predicted_of_ranks(
         equal_tokens=equal_tokens,
     )
     batches = micro_batches * tokens // layout.context * BATCH_BYTES
+    batches *= 2 if schedule.chunks > 1 else 1  # whole, and chunk by chunk
     every = memory_of_ranks(shape, layout, tokens, options=options)
     return [one.activation_bytes - batches for one in every]
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.held_rows import Found, apart, batches_of, loaded, plain, targets, wide
+from tests.support.held_rows import Found, Rows, apart, batches_of, loaded, plain, targets, wide
 from tests.support.models import make_model
 from tests.support.pairwise import pairwise
 from uspft.batch import Batch
@@ -26,6 +26,7 @@ from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model.attention import NAME
 from uspft.model.causal import CausalModel
+from uspft.model.linear import bind_linear_layers
 from uspft.model.parallelise import save_memory
 from uspft.model.staged import StagedModel
 from uspft.objective.causal import Causal
@@ -54,6 +55,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "states": ("qwen3_5_text", {"kv_heads": 2}),
+    "states, next": ("qwen3_next", {"kv_heads": 2, "mlp_only_layers": [*range(LAYERS)]}),
+}
 RECOMPUTED = {
     "kept": MemoryBlock(gradient_checkpointing=False),
     "nothing": MemoryBlock(gradient_checkpointing=True, recompute="nothing"),
@@ -69,7 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         name: make_model(folder / name, kind, num_hidden_layers=LAYERS, **extra)
-        for name, (kind, extra) in MODELS.items()
+        for name, (kind, extra) in (MODELS | STATES).items()
     }
 
 
@@ -91,6 +96,7 @@ def staged(
 ) -> Found:
     """What stages of one process give, whose actions are taken in an order that lists allow."""
     model = loaded(folder, NAME)
+    bind_linear_layers(model)
     ranks = len(lists)
     stages: Stages = dealt_out([1.0] * LAYERS, ranks, virtual)
     recompute, _ = save_memory(model, memory, stages)
@@ -130,6 +136,12 @@ def staged(
 
 
 CASES = pairwise((*MODELS,), (1, 2, 4), (1, 2), (1, 4), (1, 3, 4), (*RECOMPUTED,))
+CASES += [
+    ("states", 1, 1, 4, 1, "kept"),
+    ("states", 2, 2, 4, 3, "nothing"),
+    ("states, next", 4, 1, 4, 3, "some"),
+    ("states, next", 2, 1, 4, 1, "attention"),
+]
 
 
 def one_step(folder: Path, p: int, v: int, s: int, m: int, memory: MemoryBlock) -> Found:
@@ -138,6 +150,7 @@ def one_step(folder: Path, p: int, v: int, s: int, m: int, memory: MemoryBlock) 
 
 
 def test_every_case_is_transformers_own(models: dict[str, Path]) -> None:
+    assert len({TIME.bounds(Rows().row(number).segments) for number in range(4)}) == 4
     want: dict[tuple[str, int], Found] = {}
     for name, p, v, s, m, recompute in CASES:
         if (name, m) not in want:
@@ -147,11 +160,11 @@ def test_every_case_is_transformers_own(models: dict[str, Path]) -> None:
 
 
 def test_rows_of_one_micro_batch_and_rows_of_padding_alone(models: dict[str, Path]) -> None:
-    for rows, each in ((4, 2), (3, 2)):
+    for name, rows, each in (("windowed", 4, 2), ("states", 3, 2)):
         batches = batches_of(world_of(TIME), rows, each)
         lists = forward_and_backward("seqpipe", 2, len(batches), 1, TIME.chunks)
-        found = staged(models["windowed"], batches, lists, TIME.chunks, 1, RECOMPUTED["kept"], rows)
-        assert apart(found, plain(models["windowed"], rows)) < EXACT
+        found = staged(models[name], batches, lists, TIME.chunks, 1, RECOMPUTED["kept"], rows)
+        assert apart(found, plain(models[name], rows)) < EXACT, name
 
 
 class Held(dict[int, KeptKeys]):
@@ -181,6 +194,32 @@ def test_chunks_that_go_back_in_forward_order_are_wrong(models: dict[str, Path])
     want = plain(folder, 1)
     assert found[0] == pytest.approx(want[0], rel=EXACT)
     assert apart(found, want) > 0.3
+
+
+@pytest.mark.parametrize("kind", ["rule", "taps"])
+def test_a_state_that_does_not_arrive_or_has_no_gradient_shows(
+    kind: str, models: dict[str, Path]
+) -> None:
+    from uspft.sequence.kept_keys import Carried, leave
+
+    def nothing(states: Any, key: tuple[str, int, int], value: torch.Tensor) -> None:
+        leave(states, key, value * (key[0] != kind))
+
+    def lost(states: Any, key: tuple[str, int, int], value: torch.Tensor) -> None:
+        made = Blind if key[0] == kind else Carried
+        states.setdefault(key, made(value))
+
+    class Blind(Carried):
+        @property
+        def gradient(self) -> torch.Tensor:
+            return torch.zeros_like(self.value)
+
+    want = plain(models["states"], 1)
+    for fault in (nothing, lost):
+        with mock.patch("uspft.sequence.chunk_states.leave", fault):
+            found = one_step(models["states"], 2, 1, 4, 1, RECOMPUTED["kept"])
+        assert apart(found, want) > 1e-3
+        assert (found[0] == pytest.approx(want[0], rel=EXACT)) is (fault is lost)
 
 
 def test_an_evaluation_gives_the_same_loss_and_keeps_nothing(models: dict[str, Path]) -> None:

@@ -124,7 +124,7 @@ FEW = [
     Case("gpt-oss 8/2", "ulysses 2", 1, True),
     Case("olmo2 lora 8/4", "tensor 2, tokens split", 1, True, KEPT),
     Case("gemma2 8/4", "ulysses 2", 1),
-    Case("llama lora 8/4", "tensor 2", 1, memory=SAVING["one layer again"]),
+    Case("llama biases 8/2", "tensor 2", 1, memory=SAVING["one layer again"]),
 ]
 
 
@@ -382,8 +382,9 @@ def work(
     for case in cases:
         want, got = gradients(case, None), gradients(case, case.at_once)
         found.append(differs(got.found, want.found))
-        if not case.model.startswith("olmo"):  # whose norms ask tensor ranks for sums once more
-            assert got.to_tensor_ranks <= want.to_tensor_ranks, case
+        # OLMo's norms ask for sums once more, and adapters' first layer for its input's gradient.
+        if "olmo" not in case.model and "lora" not in case.model:
+            assert got.to_tensor_ranks == want.to_tensor_ranks, case
         ran.append(got._replace(found={}))
         if case is cases[0]:
             truth = want.found

@@ -58,7 +58,7 @@ CASES = [
     Case("llama", 2, 2, zero="zero2", rows=3, context=2, tied=True),
     Case("llama", 2, 2, rows=3, context=2, algorithm="ulysses_cp"),
     ALONE,
-    Case("mistral", 2, zero="zero2", rows=2, beside=("chunks", "nothing")),
+    Case("mistral", 2, zero="zero2", rows=2, context=2, beside=("chunks", "nothing")),
     Case("qwen2", 2, 2, zero="zero3 whole", rows=3, tied=True, beside=("chunks", "attention")),
     Case("llama", 2, 2, rows=3, context=2, algorithm="ulysses_cp", beside=("chunks", "exchange")),
     Case(

@@ -81,6 +81,63 @@ PAIRS = pairwise(
     legal=legal,
 )
 GRID = [made(*case) for case in PAIRS]
+
+
+def legal_chunks(case: tuple[Any, ...]) -> bool:
+    """Whether a recipe may say so of chunks, of at most eight ranks."""
+    stages, _, _, _, data, context, tensor, _, _, memory = case
+    if memory == "exchange" and context not in ("ulysses_cp", "hybrid_cp"):
+        return False
+    if tensor in ("mesh", "mesh rows") and (memory == "tiles" or context == "hybrid_cp"):
+        return False
+    shared = 4 if context == "hybrid_cp" else 2 if context else 1
+    return stages * data * shared * (2 if tensor else 1) <= 8
+
+
+def in_chunks(
+    stages: int,
+    virtual: int,
+    chunks: str,
+    passes: int,
+    data: int,
+    context: str,
+    tensor: str,
+    zero: int,
+    kind: str,
+    memory: str,
+) -> Case:
+    hybrid = context == "hybrid_cp"
+    words = [chunks, tensor if tensor != "megatron" else "", memory, "hybrid" if hybrid else ""]
+    return Case(
+        kind,
+        stages,
+        virtual,
+        zero=f"zero{zero}{' whole' * (zero == 3)}",
+        rows=passes * data,
+        data=data,
+        context=4 if hybrid else 2 if context else 1,
+        tensor=2 if tensor else 1,
+        tied=KINDS[kind],
+        algorithm=context or "ring_cp",
+        beside=tuple(filter(None, words)),
+    )
+
+
+CHUNKS = pairwise(
+    (2, 4),
+    (1, 2),
+    ("chunks", "by tokens"),
+    (1, 3),
+    (1, 2),
+    (*CONTEXT, "hybrid_cp"),
+    (*TENSOR, "mesh rows"),
+    (1, 2, 3),
+    tuple(KINDS),
+    ("nothing", "exchange", "attention", "kept", "tiles"),
+    legal=legal_chunks,
+)
+"""Rows in three chunks of equal time, or four of equal tokens."""
+GRID += [in_chunks(*case) for case in CHUNKS]
 BY_HAND = [
     Case("llama", 2, tensor=2, context=2, zero="zero1", tied=True),
     Case("qwen3", 2, 2, tensor=2, context=2, zero="zero3 whole", tied=True, rows=3),

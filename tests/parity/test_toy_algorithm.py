@@ -48,7 +48,8 @@ class Consecutive:
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
         make = lambda: Exchange(share, 1, trimmed=False, keep=False)  # noqa: E731
-        return attend_exchanged(qkv, share.once("toy", make), rule, split.ring, split.kernel)
+        exchange = share.once("toy", make)
+        return attend_exchanged(qkv, exchange, share, rule, split.ring, split.kernel)
 
     def cost(
         self,

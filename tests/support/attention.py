@@ -21,6 +21,7 @@ from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.model.recompute import Recompute, attend_once
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Heads, Rule, Share, Split, Traffic
+from uspft.sequence.kept_keys import LayerKeys
 
 DIM = 8
 KINDS = ("all_to_all", "ring", "gather")
@@ -179,19 +180,26 @@ class Layer:
         return self.share.documents
 
     def attend(
-        self, inputs: list[Tensor], scale: float, *, again: Recompute | None = None
+        self,
+        inputs: list[Tensor],
+        scale: float,
+        *,
+        again: Recompute | None = None,
+        share: Share | None = None,
+        earlier: LayerKeys | None = None,
     ) -> Tensor:
         """Attention of this rank's tokens; inputs: q, k, v and, where there are any, sinks; again:
-        as a layer runs it that is recomputed, and this of attention with it."""
+        as a layer runs it that is recomputed, and this of attention with it; share: of a chunk of
+        the rows, whose earlier ones' keys are at hand."""
         mesh = self.bench.mesh
         once = partial(attend_once, {}, 0)
         inside = once if again == "exchange" and mesh.ulysses.size > 1 else None
-        split = Split(mesh.ulysses, mesh.ring, self.bench.kernel, inside)
+        split = Split(mesh.ulysses, mesh.ring, self.bench.kernel, inside, earlier)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             rule = Rule(scale, self.window, *sinks)
-            return self.bench.algorithm.attend((q, k, v), self.share, rule, split)
+            return self.bench.algorithm.attend((q, k, v), share or self.share, rule, split)
 
         if again is None:
             return run(tuple(inputs))

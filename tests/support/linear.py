@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "host": {"memory": {"offload_activations": "cpu"}},
     "tokens": {"parallel_config": {"use_seq_parallel": True}},
     "adapter": {"model": {"adapter": LORA}},
+    "chunks": {"parallel_config": {"seq_split_num": 3}},
 }
 STAGES = ("zero1", "zero2", "zero3 whole")
 
@@ -76,12 +77,14 @@ class Case:
 
     @property
     def is_legal(self) -> bool:
-        context, tensor, _ = self.layout
+        context, tensor, stages = self.layout
         if context > 1 and context not in ULYSSES[self.algorithm]:
             return False
         if self.model in ROUTED and self.dtype == "bfloat16":
             return False
         if self.option == "tokens" and tensor == 1:
+            return False
+        if self.option == "chunks" and (stages == 1 or context > 1):
             return False
         exchanges = self.algorithm in ("ulysses_cp", "hybrid_cp") or (
             self.algorithm == "planned_cp" and context == 4
@@ -108,6 +111,7 @@ FEW = {
     4: [
         Case("uneven", (2, 2, 1), "planned_cp", "zero1", True, "tokens"),
         Case("olmo", (1, 2, 2), "ring_cp", "zero3 whole", True, "nothing"),
+        Case("uneven", (1, 2, 2), "ring_cp", "zero1", True, "chunks"),
         Case("uneven", (4, 1, 1), "hybrid_cp", "zero2", True, "exchange"),
         Case("uneven", (2, 2, 1), "ring_cp", "zero3 whole", True, "adapter"),
         Case("next", (2, 1, 2), "ring_cp", "zero1", True, "host"),

@@ -89,6 +89,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "copies": {"parallel_config": {"fine_grain_interleave": 2}},
     "by tokens": {"parallel_config": {"seq_split_num": 4, "sequence_chunks": "tokens"}},
     "tokens": {"parallel_config": {"use_seq_parallel": True}},
+    "mesh rows": {"parallel_config": {"tensor_parallel_algo": "meshslice", "tensor_mesh": [2, 1]}},
+    "hybrid": {"parallel_config": {"ulysses_degree_in_cp": 2}},
     "mesh": {"parallel_config": {"tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 2]}},
     "tiles": {"memory": {"loss_tile_tokens": 5, "mlp_tile_tokens": 7}},
     "adapter": {"model": {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}},

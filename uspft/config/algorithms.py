@@ -50,8 +50,6 @@ class AlgorithmRow:
     """Whether `auto` takes it of equals: it sends no keys that nobody needs."""
     all_at_once: bool = False
     """Whether all keys of a row come to each rank at once."""
-    chunks: bool = False
-    """Whether rows can go through a pipeline in chunks, where no ranks split their tokens."""
     what: str = ""
     """What README's table says is split during attention."""
     legal: str = ""
@@ -92,7 +90,6 @@ CONTEXT = _table(
         Splits.HEADS,
         megatron="a2a",
         automatic=True,
-        chunks=True,
         what="heads; one all-to-all before attention, one after",
         legal="`context_parallel` divides the row",
     ),
@@ -174,7 +171,6 @@ WHOLE = AlgorithmRow(
     "whole",
     "uspft.sequence.whole:Whole",
     Splits.TOKENS,
-    chunks=True,
     what="nothing: the row is whole on its process",
     legal="always",
 )

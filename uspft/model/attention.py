@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from uspft.model.recompute import Kept, Recompute, attend_once
 from uspft.sequence import Rule
+from uspft.sequence.chunk_attention import forget_own
 from uspft.sequence.states import Mixed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from uspft.model.offload import HostShelf, Item
     from uspft.sequence import Share
-    from uspft.sequence.kept_keys import RowKeys
+    from uspft.sequence.kept_keys import LayerStates, RowKeys
     from uspft.sequence.mixing import Convolution
     from uspft.sequence.states import StateRule
     from uspft.world import World
@@ -100,6 +101,8 @@ class Bound:
         earlier = None if self._keys is None else self._keys.of_layer(layer)
         if self._runs_once(inputs):
             return self.world.attend(qkv, self.share, rule, earlier=earlier)
+        if earlier is not None and layer in self.memory:
+            forget_own(self.share, earlier)
         remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
         if self._inside:
             return self.world.attend(qkv, self.share, rule, remembered, earlier)
@@ -144,20 +147,26 @@ class Bound:
                 found.append(self.shelf.get(one))
         return found
 
+    @property
+    def _states(self) -> LayerStates | None:
+        """What chunks of rows hand on in this layer, where the tokens are those of one."""
+        return None if self._keys is None else self._keys.states[self._layer]
+
     def convolve(self, x: Tensor, taps: int, convolution: Convolution) -> Tensor:
         """Return a causal convolution [1, C, T] of this rank's tokens, each document by itself."""
-        return self.world.convolve(x, self.share, taps, convolution)
+        return self.world.convolve(x, self.share, taps, convolution, self._states)
 
     def mix(self, x: Mixed, rule: StateRule) -> Tensor:
         """Return the out [T, H, V] of a layer with a state, each document by itself."""
+        states = self._states
         if self._runs_once(x):
-            return self.world.mix(x, self.share, rule)
+            return self.world.mix(x, self.share, rule, earlier=states)
         remembered = partial(attend_once, self.memory, self._layer, shelf=self.shelf)
         if self._inside:
-            return self.world.mix(x, self.share, rule, remembered)
+            return self.world.mix(x, self.share, rule, remembered, states)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
-            return self.world.mix(Mixed(*inputs), self.share, rule)
+            return self.world.mix(Mixed(*inputs), self.share, rule, earlier=states)
 
         return remembered(run, x)
 

@@ -39,9 +39,9 @@ class Sharing:
     way: KeyTransfer = RING
     window: Window | None = None
     sinks: bool = False
-    chunked: bool = False
-    """Whether the tokens are a chunk of rows, whose queries meet the keys of one chunk at a time
-    (sequence/chunk_attention.py)."""
+    behind: float = 0.0
+    """Of a chunk of rows: tokens of earlier ones for each of its own, whose keys its queries meet
+    chunk by chunk, or of all together with those of a ring (sequence/chunk_attention.py)."""
 
     @property
     def widest(self) -> tuple[int, int]:
@@ -105,9 +105,9 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     pair = how.bytes(2 * members * kv)
     query, keys, each = (one / how.tokens for one in (out, pair, lse))
     token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
-    of = how.ulysses, how.ring, token, how.way, how.window
+    of = how.ulysses, how.ring, token, how.way._replace(behind=how.behind), how.window
     most = backward_bytes(*of)
-    if how.chunked:  # the sum of dQ over chunks, what two of them give, and what they gave
+    if how.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
         most = max(most, token.wide * query + 2 * (query + keys))
     made = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
     saved = [*made]
@@ -136,7 +136,7 @@ def forward_storages(
     """Return the log-sum-exp and the output. coming: the bytes of keys and values on their way."""
     large = out * 4 / how.element
     sums = tape.new(lse)
-    if how.ring > 1 or how.chunked:
+    if how.ring > 1 or how.behind:
         hands = tape.new(coming)
         found = tape.new(out)
         part = tape.new(out), tape.new(lse)

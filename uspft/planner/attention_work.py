@@ -177,6 +177,21 @@ def _corrected(
     )
 
 
+def in_chunks(work: AttentionWork, chunks: int, brought: float) -> AttentionWork:
+    """Return the work of attention over as many chunks of rows, of that over whole ones. brought:
+    how often keys come."""
+
+    def cost(whole: Cost) -> Cost:
+        ring, gather = (
+            Traffic(round(brought * one.bytes), chunks * one.messages)
+            for one in (whole.ring, whole.gather)
+        )
+        heads = whole.all_to_all._replace(messages=chunks * whole.all_to_all.messages)
+        return Cost(heads, ring, gather, chunks * whole.arrivals)
+
+    return replace(work, forward=cost(work.forward), backward=cost(work.backward))
+
+
 def in_groups(
     work: AttentionWork, algorithm: Algorithm, heads: Heads, token_bytes: int, at_once: int
 ) -> AttentionWork:

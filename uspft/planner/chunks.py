@@ -4,24 +4,23 @@ how many tokens they have multiples."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from uspft.families import NO_KEYS
 from uspft.job import ChunkPrices
-from uspft.planner.attention_work import DrawnRows
-from uspft.planner.flops import layer_flops
+from uspft.pipeline.schedules import PLAIN
 from uspft.planner.operations import WIDE
 from uspft.planner.row_time import row_time
-from uspft.planner.stage_memory import ChunkKeys
+from uspft.planner.stage_memory import ChunkKeys, PassBytes
 from uspft.segments import Segments
 from uspft.sequence.rows.chunks import Cut
 from uspft.sequence.rows.spans import pairs
 
 if TYPE_CHECKING:
     from uspft.config import ParallelBlock
-    from uspft.families import ModelShape
     from uspft.layout import Layout
     from uspft.planner.activations import LayerSizes
     from uspft.planner.machine import Hardware
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from uspft.sequence import Algorithm
 
 
-def chunk_multiple(parallel: ParallelBlock, layout: Layout) -> int:
+def chunk_multiple(layout: Layout, splits_tokens: bool) -> int:
     """Return of how many tokens each chunk has a multiple: the ranks that share a row divide it
-    equally, and so do tensor ranks that split tokens."""
-    tensor = layout.mesh_columns if parallel.use_seq_parallel else 1
-    return layout.context * tensor
+    equally, a ring's into two parts each, and so do tensor ranks that split tokens, if they do."""
+    tensor = layout.mesh_columns if splits_tokens else 1
+    return layout.context * tensor * (2 if layout.ring > 1 else 1)
 
 
 def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) -> Cut | None:
@@ -43,7 +42,7 @@ def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) 
     """
     if parallel.seq_split_num == 1:
         return None
-    multiple = chunk_multiple(parallel, layout)
+    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
     by = (prices.token_seconds, prices.pair_seconds) if prices else ()
     return Cut(parallel.seq_split_num, multiple, *by)
 
@@ -52,6 +51,7 @@ def chunk_prices(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> ChunkPrices:
     """Return what a row's tokens and pairs of query and key take, by the cost model."""
+    step = replace(step, schedule=PLAIN)  # of whole rows
     length = step.row.length
     empty, full = Segments((0,), length), Segments.single(length)
 
@@ -69,26 +69,30 @@ def chunk_prices(
     return ChunkPrices(seconds(step, empty) / length, tuple(of_pairs()))
 
 
-def cut_by_flops(
-    model: ModelShape, windows: Sequence[int | None], chunks: int, multiple: int
-) -> Cut:
-    """Return how rows are cut into chunks of equal FLOPs, which is near to equal time on any
-    hardware. windows: of each layer."""
-    kinds = Counter(windows)
-    one = layer_flops(model, [*kinds], DrawnRows((Segments.single(1),)))
-    heads = 12.0 * model.heads * model.head_dim
-    token = one[1] + sum(
-        (flops - heads) * count for flops, count in zip(one[0], kinds.values(), strict=True)
-    )
-    return Cut(chunks, multiple, token, tuple((w, heads * n) for w, n in kinds.items()))
+def each_chunk(
+    tokens: Sequence[int], ring: int, taking: Callable[[float], PassBytes]
+) -> list[PassBytes]:
+    """Return what each chunk takes if it has as many tokens as the largest one.
+
+    tokens: of each. taking: with so many tokens of earlier ones behind each of its own. Where no
+    ring brings their keys together, one earlier chunk is at work at a time, however many there are.
+    """
+    before = accumulate(tokens[:-1], initial=0)
+    behind = [a / b if ring > 1 else float(a > 0) for a, b in zip(before, tokens, strict=True)]
+    known = {one: taking(one) for one in {*behind}}
+    return [known[one] for one in behind]
 
 
 def chunk_keys(layer: LayerSizes) -> ChunkKeys:
-    """Return the bytes of the largest chunk's keys and values in a layer. layer: of that chunk."""
+    """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
+    hands on, whose gradient comes once that is done. layer: of that chunk."""
+    if layer.state:
+        of = layer.state.sizes
+        return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
     how, seen = layer.sharing, 1.0
     if how.window:
         seen = min(1.0, how.window.keys / (how.tokens * how.ulysses))
     pair = seen * how.bytes(2 * how.ulysses * how.widest[1])
     # They are the attention's own, unless it keeps none, or an exchange has brought them together.
-    kept = pair if layer.recompute or how.ulysses > 1 else 0.0
-    return ChunkKeys(kept, pair, pair * WIDE / how.element)
+    kept, wide = pair if layer.recompute or how.ulysses > 1 else 0.0, pair * WIDE / how.element
+    return ChunkKeys(kept, pair if how.ring == 1 else wide, wide)

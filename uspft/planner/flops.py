@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from uspft.families import NO_KEYS, ModelShape
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.products import head_projection, projections_of_layers
+from uspft.segments import Segments
+from uspft.sequence.rows.chunks import Cut
 
 PEAK_BF16 = {
     "GB200": 2.5e15,
@@ -94,3 +97,17 @@ def layer_flops(
         for one in windows
     ]
     return layers, step_flops(head_projection(model).met, tokens, 0, heads)
+
+
+def cut_by_flops(
+    model: ModelShape, windows: Sequence[int | None], chunks: int, multiple: int
+) -> Cut:
+    """Return how rows are cut into chunks of equal FLOPs, which is near to equal time on any
+    hardware. windows: of each layer."""
+    kinds = Counter(windows)
+    # Of padding alone no query sees a key.
+    one = layer_flops(model, [*kinds], DrawnRows((Segments((0,), 1),)))
+    heads = 12.0 * model.heads * model.head_dim
+    token = one[1] + sum(f * count for f, count in zip(one[0], kinds.values(), strict=True))
+    seen = tuple((w, heads * n) for w, n in kinds.items() if w != NO_KEYS)
+    return Cut(chunks, multiple, token, seen)

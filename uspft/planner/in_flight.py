@@ -14,6 +14,7 @@ from typing import NamedTuple
 from uspft.blocks import Block, Mask, in_calls, joined
 from uspft.planner.tape import Storage, Tape
 from uspft.segments import Segments
+from uspft.sequence.rows.chunks import ChunkShares
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Arrival, Exchange
 from uspft.sequence.rows.share import Share, everyones
@@ -33,6 +34,8 @@ class KeyTransfer(NamedTuple):
     ranks are few; None: keys go round a ring."""
     trimmed: bool = True
     """Whether needed keys alone come."""
+    behind: float = 0.0
+    """Tokens of earlier chunks of the row whose keys come too, for each token of this one."""
 
     @property
     def fetches(self) -> int:
@@ -94,13 +97,22 @@ def _drawn_out(
 
 
 @lru_cache(maxsize=256)
-def _shares(ulysses: int, ring: int, window: Window | None, fetches: int) -> list[Share]:
-    """Return the share of each ring rank of a row of one document. fetches: as of a transfer."""
+def _shares(ulysses: int, ring: int, window: Window | None, way: KeyTransfer) -> Sequence[Share]:
+    """Return the share of each ring rank of a row of one document, or of a chunk of it that has as
+    many tokens behind each of its own as a transfer says."""
     tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
     row, seen = Segments.single(tokens), window.keys if window else None
     everywhere = seen if window and window.everywhere else None
-    order = balanced(row, ulysses, ring, fetches=fetches, window=everywhere)
-    return everyones(row, order, ulysses, seen)
+    order = balanced(row, ulysses, ring, fetches=way.fetches, window=everywhere)
+    if window or not way.behind:
+        return everyones(row, order, ulysses, seen)
+    unit = 2 * ring * ulysses
+    first = max(1, round(way.behind * tokens / unit)) * unit
+    earlier = balanced(Segments.single(first), ulysses, ring)
+    later = [tuple((first + a, first + b) for a, b in spans) for spans in order]
+    whole, parts = [Segments.single(first + tokens)], [[earlier], [later]]
+    places = [(ulysses, index * ulysses) for index in range(ring)]
+    return [ChunkShares(whole, parts, place).every[1] for place in places]
 
 
 @lru_cache(maxsize=256)
@@ -117,13 +129,15 @@ def backward_bytes(
         return _drawn_out(lambda n, w: backward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
+        own = _up_to_end(tape, share, token)
         if way.stages is None or ring == 1:
             _ring(tape, share, token)
         else:
             _exchange(tape, share, _exchange_of(share, way, window), token)
+        del own
         return tape.most
 
-    return _of_a_token(ulysses, ring, window, way.fetches, walk)
+    return _of_a_token(ulysses, ring, window, way, walk)
 
 
 @lru_cache(maxsize=256)
@@ -132,27 +146,33 @@ def forward_bytes(
 ) -> float:
     """Return the most bytes of keys and values on their way in the forward, for a token of the
     fullest rank: those at hand and those that follow, or all that an exchange posts."""
-    if way.stages is None or ring == 1:
-        return 2 * token.pair if ring > 1 else 0.0
+    if ring == 1:
+        return 0.0
+    if way.stages is None and not way.behind:
+        return 2 * token.pair
     if window is None and ulysses > 1:
         return forward_bytes(1, ring, token, way, None)
-    if ring > SHORT[1] and way.stages < SHORT[0]:
+    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
         return _drawn_out(lambda n, w: forward_bytes(ulysses, n, token, way, w), ring, window)
 
     def walk(tape: Tape, share: Share) -> float:
+        own = _up_to_end(tape, share, token)
+        if way.stages is None:
+            return own.size + 2 * token.pair * share.keys[share.ring_index].tokens
         under_way = _arriving(tape, _exchange_of(share, way, window), token)
         found = tape.live
         under_way.clear()
+        del own
         return found
 
-    return _of_a_token(ulysses, ring, window, way.fetches, walk)
+    return _of_a_token(ulysses, ring, window, way, walk)
 
 
 def _of_a_token(
     ulysses: int,
     ring: int,
     window: Window | None,
-    fetches: int,
+    way: KeyTransfer,
     walk: Callable[[Tape, Share], float],
 ) -> float:
     """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
@@ -163,10 +183,10 @@ def _of_a_token(
     unit = 2 * ring * ulysses
     short = -(-WINDOWS_WALKED * window.keys * ring // unit) * unit if window else 0
     if window is None or window.row_tokens <= 2 * short:
-        most, tokens = _most(_shares(ulysses, ring, window, fetches), walk)
+        most, tokens = _most(_shares(ulysses, ring, window, way), walk)
         return most / tokens
     (less, few), (more, many) = (
-        _most(_shares(ulysses, ring, window._replace(row_tokens=row), fetches), walk)
+        _most(_shares(ulysses, ring, window._replace(row_tokens=row), way), walk)
         for row in (short, 2 * short)
     )
     here = window.row_tokens / ring
@@ -177,6 +197,12 @@ def _most(shares: Sequence[Share], walk: Callable[[Tape, Share], float]) -> tupl
     """Return the most that a walk finds on any ring rank, and the tokens of the one with fewest."""
     found = [walk(Tape(), share) for share in shares]
     return max(found), min(share.holdings[share.ring_index].tokens for share in shares)
+
+
+def _up_to_end(tape: Tape, share: Share, token: BytesPerToken) -> Storage:
+    """Return a rank's keys up to the end of a chunk, which are brought together."""
+    keys, own = share.keys[share.ring_index].tokens, share.holdings[share.ring_index].tokens
+    return tape.new(token.pair * keys * (keys > own))
 
 
 def _exchange_of(share: Share, way: KeyTransfer, window: Window | None) -> Exchange:
@@ -258,18 +284,18 @@ def _kernel(
 
 def _ring(tape: Tape, share: Share, token: BytesPerToken) -> None:
     me, ring = share.ring_index, share.ring
-    tokens = share.holdings[me].tokens
+    tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
-    own = _Sum(tape, tokens, token.pair, token.wide)
-    hand = [tape.new(token.pair * tokens)] if ring > 1 else []
+    own = _Sum(tape, keys, token.pair, token.wide)
+    hand = [tape.new(token.pair * keys)] if ring > 1 else []
     pending: tuple[Storage, Storage] | None = None
     for step in range(ring):
         source, following = ((me - s) % ring for s in (step, step + 1))
         coming: list[Storage] = []
         if step + 1 < ring:
-            comes = share.holdings[following].tokens if share.hops[following] > step else 0
+            comes = share.keys[following].tokens if share.hops[following] > step else 0
             coming = [tape.new(token.pair * comes)]
-        keys = share.holdings[source].tokens
+        keys = share.keys[source].tokens
         queries, partials = _kernel(tape, share.blocks[source], keys, tokens, token)
         dq.add(queries)
         del queries
@@ -336,11 +362,11 @@ def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
 
 
 def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken) -> None:
-    tokens = share.holdings[share.ring_index].tokens
+    tokens, held = (each[share.ring_index].tokens for each in (share.holdings, share.keys))
     dq = _Sum(tape, tokens, token.query, token.wide)
-    own = _Sum(tape, tokens, token.pair, token.wide)
+    own = _Sum(tape, held, token.pair, token.wide)
     parcels = _arriving(tape, exchange, token)
-    queries, keys = _kernel(tape, exchange.blocks_here, tokens, tokens, token)
+    queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)
     dq.add(queries)
     own.add(keys)
     del queries, keys

@@ -17,9 +17,10 @@ from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import LayerBytes, LayerSizes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.chunks import chunk_keys, cut_by_flops
+from uspft.planner.chunks import chunk_keys, chunk_multiple, each_chunk
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
+from uspft.planner.flops import cut_by_flops
 from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
@@ -237,16 +238,17 @@ def memory_of_ranks(
     the last.
     """
     windows, schedule = layer_windows(shape), options.schedule
-    tensor = layout.mesh_columns if options.use_seq_parallel else 1
-    cut = cut_by_flops(shape, windows, schedule.chunks, layout.context * tensor)
+    multiple = chunk_multiple(layout, options.use_seq_parallel)
+    cut = cut_by_flops(shape, windows, schedule.chunks, multiple)
     chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
-    largest = max(chunks)
-    whole = len(chunks) == 1
+    largest, whole = max(chunks), len(chunks) == 1
     of_pass, batch = (whole and one) or pass_bytes(shape, layout, largest, options)
+    every = list[PassBytes]()
     if not whole:
-        kinds = _layers(shape, layout, largest, options)
-        of_pass, batch = replace(of_pass, keys=tuple(map(chunk_keys, kinds))), 2 * batch
-        batch *= row_tokens / largest  # whole, and chunk by chunk
+        of = shape, layout, largest
+        every = each_chunk(chunks, layout.ring, lambda far: pass_bytes(*of, options, far)[0])
+        of_pass = replace(of_pass, keys=tuple(map(chunk_keys, _layers(*of, options))))
+        batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
     again = options.checkpointing and options.first_layers is None
     rows = DrawnRows.whole(row_tokens)
     stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=again)
@@ -259,8 +261,8 @@ def memory_of_ranks(
         if sizes in met and not (alike or last):
             continue
         met.add(sizes)
-        sizes_of_chunks = [tokens / largest for tokens in chunks]
-        taken = rank_bytes(of_pass, stages, schedule, passes, rank, sizes_of_chunks)
+        shares = [tokens / largest for tokens in chunks]
+        taken = rank_bytes(of_pass, stages, schedule, passes, rank, shares, every)
         state = state_in(shape, layout, options, stage_layers(stages, rank))
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         host = int(sum(state.host.values()) + taken.on_host)
@@ -341,10 +343,10 @@ def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], floa
 
 
 def pass_bytes(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
-    """Return what one micro-batch takes by layer, and its batch itself."""
-    kinds = _layers(shape, layout, row_tokens, options)
+    """Return what one micro-batch takes by layer, and its batch itself. behind: as of Sharing."""
+    kinds = _layers(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, []
@@ -392,7 +394,7 @@ def pass_bytes(
 
 
 def _layers(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> list[LayerSizes]:
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
@@ -413,7 +415,7 @@ def _layers(
             if window == NO_KEYS:
                 state = StateHeads.of(shape, layout, options.element, tokens)
             known[key] = LayerSizes(
-                _sharing(shape, layout, tokens, options, seen, sinks=kind.sinks),
+                replace(_sharing(shape, layout, tokens, options, seen, kind.sinks), behind=behind),
                 shape.hidden_size,
                 inner,
                 kind,
@@ -463,7 +465,6 @@ def _sharing(
     tokens: int,
     options: Options,
     window: Window | None,
-    *,
     sinks: bool,
 ) -> Sharing:
     """Return how ranks share a row's attention. tokens: of one of them."""
@@ -474,9 +475,8 @@ def _sharing(
         way = KeyTransfer(options.exchange_stages)
     heads, kv = (-(-each // layout.mesh_columns) for each in (shape.heads, shape.kv_heads))
     degrees = layout.ulysses, layout.ring
-    chunked = layout.pipeline > 1 and options.schedule.chunks > 1
     sizes = options.element, tokens, heads, kv, shape.head_dim
-    return Sharing(*sizes, *degrees, way, window, sinks, chunked)
+    return Sharing(*sizes, *degrees, way, window, sinks)
 
 
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:

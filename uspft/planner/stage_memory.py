@@ -83,8 +83,9 @@ class PassBytes:
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
-    """Return the bytes of the sums of gradients of keys while each layer of a stage takes a
-    chunk's backward, and before the last one does. sizes: of the chunks."""
+    """Return the bytes of a row's keys, and of the sums of their gradients, while each layer of a
+    stage takes a chunk's backward, and before the last one does: of its own keys those in layers
+    below. sizes: of the chunks."""
     last, before = len(sizes) - 1, sum(sizes[:chunk])
     with_this = (before + sizes[chunk]) * (chunk < last)
     found = []
@@ -92,7 +93,8 @@ def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list
         # In layers above there is what this one found for others, else what later ones did.
         above = sum(one.first if chunk == last else one.summed for one in keys[layer + 1 :])
         below = sum(one.first if chunk == last - 1 else one.summed for one in keys[: layer + 1])
-        found.append(before * above + with_this * below)
+        kept = sizes[chunk] * (chunk < last) * sum(one.kept for one in keys[:layer])
+        found.append(before * above + with_this * below + kept)
     return found
 
 
@@ -113,10 +115,12 @@ def rank_bytes(
     micro_batches: int,
     rank: int,
     sizes: Sequence[float] = (1.0,),
+    chunks: Sequence[PassBytes] = (),
 ) -> RankBytes:
     """Return what the micro-batches of a step take on a rank along the pipeline.
 
-    sizes: the tokens of each chunk as shares of the largest one's.
+    sizes: the tokens of each chunk as shares of the largest one's. chunks: what each takes if it
+    has as many tokens as that; `one` is the first.
     """
     mine = range(rank, stages.count, stages.ranks)
     kept, of_keys, host = list[float](), list[float](), []
@@ -136,12 +140,15 @@ def rank_bytes(
         kept.append((below[-1] + one.angles + (one.head.kept if last else made)) * trains)
         # The gradient that came stays until the stage is done; the last layer's count has it.
         came = [made] * (len(layers) - 1) + [0.0]
-        every = [
-            made + before + layer.most + more
-            for before, layer, more in zip(below, layers, came, strict=False)
-        ]
-        every += [below[-1] + one.head.most] if last else []
         for chunk, size in enumerate(sizes):
+            if chunks:
+                own = (*alone, *chunks[chunk].layers[len(alone) :])
+                layers = [own[layer] for layer in stages.layers(stage)]
+            every = [
+                made + before + layer.most + more
+                for before, layer, more in zip(below, layers, came, strict=False)
+            ]
+            every += [below[-1] + one.head.most] if last else []
             sums = _sums(keys, sizes, chunk) if keys else [0.0] * len(every)
             both = zip(every, sums, strict=False)
             peaks[stage // stages.ranks, chunk] = max(size * a + b for a, b in both)

@@ -21,12 +21,13 @@ from uspft.planner.attention_work import (
     DrawnRows,
     attention_of_row,
     attention_of_sample,
+    in_chunks,
     in_groups,
     is_whole,
 )
 from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
-from uspft.planner.flops import step_flops
+from uspft.planner.flops import cut_by_flops, step_flops
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
@@ -260,10 +261,19 @@ def _work(
         rows = step.sample or DrawnRows((step.row,))
         of = heads, step.element_bytes, window
         found = attention_of_sample(frozen, rows, *of, dealt=step.dealt)
+    if layout.pipeline > 1 and step.schedule.chunks > 1 and layout.ring > 1:
+        found = in_chunks(found, step.schedule.chunks, _brought(step, window))
     if step.attention.at_once is None:
         return found
     tokens = step.row.length // (algorithm.ring * algorithm.ulysses)
     return in_groups(found, algorithm, heads, tokens * step.element_bytes, step.attention.at_once)
+
+
+def _brought(step: StepShape, window: int | None) -> float:
+    """Return how often chunks of rows make keys come in a layer with this window, the mean."""
+    cut = cut_by_flops(step.model, step.windows, step.schedule.chunks, 1)
+    rows = step.sample.rows if step.sample else (step.row,)
+    return sum(cut.brought(row, window) for row in rows) / len(rows)
 
 
 def _one_way(
@@ -518,7 +528,8 @@ def _parts_apart(
     micro-batch."""
     degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
     ranks = layout.data * layout.pipeline, layout.experts, algorithm
-    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt
+    chunks = step.schedule.chunks if layout.pipeline > 1 else 1
+    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt, chunks
     slices = None if step.slices is None else tuple(step.slices)
     return _once(
         memo,

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from uspft.config.algorithms import AUTO, CONTEXT, row_of
+from uspft.config.algorithms import AUTO
 from uspft.config.pipeline_rules import as_list
 from uspft.config.strategies import strategies_of
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES
+from uspft.families import FAMILIES, NO_KEYS
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, fits, offset, stated
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.chunks import chunk_multiple, cut_by_flops
+from uspft.planner.chunks import chunk_multiple
+from uspft.planner.flops import cut_by_flops
 from uspft.planner.memory import layer_windows
 from uspft.planner.stages import stages_of
 from uspft.segments import Segments
+from uspft.sequence.rows.chunks import Cut
 
 if TYPE_CHECKING:
     from uspft.config import Finding, Recipe
@@ -108,6 +110,7 @@ def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known)
     if chunks > 1:
         many += f" in {chunks} chunks of equal {parallel.sequence_chunks}"
         many += _unequal(recipe, layout, known.shape)
+        many += _brought(recipe, layout, known.shape)
     later = ""
     if recipe.data.packing != "none" and not (known.rows or says_layers(asked)):
         later = "; layers are dealt out for rows of one document, which the data may change"
@@ -123,15 +126,33 @@ UNEQUAL = 1.1
 
 def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
     """Say by how much chunks of equal time are unequal, where their multiple makes them so."""
-    parallel = recipe.parallel_config
-    if not shape or parallel.sequence_chunks != "time":
+    if not shape or recipe.parallel_config.sequence_chunks != "time":
         return ""
-    multiple = chunk_multiple(parallel, layout)
-    cut = cut_by_flops(shape, layer_windows(shape), parallel.seq_split_num, multiple)
+    cut = _cut(recipe, layout, shape)
     costs = cut.costs(Segments.single(recipe.data.sequence_length))
     if (most := costs.max() / costs.mean()) <= UNEQUAL:
         return ""
-    return f" (one takes {most:.2f} of the mean, since all have multiples of {multiple} tokens)"
+    return f" (one takes {most:.2f} of the mean, since all have multiples of {cut.multiple} tokens)"
+
+
+def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
+    """Return how rows are cut, as near as can be told before the run prices them."""
+    parallel = recipe.parallel_config
+    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
+    cut = cut_by_flops(shape, layer_windows(shape), parallel.seq_split_num, multiple)
+    return cut.of_tokens if parallel.sequence_chunks == "tokens" else cut
+
+
+def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
+    """Say how often ranks that split a row's tokens send its keys, of which each chunk asks for
+    those up to its end."""
+    if layout.ring == 1 or not shape:
+        return ""
+    row = Segments.single(recipe.data.sequence_length)
+    cut, windows = _cut(recipe, layout, shape), [w for w in layer_windows(shape) if w != NO_KEYS]
+    times = sum(cut.brought(row, window) for window in windows) / max(1, len(windows))
+    algorithm = recipe.parallel_config.context_parallel_algo
+    return f" ({algorithm} sends keys {times:.2f} times as often as for whole rows of one document)"
 
 
 def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
@@ -165,22 +186,13 @@ def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     parallel, row = recipe.parallel_config, recipe.data.sequence_length
     chunks = parallel.seq_split_num
     findings: list[Finding] = []
-    beside = f"beside parallel_config.seq_split_num {chunks}"
-    algorithm = row_of(parallel.context_parallel_algo, layout.context)
-    able = ", ".join(one.name for one in CONTEXT.values() if one.chunks)
-    if layout.is_mesh and layout.mesh_rows > 1:
+    if shape and FAMILIES[shape.model_type].states and layout.context > 1:
         what = (
-            f"has {layout.mesh_rows} rows, which split tokens, and that is not available {beside}"
+            f"is {chunks}, and layers with a state of `{shape.model_type}` carry it from chunk to "
+            f"chunk on one rank, where {layout.context} share a row"
         )
-        findings.append(("parallel_config.tensor_mesh", what, f"write [1, {layout.tensor}]"))
-    elif not algorithm.chunks:
-        what = f"is {algorithm.name}, which is not available {beside}"
-        remedy = f"write {able}, or seq_split_num: 1"
-        findings.append(("parallel_config.context_parallel_algo", what, remedy))
-    if shape and FAMILIES[shape.model_type].states:
-        what = f"is {chunks}, and layers with a state of `{shape.model_type}` take rows whole"
-        findings.append(("parallel_config.seq_split_num", what, "write 1"))
-    if row < chunks * (multiple := chunk_multiple(parallel, layout)):
+        findings.append(("parallel_config.seq_split_num", what, "write 1, or share no rows"))
+    if row < chunks * (multiple := chunk_multiple(layout, parallel.use_seq_parallel)):
         what = (
             f"{row} tokens do not make {chunks} chunks (parallel_config.seq_split_num), each of a "
             f"multiple of {multiple}"

@@ -89,8 +89,9 @@ def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algo
     """Return the algorithm of a recipe under a layout.
 
     window: the sliding window that all layers have, if any. Received keys and values stay for the
-    backward pass unless the recipe asks for gradient checkpointing, since memory is short then. An
-    option that is `auto` or null is left to the algorithm.
+    backward pass unless the recipe asks for gradient checkpointing, since memory is short then, or
+    for chunks of rows, with each of which they would stay again. An option that is `auto` or null
+    is left to the algorithm.
     """
     parallel = recipe.parallel_config
     row = row_of(parallel.context_parallel_algo, layout.context)
@@ -100,7 +101,11 @@ def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algo
         row,
         layout.ulysses,
         layout.ring,
-        keep=not (recipe.memory.gradient_checkpointing or recipe.memory.heads_at_once),
+        keep=not (
+            recipe.memory.gradient_checkpointing
+            or recipe.memory.heads_at_once
+            or parallel.seq_split_num > 1
+        ),
         window=window,
         per_host=ring_ranks_of_a_host(processes, layout) if isinstance(processes, int) else None,
         **{name: value for name, value in values.items() if value not in (None, "auto")},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from uspft.segments import Segments
-from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.share import RowParts, Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
@@ -130,11 +130,12 @@ class Algorithm(Protocol):
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
         """Return what one layer with this window sends for one row with these documents.
 
         element_bytes: how many bytes one element of q, k and v has. forwards: how often it makes
-        the transfers of its forward.
+        the transfers of its forward. parts: of those whose keys travel apart; None: the row is one.
         """
         ...
 

@@ -10,7 +10,7 @@ from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
-from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_traffic, in_turns
 
@@ -40,7 +40,8 @@ class AllGather:
     ) -> Tensor:
         from uspft.sequence.exchange import attend_exchanged
 
-        return attend_exchanged(qkv, _exchange(share), rule, split.ring, split.kernel)
+        how = rule, split.ring, split.kernel, split.earlier
+        return attend_exchanged(qkv, _exchange(share), share, *how)
 
     def passes(self, share: Share) -> Passes:
         from uspft.sequence.exchange import ExchangePasses
@@ -54,13 +55,15 @@ class AllGather:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
-        shares = everyones(segments, self.token_order(segments), 1, window)
+        parts = parts or [everyones(segments, self.token_order(segments), 1, window)]
         together, turns = in_turns(heads, 1, forwards.at_once)
         pair_bytes = 2 * together * heads.dim * element_bytes
-        exchanges = [_exchange(share) for share in shares]
+        exchanges = [[_exchange(share) for share in shares] for shares in parts]
         return Cost(
-            gather=exchange_traffic(exchanges, pair_bytes, forwards.keys, turns), arrivals=turns
+            gather=exchange_traffic(exchanges, pair_bytes, forwards.keys, turns),
+            arrivals=turns * len(parts),
         )
 
 

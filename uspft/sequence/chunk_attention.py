@@ -4,14 +4,16 @@ Chunks go forward in their order and back in the reverse one. What later chunks'
 chunk's keys and values is kept, layer by layer and chunk by chunk; their backwards add to its dK
 and dV, which are complete when its own backward comes. That lets go of what was kept.
 
-Shapes, as suffixes: t tokens of the chunk, n of those that are kept of a chunk, h/g query/KV heads
-on this rank, D head dim; 2: keys and values, or their gradients.
+Shapes, as suffixes: t tokens of the chunk on this ring rank, n of those that are kept of a chunk, m
+of all up to its end that its queries see; h/g query/KV heads on this rank, D head dim; 2: keys and
+values, or their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,16 +21,30 @@ from torch import Tensor
 from uspft.comm import Group
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.merge import sinks_gradient
-from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
 from uspft.sequence.rows.chunks import ChunkShare
+from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.sums import Sum
 
 
+def of_chunk(passes: Passes, share: Share, keys: LayerKeys | None) -> Passes:
+    """Return the forward and the backward of a chunk's attention, where the share is a chunk's.
+
+    passes: those over all keys that the share names. keys: what is kept of the chunks in this
+    layer; None: the share is of whole rows.
+    """
+    if keys is None:
+        return passes
+    assert isinstance(share, ChunkShare)
+    own = share, keys
+    return ChunkPasses(*own) if share.ring == 1 else ChunkOverRanks(*own, passes)
+
+
 @dataclass(frozen=True)
 class ChunkPasses:
-    """The forward and the backward of a chunk's attention."""
+    """The forward and the backward of the attention of a chunk that no ranks split."""
 
     share: ChunkShare
     keys: LayerKeys
@@ -40,13 +56,9 @@ class ChunkPasses:
             if blocks:
                 kept = self.keys[chunk]
                 partial.add(kernel.forward((q_thD, kept.k, kept.v), blocks, rule.scale))
-        if self.share.blocks_here:
-            partial.add(kernel.forward(qkv, self.share.blocks_here, rule.scale))
-        number, places = self.share.number, self.share.kept_places
-        if number in self.keys:  # the second run of a layer, in this chunk's own backward
-            self.keys[number].forget()
-        elif places:
-            self.keys[number] = KeptKeys(_picked(k_tgD, places), _picked(v_tgD, places))
+        if self.share.square:
+            partial.add(kernel.forward(qkv, self.share.square, rule.scale))
+        _keep(self.share, self.keys, k_tgD, v_tgD)
         return partial.result(rule.sinks)
 
     def backward(
@@ -63,9 +75,9 @@ class ChunkPasses:
                 dq_thD.add(queries)
                 kept.sum.add(partials)
                 del queries, partials  # else they would be there beside what is made next
-        dkv_2tgD = self._found_later(k_tgD)
-        if self.share.blocks_here:
-            queries, partials = kernel.backward(qkv, found, self.share.blocks_here, rule.scale)
+        dkv_2tgD = _found_later(self.share, self.keys, k_tgD)
+        if self.share.square:
+            queries, partials = kernel.backward(qkv, found, self.share.square, rule.scale)
             dq_thD.add(queries)
             dkv_2tgD.add(partials)
             del queries, partials
@@ -73,17 +85,83 @@ class ChunkPasses:
         dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *found)
         return dq_thD.result(), dk_tgD, dv_tgD, dsinks
 
-    def _found_later(self, k_tgD: Tensor) -> Sum:
-        """Return the sum of what later chunks found for this one's dK and dV, and let go of the
-        rest."""
-        places = self.share.kept_places
-        kept = self.keys.pop(self.share.number) if places else None
-        if kept and [*places] == [(0, len(k_tgD))]:
-            return kept.sum
-        found = Sum((2, *k_tgD.shape), k_tgD)
-        if kept:
-            found.add_rows(places, kept.sum.open())
-        return found
+
+@dataclass(frozen=True)
+class ChunkOverRanks:
+    """The forward and the backward of the attention of a chunk that ring ranks share: their queries
+    of it meet each rank's keys up to its end, as another algorithm brings them."""
+
+    share: ChunkShare
+    keys: LayerKeys
+    over: Passes
+
+    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        made = self.over.forward(self._up_to_end(qkv), rule, ring, kernel)
+        _keep(self.share, self.keys, *qkv[1:])
+        return made
+
+    def backward(
+        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+    ) -> QkvGradients:
+        dq_thD, dk_mgD, dv_mgD, dsinks = self.over.backward(
+            self._up_to_end(qkv), saved, rule, ring, kernel
+        )
+        own = _found_later(self.share, self.keys, qkv[1])
+        self._share_out(own, dk_mgD, dv_mgD)
+        del dk_mgD, dv_mgD
+        return dq_thD, *own.result(), dsinks
+
+    def _share_out(self, own: Sum, dk_mgD: Tensor, dv_mgD: Tensor) -> None:
+        """Add what was found for keys up to the chunk's end to the sums of their chunks. own: of
+        this one."""
+        pieces = self.share.pieces
+        places = pairwise(accumulate((b - a for _, (a, b) in pieces), initial=0))
+        for (chunk, (a, b)), (first, last) in zip(pieces, places, strict=True):
+            home = own if chunk == self.share.number else self.keys[chunk].sum
+            for total, part in zip(home.open(), (dk_mgD, dv_mgD), strict=True):
+                total[a:b] += part[first:last]
+
+    def _up_to_end(self, qkv: Tensors) -> Tensors:
+        """Return queries [t, h, D], and keys and values [m, g, D] up to the chunk's end."""
+        q_thD, k_tgD, v_tgD = qkv
+        pieces = self.share.pieces
+        if [*pieces] == [(self.share.number, (0, len(k_tgD)))] or not pieces:
+            return qkv
+        keys = {chunk: one.k for chunk, one in self.keys.items()} | {self.share.number: k_tgD}
+        values = {chunk: one.v for chunk, one in self.keys.items()} | {self.share.number: v_tgD}
+        k_mgD, v_mgD = (
+            torch.cat([x[chunk][a:b] for chunk, (a, b) in pieces]) for x in (keys, values)
+        )
+        return q_thD, k_mgD, v_mgD
+
+
+def _keep(share: ChunkShare, keys: LayerKeys, k_tgD: Tensor, v_tgD: Tensor) -> None:
+    """Keep of a chunk's keys and values what later ones see, in its first forward."""
+    if share.number in keys:
+        forget_own(share, keys)
+    elif places := share.kept_places:
+        keys[share.number] = KeptKeys(_picked(k_tgD, places), _picked(v_tgD, places))
+
+
+def forget_own(share: Share, keys: LayerKeys) -> None:
+    """Let go of a chunk's own keys and values in a layer that runs for the second time, in the
+    chunk's own backward."""
+    assert isinstance(share, ChunkShare)
+    if share.number in keys:
+        keys[share.number].forget()
+
+
+def _found_later(share: ChunkShare, keys: LayerKeys, k_tgD: Tensor) -> Sum:
+    """Return the sum of what later chunks found for this one's dK and dV, and let go of the
+    rest."""
+    places = share.kept_places
+    kept = keys.pop(share.number) if places else None
+    if kept and [*places] == [(0, len(k_tgD))]:
+        return kept.sum
+    found = Sum((2, *k_tgD.shape), k_tgD)
+    if kept:
+        found.add_rows(places, kept.sum.open())
+    return found
 
 
 def _picked(x_tgD: Tensor, places: Sequence[Span]) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Algorithm, Passes, Rule, Split
 from uspft.sequence.rows.chunks import ChunkShares, Cut, cut_order
-from uspft.sequence.rows.share import Order, Share
+from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunked:
-    """The ranks that share a row share each of its chunks, as the other algorithm shares a row
-    whose tokens are consecutive on each rank; the keys of earlier chunks are at hand."""
+    """The ranks that share a row share each of its chunks, as the other algorithm shares a row of
+    what the chunk has of documents; the keys of earlier chunks are at hand."""
 
     of: Algorithm
     cut: Cut
@@ -39,15 +39,12 @@ class Chunked:
         return self.of.problems(row_tokens, heads)
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
-        parts, bounds = self.ulysses, self.cut.bounds(segments)
-
-        def place(a: int, b: int, u: int) -> int:
-            return a + (b - a) * u // parts
-
-        return [
-            tuple((place(a, b, u), place(a, b, u + 1)) for a, b in pairwise(bounds))
-            for u in range(parts)
-        ]
+        held: list[list[Span]] = [[] for _ in range(self.ulysses * self.ring)]
+        for first, last in pairwise(self.cut.bounds(segments)):
+            order = self.of.token_order(segments.part(first, last))
+            for mine, spans in zip(held, order, strict=True):
+                mine += [(first + a, first + b) for a, b in spans]
+        return [*map(tuple, held)]
 
     def shares(
         self, rows: Sequence[Segments], orders: Sequence[Order], place: tuple[int, int]
@@ -74,5 +71,12 @@ class Chunked:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
-        return self.of.cost(segments, heads, element_bytes, window, forwards)
+        order = self.token_order(segments)
+        places = [(self.ulysses, index * self.ulysses) for index in range(self.ring)]
+        of_ranks = [self.shares([segments], [order], place) for place in places]
+        chunks = [*zip(*(one.with_window(window).every for one in of_ranks), strict=True)]
+        found = self.of.cost(segments, heads, element_bytes, window, forwards, chunks)
+        messages = found.all_to_all.messages * len(chunks)
+        return replace(found, all_to_all=found.all_to_all._replace(messages=messages))

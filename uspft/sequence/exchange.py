@@ -17,8 +17,11 @@ from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.merge import sinks_gradient
 from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.chunk_attention import of_chunk
+from uspft.sequence.kept_keys import LayerKeys
 from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.parcels import Arrival, Exchange, Leg
+from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, tokens_in
 from uspft.sequence.sums import Sum
 
@@ -26,9 +29,11 @@ from uspft.sequence.sums import Sum
 def attend_exchanged(
     qkv: tuple[Tensor, Tensor, Tensor],
     exchange: Exchange,
+    share: Share,
     rule: Rule,
     ring: Group,
     kernel: Kernel,
+    earlier: LayerKeys | None = None,
 ) -> Tensor:
     """Return attention out [t, h, D] of q [t, h, D] over the keys that its queries see,
     differentiable.
@@ -36,9 +41,9 @@ def attend_exchanged(
     All transfers are posted before anything is computed. The first arrives while blocks with this
     rank's own keys are computed, each further one while the blocks of the arrival before it are.
     The partial dK and dV of an arrival go home once, in the compute type, and are summed there in
-    float32 or wider.
+    float32 or wider. share: what the exchange is of. earlier: as of Split.
     """
-    return attend_by(ExchangePasses(exchange), qkv, rule, ring, kernel)
+    return attend_by(of_chunk(ExchangePasses(exchange), share, earlier), qkv, rule, ring, kernel)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class KeptKeys:
 
     def __init__(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
         self.k, self.v = k_ngD, v_ngD
-        self.sum = Sum((2, *k_ngD.shape), k_ngD)
+        self.sum = Sum((2, *k_ngD.shape), k_ngD.new_empty(0))  # which keeps what it is like
 
     def forget(self) -> None:
         """Let go of keys and values, of which no later chunk asks for more, and not of the sum."""
@@ -30,11 +30,36 @@ LayerKeys = dict[int, KeptKeys]
 """By chunk, what is kept in one layer."""
 
 
+class Carried:
+    """What a chunk hands to the next one of a document in a layer with a state, and its gradient,
+    which comes back."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.found: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        assert self.found is not None  # later chunks go back first
+        return self.found
+
+
+LayerStates = dict[tuple[str, int, int], Carried]
+"""By what it is for, chunk and document, what is handed on in one layer."""
+
+
+def leave(states: LayerStates, key: tuple[str, int, int], value: Tensor) -> None:
+    """Hand a value on; in a layer's second run it is there already, with its gradient."""
+    if key not in states:
+        states[key] = Carried(value)
+
+
 class RowKeys:
     """What one stage keeps of the chunks of a micro-batch, by layer."""
 
     def __init__(self) -> None:
         self.layers: defaultdict[int, LayerKeys] = defaultdict(dict)
+        self.states: defaultdict[int, LayerStates] = defaultdict(dict)
 
     def of_layer(self, layer: int) -> LayerKeys:
         """Return what is kept in a layer. layer: a number that is its own."""

@@ -9,7 +9,7 @@ from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
-from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import (
     ONCE,
@@ -79,7 +79,8 @@ class Planned:
         from uspft.sequence.head_exchange import attend_over_heads
 
         def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
-            return attend_exchanged(qkv, self.exchange(share), rule, split.ring, kernel)
+            how = rule, split.ring, kernel, split.earlier
+            return attend_exchanged(qkv, self.exchange(share), share, *how)
 
         return attend_over_heads(qkv, share, rule, split, inner)
 
@@ -102,15 +103,16 @@ class Planned:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
         tokens = segments.length // (self.ring * self.ulysses)
-        shares = everyones(segments, self.token_order(segments), self.ulysses, window)
+        parts = parts or [everyones(segments, self.token_order(segments), self.ulysses, window)]
         together, turns = in_turns(heads, self.ulysses, forwards.at_once)
         pair_bytes = 2 * together * heads.dim * element_bytes
         keys = replace(self, keep=False) if forwards.at_once else self
-        exchanges = [keys.exchange(share) for share in shares]
+        exchanges = [[keys.exchange(share) for share in shares] for shares in parts]
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards),
             gather=exchange_traffic(exchanges, pair_bytes, forwards.keys, turns),
-            arrivals=turns * len(exchanges[0].arrivals),
+            arrivals=turns * sum(len(first.arrivals) for first, *_ in exchanges),
         )

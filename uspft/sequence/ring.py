@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, in_turns, ring_traffic
 
@@ -38,7 +38,7 @@ class Ring:
     ) -> Tensor:
         from uspft.sequence.ring_attention import attend_blocks
 
-        return attend_blocks(qkv, share, rule, split.ring, split.kernel)
+        return attend_blocks(qkv, share, rule, split.ring, split.kernel, split.earlier)
 
     def passes(self, share: Share) -> Passes:
         from uspft.sequence.ring_attention import BlockPasses
@@ -52,11 +52,12 @@ class Ring:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
-        shares = everyones(segments, self.token_order(segments), 1, window)
+        parts = parts or [everyones(segments, self.token_order(segments), 1, window)]
         together, turns = in_turns(heads, 1, forwards.at_once)
         pair_bytes = 2 * together * heads.dim * element_bytes
         return Cost(
-            ring=ring_traffic(shares, pair_bytes, forwards.keys, turns),
-            arrivals=turns * (self.ring - 1),
+            ring=ring_traffic(parts, pair_bytes, forwards.keys, turns),
+            arrivals=turns * len(parts) * (self.ring - 1),
         )

@@ -17,11 +17,10 @@ from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.merge import sinks_gradient
-from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
-from uspft.sequence.chunk_attention import ChunkPasses
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.chunk_attention import of_chunk
 from uspft.sequence.kept_keys import LayerKeys
 from uspft.sequence.passes import attend_by
-from uspft.sequence.rows.chunks import ChunkShare
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, tokens_in
 from uspft.sequence.sums import Sum
@@ -41,14 +40,9 @@ def attend_blocks(
     This is ring attention (arXiv 2310.01889): at step s rank i computes with the keys of rank i − s
     while the next ones are on their way. Keys travel again in the backward pass. The partial dK and
     dV of keys that were seen go straight home to the owner, rounded once to the compute type, and
-    are summed there in float32 or wider. earlier: as of Split; a chunk of rows is whole on its
-    ring rank.
+    are summed there in float32 or wider. earlier: as of Split.
     """
-    passes: Passes = BlockPasses(share)
-    if earlier is not None:
-        assert isinstance(share, ChunkShare) and ring.size == 1  # else a recipe is refused
-        passes = ChunkPasses(share, earlier)
-    return attend_by(passes, qkv, rule, ring, kernel)
+    return attend_by(of_chunk(BlockPasses(share), share, earlier), qkv, rule, ring, kernel)
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ def _travel(k_tgD: Tensor, v_tgD: Tensor, share: Share, ring: Group):  # type: i
         wait: Callable[[], None] | None = None
         if step + 1 < ring.size:
             leaves, comes = share.hops[source] > step, share.hops[following] > step
-            tokens = share.holdings[following].tokens if comes else 0
+            tokens = share.keys[following].tokens if comes else 0
             coming_2sgD = hand_2sgD.new_empty((2, tokens, *k_tgD.shape[1:]))
             move = Move(hand_2sgD if leaves else hand_2sgD[:, :0], coming_2sgD, 1)
             (wait,) = shift([move], ring, "ring")

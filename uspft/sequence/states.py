@@ -81,7 +81,7 @@ class _OverStates(torch.autograd.Function):
         out: dict[Fragment, Tensor] = {}
         summaries: dict[Fragment, _Summary] = {}
         for fragment in _real(chains.mine):
-            part = _part(x, fragment)
+            part = part_of(x, fragment)
             if fragment in chains.first:
                 out[fragment], state = rule(part, None)
                 summaries[fragment] = _Summary(None, state)
@@ -92,12 +92,12 @@ class _OverStates(torch.autograd.Function):
         every = summaries | _exchanged(summaries, ways, group, like, crossing=chains.crossing)
         entering = entering_states(chains, every)
         for fragment, state in entering.items():
-            out[fragment] = rule(_part(x, fragment), state)[0]
+            out[fragment] = rule(part_of(x, fragment), state)[0]
         kept = [f for f in chains.mine if f in entering and f not in chains.last]
         passes = [summaries[f].passes for f in kept]
         ctx.save_for_backward(*x, *entering.values(), *(m for m in passes if m is not None))
         ctx.of = chains, rule, group, tuple(entering), tuple(kept)
-        return _laid(v_THV, out)
+        return laid(v_THV, out)
 
     @staticmethod
     @once_differentiable
@@ -113,12 +113,12 @@ class _OverStates(torch.autograd.Function):
             }
             out, leaving = {}, {}
             for fragment in _real(chains.mine):
-                out[fragment], end = rule(_part(x, fragment), state_of.get(fragment))
+                out[fragment], end = rule(part_of(x, fragment), state_of.get(fragment))
                 if fragment not in chains.last:
                     leaving[fragment] = end
-            laid = _laid(x.v, out)
+            whole = laid(x.v, out)
         needed = list(state_of.values())
-        local = torch.autograd.grad(laid, needed, dout_THV, retain_graph=True) if needed else ()
+        local = torch.autograd.grad(whole, needed, dout_THV, retain_graph=True) if needed else ()
         like = _state_like(x)
         mine = {f: _Summary(passes.get(f), d) for f, d in zip(state_of, local, strict=True)}
         ways = chains.sends_back, chains.takes_back, chains.last
@@ -126,7 +126,7 @@ class _OverStates(torch.autograd.Function):
         dleaving = leaving_gradients(chains, every)
         ends = [f for f in leaving if f in dleaving]
         grads = torch.autograd.grad(
-            [laid, *(leaving[f] for f in ends)],
+            [whole, *(leaving[f] for f in ends)],
             x,
             [dout_THV, *(dleaving[f] for f in ends)],
             allow_unused=True,  # a rank of padding alone uses none of them
@@ -254,11 +254,12 @@ def _real(fragments: Sequence[Fragment]) -> list[Fragment]:
     return [f for f in fragments if f.document != NOBODY]
 
 
-def _part(x: Mixed, fragment: Fragment) -> Mixed:
+def part_of(x: Mixed, fragment: Fragment) -> Mixed:
+    """Return what the rule takes of a fragment's tokens."""
     return Mixed(*(t[fragment.own] for t in x))
 
 
-def _laid(like_THV: Tensor, parts: Mapping[Fragment, Tensor]) -> Tensor:
+def laid(like_THV: Tensor, parts: Mapping[Fragment, Tensor]) -> Tensor:
     """Return the fragments' tokens at their places, zeros elsewhere."""
     if not parts:
         return like_THV * 0

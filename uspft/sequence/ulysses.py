@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.share import RowParts, Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, heads_traffic
 
@@ -49,6 +49,7 @@ class Ulysses:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
         tokens = segments.length // self.ulysses
         return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards))

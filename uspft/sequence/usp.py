@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import (
     ONCE,
@@ -61,13 +61,14 @@ class Usp:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
         tokens = segments.length // (self.ulysses * self.ring)
-        shares = everyones(segments, self.token_order(segments), self.ulysses, window)
+        parts = parts or [everyones(segments, self.token_order(segments), self.ulysses, window)]
         together, turns = in_turns(heads, self.ulysses, forwards.at_once)
         pair_bytes = 2 * together * heads.dim * element_bytes
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards),
-            ring=ring_traffic(shares, pair_bytes, forwards.keys, turns),
-            arrivals=turns * (self.ring - 1),
+            ring=ring_traffic(parts, pair_bytes, forwards.keys, turns),
+            arrivals=turns * len(parts) * (self.ring - 1),
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split
-from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.share import RowParts, Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
@@ -47,5 +47,6 @@ class Whole:
         element_bytes: int,
         window: int | None = None,
         forwards: Forwards = ONCE,
+        parts: RowParts | None = None,
     ) -> Cost:
         return Cost()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 
 from tests.support.hardware import H100
 from tests.support.shapes import hub
-from uspft.config.algorithms import WHOLE
+from uspft.config.algorithms import WHOLE, row_of
 from uspft.layout import Layout
-from uspft.planner.chunks import chunk_prices, cut_by_flops
+from uspft.pipeline.schedules import Schedule
+from uspft.planner.chunks import chunk_prices
+from uspft.planner.flops import cut_by_flops
 from uspft.planner.row_time import row_time
+from uspft.planner.step import attention_forward
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
@@ -69,6 +73,26 @@ def test_each_chunk_has_a_multiple_at_least() -> None:
     steep = Cut(8, 8, 0.0, ((None, 1.0),))
     assert steep.bounds(row) == tuple(range(0, 65, 8))
     assert Cut(4, 16, 1.0).bounds(row) == (0, 16, 32, 48, 64)
+
+
+def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
+    row, layout = Segments.single(ROW), Layout(ring=4, pipeline=2)
+    whole = StepShape(LLAMA, row, (None,) * 32, 8)
+    chunks = replace(whole, schedule=Schedule("seqpipe", 1, (), 4))
+    ring = row_of("ring_cp", 4)
+    once, more = (
+        {
+            part.name: part.bytes
+            for part in attention_forward(one, layout, make_algorithm(ring, 1, 4), H100)
+        }
+        for one in (whole, chunks)
+    )
+    equal, cut = Cut(4, 8), cut_by_flops(LLAMA, whole.windows, 4, 1)
+    assert equal.brought(row, None) == 2.5 < cut.brought(row, None)
+    assert more["ring"] / once["ring"] == pytest.approx(cut.brought(row, None))
+    # Windows and documents bound what is asked for again.
+    assert equal.brought(row, 1025) == 1 + 3 * 1024 / ROW
+    assert equal.brought(Segments((0, ROW // 4, ROW), ROW), None) == 1 + 3 / 4
 
 
 def test_prices_are_those_of_the_cost_model() -> None:

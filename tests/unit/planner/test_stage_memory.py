@@ -18,7 +18,8 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
-from uspft.planner.chunks import cut_by_flops
+from uspft.planner.chunks import chunk_multiple
+from uspft.planner.flops import cut_by_flops
 from uspft.planner.memory import layer_windows
 from uspft.planner.stage_memory import moments
 from uspft.prepare.invocation import CONFIGS
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     schedule: Schedule
     micro_batches: int
     parallel: dict[str, Any] = {}  # noqa: RUF012
+    algorithm: str = "ulysses_cp"
 
     @property
     def layers(self) -> int:
@@ -87,6 +89,22 @@ FEW = {
         *("many heads", "nothing", "all", "bfloat16", Layout(ulysses=2, pipeline=2)),
         *(Schedule("seqpipe", 1, (2, 2), 2), 3),
     ),
+    "chunks, many heads": Case(
+        *("many heads", "attention", "all", "bfloat16", Layout(pipeline=2)),
+        *(Schedule("seqpipe", 1, (2, 2), 2), 3),
+    ),
+    "chunks of a ring": Case(
+        *("many heads", "nothing", "all", "bfloat16", Layout(ring=2, pipeline=2)),
+        *(Schedule("seqpipe", 1, (2, 2), 3), 3, {}, "ring_cp"),
+    ),
+    "chunks of an exchange": Case(
+        *("llama", "attention", "all", "bfloat16", Layout(ring=4, pipeline=2)),
+        *(Schedule("seqpipe", 1, (2, 2), 4), 3, {}, "planned_cp"),
+    ),
+    "chunks of layers with a state": Case(
+        *("states", "nothing", "all", "bfloat16", Layout(pipeline=2)),
+        *(Schedule("seqpipe", 1, (1, 1), 4), 3),
+    ),
     "adapters": Case(
         *("qwen3", "nothing", "lora", "bfloat16", Layout(ulysses=2, pipeline=2)),
         *(Schedule(virtual=2, sizes=(1, 2, 1, 1)), 3),
@@ -111,6 +129,7 @@ def counted(rank: int, folder: Path) -> dict[str, list[int]]:
             trained=TRAINED[case.trained],
             parallel=case.parallel,
             cut=cut_of(case, folder / name),
+            algorithm=case.algorithm,
         )
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -123,7 +142,8 @@ def cut_of(case: Case, folder: Path) -> Cut | None:
     assert isinstance(shape, ModelShape)
     if case.schedule.chunks == 1:
         return None
-    cut = cut_by_flops(shape, layer_windows(shape), case.schedule.chunks, case.layout.context)
+    multiple = chunk_multiple(case.layout, "use_seq_parallel" in case.parallel)
+    cut = cut_by_flops(shape, layer_windows(shape), case.schedule.chunks, multiple)
     _, first, *_ = cut.bounds(Segments.single(TOKENS * case.layout.context))
     assert first > 1.05 * (TOKENS * case.layout.context / case.schedule.chunks), "unequal"
     return cut
@@ -143,6 +163,7 @@ def predicted(case: Case, folder: Path) -> list[int]:
         dtype=case.dtype,
         parallel=case.parallel,
         trained=TRAINED[case.trained],
+        algorithm=case.algorithm,
     )
 
 

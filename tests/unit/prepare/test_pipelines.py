@@ -365,6 +365,14 @@ def test_documents_of_the_data_deal_layers_out_and_check_says_that_it_has_not_se
 
 
 CHUNKS = {"seq_split_num": 4}
+STATES = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
 def sentence(found: Examined) -> str:
@@ -380,7 +388,15 @@ def test_chunks_of_rows_are_settled_and_told(tmp_path: Path) -> None:
     assert "seqpipe over 4 micro-batches in 4 chunks of equal time: ranks wait 6%" in sentence(
         found
     )
-    assert "with" not in sentence(found)
+    assert "in 4 chunks" in sentence(examined(tmp_path, STATES, parallel_config=CHUNKS))
+    assert "with" not in sentence(found) and "sends" not in sentence(found)
+    shared = {**CHUNKS, "context_parallel": 2, "context_parallel_algo": "ring_cp"}
+    found = examined(tmp_path, parallel_config={**shared, "sequence_chunks": "tokens"})
+    assert "equal tokens (ring_cp sends keys 2.50 times as often as for whole rows" in sentence(
+        found
+    )
+    by_heads = {**shared, "context_parallel_algo": "ulysses_cp"}
+    assert "sends" not in sentence(examined(tmp_path, parallel_config=by_heads))
     coarse = {**CHUNKS, "model_parallel": 2, "use_seq_parallel": True}
     one = {"data": {"sequence_length": 10}, "training": {"global_batch_size": 4}}
     found = examined(tmp_path, {"num_key_value_heads": 2}, parallel_config=coarse, **one)
@@ -397,15 +413,16 @@ def test_chunks_of_rows_are_settled_and_told(tmp_path: Path) -> None:
     [
         (
             {},
-            {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
-            "context_parallel_algo",
-            "is ring_cp, which is not available beside parallel_config.seq_split_num 4",
+            {"context_parallel": 2, "context_parallel_algo": "ring_cp", "seq_split_num": 9},
+            "sequence_length",
+            "32 tokens do not make 9 chunks (parallel_config.seq_split_num), each of a multiple",
         ),
         (
-            {"num_key_value_heads": 2},
-            {"model_parallel": 2, "tensor_parallel_algo": "meshslice", "tensor_mesh": [2, 1]},
-            "tensor_mesh",
-            "has 2 rows, which split tokens",
+            STATES,
+            {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"},
+            "seq_split_num",
+            "is 4, and layers with a state of `qwen3_5_text` carry it from chunk to chunk on one "
+            "rank, where 2 share a row",
         ),
         (
             {},

@@ -223,8 +223,14 @@ def _first_keys(positions: Ints, segments: Segments, window: int | None) -> Ints
 def _pairs_before(positions: Ints, segments: Segments, window: int | None) -> Ints:
     """Return how many pairs of query and key all queries before each position have together."""
     bounds = np.array(segments.bounds)
-    whole = np.append(0, np.cumsum(pairs(np.diff(bounds), window)))
+    before = np.zeros_like(bounds)
+    before[0] = segments.before
+
+    def of_first(tokens: Ints, earlier: Ints) -> Ints:
+        found: Ints = pairs(tokens + earlier, window) - pairs(earlier, window)
+        return found
+
+    whole = np.append(0, np.cumsum(of_first(np.diff(bounds), before[:-1])))
     document = np.searchsorted(bounds, positions, "right") - 1
     inside = np.where(document < len(bounds) - 1, positions - bounds[document], 0)
-    found: Ints = whole[document] + pairs(inside, window)
-    return found
+    return whole[document] + of_first(inside, before[document])

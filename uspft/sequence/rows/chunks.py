@@ -7,10 +7,10 @@ tokens would take unequal time: a token late in a document sees more keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +49,15 @@ class Cut:
     def of_one_document(self, row_tokens: int) -> list[int]:
         """Return the tokens of each chunk of a row that one document fills."""
         return [b - a for a, b in pairwise(self.bounds(Segments.single(row_tokens)))]
+
+    def brought(self, row: Segments, window: int | None) -> float:
+        """Return how often a row's keys come to its queries: with each chunk those up to its end
+        that its queries see. window: of the layer."""
+        total = 0
+        for first, last in pairwise(self.bounds(row)):
+            seen = row.part(first, last).before
+            total += last - first + (seen if window is None else min(seen, window - 1))
+        return total / row.length
 
     def costs(self, row: Segments) -> NDArray[np.float64]:
         """Return what each chunk of a row costs."""
@@ -91,6 +100,17 @@ def cut_order(order: Order, bounds: Sequence[int]) -> list[Order]:
         [tuple(span for own in spans for span in _within(own, a, b)) for spans in order]
         for a, b in pairwise(bounds)
     ]
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return spans in order, those that meet joined."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _within(span: Span, first: int, last: int) -> list[Span]:
@@ -159,24 +179,56 @@ class ChunkShare(Share):
         return self.holdings[self.ring_index]
 
     @cached_property
+    def reach(self) -> tuple[Span, ...]:
+        """The positions before the chunk that its queries see, on whatever rank: its documents and
+        windows reach back so far."""
+        whole = Holding(_merged(span for held in self.holdings for span in held.spans))
+        back = looking_back(whole, self.documents, self.window)
+        return tuple((earliest, a) for earliest, a, _ in back)
+
+    @cached_property
     def kept(self) -> Holding:
-        """What of it queries of later chunks see: their documents and windows reach back so far."""
-        seen: list[Span] = []
-        for later in self._chunks.every[self.number + 1 :]:
-            for earliest, a, _ in looking_back(later.holding, self.documents, self.window):
-                seen += self.holding.within(earliest, a)
-        merged: list[Span] = []
-        for start, stop in sorted(seen):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        return Holding(merged)
+        """What of it queries of later chunks see."""
+        later = chain.from_iterable(one.reach for one in self._chunks.every[self.number + 1 :])
+        return Holding(_merged(span for seen in later for span in self.holding.within(*seen)))
+
+    @cached_property
+    def keys(self) -> tuple[Holding, ...]:
+        """By ring rank, the keys up to the chunk's end that its queries see."""
+        every, found = self._chunks.every[: self.number], []
+        for place, own in enumerate(self.holdings):
+            earlier = [span for one in every for span in one.within(place, self)]
+            found.append(Holding(_merged([*own.spans, *earlier])) if earlier else own)
+        return tuple(found)
+
+    def within(self, place: int, later: ChunkShare) -> list[Span]:
+        """Return what a ring rank has of the chunk that queries of a later one see."""
+        return [span for seen in later.reach for span in self.holdings[place].within(*seen)]
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, Span], ...]:
+        """Where this rank's keys up to the chunk's end are, in the order of positions: in what is
+        kept of which chunk, or of this one in all of it, and which tokens of that."""
+        found = [(a, self.number, self.holding.places([(a, b)])) for a, b in self.holding.spans]
+        for one in self._chunks.every[: self.number]:
+            spans = one.within(self.ring_index, self)
+            found += [(a, one.number, one.kept.places([(a, b)])) for a, b in spans]
+        pieces: list[tuple[int, Span]] = []
+        for _, number, ((start, stop),) in sorted(found):
+            if pieces and pieces[-1] == (number, (pieces[-1][1][0], start)):
+                start = pieces.pop()[1][0]
+            pieces.append((number, (start, stop)))
+        return tuple(pieces)
 
     @cached_property
     def kept_places(self) -> tuple[Span, ...]:
         """Where among the chunk's tokens those are."""
         return self.holding.places(self.kept.spans)
+
+    @cached_property
+    def square(self) -> tuple[Block, ...]:
+        """The blocks of this chunk's queries against its own keys."""
+        return tuple(blocks_between(self.holding, self.holding, self.documents, self.window))
 
     @cached_property
     def behind(self) -> tuple[tuple[Block, ...], ...]:

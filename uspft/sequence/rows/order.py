@@ -30,7 +30,8 @@ def balanced(
     row's documents and the sliding window.
 
     One document of which all is seen is split in zigzag: ring rank i holds chunks i and 2R − 1 − i
-    of 2R equal ones (USP, algorithm 2). Otherwise chunks are dealt out by their work. The Ulysses
+    of 2R equal ones (USP, algorithm 2); work then grows evenly along it, whatever lies before
+    it. Otherwise chunks are dealt out by their work. The Ulysses
     members of a ring rank hold equal consecutive parts of its tokens. fetches: how often keys
     travel. per_host: ring ranks of a host, where more than one host shares the row and keys go
     straight to the ranks that need them. The row's length must be a multiple of 2 · ring · ulysses
@@ -50,7 +51,7 @@ def _shares(
     length = segments.length
     if ring == 1:
         return (((0, length),),)
-    if segments.bounds[1:] == (length,) and (window is None or window >= length):
+    if segments.bounds[1:] == (length,) and (window is None or window >= length + segments.before):
         chunk, mirror = length // (2 * ring), 2 * ring - 1
         shares: Shares = tuple(
             ((i * chunk, (i + 1) * chunk), ((mirror - i) * chunk, (mirror - i + 1) * chunk))

@@ -58,7 +58,7 @@ class Exchange:
             Arrival(share, leg, [parcels.of(me, (me - d) % ring, leg) for d in leg.distances])
             for leg in legs
         ]
-        mine = share.holdings[me]
+        mine = share.keys[me]
         self._leaving = {
             (d, leg): mine.places(parcels.of((me + d) % ring, me, leg))
             for leg in legs
@@ -101,7 +101,7 @@ class _Parcels:
     def of(self, to: int, source: int, leg: Leg) -> tuple[Span, ...]:
         """Return the positions whose keys rank `source` sends to rank `to` in a leg."""
         share = self.share
-        whole = share.parcel(to, source) if self.trimmed else tuple(share.holdings[source].spans)
+        whole = share.parcel(to, source) if self.trimmed else tuple(share.keys[source].spans)
         if leg.pieces == 1:
             return whole
         size = max(self.least or 1, -(-tokens_in(whole) // leg.pieces))

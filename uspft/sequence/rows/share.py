@@ -112,6 +112,11 @@ class Share:
         """How many ranks the keys are spread over."""
         return len(self.holdings)
 
+    @property
+    def keys(self) -> Sequence[Holding]:
+        """By ring rank, whose keys queries can see there: those of its own tokens."""
+        return self.holdings
+
     @cached_property
     def blocks(self) -> tuple[tuple[Block, ...], ...]:
         """blocks[j] are the blocks of this rank's queries against the keys of ring rank j."""
@@ -124,21 +129,19 @@ class Share:
 
     def pair(self, i: int, j: int) -> tuple[Block, ...]:
         """Return the blocks of ring rank i's queries against ring rank j's keys."""
-        return tuple(
-            blocks_between(self.holdings[i], self.holdings[j], self.documents, self.window)
-        )
+        both = self.holdings[i], self.keys[j]
+        return tuple(blocks_between(*both, self.documents, self.window, own=i == j))
 
     def parcel(self, i: int, j: int) -> tuple[Span, ...]:
-        """Return the positions of ring rank j whose keys ring rank i's queries see."""
+        """Return the positions with ring rank j whose keys ring rank i's queries see."""
         return self.once(("parcel", i, j), lambda: self._parcel(i, j))
 
     def places(self, i: int, j: int) -> tuple[Span, ...]:
-        """Return where among its own tokens ring rank j has the keys that ring rank i's queries
-        see."""
-        return self.once(("places", i, j), lambda: self.holdings[j].places(self.parcel(i, j)))
+        """Return where among its own keys ring rank j has those that ring rank i's queries see."""
+        return self.once(("places", i, j), lambda: self.keys[j].places(self.parcel(i, j)))
 
     def _parcel(self, i: int, j: int) -> tuple[Span, ...]:
-        held, seen = self.holdings[j], self.once(("seen", i), lambda: self._seen(i))
+        held, seen = self.keys[j], self.once(("seen", i), lambda: self._seen(i))
         return tuple(span for start, stop in seen for span in held.within(start, stop))
 
     def _seen(self, i: int) -> list[Span]:
@@ -163,6 +166,10 @@ class Share:
     def area(self) -> int:
         """The attention work of this ring rank, in pairs of query and key."""
         return work_of(self.holdings[self.ring_index].spans, self.documents, self.window)
+
+
+RowParts = Sequence[Sequence["Share"]]
+"""What ring ranks compute and move of a row, by part of it: the share of each rank."""
 
 
 def everyones(segments: Segments, order: Order, ulysses: int, window: int | None) -> list[Share]:

@@ -79,19 +79,29 @@ def cut(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
 
 
 def blocks_between(
-    queries: Holding, keys: Holding, documents: Sequence[Span], window: int | None
+    queries: Holding,
+    keys: Holding,
+    documents: Sequence[Span],
+    window: int | None,
+    *,
+    own: bool = False,
 ) -> list[Block]:
     """Return the blocks of one rank's queries against one rank's keys, by their local indices.
 
-    A query at position p sees the keys of its document in (p − window, p]. Without a window a
-    document's tokens on one rank are one causal square with themselves, gaps or not; against
-    another rank's keys a span of queries sees a prefix: all keys before the span's first position.
+    own: whether the keys have those of the queries' own tokens among them. A query at position p
+    sees the keys of its document in (p − window, p]. Without a window a document's tokens on one
+    rank are one causal square with themselves, gaps or not; against other keys a span of queries
+    sees a prefix: all keys before the span's first position.
     """
     found: list[Block] = []
     if queries is not keys:
         for earliest, a, b in looking_back(queries, documents, window):
             for block in _blocks_behind((a, b), keys, earliest, window):
                 _append(found, _local(block, queries, keys))
+        for start, stop in documents if own else ():
+            for a, b in queries.within(start, stop):
+                for block in _square(a, b, window or b - a):
+                    found.append(_local(block, queries, keys))
         return found
     for start, stop in documents:
         if window is None or stop - start <= window:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from uspft.sequence.rows.groups import key_groups, turns_of
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.parcels import Exchange
-from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.share import RowParts, Share
 from uspft.sequence.rows.spans import tokens_in
 
 
@@ -131,33 +132,38 @@ def widest_kv(heads: Heads, ulysses: int) -> int:
     return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
 
 
-def ring_traffic(
-    shares: Sequence[Share], pair_bytes: int, forwards: int = 1, turns: int = 1
-) -> Traffic:
+def ring_traffic(parts: RowParts, pair_bytes: int, forwards: int = 1, turns: int = 1) -> Traffic:
     """Return what the busiest rank of a ring sends, forward and backward.
 
     Keys travel forward and again backward, and gradients go home; for one causal document R ranks
     of t tokens send 3 · (R − 1) · t pairs each. pair_bytes: the bytes of one pair, a token's k and
     v. forwards: how often the forward is computed. turns: in how many all of this is done.
     """
-    most, messages = 0, 0
-    for share in shares:
+
+    def sent(share: Share) -> list[int]:
+        """Return the tokens of each message that a rank sends."""
         me, ring = share.ring_index, share.ring
         sources = [(me - step) % ring for step in range(ring - 1)]
         passed = [j for step, j in enumerate(sources) if share.hops[j] > step] * (forwards + 1)
         home = [places for j in range(ring) if j != me and (places := share.places(me, j))]
-        sent = [share.holdings[j].tokens for j in passed] + [tokens_in(places) for places in home]
-        most, messages = max(most, sum(sent)), max(messages, len(sent))
-    return Traffic(turns * most * pair_bytes, turns * messages)
+        return [share.keys[j].tokens for j in passed] + [tokens_in(places) for places in home]
+
+    return _most([[*map(sent, shares)] for shares in parts], turns, pair_bytes)
 
 
 def exchange_traffic(
-    exchanges: Sequence[Exchange], pair_bytes: int, forwards: int = 1, turns: int = 1
+    parts: Sequence[Sequence[Exchange]], pair_bytes: int, forwards: int = 1, turns: int = 1
 ) -> Traffic:
-    """Return what the busiest rank of an exchange sends, forward and backward.
+    """Return what the busiest rank of exchanges sends, forward and backward.
 
-    pair_bytes: the bytes of one token's k and v. forwards: how often the forward is computed.
-    turns: in how many all of this is done.
+    parts: of a row, each with the ranks' exchanges. pair_bytes: the bytes of one token's k and v.
+    forwards: how often the forward is computed. turns: in how many all of this is done.
     """
-    sent = [exchange.sent(forwards) for exchange in exchanges]
-    return Traffic(turns * max(map(sum, sent)) * pair_bytes, turns * max(map(len, sent)))
+    sent = [[one.sent(forwards) for one in exchanges] for exchanges in parts]
+    return _most(sent, turns, pair_bytes)
+
+
+def _most(parts: Sequence[Sequence[Sequence[int]]], turns: int, pair_bytes: int) -> Traffic:
+    """Return what the busiest rank sends in all. parts: of each rank the tokens of its messages."""
+    ranks = [[*chain(*of_rank)] for of_rank in zip(*parts, strict=True)]
+    return Traffic(turns * max(map(sum, ranks)) * pair_bytes, turns * max(map(len, ranks)))

@@ -60,6 +60,32 @@ def test_every_visible_pair_is_in_one_block_and_no_other() -> None:
         assert torch.equal(seen, want)
 
 
+def test_keys_may_be_more_than_the_queries_own() -> None:
+    """A rank's queries of a chunk, and its keys of that and of earlier ones."""
+    dice = random.Random(0)
+    for _ in range(100):
+        length, window = dice.randint(5, 70), dice.choice([None, 1, 2, 5, 16, 100])
+        documents = random_documents(length, dice)
+        keys, *_ = random_split(length, 2, dice)
+        start = dice.randrange(length)
+        queries = Holding(keys.within(start, length))
+        seen = torch.zeros(length, length, dtype=torch.int)
+        rows, columns = (
+            torch.tensor([p for a, b in one.spans for p in range(a, b)]) for one in (queries, keys)
+        )
+        for block in blocks_between(queries, keys, documents, window, own=True):
+            shape = (block.q1 - block.q0, block.k1 - block.k0)
+            mask = SEEN[block.mask](torch.ones(shape, dtype=torch.int))
+            seen[rows[block.q0 : block.q1, None], columns[None, block.k0 : block.k1]] += mask
+        want = torch.zeros_like(seen)
+        held = set(columns.tolist())
+        for a, b in documents:
+            for p in set(range(a, b)) & set(rows.tolist()):
+                for k in held & set(range(max(a, p - (window or length) + 1), p + 1)):
+                    want[p, k] = 1
+        assert torch.equal(seen, want)
+
+
 def test_zigzag_needs_one_block_a_step() -> None:
     chunk = 8
     shares = [

@@ -10,7 +10,9 @@ from tests.support.algorithms import named
 from tests.support.rows import packed
 from uspft.segments import Segments
 from uspft.sequence import FORWARDS, Cost, Heads, Share, Traffic
+from uspft.sequence.chunked import Chunked
 from uspft.sequence.exchange import Exchange
+from uspft.sequence.rows.chunks import Cut
 from uspft.sequence.rows.order import balanced
 
 ROW, DIM, BYTES = 1 << 14, 16, 2
@@ -40,6 +42,25 @@ def test_ring_and_all_gather_send_three_times_what_every_other_rank_holds(ranks:
         # gradients' way home makes them 6, for the row's KV heads.
         tensor = row.length * LLAMA_8B.kv * DIM * BYTES
         assert traffic.bytes == Fraction(ranks - 1, ranks) * 6 * tensor
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+def test_chunks_of_one_document_bring_keys_half_as_often_as_chunks_and_one(chunks: int) -> None:
+    """(s + 1) / 2 times the bytes of the whole row, where chunks have equal tokens."""
+    row, cut = Segments.single(48 * 4 * 8), Cut(chunks, 8)
+    for name, kind in (("ring_cp", "ring"), ("allgather_cp", "gather")):
+        whole = named(name, 1, 4).cost(row, LLAMA_8B, BYTES)
+        found = Chunked(named(name, 1, 4), cut).cost(row, LLAMA_8B, BYTES)
+        once, more = getattr(whole, kind), getattr(found, kind)
+        assert more == (Fraction(chunks + 1, 2) * once.bytes, chunks * once.messages)
+        assert found.arrivals == chunks * whole.arrivals
+    # Documents that end with their chunk are asked for once; what is needed goes as often.
+    apart = packed([row.length // chunks] * chunks)
+    ring = Chunked(named("ring_cp", 1, 4), cut).cost(apart, LLAMA_8B, BYTES).ring
+    assert ring.bytes == named("ring_cp", 1, 4).cost(row, LLAMA_8B, BYTES).ring.bytes
+    heads = Chunked(named("ulysses_cp", 4, 1), cut).cost(row, LLAMA_8B, BYTES).all_to_all
+    once = named("ulysses_cp", 4, 1).cost(row, LLAMA_8B, BYTES).all_to_all
+    assert heads == (once.bytes, chunks * once.messages)
 
 
 @pytest.mark.parametrize(("heads", "ulysses"), [(LLAMA_8B, 8), (LLAMA_70B, 8), (Heads(8, 8, 4), 4)])

@@ -1,0 +1,186 @@
+"""Layers with a state over a chunk of rows that are whole on their rank: what enters the chunk is
+what the one before it left, and its gradient goes back the same way.
+
+Chunks go forward in their order and back in the reverse one: a chunk's backward finds the gradient
+of what it left, and leaves that of what entered it.
+
+Shapes, as suffixes: t tokens of the chunk, n those of earlier chunks that a convolution sees, N
+places of its laid-out input; C channels; H value heads, G key heads; K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from uspft.kernels.varlen import put
+from uspft.sequence.kept_keys import LayerStates, leave
+from uspft.sequence.mixing import Convolution
+from uspft.sequence.rows.chunks import ChunkShare
+from uspft.sequence.rows.fragments import NOBODY, Fragment
+from uspft.sequence.states import Mixed, StateRule, laid, part_of
+
+
+def mix_over_chunks(x: Mixed, share: ChunkShare, rule: StateRule, states: LayerStates) -> Tensor:
+    """Return the rule's out [t, H, V] of a chunk's tokens, each document from its own first token
+    on; zeros for padding. Differentiable."""
+    out: Tensor = _OverChunk.apply(*x, share, rule, states)
+    return out
+
+
+def _crossing(share: ChunkShare) -> tuple[list[Fragment], set[Fragment], set[Fragment]]:
+    """Return the fragments of documents in a chunk, those that begin in an earlier one, and those
+    that end in a later one."""
+    real = [f for f in share.chains.mine if f.document != NOBODY]
+    bounds = share.documents
+    enters = {f for f in real if bounds[f.document][0] < f.start}
+    return real, enters, {f for f in real if f.stop < bounds[f.document][1]}
+
+
+class _OverChunk(torch.autograd.Function):
+    """Keeps its inputs and the states that entered; the backward makes the graph of each fragment
+    again, as that of `mix_over_states` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_tGK: Tensor,
+        k_tGK: Tensor,
+        v_tHV: Tensor,
+        g_tH: Tensor,
+        beta_tH: Tensor,
+        share: ChunkShare,
+        rule: StateRule,
+        states: LayerStates,
+    ) -> Tensor:
+        x = Mixed(q_tGK, k_tGK, v_tHV, g_tH, beta_tH)
+        real, enters, leaves = _crossing(share)
+        before = share.number - 1
+        entering = {f: states["rule", before, f.document].value for f in real if f in enters}
+        out = {}
+        for fragment in real:
+            out[fragment], end = rule(part_of(x, fragment), entering.get(fragment))
+            if fragment in leaves:
+                leave(states, ("rule", share.number, fragment.document), end)
+        ctx.save_for_backward(*x, *entering.values())
+        ctx.of = share, rule, states
+        return laid(v_tHV, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_tHV: Tensor) -> tuple[Tensor | None, ...]:
+        share, rule, states = ctx.of
+        real, enters, leaves = _crossing(share)
+        first, saved = [f for f in real if f in enters], ctx.saved_tensors
+        with torch.enable_grad():
+            x = Mixed(*(t.detach().requires_grad_() for t in saved[:5]))
+            states_in = (state.detach().requires_grad_() for state in saved[5:])
+            entering = dict(zip(first, states_in, strict=True))
+            out, ends, dends = {}, [], []
+            for fragment in real:
+                out[fragment], end = rule(part_of(x, fragment), entering.get(fragment))
+                if fragment in leaves:
+                    ends.append(end)
+                    dends.append(states.pop(("rule", share.number, fragment.document)).gradient)
+            whole = laid(x.v, out)
+        grads = torch.autograd.grad(
+            [whole, *ends],
+            [*x, *entering.values()],
+            [dout_tHV, *dends],
+            allow_unused=True,  # a chunk of padding alone uses none of them
+            materialize_grads=True,
+        )
+        for fragment, gradient in zip(first, grads[5:], strict=True):
+            states["rule", share.number - 1, fragment.document].found = gradient
+        return *grads[:5], None, None, None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """How a convolution's input is laid out of a chunk's tokens, those that entered it, and a row
+    of zeros, one after another."""
+
+    laid: np.ndarray[Any, np.dtype[np.int64]]
+    """What stands at each place."""
+    own: np.ndarray[Any, np.dtype[np.int64]]
+    """Where each of the chunk's tokens stands."""
+    enters: tuple[tuple[int, int], ...]
+    """(document, tokens) of what entered."""
+    leaves: tuple[tuple[int, np.ndarray[Any, np.dtype[np.int64]]], ...]
+    """(document, places among tokens and what entered) of what the next chunk sees."""
+
+
+def _places(share: ChunkShare, taps: int) -> _Places:
+    _, enters, leaves = _crossing(share)
+    tokens, reach = share.holding.tokens, taps - 1
+    come, at = list[tuple[int, int]](), 0
+    places, left = list[np.ndarray[Any, Any]](), list[tuple[int, np.ndarray[Any, Any]]]()
+    before = {f: min(reach, f.start - share.documents[f.document][0]) for f in enters}
+    nothing = tokens + sum(before.values())
+    own = np.empty(tokens, np.int64)
+    arrived = tokens
+    for fragment in share.chains.mine:
+        near = before.get(fragment, 0)
+        seen = np.arange(arrived, arrived + near)
+        arrived += near
+        if near:
+            come.append((fragment.document, near))
+        here = np.arange(fragment.own.start, fragment.own.stop)
+        places += [np.full(reach - near, nothing), seen, here]
+        own[fragment.own] = np.arange(len(here)) + at + reach
+        at += reach + len(here)
+        if fragment in leaves:
+            both = np.concatenate([seen, here])
+            left.append((fragment.document, both[max(0, len(both) - reach) :]))
+    return _Places(np.concatenate([own[:0], *places]), own, tuple(come), tuple(left))
+
+
+def convolve_chunk(
+    x_Ct: Tensor, share: ChunkShare, taps: int, convolution: Convolution, states: LayerStates
+) -> Tensor:
+    """Return a causal convolution [1, C, t] of a chunk's tokens [1, C, t], each document by itself;
+    differentiable."""
+    places = share.once(("places", taps), lambda: _places(share, taps))
+    laid_NC = _WithEarlier.apply(x_Ct[0].t(), places, share.number, states)
+    own = put(torch.from_numpy(places.own), x_Ct.device)
+    return convolution(laid_NC.t()[None]).index_select(2, own)
+
+
+class _WithEarlier(torch.autograd.Function):
+    """A chunk's tokens with those of earlier chunks before each of its fragments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_tC: Tensor, places: _Places, number: int, states: LayerStates
+    ) -> Tensor:
+        ctx.of = places, number, states
+        earlier = [states["taps", number - 1, document].value for document, _ in places.enters]
+        rows = torch.cat([x_tC, *earlier, x_tC.new_zeros(1, x_tC.shape[1])])
+        for document, left in places.leaves:
+            leave(states, ("taps", number, document), rows[_on(left, rows)])
+        return rows.index_select(0, _on(places.laid, rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlaid_NC: Tensor) -> tuple[Tensor | None, ...]:
+        places, number, states = ctx.of
+        tokens, sizes = len(places.own), [size for _, size in places.enters]
+        wide = torch.promote_types(dlaid_NC.dtype, torch.float32)
+        drows = dlaid_NC.new_zeros(tokens + sum(sizes) + 1, dlaid_NC.shape[1], dtype=wide)
+        drows.index_add_(0, _on(places.laid, drows), dlaid_NC.to(wide))
+        for document, left in places.leaves:
+            found = states.pop(("taps", number, document)).gradient
+            drows.index_add_(0, _on(left, drows), found.to(wide))
+        parts = drows[tokens:-1].split(sizes) if sizes else ()
+        for (document, _), part_nC in zip(places.enters, parts, strict=True):
+            states["taps", number - 1, document].found = part_nC.clone()
+        return drows[:tokens].to(dlaid_NC.dtype), None, None, None
+
+
+def _on(places: np.ndarray[Any, np.dtype[np.int64]], like: Tensor) -> Tensor:
+    return put(torch.from_numpy(places), like.device)
