@@ -50,15 +50,22 @@ class ProcessPool:
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
         """Hand out work. The future raises BrokenProcessPool once a process was killed."""
-        assert self._executor, "begin comes first"
-        future = self._executor.submit(work, *given)
+        executor: Any = self._executor
+        assert executor, "begin comes first"
+        future: Future[Any] = executor.submit(work, *given)
         if len(self._processes) < self.count:
             self._processes.update(set(active_children()) - self._others)
+            # The thread that watches processes was woken before this one was started, and would not
+            # see its end. There is no public name for waking it again.
+            with suppress(OSError):
+                executor._executor_manager_thread_wakeup.wakeup()
         return future
 
     def end_of_first(self) -> str:
         """Return in words how that process ended whose end broke the pool."""
-        self._shut_down()  # ends the other processes with SIGTERM
+        for process in self._processes:
+            process.terminate()  # the pool does so too, but not with one that it was just starting
+        self._shut_down()
         codes = [process.exitcode for process in self._processes]
         code = next((one for one in codes if one not in (None, -signal.SIGTERM)), None)
         if code is None or code == _UNKNOWN:

@@ -382,6 +382,7 @@ def pass_bytes(
     one = PassBytes(
         tuple(each),
         LayerBytes(loss.kept, balanced),
+        options.element * head.layer.hidden * head.vocabulary * float(head.trains),
         kinds[0].between_bytes(),
         float(angles),
         embedded,

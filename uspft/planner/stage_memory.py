@@ -32,8 +32,9 @@ class Moment(NamedTuple):
     messages: int
     """Tensors that are to come or have gone."""
     chunk: int = 0
-    inputs: int = 0
-    """How many have gone forward and not back, this one not counted."""
+    inputs: tuple[int, ...] = ()
+    """Of each of the rank's stages how many have gone forward and not back, whatever their size, this
+    one not counted."""
     awaited: tuple[float, ...] = ()
     """Of those under way the chunks that later ones follow."""
 
@@ -57,6 +58,8 @@ class PassBytes:
     layers: tuple[LayerBytes, ...]
     head: LayerBytes
     """From behind the last layer, with the loss."""
+    head_gradient: float
+    """Of what the head keeps, its weight's gradient, which a chunk has whole whatever its size."""
     hidden: float
     """Between layers, which is what stages send one another."""
     angles: float
@@ -124,6 +127,7 @@ def rank_bytes(
     """
     mine = range(rank, stages.count, stages.ranks)
     kept, of_keys, host = list[float](), list[float](), []
+    whole = list[float]()
     peaks: dict[tuple[int, int], float] = {}
     trained = [stages.bounds[stage + 1] > one.first for stage in mine]
     for stage, trains in zip(mine, trained, strict=True):
@@ -137,7 +141,10 @@ def rank_bytes(
         waiting = (0.0 if one.offloads else layer.kept for layer in layers)
         below = [*accumulate(waiting, initial=entered)]
         made = 0.0 if last else one.hidden
-        kept.append((below[-1] + one.angles + (one.head.kept if last else made)) * trains)
+        gradient = one.head_gradient * last
+        out = one.head.kept - gradient if last else made
+        kept.append((below[-1] + one.angles + out) * trains)
+        whole.append(gradient * trains)
         # The gradient that came stays until the stage is done; the last layer's count has it.
         came = [made] * (len(layers) - 1) + [0.0]
         for chunk, size in enumerate(sizes):
@@ -148,8 +155,9 @@ def rank_bytes(
                 made + before + layer.most + more
                 for before, layer, more in zip(below, layers, came, strict=False)
             ]
-            every += [below[-1] + one.head.most] if last else []
-            sums = _sums(keys, sizes, chunk) if keys else [0.0] * len(every)
+            every += [below[-1] + one.head.most - gradient] if last else []
+            sums = _sums(keys, sizes, chunk) if keys else [0.0] * (len(layers) + 1)
+            sums[-1] += gradient
             both = zip(every, sums, strict=False)
             peaks[stage // stages.ranks, chunk] = max(size * a + b for a, b in both)
         host.append(sum(layer.kept for layer in layers) if one.offloads else 0.0)
@@ -163,6 +171,7 @@ def rank_bytes(
     def bytes_at(moment: Moment) -> tuple[float, float]:
         others = sum(n * size for n, size in zip(moment.under_way, kept, strict=True))
         others += sum(n * size for n, size in zip(moment.awaited, of_keys, strict=True))
+        others += sum(n * size for n, size in zip(moment.inputs, whole, strict=True))
         here = peaks[moment.stage, moment.chunk] + message * moment.messages
         return others + here, others
 
@@ -174,7 +183,7 @@ def rank_bytes(
         sum(n * size for n, size in zip(m.under_way, host, strict=True)) + host[m.stage]
         for m in every_moment
     )
-    return RankBytes(others, peak - others, waits, max(m.inputs + 1 for m in every_moment))
+    return RankBytes(others, peak - others, waits, max(sum(m.inputs) + 1 for m in every_moment))
 
 
 @lru_cache(maxsize=4096)
@@ -221,7 +230,7 @@ def _moments(
         posted = sum(1 for source, left in coming.items() if left and source not in (-1, rank))
         sent = sum(sum(line) for line in lines.values())
         weighed = [[n * size for n, size in zip(one, sizes, strict=True)] for one in under_way]
-        inputs, awaited = sum(map(sum, under_way)), tuple(sum(one[:-1]) for one in weighed)
+        inputs, awaited = tuple(map(sum, under_way)), tuple(sum(one[:-1]) for one in weighed)
         every = tuple(map(sum, weighed)), posted + sent, chunk, inputs, awaited
         yield Moment(stage // ranks, *every)
         if stage:

@@ -1,4 +1,4 @@
-"""A tied table's copy, and memory for its gradient, are where the run is, not where the table is."""
+"""A tied table's copy, and memory for its gradient, are where the run is; the table may not be."""
 
 from __future__ import annotations
 
