@@ -33,8 +33,7 @@ class Moment(NamedTuple):
     """Tensors that are to come or have gone."""
     chunk: int = 0
     inputs: tuple[int, ...] = ()
-    """Of each of the rank's stages how many have gone forward and not back, whatever their size, this
-    one not counted."""
+    """Of each of the rank's stages how many have gone forward and not back, but for this one."""
     awaited: tuple[float, ...] = ()
     """Of those under way the chunks that later ones follow."""
 
