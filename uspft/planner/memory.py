@@ -365,6 +365,10 @@ def pass_bytes(
         capped=shape.full.get("final_logit_softcapping") is not None,
     )
     loss = head_bytes(head, reached=reached)
+    any_head = LayerBytes(0.0, 0.0)
+    if layout.pipeline > 1:  # of a token, beside which that is nothing
+        one_token = replace(head.layer, sharing=replace(head.layer.sharing, tokens=1))
+        any_head = head_bytes(replace(head, layer=one_token), reached=reached)
     tokens = kinds[0].sharing.tokens
     angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
     offloads = kinds[0].offloads
@@ -382,7 +386,7 @@ def pass_bytes(
     one = PassBytes(
         tuple(each),
         LayerBytes(loss.kept, balanced),
-        options.element * head.layer.hidden * head.vocabulary * float(head.trains),
+        any_head,
         kinds[0].between_bytes(),
         float(angles),
         embedded,

@@ -57,8 +57,8 @@ class PassBytes:
     layers: tuple[LayerBytes, ...]
     head: LayerBytes
     """From behind the last layer, with the loss."""
-    head_gradient: float
-    """Of what the head keeps, its weight's gradient, which a chunk has whole whatever its size."""
+    any_head: LayerBytes
+    """Of that what a chunk takes whatever its size, as the gradient of the head's weight."""
     hidden: float
     """Between layers, which is what stages send one another."""
     angles: float
@@ -140,10 +140,9 @@ def rank_bytes(
         waiting = (0.0 if one.offloads else layer.kept for layer in layers)
         below = [*accumulate(waiting, initial=entered)]
         made = 0.0 if last else one.hidden
-        gradient = one.head_gradient * last
-        out = one.head.kept - gradient if last else made
+        out = one.head.kept - one.any_head.kept if last else made
         kept.append((below[-1] + one.angles + out) * trains)
-        whole.append(gradient * trains)
+        whole.append(one.any_head.kept * last * trains)
         # The gradient that came stays until the stage is done; the last layer's count has it.
         came = [made] * (len(layers) - 1) + [0.0]
         for chunk, size in enumerate(sizes):
@@ -154,9 +153,9 @@ def rank_bytes(
                 made + before + layer.most + more
                 for before, layer, more in zip(below, layers, came, strict=False)
             ]
-            every += [below[-1] + one.head.most - gradient] if last else []
+            every += [below[-1] + one.head.most - one.any_head.most] if last else []
             sums = _sums(keys, sizes, chunk) if keys else [0.0] * (len(layers) + 1)
-            sums[-1] += gradient
+            sums[-1] += one.any_head.most * last
             both = zip(every, sums, strict=False)
             peaks[stage // stages.ranks, chunk] = max(size * a + b for a, b in both)
         host.append(sum(layer.kept for layer in layers) if one.offloads else 0.0)
