@@ -7,8 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
-from typing import Any
 
 import pytest
 
@@ -17,8 +15,7 @@ from uspft.launcher.process_pool import ProcessPool
 
 @pytest.fixture
 def pool() -> Iterator[ProcessPool]:
-    server: Any = forkserver._forkserver
-    server._stop()  # one that started ranks of other tests in this process is not the pool's
+    ProcessPool(1, []).close()  # ends the server that started ranks of earlier tests, if there is one
     pool = ProcessPool(2, ["fractions"])
     pool.begin(int)
     yield pool
