@@ -346,7 +346,7 @@ def test_auto_slices_are_those_of_each_product_that_take_least(
 
 
 def test_no_key_that_may_be_auto_is_left_out(tmp_path: Path) -> None:
-    """`use_seq_parallel` and `pp_interleave_num` are chosen with the degrees that they say more of."""
+    """`use_seq_parallel` and `pp_interleave_num` say more of degrees, and are chosen with them."""
     tested = {*AUTO, "parallel_config.tensor_slices"}
     assert {f"parallel_config.{key}" for key in PLANNED} <= tested
     beside = {"parallel_config.use_seq_parallel", "parallel_config.pp_interleave_num"}
