@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from uspft.families.projections import ROWS
+from uspft.families.projections import BEFORE, BEHIND, ROWS
 from uspft.model.head_turns import pick
 from uspft.model.some_heads import (
-    BEFORE,
-    BEHIND,
     Given,
     Hook,
     StandIn,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from uspft.families.projections import (
+    BEFORE,
+    BEHIND,
     COLUMNS,
     GATED_QUERY,
     KV,
@@ -166,11 +168,6 @@ class _Scaled:
         weight = norm.here() if isinstance(norm, SplitNorm) else norm.weight
         scaled = x.to(wide(x)) * self._scale[:, self.tile]
         return (cut(weight, [self._ranges]) * scaled).to(x.dtype)
-
-
-BEFORE, BEHIND = "before", "behind"
-"""What features of a projection are for: what attention, or the rule of a layer with a state, takes
-of each token; or what is done with what it gives, before the last projection."""
 
 
 _OUTPUT_GATES = ("in_proj_z", "g_proj")

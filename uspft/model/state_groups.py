@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockBackward, BlockCall
 from uspft.model.head_turns import put
-from uspft.model.some_heads import BEFORE, Hook, joined, standing_in
+from uspft.model.some_heads import Hook, joined, standing_in
 from uspft.model.tiles import add_up
 from uspft.sequence import Heads
 from uspft.sequence.mixing import StateExchange
