@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from uspft.model.group_call import BlockBackward, BlockCall
+from uspft.model.group_call import BlockBackward, BlockCall, InGroups
 from uspft.model.head_turns import put
 from uspft.model.some_heads import BEFORE, Hook, joined, standing_in
 from uspft.model.tiles import add_up
@@ -29,7 +29,6 @@ from uspft.tensor.cutting import cut
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
-    from uspft.model.head_groups import GroupedBlock
     from uspft.sequence.mixing import Convolution
 
 
@@ -38,7 +37,7 @@ class StateCall(BlockCall):
 
     def __init__(
         self,
-        block: GroupedBlock,
+        block: InGroups,
         x: Tensor,
         parameters: list[nn.Parameter],
         kwargs: dict[str, Any],
