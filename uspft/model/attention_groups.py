@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from uspft.model.group_call import BlockBackward, BlockCall
+from uspft.model.group_call import BlockBackward, BlockCall, InGroups
 from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
 from uspft.model.some_heads import Hook, standing_in
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
     from uspft.comm import Waited
-    from uspft.model.head_groups import GroupedBlock
     from uspft.sequence import Rule
     from uspft.sequence.rows.groups import KeyGroup
 
@@ -29,7 +28,7 @@ class AttentionCall(BlockCall):
 
     def __init__(
         self,
-        block: GroupedBlock,
+        block: InGroups,
         x: Tensor,
         parameters: list[nn.Parameter],
         kwargs: dict[str, Any],

@@ -7,9 +7,11 @@ rank (of a layer with a state value/key heads), N some of either; D head dim, d 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from uspft.model.head_turns import pick
 from uspft.model.some_heads import (
     Given,
     Hook,
+    SomeHeads,
     StandIn,
     run_up_to,
     seeing_some,
@@ -31,11 +34,46 @@ from uspft.model.tiles import TOKENS, TiledCall, add_up
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
     from uspft.model.attention import Bound
-    from uspft.model.head_groups import GroupedBlock
     from uspft.sequence import Heads
 
 
-class BlockCall:
+@dataclass(frozen=True)
+class Grouping:
+    """How an attention, or a layer with a state, works in groups of heads."""
+
+    attention: Any
+    some: SomeHeads
+    at_once: int
+    """How many query heads of a KV head are attended with at once."""
+    heads: Heads
+    """Of the model's attention."""
+    tile: int | None
+    """Tokens; None for all at once."""
+
+
+class InGroups(Protocol):
+    """A block that works in groups of heads."""
+
+    how: Grouping
+    module: Any
+    """What is run up to attention, to which the block's input goes."""
+    run: Any
+    """Its forward, which takes the module first."""
+    parameters_of: list[nn.Module]
+    """The modules whose parameters the block takes."""
+    last: Any
+    """The last projection."""
+    behind: list[nn.Module]
+    """The modules behind attention: the last projection, and a norm where there is one."""
+
+    def whole(self, x: Tensor, made: Tensor) -> Tensor:
+        """Return what the block gives of its input and of what its last projection made."""
+
+    def left(self, made: Tensor, bound: Bound) -> Tensor:
+        """Return what the last projection made, summed over ranks where the block does that."""
+
+
+class BlockCall(ABC):
     """One call of a block: what its groups take beside tensors, also in the backward."""
 
     heads: Heads
@@ -43,7 +81,7 @@ class BlockCall:
 
     def __init__(
         self,
-        block: GroupedBlock,
+        block: InGroups,
         x: Tensor,
         parameters: list[nn.Parameter],
         kwargs: dict[str, Any],
@@ -59,19 +97,19 @@ class BlockCall:
         self.tiles = TiledCall(whole, None, tile, parameters, TOKENS)
         self.come = self.bound.shelf.coming() if self.bound.shelf and keeps else lambda: None
 
+    @abstractmethod
     def all_out(self, x: Tensor) -> list[Tensor]:
         """Return the out [t, H, D] of attention or of the rule, and what else its backward takes of
         the forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> BlockBackward:
         """Return the backward. found: as all_out returned it, and emptied as it is used."""
-        raise NotImplementedError
 
+    @abstractmethod
     def before(self, x: Tensor, tile: slice) -> list[Tensor]:
         """Return what attention, or the rule, takes of a tile of x, of those heads whose
         projections are there."""
-        raise NotImplementedError
 
     def spans(self, x: Tensor) -> Iterator[tuple[slice, Any]]:
         """Yield each tile of tokens, and the context in which dropouts know of them."""
@@ -128,7 +166,7 @@ class BlockCall:
         return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
 
 
-class BlockBackward:
+class BlockBackward(ABC):
     """The backward of a call, in its order."""
 
     leaves: list[Tensor]
@@ -183,10 +221,10 @@ class BlockBackward:
         own = {id(p) for p in module.parameters()}
         return [n for n, leaf in enumerate(self.leaves) if id(leaf) in own]
 
+    @abstractmethod
     def groups(self) -> None:
         """Find the gradients of what attention, or the rule, took, a group of heads at a time;
         those of its queries, or values, take the place of the output."""
-        raise NotImplementedError
 
     def out_slope(self, queries: Sequence[HeadRange], keys: Sequence[int]) -> Tensor:
         """Return the gradient of the output [t, N, D] of some heads, by their columns of the last
@@ -221,10 +259,10 @@ class BlockBackward:
         assert slope is not None
         return slope
 
+    @abstractmethod
     def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
         """Return the gradients of what was made of a tile before attention, or the rule, to which
         more may be added."""
-        raise NotImplementedError
 
     def first_projections(self, *, wanted: bool) -> Tensor | None:
         """Return the input's gradient, and sum those of the weights before attention.

@@ -18,7 +18,6 @@ this tensor rank, N some of either; D head dim, d hidden size.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from uspft.families import FAMILIES
 from uspft.families.projections import STATE_LAYER
 from uspft.model.attention_groups import AttentionCall
 from uspft.model.divided import PartLinear
-from uspft.model.group_call import BlockCall
+from uspft.model.group_call import BlockCall, Grouping
 from uspft.model.some_heads import (
     Halves,
     Hook,
@@ -81,20 +80,6 @@ def _by_place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     args = args or (kwargs.pop("hidden_states"),)
     return with_gradient(module, args) or args, kwargs
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """How an attention works in groups of heads."""
-
-    attention: Any
-    some: SomeHeads
-    at_once: int
-    """How many query heads of a KV head are attended with at once."""
-    heads: Heads
-    """Of the model."""
-    tile: int | None
-    """Tokens; None for all at once."""
 
 
 class GroupedBlock:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from uspft.families.projections import BEFORE
-from uspft.model.group_call import BlockBackward, BlockCall
+from uspft.model.group_call import BlockBackward, BlockCall, InGroups
 from uspft.model.head_turns import put
 from uspft.model.some_heads import Hook, joined, standing_in
 from uspft.model.tiles import add_up
@@ -30,7 +30,6 @@ from uspft.tensor.cutting import cut
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
-    from uspft.model.head_groups import GroupedBlock
     from uspft.sequence.mixing import Convolution
 
 
@@ -39,7 +38,7 @@ class StateCall(BlockCall):
 
     def __init__(
         self,
-        block: GroupedBlock,
+        block: InGroups,
         x: Tensor,
         parameters: list[nn.Parameter],
         kwargs: dict[str, Any],
