@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -166,6 +167,18 @@ class BlockCall(ABC):
         return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
 
 
+@contextmanager
+def frozen(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Let nothing be kept for the gradients of leaves within the `with` block."""
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            leaf.requires_grad_()
+
+
 class BlockBackward(ABC):
     """The backward of a call, in its order."""
 
@@ -241,14 +254,15 @@ class BlockBackward(ABC):
                 out = pick(self._out[tile], queries).detach().requires_grad_()
             else:
                 out = slope.new_empty(slope.shape[1], width, dim).requires_grad_()
-            with told, torch.enable_grad():
-                taken = call.taken(self._x[:, tile], tile, out, (queries, keys))
+            with told, torch.enable_grad(), frozen(self.leaves):
+                taken = call.taken(self._x[:, tile].detach(), tile, out, (queries, keys))
                 with seeing_some(call.block.last, columns), standing_in(places):
                     of_all = projection.table[projection.name]
                     module = how.attention._modules[how.some.last]
                     made = (of_all if module is of_all else module.forward)(taken)
+                del taken
                 (found[tile],) = torch.autograd.grad(made, out, slope)
-            del made, out, taken
+            del made, out
         return found
 
     def _slope(self, tile: slice) -> Tensor:

@@ -116,7 +116,7 @@ def some_of(
     of an adapter that has these too. gaps: as of SomeProduct."""
     module: Any = owner.get_submodule(name)
     places: list[tuple[Any, str]] = [(owner, name)]
-    if hasattr(module, "base_layer"):
+    if hasattr(module, "base_layer") and ranges:
         thin = module.lora_B if dim == COLUMNS else module.lora_A
         places = [(module, "base_layer"), *((thin, adapter) for adapter in thin.keys())]  # noqa: SIM118
     return [

@@ -26,6 +26,7 @@ from uspft.planner.operations import (
     dropped,
     gated,
     halves,
+    joined,
     linear,
     multiplied,
     remade,
@@ -348,9 +349,7 @@ class Layer:
         self, x: Tensor, convolve: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         assert self.sizes.state
-        return before_rule(
-            self.tape, x, self.sizes.state, self.project, self._trains, convolve
-        )
+        return before_rule(self.tape, x, self.sizes.state, self.project, self._trains, convolve)
 
     def _attention(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes

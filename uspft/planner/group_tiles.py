@@ -5,23 +5,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
 from uspft.planner.group_memory import GroupMemory, GroupSizes, GroupTiles
 from uspft.planner.operations import WIDE, added, joined
 from uspft.planner.state_group_memory import StateGroupMemory
-from uspft.planner.tape import Tensor
+from uspft.planner.tape import Tape, Tensor
 
-if TYPE_CHECKING:
-    from uspft.planner.activations import Layer, LayerSizes
-    from uspft.planner.attention_memory import Sharing
-    from uspft.planner.state_memory import StateHeads
+
+class LayerOnTape(Protocol):
+    """A layer on a tape, as groups of heads take it."""
+
+    tape: Tape
+    sizes: Any
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """Return the norm of x; x without a name."""
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        """Return a projection of x, with its adapter's."""
+
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what attention gives."""
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what attention, or the convolution before the rule, takes of an input."""
+
 
 OUT = "self_attn.o_proj"
 
 
-def in_groups(layer: Layer, alone: Callable[[LayerSizes], Layer]) -> GroupMemory:
+def in_groups(layer: LayerOnTape, alone: Callable[[Any], LayerOnTape]) -> GroupMemory:
     """Return attention in groups of heads, or a state, with its norm and residual where that is
     one. alone: makes a layer of other sizes."""
     tape, s = layer.tape, layer.sizes
@@ -34,7 +49,11 @@ def in_groups(layer: Layer, alone: Callable[[LayerSizes], Layer]) -> GroupMemory
     out = float(features * tokens * s.element)
     before, behind = s.kind.norms[:2] if halves else ("", "")
 
-    def input_of(one: Layer, *, wanted: bool = False) -> Tensor:
+    products = s.outputs(STATE_LAYER if state else "self_attn").items()
+    weights = {name: s.weights(name, s.hidden, gives) for name, gives in products}
+    again = sum(w for name, w in weights.items() if of_behind.use and of_behind.made_share(name))
+
+    def input_of(one: LayerOnTape, *, wanted: bool = False) -> Tensor:
         x = tape.leaf(size, tape.new(0.0)) if wanted else Tensor(size, None, None, 0)
         return one.norm(x, before)
 
@@ -42,7 +61,9 @@ def in_groups(layer: Layer, alone: Callable[[LayerSizes], Layer]) -> GroupMemory
         with tape.no_gradient():
             one = alone(of_behind)
             x = input_of(one) if gated else Tensor(size, None, None, 0)
-            made = one.norm(one.project(one.taken(x, Tensor(out, None, None, 0)), last_name), behind)
+            made = one.norm(
+                one.project(one.taken(x, Tensor(out, None, None, 0)), last_name), behind
+            )
             del x
             if halves:
                 added(tape, made, made)
@@ -60,19 +81,13 @@ def in_groups(layer: Layer, alone: Callable[[LayerSizes], Layer]) -> GroupMemory
             if made.node:
                 tape.backward(made, tape.new(made.size))
 
-    def first(some: Sharing | StateHeads) -> None:
-        sizes = replace(of_before, state=some) if isinstance(some, type(state)) else None
+    def first(some: Any) -> None:
+        sizes = s.of_tile(state=some) if state else s.of_tile(some)
         with tape.no_gradient():
-            if state and not isinstance(some, type(how)):
-                one = alone(s.of_tile(state=some, use=BEFORE))
-                made = one.before(input_of(one))
-                every = joined(tape, made[:3])
-                del every
-            else:
-                one = alone(s.of_tile(some, use=of_before.use))
-                made = one.before(input_of(one))
-            del made
-        del sizes
+            one = alone(replace(sizes, use=of_before.use))
+            made = one.before(input_of(one))
+            every = joined(tape, made[:3]) if state else None
+            del made, every
 
     def first_gradients() -> None:
         with tape.apart(collects=True):
@@ -89,11 +104,10 @@ def in_groups(layer: Layer, alone: Callable[[LayerSizes], Layer]) -> GroupMemory
     def out_slope(heads: int) -> None:
         """heads: query heads, or value heads."""
         share = heads / (state.sizes.values if state else how.heads)
-        held = [tape.new(size) for _ in range(1 if behind else 2)]
-        found = tape.new(share * out)
         if not gated:
-            held.append(tape.new(share * out))
-            del held, found
+            held = [tape.new(size) for _ in range(1 if behind else 2)]
+            held += [tape.new(share * out) for _ in range(2)]
+            del held
             return
         keys = round(share * state.sizes.keys) if state else 0
         some = s.of_tile(
@@ -101,14 +115,11 @@ def in_groups(layer: Layer, alone: Callable[[LayerSizes], Layer]) -> GroupMemory
         )
         with tape.apart(), tape.no_gradient():
             one = alone(some)
-            leaf = tape.leaf(share * out)
+            leaf = tape.leaf(share * out, tape.new(0.0) if share == 1 else None)  # a view of all
             made = one.project(one.taken(input_of(one), leaf), last_name)
-            tape.backward(made, held.pop())
-        del held, found, made, leaf
+            tape.backward(made, tape.new(0.0))
+        del made, leaf
 
-    products = s.outputs(STATE_LAYER if state else "self_attn").items()
-    weights = {name: s.weights(name, s.hidden, gives) for name, gives in products}
-    again = sum(w for name, w in weights.items() if of_behind.use and of_behind.made_share(name))
     sizes = GroupSizes(
         how,
         s.at_once or 1,

@@ -196,7 +196,9 @@ def state_block(
     else:
         out = remembered(exchanged, taken) if remembered and not inside else exchanged(taken)
     gate = gate or project(x, f"{STATE_LAYER}.g_proj")
-    return normed_by_head(tape, out, gate, of, trains(f"{STATE_LAYER}.{of.norm}"))
+    found = normed_by_head(tape, out, gate, of, trains(f"{STATE_LAYER}.{of.norm}"))
+    del held
+    return found
 
 
 def _by_key_heads(
@@ -219,9 +221,10 @@ def _by_key_heads(
 
 def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     """Return what the convolution makes of x: with the taps that reach beyond it, which are cut
-    off. On a ring the tokens before each fragment are laid before it, and taken out again."""
-    sizes, size = of.sizes, x.size
-    if of.ring > 1:
+    off. Where ranks share a row, the tokens before each fragment are laid before it, and taken out
+    again."""
+    sizes, size, shared = of.sizes, x.size, of.ring * of.ulysses > 1
+    if shared:
         x = _with_halo(tape, x, of)
     before, wants = x.size, x.node
     beyond = of.element * sizes.channels * (sizes.taps - 1)
@@ -244,7 +247,7 @@ def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
     found = bent(tape, seen)
     del made, seen
-    return found if of.ring == 1 else remade(tape, found, size)
+    return remade(tape, found, size) if shared else found
 
 
 def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:

@@ -47,8 +47,7 @@ def fitting_heads(
     where attention cannot work in groups, it is all.
     """
     options = options_of(recipe, layout)
-    able = bool(hardware.device) and not FAMILIES[shape.model_type].states
-    able = able and not _shares_rows(shape, layout.mesh_columns)
+    able = bool(hardware.device) and not _shares_rows(shape, layout.mesh_columns)
     if not able or recipe.parallel_config.on_a_mesh or recipe.memory.recompute == "exchange":
         return "all"
     at_once: int | None = None
@@ -94,7 +93,7 @@ def memory_sentence(
     said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
     if free and options.checkpointing:
         options = replace(options, recompute=RECOMPUTES[-1])
-    if grouped and not FAMILIES[shape.model_type].states:
+    if grouped:
         options = replace(options, at_once=1)
     longest = longest_row(shape, layout, card, options=options)
     said.append(f"the longest row that fits is {_tokens(longest)}")

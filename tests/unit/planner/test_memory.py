@@ -206,6 +206,9 @@ FEW = [
     Case("olmo2", "whole", "groups", "all", "bfloat16"),
     Case("phi3", "ulysses 4", "groups kept", "all", "float32"),
     Case("many heads", "tensor", "groups", "lora", "bfloat16"),
+    Case("states", "hybrid", "groups", "all", "bfloat16"),
+    Case("states by groups", "ring 2", "groups kept", "all", "bfloat16"),
+    Case("states, norms behind", "ulysses 16", "groups, whole", "all", "float32"),
 ]
 """Every value of each is among them."""
 
@@ -231,7 +234,7 @@ def legal(traits: tuple[Any, ...]) -> bool:
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
         return False
-    if case.model in HYBRIDS and ("mesh" in case.layout or grouped):
+    if case.model in HYBRIDS and "mesh" in case.layout:
         return False
     return case.trained != "some lora" or case.model not in ROUTED + FUSED
 
