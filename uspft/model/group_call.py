@@ -305,6 +305,7 @@ class BlockBackward(ABC):
                 of_gates = None if gates is None else gates[:, tile]
                 every = [one for one in (residual, found[0], of_gates) if one is not None]
                 dx[:, tile] = sum(every[1:], every[0])
+                del residual, of_gates, every
             add_up(self.sums, found[wanted:])
             del part, found
         return dx if wanted else None

@@ -80,6 +80,8 @@ class LayerSizes:
     recompute: str | None = None
     """What of attention is made again; None where the layer is not checkpointed."""
     offloads: bool = False
+    some_heads: bool = False
+    """Whether norms over all heads see those of a tensor rank, where `tensor` does not say so."""
     use: str = ""
     """BEFORE or BEHIND, where projections make features for what attention takes, or for what
     follows it, and zeros for the rest; empty where for both."""
@@ -120,7 +122,7 @@ class LayerSizes:
         of, state = replace(sharing, tokens=tokens), state or self.state
         state = state and replace(state, tokens=tokens)
         alone = replace(self, sharing=of, state=state, tile=None, tensor=1, splits_tokens=False)
-        return replace(alone, at_once=None, use=use)
+        return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
     def weights(self, name: str, takes: int, gives: int) -> float:
         """Return the bytes of those weights of a projection that train."""
@@ -406,7 +408,8 @@ class Layer:
         trains, tokens = self._trains(name), s.sharing.tokens
         found = self.project(x, f"self_attn.{kind}_proj")
         if s.kind.normed_together:
-            found = norm(tape, s, found, tokens, trains=trains, split=s.tensor > 1)
+            some = s.some_heads or s.tensor > 1
+            found = norm(tape, s, found, tokens, trains=trains, split=some)
         if s.kind.gated and gate is not None:
             found, other = halves(tape, found)
             gate.append(remade(tape, other))
