@@ -48,11 +48,13 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
 
 
 def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
-    """Return the lengths of a recipe's samples from the cache; None where the data was not
+    """Return the lengths of a recipe's samples, read or from the cache; None where the data was not
     tokenised before, or where that cannot be told without a network. Nothing is written. Raises
     DataError.
     """
     recipe = found.here
+    if found.known.corpus:
+        return lengths_of(recipe, found.known.corpus)
     with tokenizer_here(recipe) as tokenizer:
         if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
             return None
@@ -180,18 +182,24 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
     recipe = found.here
     if found.shape is None:
         return None
+    if found.known.corpus:
+        return _rows_of(recipe, found.known.corpus)
     vocabulary = found.shape.vocab_size
     with tokenizer_here(recipe) as tokenizer:
         if tokenizer is not None or not tokenizer_of(recipe.model):
             corpus = prepared(recipe.data, tokenizer, vocabulary, cache_of(recipe, place))
             if corpus:
-                stream = training_rows(recipe.data, corpus, recipe.seed)
-                rows = _spread(range(stream.rows_in_epoch(0)))
-                segments = tuple(stream.row(number).segments for number in rows)
-                return DrawnRows(segments, "the data") if segments else None
+                return _rows_of(recipe, corpus)
         lengths = first_look(recipe.data, tokenizer, vocabulary).lengths
     packed = _packed(recipe, documents_of(recipe, lengths))
     return DrawnRows(packed, "the first records") if packed else None
+
+
+def _rows_of(recipe: Recipe, corpus: Path) -> DrawnRows | None:
+    stream = training_rows(recipe.data, corpus, recipe.seed)
+    rows = _spread(range(stream.rows_in_epoch(0)))
+    segments = tuple(stream.row(number).segments for number in rows)
+    return DrawnRows(segments, "the data") if segments else None
 
 
 def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:

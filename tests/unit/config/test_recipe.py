@@ -98,7 +98,7 @@ memory:
   mlp_tile_tokens: none
 checkpoint: {every_steps: 500, keep_last: 2, keep_best: false, overlap: false, resume: auto}
 export: {huggingface: true}
-logging: {every_steps: 1, tensorboard: false, wandb: null, mlflow: null, report: false}
+logging: {every_steps: 1, tensorboard: false, wandb: null, mlflow: null, report: true}
 launch: {processes: auto, device: auto, restarts: 0, min_hosts: null}
 """
 # Keys that the example does not write out: alternatives to keys that it does, and pass-through.
@@ -188,7 +188,6 @@ def test_the_contracts_example_loads_and_its_values_are_the_defaults(tmp_path: P
     assert default.deepspeed.zero_optimization == {"stage": 1}
     degrees = default.parallel_config
     assert (degrees.context_parallel, degrees.context_parallel_algo) == (1, None)
-    assert default.logging.report is False  # true in the contract, off until it is there
 
 
 WRONG = [-7.25, {"zzz": [1]}, [[[]]], True, "", None, "\0", "0o7", 10**30, "10k", [1], 4.0]
