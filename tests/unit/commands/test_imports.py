@@ -1,4 +1,4 @@
-"""`plan` and `report` predict without torch, and `check` refuses without it: importing it takes seconds."""
+"""`plan` and `report` predict without torch and `check` refuses without it: it takes seconds."""
 
 from __future__ import annotations
 
