@@ -9,7 +9,7 @@ from html import escape
 from itertools import pairwise
 from typing import TypeVar
 
-Item = TypeVar("Item")
+Listed = TypeVar("Listed")
 Point = tuple[float, float]
 WIDTH, HEIGHT = 640, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 24
@@ -130,14 +130,14 @@ def _scaled(chart: Chart) -> Chart:
     return replace(chart, series=series, levels=levels, unit=unit)
 
 
-Place = Callable[[float], float]
+AlongAxis = Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class _Axis:
     """Where values stand along an axis, and those that have a tick."""
 
-    place: Place
+    place: AlongAxis
     ticks: Sequence[float]
 
 
@@ -161,7 +161,7 @@ def _axes(chart: Chart, drawn: Sequence[Sequence[Point]]) -> tuple[_Axis, _Axis]
     return x, _Axis(_between(low, high, HEIGHT - BOTTOM, TOP), ticks(low, high))
 
 
-def _between(low: float, high: float, begin: float, end: float) -> Place:
+def _between(low: float, high: float, begin: float, end: float) -> AlongAxis:
     """Return the straight line that takes low to begin and high to end; the middle where both are
     one."""
     if low == high:
@@ -235,7 +235,7 @@ def _columns(drawn: Sequence[Sequence[Point]], most: int) -> list[float]:
     return _some(sorted({x for points in drawn for x, _ in points}), most)
 
 
-def _some(every: Sequence[Item], most: int) -> list[Item]:
+def _some(every: Sequence[Listed], most: int) -> list[Listed]:
     """Return at most so many of all, evenly spaced, the first and the last among them."""
     if len(every) <= most:
         return list(every)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from uspft.commands.report_charts import Chart, Series, figure, load_map, shown, table
 from uspft.commands.report_predicted import SENT, Predicted
-from uspft.commands.report_runs import UNDER, Record, ReportedRun
+from uspft.commands.report_runs import UNDER, JournalLine, ReportedRun
 from uspft.layout import AXES, EXPERTS
 from uspft.metrics import as_size
 
-BEGIN = (
-    '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="generator" content="'
+MARK = (
+    '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+    '<meta name="generator" content="uspft">\n'
 )
-MARK = f'{BEGIN}uspft report">\n'
 """What every report begins with, and no other file."""
 LINES = 100
 """Ranks and incidents that are listed at most."""
@@ -197,7 +197,7 @@ def _folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>\n"
 
 
-def _words(record: Record) -> str:
+def _words(record: JournalLine) -> str:
     """Return a record's fields for a person."""
     each = ((name, v if isinstance(v, str) else json.dumps(v)) for name, v in record.items())
     return ", ".join(f"{name} {value}" for name, value in each)

@@ -14,7 +14,7 @@ from uspft.config.problems import UsageError
 from uspft.metrics.trackers import numbers
 from uspft.written import ENVIRONMENT, INCIDENTS, METRICS, RECIPE
 
-Record = Mapping[str, Any]
+JournalLine = Mapping[str, Any]
 UNDER = "seconds_under/"
 """What stands before a strategy's name in the name of its seconds."""
 REMEDY = "name the output folder of a run that has taken a step"
@@ -27,13 +27,13 @@ class ReportedRun:
     output: Path
     name: str
     """The folder's name, with those above it where that of another run is the same."""
-    steps: Sequence[Record]
+    steps: Sequence[JournalLine]
     """The records of training steps, by step."""
-    evaluations: Sequence[Record]
-    events: Sequence[Record]
+    evaluations: Sequence[JournalLine]
+    events: Sequence[JournalLine]
     """The records of neither: saves, resumptions, new starts, and what became of the data."""
-    incidents: Sequence[Record]
-    environment: Record
+    incidents: Sequence[JournalLine]
+    environment: JournalLine
     recipe: str
     """The resolved recipe's text; empty where it is not there."""
     notes: Sequence[str]
@@ -73,7 +73,7 @@ class ReportedRun:
         return sorted(known)
 
 
-def _why(record: Record) -> str:
+def _why(record: JournalLine) -> str:
     return str(record.get("why", "")).replace("{", "{{").replace("}", "}}")
 
 
@@ -99,7 +99,7 @@ def _read(output: Path, name: str) -> ReportedRun:
         raise UsageError(str(output), told, REMEDY)
     evaluations = [r for r in records if "eval_loss" in r and _is_step(r)]
     events = [r for r in records if "learning_rate" not in r and "eval_loss" not in r]
-    incidents: list[Record] = []
+    incidents: list[JournalLine] = []
     if (output / INCIDENTS).is_file():
         incidents, more = _records(output / INCIDENTS)
         notes += more
@@ -119,7 +119,7 @@ def _read(output: Path, name: str) -> ReportedRun:
     )
 
 
-def _flat(record: Record) -> Record:
+def _flat(record: JournalLine) -> JournalLine:
     """Return a step's record with the seconds under each strategy, which stand there in a list."""
     listed = record.get("strategies")
     every = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -127,15 +127,15 @@ def _flat(record: Record) -> Record:
     return {**record, UNDER.removesuffix("/"): under}
 
 
-def _is_step(record: Record) -> bool:
+def _is_step(record: JournalLine) -> bool:
     return isinstance(record.get("step"), int) and not isinstance(record["step"], bool)
 
 
-def _records(file: Path) -> tuple[list[Record], list[str]]:
+def _records(file: Path) -> tuple[list[JournalLine], list[str]]:
     """Return the objects of a file of JSON Lines, and notes on the lines that are none; the last
     line of a file that is being written may be in the making, and is no fault."""
     text = file.read_text("utf-8", errors="replace")
-    found: list[Record] = []
+    found: list[JournalLine] = []
     damaged: list[int] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
