@@ -72,10 +72,10 @@ def leave_report(found: Examined, place: Invocation) -> str:
     is, or a warning that says why it is not. A run that went well does not fail by it."""
     output = output_of(found.recipe)
     try:
-        guess: Predicted = predicted(found, place)
-    except InputError as error:
-        guess = Predicted(why_not={"": str(error)})
-    try:
+        try:
+            guess = predicted(found, place)
+        except InputError as error:
+            guess = Predicted(why_not={"": str(error)})
         _write(output / REPORT, page_of(read_runs([output]), [guess]))
     except Exception as error:
         return f"warning: no {REPORT}: {error or type(error).__name__}"
