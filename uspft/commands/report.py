@@ -12,7 +12,7 @@ from pathlib import Path
 from uspft.commands.report_page import MARK, page_of
 from uspft.commands.report_predicted import Predicted, predicted, predicted_of
 from uspft.commands.report_runs import read_runs
-from uspft.config.problems import InputError, UsageError
+from uspft.config.problems import InputError, UsageError, said
 from uspft.durable import write_text
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
@@ -59,12 +59,12 @@ def _write(file: Path, page: str) -> None:
     """Write a page; an earlier one is replaced, and no other file. Raises UsageError."""
     try:
         if file.exists() and not file.read_text("utf-8", errors="replace").startswith(MARK):
-            what = f"`{file}` is there already, and no report"
-            raise UsageError("-o", what, "name another file")
+            what = "is there already, and is no report"
+            raise UsageError(str(file), what, "name another file by -o FILE")
         write_text(file, page)
     except OSError as error:
-        what = f"`{file}` cannot be written: {error.strerror}"
-        raise UsageError("-o", what, "name another file") from error
+        what = f"cannot be written: {error.strerror}"
+        raise UsageError(str(file), what, "name another file by -o FILE") from error
 
 
 def leave_report(found: Examined, place: Invocation) -> str:
@@ -78,7 +78,7 @@ def leave_report(found: Examined, place: Invocation) -> str:
             guess = Predicted(why_not={"": str(error)})
         _write(output / REPORT, page_of(read_runs([output]), [guess]))
     except Exception as error:
-        return f"warning: no {REPORT}: {error or type(error).__name__}"
+        return f"warning: no {REPORT}: {said(error)}"
     return f"report:     {output / REPORT}"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -21,7 +22,9 @@ import pytest
 from tests.support.data_cases import write_lines
 from tests.support.launch import ROOT, environment
 from uspft.__main__ import main
+from uspft.commands.report import leave_report
 from uspft.commands.report_charts import POINTS, Chart, Series, figure, thinned, ticks
+from uspft.prepare.invocation import Invocation
 
 HOSTILE = "<script>alert('x')</script> & \"https://evil.example/\""
 LOADS = [[0.0, 2.5, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]]
@@ -212,12 +215,14 @@ def test_what_cannot_be_read_is_named(
     )
     assert "0 " in said(str(begun)), "a report is made anew"
     (begun / "report.html").write_text("mine")
-    assert "is there already, and no report; name another file" in said(str(begun))
+    assert "report.html: is there already, and is no report; name another file" in said(str(begun))
     assert (begun / "report.html").read_text() == "mine"
     assert "2 command line: report: has several folders" in said(str(begun), str(output))
     assert "--port: goes with --live" in said(str(begun), "--port", "8000")
     assert "-o: does not go with --live" in said(str(begun), "--live", "-o", none)
-    assert "2 command line: -o: " in said(str(output), "-o", f"{none}/page.html")
+    assert "none/page.html: cannot be written: No such" in said(
+        str(output), "-o", f"{none}/page.html"
+    )
 
 
 def test_what_is_predicted_is_what_plan_says(
@@ -249,6 +254,14 @@ def test_what_is_predicted_is_what_plan_says(
     assert "<td>3</td><td>4 of 4</td>" in text, "the last rank's tokens"
     (folder / "recipe.yaml").write_text("seed: 1\n")
     assert "<td>seconds of a step</td><td>–</td><td>0.5</td><td>–</td><td>" in page(folder)
+
+
+def test_a_run_that_went_well_does_not_fail_by_its_report(output: Path) -> None:
+    """Whatever it is: here there is no examination to predict by."""
+    recipe = SimpleNamespace(output_dir=output, parallel_config=SimpleNamespace(strategies=None))
+    found: Any = SimpleNamespace(recipe=recipe, settled=(), shape=None)
+    assert leave_report(found, Invocation("train")).startswith("warning: no report.html: ")
+    assert not (output / "report.html").exists()
 
 
 def test_a_live_page_is_made_anew(output: Path, tmp_path: Path) -> None:
