@@ -71,7 +71,7 @@ def is_complete(folder: Path, lines: list[str], steps: int) -> None:
     assert {record["strategy"] for record in found} == {"ulysses2-ring2"}
     page = (output / "report.html").read_text()
     assert f"<td>1 to {steps}, {steps} of them logged</td>" in page
-    assert "warning" not in page and "<td>sent: ring</td><td>3 MiB</td>" in page
+    assert "<td>sent: all_to_all</td><td>3 MiB</td><td>3 MiB</td><td>1</td>" in page
 
 
 def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from uspft.commands.report_page import MARK, page_of
-from uspft.commands.report_predicted import Predicted, predicted, predicted_of
-from uspft.commands.report_runs import read_runs
+from uspft.commands.report_pages import MARK, page_of
+from uspft.commands.report_runs import Predicted, predicted, predicted_of, read_runs
 from uspft.config.problems import InputError, UsageError, said
 from uspft.durable import write_text
 from uspft.prepare.examine import Examined

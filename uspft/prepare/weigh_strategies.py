@@ -26,7 +26,7 @@ from uspft.prepare.step import matrices_of
 from uspft.prepare.tokenizer import tokenizer_here, tokenizer_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
-from uspft.switching.choose.choice import SwitchingChoice, beside_static, choose
+from uspft.switching.choose.choice import beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
 from uspft.switching.choose.layout_set import LayoutSet
 from uspft.switching.choose.priced import Setting, priced
@@ -112,7 +112,7 @@ def weighing(
         if not choice.switches and choice.best_static is None:
             raise Fault([_too_much(found.recipe, setting)])
     else:
-        choice = _listed(found, setting, drawn)
+        choice = beside_static(_listed(found, setting, drawn), drawn)
     weighed = found.knowing(weighed=Weighed(choice, drawn, source))
     findings = run_findings(weighed.recipe, weighed.layout, weighed.shape)
     if findings := findings + exchange_findings(weighed.recipe, weighed.layout):
@@ -147,8 +147,19 @@ def _setting(found: Examined) -> Setting:
     )
 
 
-def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
-    """Return the predicted time of the layouts that a recipe lists, and of every static layout."""
+def mix_seconds(found: Examined, place: Invocation) -> float | None:
+    """Return the predicted seconds of a step under a recipe's strategies; None where the lengths of
+    the data are not known here. Raises as `lengths_here` does."""
+    lengths = lengths_here(found, place)
+    if not lengths:
+        return None
+    data, samples = found.recipe.data, found.recipe.training.global_batch_size
+    drawn = DrawnSteps(lengths, samples, data.sequence_length, data.packing)
+    return _listed(found, _setting(found), drawn).seconds(drawn)
+
+
+def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> LayoutSet:
+    """Return the layouts that a recipe lists."""
     buckets = []
     for alone, layout in found.each_layout:
         parallel, length = alone.parallel_config, alone.data.sequence_length
@@ -160,7 +171,7 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
         buckets.append(priced(here, way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     stored = min(one.layout.tensor for one in buckets)
-    return beside_static(LayoutSet(setting, tuple(buckets), stored, moves), drawn)
+    return LayoutSet(setting, tuple(buckets), stored, moves)
 
 
 def has_strategies(found: Examined) -> bool:

@@ -256,6 +256,33 @@ def test_what_is_predicted_is_what_plan_says(
     assert "<td>seconds of a step</td><td>–</td><td>0.5</td><td>–</td><td>" in page(folder)
 
 
+def test_a_step_of_several_layouts_is_predicted_as_plan_does(
+    tmp_path: Path, page: Page, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    samples = [{"input_ids": [*range(length)]} for length in (1000, 60, 200, 130) * 4]
+    shared = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+    tree = {
+        "model": {"config": str(ROOT / "configs/models/quickstart.json"), "dtype": "float32"},
+        "data": {"train": str(write_lines(tmp_path / "a.jsonl", samples)), "sequence_length": 1024},
+        "parallel_config": {"strategies": [{"max_length": 256}, {"max_length": 1024, **shared}]},
+        "training": {"steps": 2, "global_batch_size": 8},
+        "launch": {"device": "cpu", "processes": 2},
+    }
+    folder = fill(tmp_path / "run", [json.dumps(record(1))])
+    (folder / "recipe.yaml").write_text(json.dumps(tree))
+    (folder / "environment.json").write_text(json.dumps({"ranks": 2}))
+    assert "lengths of the data are not known here</td>" in page(folder)
+    assert main(["preprocess", str(folder / "recipe.yaml")]) == 0
+    text = page(folder)
+    capsys.readouterr()
+    assert main(["plan", str(folder / "recipe.yaml")]) == 0
+    (own,) = re.findall(r"^switching +([\d.]+)$", capsys.readouterr().out, re.M)
+    (guess,) = re.findall(r"<td>seconds of a step</td><td>([\d.]+)</td><td>0.5</td>", text)
+    assert f"{float(guess):.3g}" == own
+    assert "<td>seconds alone are predicted of several layouts in a step</td>" in text
+
+
 def test_a_run_that_went_well_does_not_fail_by_its_report(output: Path) -> None:
     """Whatever it is: here there is no examination to predict by."""
     recipe = SimpleNamespace(output_dir=output, parallel_config=SimpleNamespace(strategies=None))

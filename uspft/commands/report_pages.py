@@ -10,16 +10,14 @@ from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
+from uspft.commands.pages import BEGIN, html_page
 from uspft.commands.report_charts import Chart, Series, figure, load_map, shown, table
-from uspft.commands.report_predicted import SENT, Predicted
-from uspft.commands.report_runs import UNDER, JournalLine, ReportedRun
+from uspft.commands.report_runs import SENT, UNDER, JournalLine, Predicted, ReportedRun
 from uspft.layout import AXES, EXPERTS
 from uspft.metrics import as_size
 
-MARK = (
-    '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-    '<meta name="generator" content="uspft">\n'
-)
+GENERATOR = '<meta name="generator" content="uspft">\n'
+MARK = BEGIN + GENERATOR
 """What every report begins with, and no other file."""
 LINES = 100
 """Ranks and incidents that are listed at most."""
@@ -33,14 +31,9 @@ def _colours(every: Sequence[str]) -> str:
 
 
 STYLE = f"""
-:root {{ color-scheme: light dark; --ink: #1f2328; --paper: #fff; --soft: #6a737d; --line: #d0d7de;
-  {_colours(LIGHT)} }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6edf3; --paper: #0d1117; --soft: #8b949e;
-  --line: #30363d; {_colours(DARK)} }} }}
-body {{ color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif;
-  margin: 2em auto; max-width: 88em; padding: 0 1em; }}
-h1, h2 {{ font-size: 1.2em; margin: 1.6em 0 .4em; }}
-h3 {{ font-size: 1em; margin: 1.2em 0 .3em; }}
+:root {{ {_colours(LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_colours(DARK)} }} }}
+body {{ max-width: 88em; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32em, 100%), 1fr));
   gap: 1.2em; }}
 figure {{ margin: 0; min-width: 0; }} figcaption span {{ color: var(--soft); margin-left: 1em; }}
@@ -55,12 +48,9 @@ svg {{ fill: none; stroke-width: 1.5; }} svg text {{ fill: var(--soft); font-siz
 .more {{ fill: var(--s1); background: var(--s1); }}
 .less {{ fill: var(--s0); background: var(--s0); }}
 i {{ display: inline-block; width: .8em; height: .8em; }}
-table {{ border-collapse: collapse; }} th, td {{ padding: .1em .8em .1em 0; text-align: right;
-  font-variant-numeric: tabular-nums; vertical-align: top; }}
-th {{ color: var(--soft); font-weight: normal; }}
+th, td {{ text-align: right; font-variant-numeric: tabular-nums; vertical-align: top; }}
 th:first-child, td:first-child, .words td {{ text-align: left; }}
-.wide {{ overflow-x: auto; }} .note, summary {{ color: var(--soft); }}
-pre {{ font: 13px/1.5 ui-monospace, monospace; overflow-x: auto; }}
+.wide, pre {{ overflow-x: auto; }} summary {{ color: var(--soft); }}
 """.strip()
 
 
@@ -71,14 +61,13 @@ def page_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted], again: 
     fresh = f'<meta http-equiv="refresh" content="{again}">\n' if again else ""
     charts = "".join(map(figure, charts_of(runs, predicted)))
     each = "".join("".join(_run(run, one)) for run, one in zip(runs, predicted, strict=True))
-    return (
-        f'{MARK}{fresh}<meta name="viewport" content="width=device-width">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n"
-        f'<h1>{escape(title)}</h1>\n<div class="wide words">{_overview(runs)}</div>\n'
+    body = (
+        f'<div class="wide words">{_overview(runs)}</div>\n'
         '<p class="note">Point at a chart for the numbers of a step; a red line says what happened '
         "there. Of long runs the lowest and the highest point of each stretch are drawn.</p>\n"
-        f'<div class="charts">{charts}</div>\n{each}</html>\n'
+        f'<div class="charts">{charts}</div>\n{each}'
     )
+    return html_page(title, STYLE, body, GENERATOR + fresh)
 
 
 class Shown(NamedTuple):
