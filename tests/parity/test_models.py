@@ -155,7 +155,7 @@ def wanted(folder: Path, model: str, data: dict[bool, Documents], packed: bool) 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("full", "count"), [(False, 20), pytest.param(True, 200, marks=pytest.mark.full)]
+    ("full", "count"), [(False, 21), pytest.param(True, 210, marks=pytest.mark.full)]
 )
 def test_every_family_trains_as_one_process(full: bool, count: int, setting: Any) -> None:
     folder, data = setting
