@@ -319,6 +319,7 @@ def unpredicted(
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "embeddings of each layer": bool(shape.layer_features),
         "layers that use the keys of others": bool(shape.borrowers),
+        "a state in groups of heads": bool(options.at_once) and FAMILIES[shape.model_type].states,
     }
     return tuple(what for what, here in found.items() if here)
 
