@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters
-from uspft.families import NO_KEYS, layer_windows
+from uspft.families import FAMILIES, NO_KEYS, layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
