@@ -17,8 +17,7 @@ from uspft.calibration.fits import as_yaml, fitted
 from uspft.calibration.points import Points
 from uspft.calibration.sweeps import SIZES, Bench, Says, measure
 from uspft.comm import said_by_all
-from uspft.commands.joining import joined, ranks_of_host
-from uspft.commands.starting import start_ranks
+from uspft.commands.rank import joined, ranks_of_host, start_ranks
 from uspft.config import InputError, Recipe, dump, load
 from uspft.config.problems import COMMAND_LINE
 from uspft.durable import write_text

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.commands.inspect_page import page_of
-from uspft.commands.inspect_screen import show
+from uspft.commands.inspect_pages import page_of, show
 from uspft.config.problems import InputError
 from uspft.data import load_tokeniser, read_report
 from uspft.data.corpus.tokenise import holds_tokenizer

@@ -20,7 +20,7 @@ from uspft.checkpoint.folder import (
 )
 from uspft.checkpoint.whole_model import whole_model
 from uspft.commands.export import best_up_to, export_beside
-from uspft.commands.starting import start_ranks
+from uspft.commands.rank import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
