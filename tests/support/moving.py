@@ -132,6 +132,7 @@ def started(
     resume: bool = False,
 ) -> Started:
     """An engine for a case, with the weights of its model or of the newest checkpoint."""
+    from benchmarks.switching.straight import StraightEngine
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import weights_of
@@ -167,7 +168,7 @@ def started(
     split_model(model, holders, moves=True)
     model.train()
     recompute = recompute_layers(model, job.here.memory, range(model.config.num_hidden_layers))
-    engine = MovingEngine(
+    engine = (StraightEngine if case.straight else MovingEngine)(
         TrainedModel(
             CausalModel(model, None, None, recompute), make_objective(CAUSAL.name, config)
         ),
@@ -175,7 +176,6 @@ def started(
         holders,
         every,
         torch.device("cpu"),
-        straight=case.straight,
         hosts=case.hosts,
     )
     if checkpoint:

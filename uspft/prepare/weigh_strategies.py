@@ -30,7 +30,7 @@ from uspft.switching.choose.choice import SwitchingChoice, beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
 from uspft.switching.choose.layout_set import LayoutSet
 from uspft.switching.choose.priced import Setting, priced
-from uspft.switching.deal.buckets import rows_of_samples
+from uspft.switching.deal.micro_steps import rows_of_samples
 
 LOOKED_AT = 16_384
 """The most samples whose lengths are looked at, evenly spaced over an epoch."""

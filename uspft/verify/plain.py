@@ -32,7 +32,7 @@ from uspft.parameters.experts import CORRECTION
 from uspft.parameters.fill import places
 from uspft.parameters.names import is_adapter
 from uspft.parameters.part import Part
-from uspft.switching.deal.buckets import rows_of_samples
+from uspft.switching.deal.micro_steps import rows_of_samples
 from uspft.verify.gradients import See
 from uspft.verify.result import Measured
 from uspft.verify.under_way import weights_under_way
