@@ -103,10 +103,8 @@ def cases(*, full: bool) -> list[Case]:
 
 
 def memory_of(case: Case, number: int) -> dict[str, Any]:
-    """What saves memory in a run: layers run again, nothing, or groups of heads, where a family's
-    attention can, by turns."""
-    kind, _ = MODELS[case.model]
-    if number % 2 or FAMILIES[kind].why_all_heads:
+    """What saves memory in a run: layers run again, nothing, or groups of heads, by turns."""
+    if number % 2:
         return {"gradient_checkpointing": number % 4 == 1}
     tiles = {} if number % 4 else {"mlp_tile_tokens": 5, "recompute": "attention"}
     return {"attention_heads": 1, **tiles}

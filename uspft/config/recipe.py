@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict, model_validator, with_config
 from typing_extensions import TypedDict
 
+from uspft.config.algorithms import CAUSAL, OBJECTIVES
 from uspft.config.deepspeed_fields import Aio, CommsLogger, FlopsProfiler, ZeroFields
 from uspft.config.degrees import ParallelBlock
 from uspft.config.inputs import DataBlock, ModelBlock, Source
-from uspft.config.objectives import CAUSAL, OBJECTIVES
 from uspft.config.types import (
     STRICT,
     As,

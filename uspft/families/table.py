@@ -88,8 +88,6 @@ class Family:
     """The quantisation from which its weights can be read, by transformers' name of it."""
     cut: LayerCut | None = None
     """What a stage of its layers needs; None where nobody has found out."""
-    why_all_heads: str = ""
-    """Why its attention cannot work in groups of heads; empty where it can."""
 
 
 _CUT, _TYPED_CUT = LayerCut(), LayerCut(("layer_types",))
@@ -103,9 +101,7 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
-_STATES |= {"why_all_heads": "has gates behind attention, and layers with a state"}
 _SHARED_HYBRID = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-_NORMED = "norms queries over all heads together"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -259,9 +255,7 @@ FAMILIES: dict[str, Family] = {
         projections=ROUTED_NORMED_TOGETHER,
         cut=_CUT,
     ),
-    "olmo_hybrid": Family(
-        projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
-    ),
+    "olmo_hybrid": Family(projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT),
     "qwen3_next": Family(
         defaults={
             **_GATED_HEADS,

@@ -317,6 +317,7 @@ def unpredicted(
         "an expert that every token meets": bool(shape.shared_features)
         and not inner_features(shape, 1),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
+        "a state in groups of heads": bool(options.at_once) and FAMILIES[shape.model_type].states,
     }
     return tuple(what for what, here in found.items() if here)
 

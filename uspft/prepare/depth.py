@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from uspft.config import Fault
-from uspft.config.algorithms import AUTO
-from uspft.config.objectives import OBJECTIVES
+from uspft.config.algorithms import AUTO, OBJECTIVES
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
-from uspft.config.pipeline_rules import as_list
+from uspft.config.messages import as_written
 from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
@@ -141,7 +141,7 @@ class Examined:
             length = alone.data.sequence_length
             how = layout.sentence(alone.parallel_config.context_parallel_algo)
             if layers := alone.parallel_config.layers_per_stage:
-                how += f"; {as_list(layers)} layers"
+                how += f"; {as_written(layers)} layers"
             lines.append(f"{shortest:,} to {length:,} tokens: {how}")
             shortest = length + 1
         return lines

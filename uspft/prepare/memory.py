@@ -73,8 +73,8 @@ def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: 
 
 
 def _has_groups(shape: ModelShape, layout: Layout) -> bool:
-    """Return whether attention of a model can work in groups of heads under a layout."""
-    able = not FAMILIES[shape.model_type].why_all_heads and not layout.is_mesh
+    """Return whether `auto` may have attention of a model in groups of heads under a layout."""
+    able = not FAMILIES[shape.model_type].states and not layout.is_mesh
     return able and not _shares_rows(shape, layout.mesh_columns)
 
 
@@ -158,10 +158,6 @@ def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) ->
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []
-    if why := FAMILIES[shape.model_type].why_all_heads:
-        able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)
-        what = f"is {asked}, and `{shape.model_type}` {why}"
-        return [(key, what, f"write all, or name a model of type {able}")]
     if _shares_rows(shape, tensor):
         what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
         return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]

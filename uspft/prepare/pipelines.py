@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
-from uspft.config.pipeline_rules import as_list
+from uspft.config.messages import as_written
 from uspft.config.strategies import strategies_of
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, NO_KEYS
@@ -115,7 +115,7 @@ def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known)
     if recipe.data.packing != "none" and not (known.rows or says_layers(asked)):
         later = "; layers are dealt out for rows of one document, which the data may change"
     return (
-        f"{as_list(parallel.layers_per_stage)} layers, {named} over {many}: ranks wait "
+        f"{as_written(parallel.layers_per_stage)} layers, {named} over {many}: ranks wait "
         f"{waits:.0%} of a step where stages take equal time{later}"
     )
 

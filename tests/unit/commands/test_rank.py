@@ -27,7 +27,7 @@ from uspft.commands.rank import (
 )
 from uspft.config import Fault, dump, load
 from uspft.config.problems import RunFailed
-from uspft.config.schema import blocks, keys
+from uspft.config.reference import blocks, keys
 from uspft.job import Job
 from uspft.prepare.examine import examine
 

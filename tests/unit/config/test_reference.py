@@ -18,11 +18,9 @@ from uspft.config.algorithms import AUTO, CONTEXT
 from uspft.config.messages import words as allowed
 from uspft.config.problems import Fault
 from uspft.config.recipe import Recipe, TrainingBlock
-from uspft.config.reference import main, page
-from uspft.config.scalars import plain, token_count
-from uspft.config.schema import GROUPED, Key, blocks, keys, schema
+from uspft.config.reference import GROUPED, Key, blocks, keys, main, page, schema
 from uspft.config.types import Count, RecipeBlock, Text, validated
-from uspft.config.yaml.document import bare, parse
+from uspft.config.yaml.document import bare, parse, plain, token_count
 from uspft.config.yaml.unknown import mappings
 
 ROOT = Path(__file__).parents[3]

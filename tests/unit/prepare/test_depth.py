@@ -12,7 +12,7 @@ import pytest
 from tests.support.models import make_model
 from tests.support.verify import recipe
 from uspft.config import Fault
-from uspft.config.objectives import OBJECTIVES, ObjectiveRow
+from uspft.config.algorithms import OBJECTIVES, ObjectiveRow
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.hf_config import model_config

@@ -15,7 +15,7 @@ from tests.support.models import make_model
 from tests.support.shapes import hub
 from uspft.config import ParallelBlock, Recipe, load
 from uspft.config.degrees import PLANNED
-from uspft.config.schema import blocks, keys
+from uspft.config.reference import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout

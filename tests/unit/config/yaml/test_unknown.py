@@ -12,7 +12,7 @@ from tests.support.problems import BASE, lines
 from uspft.config import Recipe, RecipeError, load
 from uspft.config.messages import choices
 from uspft.config.others import table_of
-from uspft.config.schema import blocks, keys
+from uspft.config.reference import blocks, keys
 from uspft.config.yaml.unknown import mappings
 
 DERIVED = {
