@@ -41,7 +41,8 @@ _HOW: Mapping[str, tuple[str, Callable[[Ranked], int]]] = {
 """What has a column where it is left open."""
 LEGEND = (
     "tie: the machine's figures do not tell it from the first; longest row: in tokens, that "
-    "fits a card with as much made again as is left to auto; memory is without what kernels of attention and of states allocate inside"
+    "fits a card with as much made again as is left to auto; memory is without what kernels of "
+    "attention and of states allocate inside"
 )
 
 
