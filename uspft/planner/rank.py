@@ -52,7 +52,7 @@ SAID = 3
 LEAST_SECONDS = 0.005
 """Of a part that is named, as a share of the first layout's step."""
 
-Saving = Callable[[Layout, Options], Options]
+LongerBy = Callable[[Layout, Options], Options]
 """A function that gives options under which rows are longer, of a layout's options."""
 
 
@@ -236,7 +236,7 @@ def ranking(
     *,
     own: Way | None = None,
     why_not: WhyNot | None = None,
-    saving: Saving | None = None,
+    saving: LongerBy | None = None,
 ) -> Ranking:
     """Return the layouts of a space in their order: those that fit first, then by their seconds.
 
@@ -357,7 +357,7 @@ class _Listed(Sequence[Ranked]):
 class Needs:
     """What ranks need for rows of one length, remembered by what it depends on."""
 
-    def __init__(self, model: ModelShape, row_tokens: int, saving: Saving | None = None) -> None:
+    def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
         self._model, self._tokens, self._saving = model, row_tokens, saving
         self._states: dict[tuple[object, ...], State] = {}
         self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
