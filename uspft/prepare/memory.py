@@ -74,8 +74,8 @@ def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: 
 
 def _has_groups(shape: ModelShape, layout: Layout) -> bool:
     """Return whether `auto` may have attention of a model in groups of heads under a layout."""
-    able = not FAMILIES[shape.model_type].states and not layout.is_mesh
-    return able and not _shares_rows(shape, layout.mesh_columns)
+    alike = not (FAMILIES[shape.model_type].states or shape.seeing_all)
+    return alike and not layout.is_mesh and not _shares_rows(shape, layout.mesh_columns)
 
 
 def memory_sentence(
@@ -158,6 +158,9 @@ def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) ->
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []
+    if shape.seeing_all:
+        what = f"is {asked}, and layers of `{shape.model_type}` have heads of two sizes"
+        return [(key, what, "write all")]
     if _shares_rows(shape, tensor):
         what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
         return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]
