@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
-from typing import TypeVar
 
-Listed = TypeVar("Listed")
 Point = tuple[float, float]
 WIDTH, HEIGHT = 640, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 24
@@ -230,13 +228,10 @@ def _hits(
 
 
 def _columns(drawn: Sequence[Sequence[Point]], most: int) -> list[float]:
-    return _some(sorted({x for points in drawn for x, _ in points}), most)
-
-
-def _some(every: Sequence[Listed], most: int) -> list[Listed]:
-    """Return at most so many of all, evenly spaced, the first and the last among them."""
+    """Return at most so many of the steps that are drawn, evenly spaced, with the ends."""
+    every = sorted({x for points in drawn for x, _ in points})
     if len(every) <= most:
-        return list(every)
+        return every
     return [every[n * (len(every) - 1) // (most - 1)] for n in range(most)]
 
 
