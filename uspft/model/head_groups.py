@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from uspft.families import FAMILIES
 from uspft.families.projections import PER_HEAD, ROWS
@@ -38,6 +37,7 @@ from uspft.model.some_heads import (
     SomeHeads,
     first_half,
     halves_of,
+    own_forward,
     second_half,
     seeing_some,
     some_of,
@@ -113,9 +113,7 @@ class GroupedBlock:
     def __init__(self, module: Any, how: Grouping) -> None:
         """module: what is run up to attention, to which the block's input goes."""
         self.module, self.how = module, how
-        forward: Any = type(module).forward
-        layer = isinstance(module, GradientCheckpointingLayer)  # whose own is within
-        self.run = forward.__wrapped__ if layer else forward
+        self.run = own_forward(module)
         self.parameters_of: list[nn.Module] = [module]
         self.behind: list[nn.Module] = [how.attention.o_proj]
         """The modules behind attention."""
@@ -123,7 +121,7 @@ class GroupedBlock:
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         bound: Bound | Hook = kwargs["uspft"]
         if isinstance(bound, Hook):
-            found: tuple[Tensor, None] = self.run(self.module, hidden_states, **kwargs)
+            found: tuple[Tensor, None] = self.run(hidden_states, **kwargs)
             return found
         return bound.leave(self.attend(hidden_states, kwargs)), None
 
@@ -155,7 +153,7 @@ class _FirstHalf(GroupedBlock):
             self.behind.append(layer.get_submodule(halves.behind))
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        return first_half(self.module, self._halves, partial(self.run, self.module), x, made)
+        return first_half(self.module, self._halves, self.run, x, made)
 
     def left(self, made: Tensor, bound: Bound) -> Tensor:
         return bound.leave(made)
@@ -170,7 +168,7 @@ class TwoHalves:
 
     def __init__(self, layer: Any, halves: Halves, first: GroupedBlock) -> None:
         self._layer, self._first = layer, first
-        self._second = partial(second_half, layer, halves, partial(first.run, layer))
+        self._second = partial(second_half, layer, halves, first.run)
         self._parts = nn.ModuleList(layer.get_submodule(name) for name in halves.rest)
         routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
         self._tile = None if routed else first.how.tile
@@ -250,7 +248,7 @@ class GroupsCall:
             kwargs["position_embeddings"] = tuple(one[:, tile] for one in angles)
         if (places := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = places[:, tile]
-        run = partial(self.block.run, self.block.module, hidden_states=x)
+        run = partial(self.block.run, hidden_states=x)
         found, self._rule = up_to_attention(run, self.bound.softcap, **kwargs)
         return found
 
