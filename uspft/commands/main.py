@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from uspft.called import LAUNCH, VARIABLE, to_type
-from uspft.commands.imports import begin_imports, keep_imports
+from uspft.called import LAUNCH, VARIABLE, begin_imports, keep_imports, to_type
 from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import (
     ERROR_FILE,

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from uspft.commands.imports import keep_imports
-from uspft.commands.joining import joined, ranks_of_host, require_shared
-from uspft.commands.starting import start_ranks
+from uspft.called import keep_imports
+from uspft.commands.rank import joined, ranks_of_host, require_shared, start_ranks
 from uspft.launcher import Hosts, Waiting
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation

@@ -6,23 +6,22 @@ from typing import Any
 
 import torch
 
-from uspft.model.divided import _PartProduct
+from uspft.model.divided import some_product
 from uspft.tensor.cutting import Used
 from uspft.tensor.put_off import PutOff
 
 
 def product(x: Any, weight: Any, bias: Any, used: Used, put_off: Any = None) -> Any:
     if put_off is None:
-        return _PartProduct.apply(x, weight, bias, used)
-    return _PartProduct.apply(x, weight.detach(), bias, used, *put_off)
+        return some_product(x, weight, bias, used)
+    return some_product(x, weight.detach(), bias, used, *put_off)
 
 
 def gradients(used: Used, put_off: PutOff | None, made: list[int] | None = None) -> Any:
     """Of a weight that two copies meet, one after the other, of its bias, and of what they were."""
     torch.manual_seed(3)
     weight, bias = torch.randn(6, 4).double().requires_grad_(), torch.randn(6).double()
-    rows = weight.shape[0] if used[0] is None else sum(b - a for a, b in used[0])
-    bias = bias[:rows].requires_grad_()
+    bias.requires_grad_()
     copies = [torch.randn(1, n, 4).double().requires_grad_() for n in (5, 3)]
     later = put_off.stand_for(weight) if put_off else None
     outs = [product(x, weight, bias, used, later) for x in copies]

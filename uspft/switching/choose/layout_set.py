@@ -20,7 +20,8 @@ from uspft.planner.trained import StageLayers, counts_of
 from uspft.planner.zero_time import UPDATE_BYTES, zero_once
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
-from uspft.switching.deal.schedule import Limits, MicroStep, RankGroup, RowWork, makespan, schedule
+from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan
+from uspft.switching.deal.schedule import schedule
 
 
 @dataclass(frozen=True)
