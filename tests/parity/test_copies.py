@@ -35,7 +35,7 @@ from uspft.parameters.shards import Holders
 from uspft.sequence import make_algorithm
 from uspft.tensor.interleaved import Crossing
 from uspft.tensor.megatron import Megatron
-from uspft.tensor.put_off import _Sum
+from uspft.tensor.put_off import GradientSum
 from uspft.world import make_world
 
 EXACT, TENSOR = 1e-12, 2
@@ -101,7 +101,7 @@ def logged() -> Iterator[list[tuple[str, int]]]:
     log: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
     start, finish, product = Crossing.start, Crossing.finish, PartLinear.forward
-    make = _Sum._make
+    make = GradientSum.make
 
     def started(self: Crossing, x: Any, *, backward: bool) -> None:
         log.append(("begin", numbers.setdefault(id(self), len(numbers))))
@@ -113,7 +113,7 @@ def logged() -> Iterator[list[tuple[str, int]]]:
         log.append(("await", numbers[id(self)]))
         return found
 
-    def made(self: _Sum, rows: Any, x: Any) -> None:
+    def made(self: GradientSum, rows: Any, x: Any) -> None:
         log.append(("put off", 0))
         make(self, rows, x)
 
@@ -128,7 +128,7 @@ def logged() -> Iterator[list[tuple[str, int]]]:
     with (
         mock.patch.object(PartLinear, "forward", computed),
         mock.patch.object(Crossing, "start", started),
-        mock.patch.object(_Sum, "_make", made),
+        mock.patch.object(GradientSum, "make", made),
         mock.patch.object(Crossing, "finish", finished),
     ):
         yield log

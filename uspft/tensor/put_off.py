@@ -24,24 +24,24 @@ class PutOff:
     could have been made."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self.waiting: deque[Callable[[], None]] = deque()
 
     def stand_for(self, weight: Tensor) -> PutOffWeight:
         """Return what takes a weight's place in the graph. Autograd comes to the weight when it has
         been to all that was made since."""
-        sums = _Sum(weight.detach(), self)
+        sums = GradientSum(weight.detach(), self)
         return PutOffWeight(_Stands.apply(weight, sums), sums)
 
     def add(self, product: Callable[[], None]) -> None:
-        self._waiting.append(product)
+        self.waiting.append(product)
 
     def one(self) -> None:
         """Make the one that has waited longest, if any."""
-        if self._waiting:
-            self._waiting.popleft()()
+        if self.waiting:
+            self.waiting.popleft()()
 
     def all(self) -> None:
-        while self._waiting:
+        while self.waiting:
             self.one()
 
 
@@ -50,10 +50,10 @@ class PutOffWeight(NamedTuple):
 
     stand: Tensor
     """What products depend on instead of the weight; it has no elements."""
-    sums: _Sum
+    sums: GradientSum
 
 
-class _Sum:
+class GradientSum:
     """The gradient of a weight, as far as it has been made."""
 
     def __init__(self, held: Tensor, put_off: PutOff) -> None:
@@ -65,9 +65,9 @@ class _Sum:
         """Put off the product of the gradient of a projection's output [T, out] and of what it took
         [T, in]. used: of the weight; the same in each product."""
         self._used = used
-        self._put_off.add(partial(self._make, rows, x))
+        self._put_off.add(partial(self.make, rows, x))
 
-    def _make(self, rows: Tensor, x: Tensor) -> None:
+    def make(self, rows: Tensor, x: Tensor) -> None:
         if self._sum is None:
             self._sum = rows.t() @ x
         else:
@@ -81,7 +81,7 @@ class _Sum:
 
 class _Stands(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, sums: _Sum) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, sums: GradientSum) -> Tensor:
         ctx.sums = sums
         return weight.new_empty(0)
 

@@ -26,7 +26,7 @@ def gradients(used: Used, put_off: PutOff | None, made: list[int] | None = None)
     later = put_off.stand_for(weight) if put_off else None
     outs = [product(x, weight, bias, used, later) for x in copies]
     if put_off and made is not None:
-        copies[0].register_hook(lambda _: made.append(len(put_off._waiting)))
+        copies[0].register_hook(lambda _: made.append(len(put_off.waiting)))
     (outs[0].square().sum() + 3 * outs[1].square().sum()).backward()
     return [one.grad for one in (weight, bias, *copies)]
 
