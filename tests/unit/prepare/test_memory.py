@@ -29,6 +29,13 @@ def test_more_heads_at_once_than_share_a_kv_head_are_refused() -> None:
     assert group_findings(asking(5), None) == []
 
 
+def test_layers_with_heads_of_two_sizes_keep_all_heads() -> None:
+    shape = replace(hub("meta-llama/Llama-3.1-8B"), seeing_all=(2, 256), model_type="gemma4_text")
+    what = "is 1, and layers of `gemma4_text` have heads of two sizes"
+    assert group_findings(asking(1), shape) == [(KEY, what, "write all")]
+    assert group_findings(asking("all"), shape) == []
+
+
 def test_ranks_that_share_the_rows_of_a_kv_head_keep_all_heads() -> None:
     shape = replace(hub("meta-llama/Llama-3.1-8B"), model_type="phi3")
     assert group_findings(asking(1), shape, 8) == []
