@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from uspft.planner.attention_memory import Sharing, forward_storages
 from uspft.planner.in_flight import BytesPerToken, backward_bytes, forward_bytes
@@ -41,20 +41,23 @@ class GroupSizes:
     """The bytes of the weights before attention that train, and make some of that."""
 
 
-@dataclass
-class GroupTiles:
+class GroupTiles(Protocol):
     """What a tile makes, within one call each; each lets go of what it made."""
 
-    first: Callable[[Any], None]
-    """Queries, keys and values of some heads, as Sharing or StateHeads says of them."""
-    last: Callable[[], None]
-    """What follows attention."""
-    last_gradients: Callable[[], None]
-    """The gradients of the last projection's weights."""
-    out_slope: Callable[[int], None]
-    """The gradient of the output of so many heads."""
-    first_gradients: Callable[[], None]
-    """All that is before attention, and its gradients."""
+    def first(self, some: Any) -> None:
+        """Make what attention takes of some heads, as Sharing or StateHeads says of them."""
+
+    def last(self) -> None:
+        """Make what follows attention."""
+
+    def last_gradients(self) -> None:
+        """Make the gradients of the last projection's weights, and of what makes gates."""
+
+    def out_slope(self, heads: int) -> None:
+        """Make the gradient of the output of so many query heads, or value heads."""
+
+    def first_gradients(self) -> None:
+        """Make all that is before attention, and its gradients."""
 
 
 class _Turn(NamedTuple):
