@@ -107,6 +107,13 @@ class LayerSizes:
         return self.hidden // self.tensor if self.mesh_rows else self.hidden
 
     @property
+    def trains(self) -> bool:
+        """Whether any weight of the layer does."""
+        experts = self.experts
+        routed = experts and (experts.adapts_router or any(experts.adapted))
+        return bool(self.trained or self.adapted or routed)
+
+    @property
     def in_halves(self) -> bool:
         """Whether attention with its norms and residual is one function, and the rest another."""
         alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
@@ -194,6 +201,8 @@ class Layer:
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
         if self.groups and self.sizes.in_halves:
+            if self.sizes.trains and not hidden.node:  # it is given one with a gradient
+                hidden = self.tape.leaf(hidden.size, hidden.storage)
             between = self.groups(hidden, trains=self._first_trains)
             self.below = None
             del hidden
