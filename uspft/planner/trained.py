@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families import ModelShape, layer_windows, state_layers, state_sizes
 from uspft.families.projections import STATE_LAYER, STATE_OWN
-from uspft.planner.layer_kinds import LAYER_KINDS, Norms
+from uspft.planner.layer_kinds import Norms, layer_kind
 from uspft.planner.products import (
     SHARED_EXPERT,
     SHARED_EXPERTS,
@@ -34,7 +34,10 @@ PROJECTIONS = frozenset(
     | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj", "shared_expert_gate"}
 )
 """The last words of the projections of a layer."""
-EXPERTS = "mlp.experts."
+EXPERTS, BESIDE_MLP = "mlp.experts.", "experts."
+"""How the names of experts begin, and those of Gemma 4's."""
+_OWN = (*STATE_OWN, "router.scale", "router.per_expert_scale")
+"""How the names of parameters end that stand in no module of their own."""
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
@@ -54,7 +57,9 @@ class Lora:
         whose name experts have too is named as a parameter."""
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
-        of_experts = name.startswith((EXPERTS, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}."))
+        of_experts = name.startswith(
+            (EXPERTS, BESIDE_MLP, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}.")
+        )
         if of_experts or name.rpartition(".")[2] not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
@@ -82,7 +87,7 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
 
     state: whether of a layer with a state; else with attention.
     """
-    kind = LAYER_KINDS[shape.model_type]
+    kind = layer_kind(shape)
     query, key, value, out, *router, gate, up, down = layer_projections(shape)
     found = {"self_attn.q_proj": query}
     made = {"self_attn.k_proj": key, "self_attn.v_proj": value}
@@ -94,7 +99,8 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
         found = {**state_projections(shape), **_state_modules(shape)}
     if kind.router:
         (found[kind.router],) = router
-        found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
+        at = BESIDE_MLP if shape.seeing_all or shape.keys_are_values else EXPERTS
+        found |= {f"{at}gate_up_proj": _together(gate, up), f"{at}down_proj": down}
         found |= shared_projections(shape)
     elif kind.fused:
         found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
@@ -181,12 +187,12 @@ def _trained(
 
 def _parameter(name: str) -> str:
     """Return the name of a module's weight; experts are parameters themselves, and so are gates."""
-    own = name.startswith(EXPERTS) or name.endswith(STATE_OWN)
+    own = _of_experts(name) or name.endswith(_OWN)
     return name if own else f"{name}.weight"
 
 
 def _of_experts(name: str) -> bool:
-    return name.startswith(EXPERTS)
+    return name.startswith((EXPERTS, BESIDE_MLP))
 
 
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:

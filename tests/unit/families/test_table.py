@@ -248,9 +248,9 @@ OF_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "gemma3_text": (GEMMA2, {"rope_scaling": YARN}, "whose rotary positions are its own"),
     "gemma4_text": (
-        {**PLAIN, "enable_moe_block": True},
+        {**PLAIN, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2},
         {},
-        "experts beside an MLP are not available yet",
+        "transformers runs no layers that use the keys of others",
     ),
     "gpt_oss": (
         {**PLAIN, "quantization_config": {"quant_method": "fp8"}},
