@@ -89,6 +89,11 @@ class ModelShape:
         return int(self.full.get("num_kv_shared_layers") or 0) if two_sizes else 0
 
     @property
+    def beside_mlp(self) -> bool:
+        """Whether layers have experts beside an MLP."""
+        return self.routed and "enable_moe_block" in self.full
+
+    @property
     def joined_layers(self) -> str:
         """What layers have that they cannot be stages of a pipeline with; empty where nothing."""
         if self.borrowers:

@@ -315,7 +315,8 @@ def unpredicted(
     found = {
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.shared_features)
-        and not inner_features(shape, 1),
+        and not (inner_features(shape, 1) or shape.beside_mlp),
+        "experts beside an MLP": shape.beside_mlp,
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "embeddings of each layer": bool(shape.layer_features),
         "layers that use the keys of others": bool(shape.borrowers),

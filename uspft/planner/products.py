@@ -92,7 +92,7 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
     if not inner:
         return {}
     one = bool(shape.full.get("shared_expert_intermediate_size"))
-    block = SHARED_EXPERT if one else "mlp" if shape.seeing_all else SHARED_EXPERTS
+    block = SHARED_EXPERT if one else "mlp" if shape.beside_mlp else SHARED_EXPERTS
     into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
     named = {f"{block}.gate_proj": into, f"{block}.up_proj": into, f"{block}.down_proj": out}
     return named | ({SHARED_GATE: ProductShape(hidden, 1)} if one else {})
