@@ -142,10 +142,9 @@ def _hardware(recipe: Recipe, known: Known) -> Recipe:
 
 def _attention(recipe: Recipe, known: Known) -> Recipe:
     """Settle the kernel: on CPU there is only one, on GPUs ranks try those that are installed."""
-    kernel = "torch" if recipe.launch.device == "cpu" else known.kernel
-    if recipe.model.attention != AUTO or kernel is None:
+    if recipe.model.attention != AUTO or recipe.launch.device != "cpu":
         return recipe
-    return _with(recipe, "model", attention=kernel)
+    return _with(recipe, "model", attention="torch")
 
 
 def _scaling(recipe: Recipe, known: Known) -> Recipe:

@@ -47,29 +47,29 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
     return [stream.tokens_of(number * count // looked_at) for number in range(looked_at)]
 
 
-def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
-    """Return the lengths of a recipe's samples from the cache; None where the data was not
-    tokenised before, or where that cannot be told without a network. Nothing is written. Raises
-    DataError.
+def corpus_here(found: Examined, place: Invocation, tokenizer: str | None) -> Path | None:
+    """Return the folder of a recipe's data as a command has tokenised it before; None where none
+    has, or where that cannot be told without a network. Nothing is written.
+
+    tokenizer: its folder, as of `tokenizer_here`. Raises DataError.
     """
     recipe = found.here
-    with tokenizer_here(recipe) as tokenizer:
-        if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
-            return None
-        cache = cache_of(recipe, place)
-        corpus = prepared(recipe.data, tokenizer, found.shape.vocab_size, cache)
-    return lengths_of(recipe, corpus) if corpus else None
+    if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
+        return None
+    return prepared(recipe.data, tokenizer, found.shape.vocab_size, cache_of(recipe, place))
 
 
-def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -> Examined:
+def weighed_here(
+    found: Examined, place: Invocation, tokenizer: str | None, looked_at: Sequence[int]
+) -> Examined:
     """Return the examination of a recipe with strategies with their predicted time added, by the
     lengths that are known before a run; unchanged where none are.
 
-    looked_at: tokens of the first records, for data that was not tokenised before. Raises as
-    `weighing` does, and DataError.
+    tokenizer: its folder, as of `tokenizer_here`. looked_at: tokens of the first records, for data
+    that was not tokenised before. Raises as `weighing` does, and DataError.
     """
-    if lengths := lengths_here(found, place):
-        return weighing(found, lengths)
+    if corpus := corpus_here(found, place, tokenizer):
+        return weighing(found, lengths_of(found.here, corpus))
     lengths, source = documents_of(found.recipe, looked_at), "first records"
     return weighing(found, lengths, source=source) if lengths else found
 
@@ -180,16 +180,13 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
     recipe = found.here
     if found.shape is None:
         return None
-    vocabulary = found.shape.vocab_size
     with tokenizer_here(recipe) as tokenizer:
-        if tokenizer is not None or not tokenizer_of(recipe.model):
-            corpus = prepared(recipe.data, tokenizer, vocabulary, cache_of(recipe, place))
-            if corpus:
-                stream = training_rows(recipe.data, corpus, recipe.seed)
-                rows = _spread(range(stream.rows_in_epoch(0)))
-                segments = tuple(stream.row(number).segments for number in rows)
-                return DrawnRows(segments, "the data") if segments else None
-        lengths = first_look(recipe.data, tokenizer, vocabulary).lengths
+        if corpus := corpus_here(found, place, tokenizer):
+            stream = training_rows(recipe.data, corpus, recipe.seed)
+            rows = _spread(range(stream.rows_in_epoch(0)))
+            segments = tuple(stream.row(number).segments for number in rows)
+            return DrawnRows(segments, "the data") if segments else None
+        lengths = first_look(recipe.data, tokenizer, found.shape.vocab_size).lengths
     packed = _packed(recipe, documents_of(recipe, lengths))
     return DrawnRows(packed, "the first records") if packed else None
 
