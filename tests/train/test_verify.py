@@ -87,8 +87,7 @@ def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool
     from uspft.prepare.make_verify_job import with_layers
     from uspft.verify.ranks import run_layouts
     from uspft.verify.report import Report
-    from uspft.verify.result import results
-    from uspft.verify.work import LAYOUTS, PLAIN, REFERENCE
+    from uspft.verify.work import LAYOUTS, PLAIN, REFERENCE, results
 
     found = {}
     for case, fault in product(CASES, [None, *FAULTS]):

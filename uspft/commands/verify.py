@@ -19,8 +19,7 @@ from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_verify_job import Asked, clear_results, prepare_verify
 from uspft.verify.report import Report
-from uspft.verify.result import results
-from uspft.verify.work import GRADIENT_FILES, LAYOUTS, PLAIN, REFERENCE, REPORT, VerifyJob
+from uspft.verify.work import GRADIENT_FILES, LAYOUTS, PLAIN, REFERENCE, REPORT, VerifyJob, results
 
 
 def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Asked) -> int:
