@@ -1,5 +1,5 @@
-"""A process group as a value that functions are given, with the books of what it sends; and how long
-a collective waits for other ranks, for which torch 2.11 to 2.13 have no public name."""
+"""A process group as a value that functions are given, with the books of what it sends; and how
+long a collective waits for other ranks, for which torch 2.11 to 2.13 have no public name."""
 
 from __future__ import annotations
 
