@@ -48,8 +48,8 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
 
 
 def corpus_here(found: Examined, place: Invocation, tokenizer: str | None) -> Path | None:
-    """Return the folder of a recipe's data, read or as a command has tokenised it before; None where
-    none has, or where that cannot be told without a network. Nothing is written.
+    """Return the folder of a recipe's data, read or as a command has tokenised it before; None
+    where none has, or where that cannot be told without a network. Nothing is written.
 
     tokenizer: its folder, as of `tokenizer_here`. Raises DataError.
     """
