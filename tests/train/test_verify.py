@@ -134,7 +134,7 @@ def holds_one_layer() -> None:
         shape = read_shape(recipe.model, CONFIGS)
         assert isinstance(shape, ModelShape)
         sizes = sizes_of(recipe, config, shape, with_plain=True)
-        return int(sizes.need_bytes(1) / USABLE_SHARE) + 1
+        return int(sizes.memory_bytes(1) / USABLE_SHARE) + 1
 
     preparing.memory_here = pretended
 

@@ -304,12 +304,13 @@ SETTLED: Mapping[str, Settle] = {
 def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
     """Return the recipe with the chosen layouts for `strategies: auto`, or with the one layout that
     is as fast and as many packed rows in a step as its samples make."""
-    found, mix = weighed.choice, weighed.choice.mix
-    if found.switches and mix:
+    found, layouts = weighed.choice, weighed.choice.layouts
+    if found.switches and layouts:
         listed = tuple(
-            Strategy(max_length=one.length, **keys_of(one.layout, one.row)) for one in mix.buckets
+            Strategy(max_length=one.length, **keys_of(one.layout, one.row))
+            for one in layouts.buckets
         )
-        way = "move" if mix.moves else "in_place"
+        way = "move" if layouts.moves else "in_place"
         return _with(recipe, "parallel_config", strategies=listed, switching=way)
     best = found.best_static
     assert best  # or the choice would have been refused

@@ -173,6 +173,6 @@ def test_a_list_is_predicted_beside_every_layout_alone(tmp_path: Path) -> None:
     listed = [{"max_length": 64}, {"max_length": ROW, "model_parallel": 2}]
     found = read(written(tmp_path, tail(), parallel_config={"strategies": listed}))
     weighed = weighing(found, tail()).known.weighed
-    assert weighed and weighed.choice.mix and weighed.choice.mix.bounds == (64, ROW)
-    assert [one.layout.tensor for one in weighed.choice.mix.buckets] == [1, 2]
-    assert weighed.choice.best_static and weighed.choice.mix_seconds > 0
+    assert weighed and weighed.choice.layouts and weighed.choice.layouts.bounds == (64, ROW)
+    assert [one.layout.tensor for one in weighed.choice.layouts.buckets] == [1, 2]
+    assert weighed.choice.best_static and weighed.choice.switching_seconds > 0
