@@ -262,8 +262,8 @@ class Layer:
         found = among_zeros(self._product(x, name, takes, made))
         if name not in s.adapted:
             return found
-        thin = self._adapted(x, takes, x.size / takes * made, made)
-        return added(tape, found, remade(tape, among_zeros(thin)))
+        part = x.size / takes * made
+        return added(tape, found, remade(tape, among_zeros(self._adapted(x, takes, part, made))))
 
     def _inside(self, block: str) -> int:
         """Return the features that the projection out of a block takes."""
