@@ -178,6 +178,8 @@ class ParameterCounts:
     """Of one parameter that trains."""
     layer: int
     """Of a layer, adapters counted."""
+    largest: int
+    """Of one parameter of a layer."""
     head: int
     experts: int = 0
     """Of those of experts that ranks divide, which are counted among the others too."""
@@ -254,6 +256,7 @@ def counts_of(
         trained,
         max(sizes, default=0),
         max(held),
+        max(one.parameters for one in modules.values()),
         head,
         len(mine.layers) * of_experts * (experts > 1),
         experts_trained,
