@@ -183,10 +183,20 @@ def part_of_product(
         bias = bias * 0.0  # not left out, since a gradient of 0 is one too
     if used[split.dim] is None:
         return nn.functional.linear(x, weight, bias)
-    if bias is not None and split.dim == COLUMNS:
+    return some_product(x, weight, bias, used)
+
+
+def some_product(x: Tensor, weight: Tensor, bias: Tensor | None, used: Used) -> Tensor:
+    """Return the product of x with some ranges of a weight; of its bias those of its rows."""
+    if bias is not None and used[COLUMNS] is not None:
         bias = cut(bias, used[:1])
     out: Tensor = _PartProduct.apply(x, weight, bias, used)
     return out
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the type in which a norm computes: float32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def eps_of(norm: Any) -> float:
@@ -211,11 +221,11 @@ class SplitNorm(nn.Module):
     def scale(self, x: Tensor) -> Tensor:
         """Return by what each token of x [1, T, features here] is multiplied, [1, T, 1]."""
         group, (units,) = self._call.group, self._split.units or self._split.stacked
-        wide, sharing = x.to(torch.float32), -(-group.size // units)
+        x, sharing = x.to(wide(x)), -(-group.size // units)
         if group.size == 1 or not divides(self._call.bound, self._split):
-            mean = wide.pow(2).mean(-1, keepdim=True)
+            mean = x.pow(2).mean(-1, keepdim=True)
         else:
-            squares = summed(wide.pow(2).sum(-1, keepdim=True), group)
+            squares = summed(x.pow(2).sum(-1, keepdim=True), group)
             mean = squares / sharing / (x.shape[-1] * group.size // sharing)
         return torch.rsqrt(mean + self._eps)
 
@@ -226,8 +236,8 @@ class SplitNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [1, T, features here], normed over the features of all ranks, in its type."""
-        wide = x.to(torch.float32)
-        return (self.here() * (wide * self.scale(wide))).to(x.dtype)
+        own = x.to(wide(x))
+        return (self.here() * (own * self.scale(own))).to(x.dtype)
 
 
 class FusedHeads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from uspft.families import ModelShape
@@ -97,6 +97,11 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
+
+    def of_window(self, window: int | None) -> StepShape:
+        """Return the step of a model all of whose layers are as those with a window."""
+        model = self.model.of_window(window)
+        return self if model is self.model else replace(self, model=model)
 
     @property
     def hides(self) -> bool:

@@ -19,9 +19,9 @@ from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way
-from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
+from uspft.prepare.known import cluster_of
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
 from uspft.prepare.pipelines import says_layers
 from uspft.prepare.step import matrices_of, stage_of, step_shape

@@ -47,7 +47,7 @@ def fitting_heads(
     where attention cannot work in groups, it is all.
     """
     options = options_of(recipe, layout)
-    able = bool(hardware.device) and not FAMILIES[shape.model_type].why_all_heads
+    able = bool(hardware.device) and not (FAMILIES[shape.model_type].states or shape.seeing_all)
     able = able and not _shares_rows(shape, layout.mesh_columns)
     if not able or recipe.parallel_config.on_a_mesh or recipe.memory.recompute == "exchange":
         return "all"
@@ -94,7 +94,7 @@ def memory_sentence(
     said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
     if free and options.checkpointing:
         options = replace(options, recompute=RECOMPUTES[-1])
-    if grouped and not FAMILIES[shape.model_type].why_all_heads:
+    if grouped and not (FAMILIES[shape.model_type].states or shape.seeing_all):
         options = replace(options, at_once=1)
     longest = longest_row(shape, layout, card, options=options)
     said.append(f"the longest row that fits is {_tokens(longest)}")
@@ -149,10 +149,9 @@ def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) ->
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []
-    if why := FAMILIES[shape.model_type].why_all_heads:
-        able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)
-        what = f"is {asked}, and `{shape.model_type}` {why}"
-        return [(key, what, f"write all, or name a model of type {able}")]
+    if shape.seeing_all:
+        what = f"is {asked}, and layers of `{shape.model_type}` have heads of two sizes"
+        return [(key, what, "write all")]
     if _shares_rows(shape, tensor):
         what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
         return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]

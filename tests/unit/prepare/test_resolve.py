@@ -20,8 +20,7 @@ from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
-from uspft.prepare.cluster import cluster_of
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.memory import memory_sentence
 from uspft.prepare.resolve import FIRST, SETTLED, resolve, tuning
 from uspft.segments import Segments
