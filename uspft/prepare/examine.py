@@ -99,9 +99,7 @@ class Examined:
         if self.shape is None or self.known.cluster is None or self.is_open:
             return None
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
-        free, grouped = asked.recompute == AUTO, asked.attention_heads == AUTO
-        of = self.recipe, self.shape, self.layout, hardware
-        return memory_sentence(*of, free=free, grouped=grouped)
+        return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked)
 
     @property
     def memory_unknown(self) -> str:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from uspft.world import World
 
 
+LOADS = 64
+"""Lines of a run, beside the last, that have the load of every expert."""
+
+
 class Meter:
     """What turns a step's result into a record of metrics.jsonl; collective, with two small
     reductions for each step."""
@@ -92,8 +96,15 @@ class Meter:
             record["switch_seconds"] = result.switch_seconds
         told = {name: result.means[name] for name in others}
         record |= {name: value if math.isfinite(value) else None for name, value in told.items()}
-        record |= self._experts.told()
+        record |= self._experts.told(each=self._tells_loads(step))
         return record | ({"skipped": True} if result.skipped else {})
+
+    def _tells_loads(self, step: int) -> bool:
+        """Tell whether a step's line has the load of every expert: at most LOADS of a run, which
+        are many numbers where a model has many layers."""
+        every, last = self._run.job.recipe.logging.every_steps, self._run.job.last_step
+        apart = every * -(-last // (every * LOADS))
+        return step % apart == 0 or step == last
 
     def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:
         """Return the layouts of a step's rows, in the same order on every rank."""
