@@ -29,7 +29,7 @@ on the first rank."""
 ALIKE = 1.05
 """Repeats of one schedule that computes may differ by so much; else there is no verdict."""
 LEAST_GONE = 0.7
-"""So much of the way to their bound have copies by turns to go, at two copies."""
+"""So much of the way to their bound have copies by turns to go."""
 
 
 Schedule = TypeVar("Schedule", Contender, computing.Contender)
@@ -273,7 +273,8 @@ def copies_table(part: dict[str, Any]) -> str:
     middle = {name: median(each) for name, each in seconds.items()}
     both = middle[copies.COMPUTATION], middle[copies.TRANSFERS]
     rows = []
-    for name in (copies.COMPUTATION, copies.TRANSFERS, *map(str, setting.copies)):
+    alone = (copies.COMPUTATION, copies.TRANSFERS, copies.AT_ONCE)
+    for name in (*(one for one in alone if one in seconds), *map(str, setting.copies)):
         cells = [f"{middle[name]:.2f}", span(seconds[name])]
         least, gone = "", ""
         if name.isdigit() and name != "1":

@@ -125,7 +125,7 @@ class BlockCall(ABC):
             kwargs["position_embeddings"] = tuple(one[:, tile] for one in angles)
         if (places := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = places[:, tile]
-        run_up_to(hook, partial(self.block.run, self.block.module, hidden_states=x), **kwargs)
+        run_up_to(hook, partial(self.block.run, hidden_states=x), **kwargs)
 
     @property
     def every(self) -> tuple[Sequence[HeadRange], Sequence[int]]:

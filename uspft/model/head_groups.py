@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from uspft.families import FAMILIES
 from uspft.families.projections import STATE_LAYER
@@ -37,6 +36,7 @@ from uspft.model.some_heads import (
     SomeHeads,
     first_half,
     halves_of,
+    own_forward,
     second_half,
 )
 from uspft.model.state_groups import StateCall
@@ -88,9 +88,7 @@ class GroupedBlock:
     def __init__(self, module: Any, how: Grouping) -> None:
         """module: what is run up to attention, to which the block's input goes."""
         self.module, self.how = module, how
-        forward: Any = type(module).forward
-        layer = isinstance(module, GradientCheckpointingLayer)  # whose own is within
-        self.run = forward.__wrapped__ if layer else forward
+        self.run = own_forward(module)
         self.parameters_of: list[nn.Module] = [module]
         self.last: Any = how.attention.get_submodule(how.some.last)
         self.behind: list[nn.Module] = [self.last]
@@ -99,7 +97,7 @@ class GroupedBlock:
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         bound: Bound | Hook = kwargs["uspft"]
         if isinstance(bound, Hook):
-            return self.run(self.module, hidden_states, **kwargs)
+            return self.run(hidden_states, **kwargs)
         out = bound.leave(self.attend(hidden_states, kwargs))
         return out if self.how.some.has_state else (out, None)
 
@@ -132,7 +130,7 @@ class _FirstHalf(GroupedBlock):
             self.behind.append(layer.get_submodule(halves.behind))
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        return first_half(self.module, self._halves, partial(self.run, self.module), x, made)
+        return first_half(self.module, self._halves, self.run, x, made)
 
     def left(self, made: Tensor, bound: Bound) -> Tensor:
         return bound.leave(made)
@@ -147,7 +145,7 @@ class TwoHalves:
 
     def __init__(self, layer: Any, halves: Halves, first: GroupedBlock) -> None:
         self._layer, self._first = layer, first
-        self._second = partial(second_half, layer, halves, partial(first.run, layer))
+        self._second = partial(second_half, layer, halves, first.run)
         self._parts = nn.ModuleList(layer.get_submodule(name) for name in halves.rest)
         routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
         self._tile = None if routed else first.how.tile

@@ -36,7 +36,7 @@ from uspft.families.projections import (
     Projection,
 )
 from uspft.families.table import FAMILIES, shared_features
-from uspft.model.copies import interleave
+from uspft.model.copies import LayerInCopies
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.expert_splits import over_experts, over_tensor_ranks
@@ -229,27 +229,21 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
             else:
                 _divide_module(owner, (block, last), projection, splits, call)
         if copies:
-            _interleave(layer, table_of(model), call)
+            _in_copies(layer, table_of(model), call)
         if STATE_LAYER in here:
             state, own = layer.get_submodule(STATE_LAYER), (*STATE_OWN, "conv1d.weight")
             every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
             divide_states(state, every, call)
 
 
-def _interleave(layer: nn.Module, table: Mapping[str, Projection], call: Call) -> None:
-    """Make the blocks of a layer take their tokens in copies."""
-    named = [(*name.rpartition(".")[::2], found) for name, found in table.items()]
-    for block, last, found in named:
-        owner = _submodule(layer, block) if block else None
-        if owner is None or found.dim != ROWS or not hasattr(owner, last):
-            continue
-        columns = [
-            other
-            for where, other, one in named
-            if where == block and one.dim == COLUMNS and "norm" not in other
-        ]
-        into = [name for name in columns if isinstance(getattr(owner, name, None), nn.Module)]
-        interleave(owner, last, block, into, call)
+def _in_copies(layer: Any, table: Mapping[str, Projection], call: Call) -> None:
+    """Make a layer take its tokens in copies."""
+    block = "self_attn"
+    named = ((*name.rpartition(".")[::2], found) for name, found in table.items())
+    own = {name: found for where, name, found in named if where == block and "norm" not in name}
+    there = {name: one.dim for name, one in own.items() if hasattr(layer.self_attn, name)}
+    (last,) = (name for name, dim in there.items() if dim == ROWS)
+    layer.forward = LayerInCopies(layer, [name for name in there if name != last], last, call)
 
 
 def _divide_module(

@@ -8,11 +8,13 @@ it runs, and the module's own code goes on around it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from uspft.families.projections import (
     COLUMNS,
@@ -449,6 +451,21 @@ class Halves(NamedTuple):
     rest: tuple[str, ...]
     """The MLP with its norms, in the order in which they run."""
 
+    @property
+    def mlp(self) -> str:
+        """The MLP, or the block of experts in its place."""
+        return next(name for name in self.rest if "norm" not in name)
+
+    @property
+    def norms_in(self) -> tuple[str, ...]:
+        """The norms before attention."""
+        return (self.before,) if self.before else ()
+
+    @property
+    def norms_of_mlp(self) -> tuple[str, ...]:
+        """The norms before the MLP."""
+        return self.rest[: self.rest.index(self.mlp)]
+
     def first(self, layer: nn.Module) -> list[nn.Module]:
         """Return the modules of the first half."""
         return [layer.get_submodule(name) for name in self[:3] if name]
@@ -515,10 +532,49 @@ def first_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tens
 def second_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor) -> Tensor:
     """Return what a layer makes of what is between its halves: itself, with an attention that adds
     nothing. run: the layer's own forward."""
-    nothing = torch.zeros_like(x[..., :1])
-    places = [StandIn(layer._modules, halves.attention, halves.gives(nothing))]
-    norms = filter(None, (halves.before, halves.behind))
-    places += [StandIn(layer._modules, name, _same) for name in norms]
+    with standing_in(_without_attention(layer, halves, x)):
+        out: Tensor = run(x, position_embeddings=None)
+    return out
+
+
+def behind_mlp(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tensor) -> Tensor:
+    """Return what a layer makes of what is between its halves and of what its MLP made. run: the
+    layer's own forward."""
+    places = _without_attention(layer, halves, x)
+    places += [StandIn(layer._modules, name, _same) for name in halves.norms_of_mlp]
+    places.append(StandIn(layer._modules, halves.mlp, lambda _: made))
     with standing_in(places):
         out: Tensor = run(x, position_embeddings=None)
     return out
+
+
+def _without_attention(layer: nn.Module, halves: Halves, x: Tensor) -> list[StandIn]:
+    nothing = torch.zeros_like(x[..., :1])
+    places = [StandIn(layer._modules, halves.attention, halves.gives(nothing))]
+    norms = filter(None, (halves.before, halves.behind))
+    return places + [StandIn(layer._modules, name, _same) for name in norms]
+
+
+def output_of_attention(
+    layer: nn.Module, halves: Halves, run: Any, x: Tensor, kwargs: dict[str, Any]
+) -> Tensor:
+    """Return what a layer's attention gives of x, which no norm sees before. run, kwargs: the
+    layer's own forward, and what it takes beside x."""
+    attention, found = layer.get_submodule(halves.attention), list[Tensor]()
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        found.append(attention(*args, **kwargs)[0])
+        raise _Reached
+
+    places = [StandIn(layer._modules, name, _same) for name in halves.norms_in]
+    places.append(StandIn(layer._modules, halves.attention, stop))
+    with standing_in(places), suppress(_Reached):
+        run(x, **kwargs)
+    return found[0]
+
+
+def own_forward(module: Any) -> Any:
+    """Return the forward of a module's type, of that module, without checkpointing around it."""
+    forward: Any = type(module).forward
+    layer = isinstance(module, GradientCheckpointingLayer)  # whose own is within
+    return partial(forward.__wrapped__ if layer else forward, module)
