@@ -28,6 +28,13 @@ from uspft.written import ENVIRONMENT, INCIDENTS, METRICS, RECIPE
 JournalLine = Mapping[str, Any]
 UNDER = "seconds_under/"
 """What stands before a strategy's name in the name of its seconds."""
+HAPPENED = {
+    "resumed_from_step": "resumed from step",
+    "after_step": "started again after step",
+    "step": "bad step",
+}
+"""What a record tells that has a field, and what it is called; a save, which has a step too, tells
+no reason."""
 REMEDY = "name the output folder of a run that has taken a step"
 
 
@@ -68,24 +75,21 @@ class ReportedRun:
         return [(one["step"], numbers(one)) for one in (*self.steps, *self.evaluations)]
 
     @property
+    def gpu(self) -> str:
+        """The first GPU's name; empty on CPUs, where memory is all that a process has resident."""
+        gpus = self.environment.get("gpus")
+        return str(gpus[0]) if isinstance(gpus, list) and gpus else ""
+
+    @property
     def marks(self) -> list[tuple[float, str]]:
-        """The steps at which something happened, and what; those of the same kind, once each."""
-        found = []
+        """The steps at which something happened, and what."""
+        found = set()
         for record in (*self.events, *self.incidents):
-            if "resumed_from_step" in record:
-                found.append((record["resumed_from_step"], "resumed from step {}"))
-            elif "after_step" in record:
-                found.append(
-                    (record["after_step"], f"started again after step {{}}: {_why(record)}")
-                )
-            elif "why" in record and "step" in record:
-                found.append((record["step"], f"bad step {{}}: {_why(record)}"))
-        known = {(n, text.format(n)) for n, text in found if isinstance(n, int | float)}
-        return sorted(known)
-
-
-def _why(record: JournalLine) -> str:
-    return str(record.get("why", "")).replace("{", "{{").replace("}", "}}")
+            key = next((key for key in HAPPENED if key in record), None)
+            if key and isinstance(record[key], int) and (key != "step" or "why" in record):
+                why = f": {record['why']}" if "why" in record else ""
+                found.add((record[key], f"{HAPPENED[key]} {record[key]}{why}"))
+        return sorted(found)
 
 
 def read_runs(outputs: Sequence[Path]) -> list[ReportedRun]:
@@ -112,7 +116,8 @@ def _read(output: Path, name: str) -> ReportedRun:
     events = [r for r in records if "learning_rate" not in r and "eval_loss" not in r]
     incidents: list[JournalLine] = []
     if (output / INCIDENTS).is_file():
-        incidents, more = _records(output / INCIDENTS)
+        every, more = _records(output / INCIDENTS)
+        incidents = [one for one in every if "resumed_from_step" not in one]  # as in the journal
         notes += more
     environment, recipe = {}, ""
     try:

@@ -23,7 +23,16 @@ from tests.support.data_cases import write_lines
 from tests.support.launch import ROOT, environment
 from uspft.__main__ import main
 from uspft.commands.report import leave_report
-from uspft.commands.report_charts import POINTS, Chart, Series, figure, thinned, ticks
+from uspft.commands.report_charts import (
+    CELLS,
+    POINTS,
+    Chart,
+    Series,
+    figure,
+    load_map,
+    thinned,
+    ticks,
+)
 from uspft.prepare.invocation import Invocation
 
 HOSTILE = "<script>alert('x')</script> & \"https://evil.example/\""
@@ -131,9 +140,7 @@ def test_every_line_is_in_the_overview_or_a_chart(page: Page) -> None:
     for told in ("1 to 1,000, 1,000 of them logged", "512,000 tokens in 500 s", "ring2"):
         assert told in text
     assert f"resumed from step 500; started again after step 500: {HOSTILE}" in text
-    assert text.count(f"<title>bad step 300: {HOSTILE}</title>") == text.count("<figure>") - 2, (
-        "in charts"
-    )
+    assert text.count(f"\nbad step 300: {HOSTILE}") == text.count("<figure>") - 2, "in charts"
     assert "best 1.8" in text and "Incidents: 1<" in text
     under = chart(page(), "seconds under each strategy")
     assert "ulysses2 0.25" in under and under.count("<circle") == 1
@@ -148,6 +155,14 @@ def test_loads_are_on_the_map(page: Page) -> None:
     assert shades[:4] == [("less", "1.00"), ("more", "1.00"), ("less", "0.50"), ("less", "0.00")]
     of_ranks = chart(page(), "tokens of each rank by layer")
     assert of_ranks.count("layer 1, rank 0: 1.5 × the mean") == 1
+
+
+def test_of_many_experts_neighbours_share_a_cell() -> None:
+    loads = [[float(layer == 7 and expert == 300) for expert in range(512)] for layer in range(94)]
+    drawn_map = load_map("experts", loads, "expert")
+    cells = re.findall(r"<title>layer (\d+), experts ([\d–]+): (\d) × the mean</title>", drawn_map)
+    assert 2000 < len(cells) <= CELLS and len(cells) % 94 == 0
+    assert [cell[:2] for cell in cells if cell[2] != "0"] == [("7", "300–305")]
 
 
 class Balanced(HTMLParser):
