@@ -317,8 +317,13 @@ def run_rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
 
 
 def kept_bytes(of: StateHeads) -> float:
-    """Return the bytes that the rule's backward takes beside what the rule took."""
-    return of.fragments * (of.state + of.passes) if of.ring > 1 else 0.0
+    """Return the bytes that the rule's backward takes beside what the rule took.
+
+    Of two ranks one has the first and the last fragment, between which states are the other's, and
+    that has one.
+    """
+    entered = of.fragments if of.ring > 2 else 1
+    return entered * (of.state + of.passes) if of.ring > 1 else 0.0
 
 
 def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
