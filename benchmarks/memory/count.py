@@ -201,7 +201,8 @@ def count_stages(
                 engine: Any = _Engine(module, device)
                 counting = counting_of(module)
                 host = patch.object(Copies, "to_host", _apart(counting))
-                with host, patch.object(linear, "in_pieces", returned), counting:
+                here = _even(config, world, _held(share), counting)
+                with host, here, patch.object(linear, "in_pieces", returned), counting:
                     pipeline(engine, batches, (1.0,))
                 found.append(counting.most["all"])
     return found
@@ -252,14 +253,13 @@ def count_here(
 ) -> Counted:
     """Count one row of one document as this rank holds it, in the world that is up."""
     share = world.share([Segments.single(tokens)])
-    held = sum(b - a for a, b in share.held)
     module = module_of(config, memory, world, groups or Groups(), trained)
     batch = _batch(world, share)
     counting = LiveBytes()
     with (
         patch.object(Copies, "to_host", _apart(counting)),
         patch.object(linear, "in_pieces", returned),
-        _even(config, world, held, counting),
+        _even(config, world, _held(share), counting),
     ):
         layers = module.parts.model.base_model.layers
         scales = (1.0,) * len(module.objective.terms)
@@ -353,8 +353,13 @@ def _split(model: Any, world: World, holders: Holders) -> None:
     divide_matrices(model, [world], holders)
 
 
+def _held(share: Share) -> int:
+    """Return the tokens of this rank."""
+    return sum(b - a for a, b in share.held)
+
+
 def _batch(world: World, share: Share) -> Batch:
-    held = sum(b - a for a, b in share.held)
+    held = _held(share)
     make: Callable[..., Tensor] = torch.zeros
     one, flat = (1, held), (held,)
     whole = torch.int64

@@ -1,5 +1,6 @@
 """What is known of each model type, and which models are refused; no torch."""
 
+from uspft.families.blocks import Blocks, expert_layers, layer_blocks
 from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
 from uspft.families.states import StateSizes, state_layers, state_sizes
@@ -8,9 +9,12 @@ from uspft.families.table import FAMILIES, NO_KEYS
 __all__ = [
     "FAMILIES",
     "NO_KEYS",
+    "Blocks",
     "ModelShape",
     "StateSizes",
     "check_length",
+    "expert_layers",
+    "layer_blocks",
     "read_shape",
     "state_layers",
     "state_sizes",

@@ -136,12 +136,12 @@ class LayerSizes:
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
         into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
-        return into | ({SHARED_GATE: 1} if self.experts else {})
+        return into | ({SHARED_GATE: 1} if self.mlp == SHARED_EXPERT else {})
 
     @property
     def mlp(self) -> str:
         """The name of what every token meets."""
-        return SHARED_EXPERT if self.experts else "mlp"
+        return self.kind.shared if self.experts else "mlp"
 
 
 OUT = "self_attn.o_proj"
@@ -430,16 +430,18 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
-        every = self._of_every(x) if s.inner else None
         if not s.experts:
-            assert every
-            return every
+            return self._of_every(x)
+        last = s.kind.shared_last
+        every = self._of_every(x) if s.inner and not last else None
         # Their router sees tokens as they are between blocks.
         made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
         made = self._leave(made)
-        if not every:
+        if not s.inner:
             return made
-        every = multiplied(tape, every, gated(tape, self._project(x, SHARED_GATE)))
+        every = every or self._of_every(x)
+        if s.mlp == SHARED_EXPERT:
+            every = multiplied(tape, every, gated(tape, self._project(x, SHARED_GATE)))
         return added(tape, made, every)
 
     def _of_every(self, x: Tensor) -> Tensor:

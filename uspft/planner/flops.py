@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from uspft.families import NO_KEYS, ModelShape
+from uspft.families import NO_KEYS, Blocks, ModelShape, expert_layers
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.products import head_projection, projections_of_layers
+from uspft.planner.products import block_projections, head_projection
 from uspft.segments import Segments
 from uspft.sequence.rows.chunks import Cut
 
@@ -90,13 +90,14 @@ def layer_flops(
     up, and costs none; so is the rule of a layer with a state left out, a hundredth of its layer.
     """
     heads, tokens = (1, model.heads, model.head_dim), rows.rows[0].length
-    kinds = (projections_of_layers(model, n)[-1][0] for n in (0, len(windows)))
-    met, of_state = (sum(one.met for one in projections) for projections in kinds)
-    layers = [
-        step_flops(of_state if one == NO_KEYS else met, tokens, int(rows.pairs(one)), heads)
-        for one in windows
-    ]
-    return layers, step_flops(head_projection(model).met, tokens, 0, heads)
+    kinds = list(zip(windows, expert_layers(model), strict=True))
+    known = {}
+    for window, experts in dict.fromkeys(kinds):
+        projections = block_projections(model, Blocks(window == NO_KEYS, experts))
+        met = sum(one.met for one in projections)
+        known[window, experts] = step_flops(met, tokens, int(rows.pairs(window)), heads)
+    head = step_flops(head_projection(model).met, tokens, 0, heads)
+    return [known[kind] for kind in kinds], head
 
 
 def cut_by_flops(
@@ -104,10 +105,8 @@ def cut_by_flops(
 ) -> Cut:
     """Return how rows are cut into chunks of equal FLOPs, which is near to equal time on any
     hardware. windows: of each layer."""
-    kinds = Counter(windows)
     # Of padding alone no query sees a key.
-    one = layer_flops(model, [*kinds], DrawnRows((Segments((0,), 1),)))
+    layers, head = layer_flops(model, windows, DrawnRows((Segments((0,), 1),)))
     heads = 12.0 * model.heads * model.head_dim
-    token = one[1] + sum(f * count for f, count in zip(one[0], kinds.values(), strict=True))
-    seen = tuple((w, heads * n) for w, n in kinds.items() if w != NO_KEYS)
-    return Cut(chunks, multiple, token, seen)
+    seen = tuple((w, heads * n) for w, n in Counter(windows).items() if w != NO_KEYS)
+    return Cut(chunks, multiple, head + sum(layers), seen)

@@ -312,30 +312,18 @@ def unpredicted(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
-    found = {
-        "layers without experts beside others": _mixed(shape),
-        "an expert that every token meets": bool(shape.shared_features)
-        and not inner_features(shape, 1),
-        "experts in other blocks than mlp": shape.model_type == "granitemoe",
-    }
+    found = {"experts in other blocks than mlp": shape.model_type == "granitemoe"}
     return tuple(what for what, here in found.items() if here)
-
-
-def _mixed(shape: ModelShape) -> bool:
-    """Tell whether only some layers of a model have experts."""
-    full, steps = shape.full, ("decoder_sparse_step", "moe_layer_interval")
-    first = ("mlp_only_layers", "first_k_dense_replace", "moe_layer_start_index")
-    last = full.get("moe_layer_end_index", -1) not in (-1, shape.layers - 1)
-    return any(map(full.get, first)) or last or any(full.get(one, 1) != 1 for one in steps)
 
 
 def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], float]:
     """Return the bytes of activations by part at their peak, and those that wait on the host. one,
     batch: what one micro-batch takes, and its batch, where all layers are one stage."""
-    own = one.routers
-    waiting = ((each.held if one.offloads else each.kept) + own for each in one.layers)
+    layers = list(zip(one.layers, one.routers, strict=True))
+    waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]
-    peaks = [(kept + own + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
+    every = zip(below, layers, strict=False)
+    peaks = [(kept + own + each.most, kept) for kept, (each, own) in every]
     peaks.append((below[-1] + one.head.most, below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
@@ -381,8 +369,8 @@ def pass_bytes(
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    routers = router_bytes(shape.full, kinds[0])
-    balanced = max(loss.most, balance_bytes(head, [routers] * shape.layers))
+    routers = tuple(router_bytes(shape.full, sizes) for sizes in kinds)
+    balanced = max(loss.most, balance_bytes(head, routers))
     one = PassBytes(
         tuple(each),
         LayerBytes(loss.kept, balanced),
@@ -404,7 +392,7 @@ def _layers(
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
     experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
-    everywhere, inner = len(set(windows)) == 1, inner_features(shape, layout.mesh_columns)
+    everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
     known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
@@ -422,13 +410,13 @@ def _layers(
             known[key] = LayerSizes(
                 replace(_sharing(shape, layout, tokens, options, seen, kind.sinks), behind=behind),
                 shape.hidden_size,
-                inner,
+                inner_features(shape, layout.mesh_columns, experts=bool(kind.router)),
                 kind,
                 layout.mesh_columns,
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
-                experts=experts
+                experts=(experts if kind.router else None)
                 and replace(
                     experts,
                     rank=options.lora.rank if options.lora else 0,
@@ -499,6 +487,7 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -
         down.copies,
         down.per_token,
         kind.router,
+        kind.wide_router,
         kind.wide_scores,
         kind.probabilities,
         kind.clamped,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from uspft.families import FAMILIES, ModelShape, state_layers, state_sizes
+from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import (
     COLUMNS,
     GATED_QUERY,
@@ -61,9 +63,10 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
-def layer_projections(shape: ModelShape) -> list[ProductShape]:
+def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
-    MLP or of the experts."""
+    MLP, or of the router and the experts. experts: whether of a layer that has them; None: where
+    the model has any."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     gated = 1 + has_gated_heads(shape)
@@ -73,12 +76,13 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
         ProductShape(hidden, kv_heads, "outputs", dim),
         ProductShape(heads, hidden, "inputs", dim),
     ]
-    met, experts, inner = shape.met_experts, shape.experts, shape.intermediate_size
-    if FAMILIES[shape.model_type].routed:
+    of, inner = (1, 1), shape.intermediate_size
+    if FAMILIES[shape.model_type].routed if experts is None else experts:
         inner = int(shape.full.get("moe_intermediate_size") or inner)
-        found.append(ProductShape(hidden, experts))
-    found += [ProductShape(hidden, inner, "outputs", 1, met, experts)] * 2
-    return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]
+        of = shape.met_experts, shape.experts
+        found.append(ProductShape(hidden, shape.experts))
+    found += [ProductShape(hidden, inner, "outputs", 1, *of)] * 2
+    return [*found, ProductShape(inner, hidden, "inputs", 1, *of)]
 
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -94,13 +98,13 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
     return named | ({SHARED_GATE: ProductShape(hidden, 1)} if one else {})
 
 
-def inner_features(shape: ModelShape, tensor: int) -> int:
-    """Return the features of the MLP, or of the one expert that every token meets, on a tensor
-    rank; 0 where there is neither."""
-    if not FAMILIES[shape.model_type].routed:
-        return layer_projections(shape)[-1].on(tensor).inputs
-    down = shared_projections(shape).get(f"{SHARED_EXPERT}.down_proj")
-    return down.on(tensor).inputs if down else 0
+def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
+    """Return the features of the MLP, or of what every token meets beside experts, on a tensor
+    rank; 0 where there is neither. experts: whether of a layer that has them."""
+    if not experts:
+        return layer_projections(shape, experts=False)[-1].on(tensor).inputs
+    shared = [one for one in shared_projections(shape).values() if one.splits == "inputs"]
+    return sum(one.on(tensor).inputs for one in shared)
 
 
 def has_gated_heads(shape: ModelShape) -> bool:
@@ -137,18 +141,22 @@ def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
 
 
 def projections_of_layers(
-    shape: ModelShape, states: int | None = None
+    shape: ModelShape, every: Sequence[Blocks] | None = None
 ) -> list[tuple[list[ProductShape], int]]:
     """Return the projections of each kind of layer, with how many layers are of it.
 
-    states: how many have a state; None: as the config says.
+    every: what layers have; None: as the config says.
     """
-    with_attention = [*layer_projections(shape), *shared_projections(shape).values()]
-    states = sum(state_layers(shape)) if states is None else states
-    found = [(with_attention, shape.layers - states)]
-    if states:
-        found.append(([*state_projections(shape).values(), *with_attention[4:]], states))
-    return found
+    kinds = Counter(layer_blocks(shape) if every is None else every)
+    return [(block_projections(shape, blocks), count) for blocks, count in kinds.items()]
+
+
+def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
+    """Return the projections of a layer that has these blocks."""
+    found = layer_projections(shape, experts=blocks.experts)
+    if blocks.state:
+        found = [*state_projections(shape).values(), *found[4:]]
+    return [*found, *shared_projections(shape).values()] if blocks.experts else found
 
 
 def head_projection(shape: ModelShape) -> ProductShape:
@@ -156,23 +164,38 @@ def head_projection(shape: ModelShape) -> ProductShape:
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
-def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
-    """Return how many parameters a tensor rank holds: outside the layers, and of one layer.
+class HeldParameters(NamedTuple):
+    """How many parameters a tensor rank holds of some layers, and outside of them."""
 
-    Biases are left out, and what a layer with a state has beside projections. Of layers of two
-    kinds it is the mean.
+    outside: int
+    layers: int
+    """Of all of them, those of experts counted."""
+    experts: int
+    with_experts: int
+    """How many of these layers have any."""
+
+
+def parameters_of(
+    shape: ModelShape, tensor: int = 1, layers: Sequence[int] | None = None
+) -> HeldParameters:
+    """Return how many parameters a tensor rank holds; of layers of these numbers, or of all.
+
+    Biases are left out, and what a layer with a state has beside projections.
     """
-    head = head_projection(shape).on(tensor).parameters
-    layers = sum(
-        count * sum(one.on(tensor).parameters for one in projections)
-        for projections, count in projections_of_layers(shape)
-    )
-    layer = layers // max(1, shape.layers)
-    return head * (1 if shape.tied else 2) + shape.hidden_size, layer + 2 * shape.hidden_size
+    head, every = head_projection(shape).on(tensor).parameters, layer_blocks(shape)
+    mine = every if layers is None else [every[number] for number in layers]
+    held = experts = 0
+    for projections, count in projections_of_layers(shape, mine):
+        each = [(one.copies > 1, one.on(tensor).parameters) for one in projections]
+        held += count * (sum(size for _, size in each) + 2 * shape.hidden_size)
+        experts += count * sum(size for divided, size in each if divided)
+    routed = sum(blocks.experts for blocks in mine)
+    outside = head * (1 if shape.tied else 2) + shape.hidden_size
+    return HeldParameters(outside, held, experts, routed)
 
 
 def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return how many of a layer's parameters on a tensor rank are those of its experts."""
+    """Return how many parameters the experts of one layer have on a tensor rank."""
     return sum(one.on(tensor).parameters for one in layer_projections(shape) if one.copies > 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from uspft.families import ModelShape
+from uspft.families import NO_KEYS, Blocks, ModelShape, expert_layers
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.planner.attention_work import DrawnRows
@@ -58,6 +58,18 @@ class StepTime:
         return sum(part.bytes for part in self.parts if part.name in names)
 
 
+class StepLayer(NamedTuple):
+    """What tells a layer's time from another's."""
+
+    window: int | None
+    """The sliding window; None where it sees all, NO_KEYS where it has a state."""
+    experts: bool
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.window == NO_KEYS, self.experts)
+
+
 @dataclass(frozen=True)
 class StepShape:
     """What decides the time of a step, whatever the cluster."""
@@ -69,6 +81,8 @@ class StepShape:
     """The sliding window of each layer, or None where it sees all."""
     step_rows: int
     """Rows of a step, over all replicas."""
+    experts: Sequence[bool] | None = None
+    """Whether each layer has experts; None: as the model's config says."""
     rows: int = 1
     """Rows of one replica in one forward."""
     stage: int = 1
@@ -97,6 +111,12 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
+
+    @property
+    def layers(self) -> tuple[StepLayer, ...]:
+        """What each layer is, as far as time is concerned."""
+        experts = expert_layers(self.model) if self.experts is None else self.experts
+        return tuple(StepLayer(*one) for one in zip(self.windows, experts, strict=True))
 
     @property
     def hides(self) -> bool:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families import ModelShape, state_layers, state_sizes
+from uspft.families import Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import STATE_LAYER, STATE_OWN
-from uspft.planner.layer_kinds import LAYER_KINDS, Norms
+from uspft.planner.layer_kinds import Norms, usual_kind
 from uspft.planner.products import (
-    SHARED_EXPERT,
-    SHARED_EXPERTS,
     ProductShape,
     head_projection,
     layer_projections,
@@ -31,6 +29,8 @@ PROJECTIONS = frozenset(
     | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj", "shared_expert_gate"}
 )
 """The last words of the projections of a layer."""
+EXPERT_WORDS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
+"""Those that matrices of experts have too, where a model has any."""
 EXPERTS = "mlp.experts."
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
@@ -46,13 +46,13 @@ class Lora:
     parameters: tuple[str, ...] = ()
     """The names of what has one beside these: matrices of experts, and of routers."""
 
-    def adapts(self, name: str) -> bool:
+    def adapts(self, name: str, *, routed: bool) -> bool:
         """Tell whether a projection of a layer, its experts' or its router's, has an adapter; one
-        whose name experts have too is named as a parameter."""
+        whose name experts have too is named as a parameter. routed: whether the model has any."""
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
-        of_experts = name.startswith((EXPERTS, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}."))
-        if of_experts or name.rpartition(".")[2] not in PROJECTIONS:
+        word = name.rpartition(".")[2]
+        if (routed and word in EXPERT_WORDS) or word not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -68,20 +68,19 @@ class Trained:
         return bool(self.weights or self.adapters)
 
 
-def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, ProductShape]:
-    """Return the modules of a layer that have weights, by name, each with its matrix.
-
-    state: whether of a layer with a state; else with attention.
-    """
-    kind = LAYER_KINDS[shape.model_type]
-    query, key, value, out, *router, gate, up, down = layer_projections(shape)
+def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
+    """Return the modules with weights of a layer that has these blocks, by name, each with its
+    matrix."""
+    kind, (state, experts) = usual_kind(shape), blocks
+    of_layer = layer_projections(shape, experts=experts)
+    query, key, value, out, *router, gate, up, down = of_layer
     found = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
     if kind.fused:
         found = {"self_attn.qkv_proj": _together(query, key, value)}
     found["self_attn.o_proj"] = out
     if state:
         found = {**state_projections(shape), **_state_modules(shape)}
-    if kind.router:
+    if experts:
         (found[kind.router],) = router
         found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
         found |= shared_projections(shape)
@@ -123,24 +122,25 @@ def trained_layers(
     shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
 ) -> tuple[Trained, ...]:
     """Return what of each layer trains. freeze: regular expressions over parameters' names."""
-    states = state_layers(shape)
-    kinds = tuple(tuple(layer_modules(shape, state=n)) for n in (False, *[True] * any(states)))
-    return _trained(states, kinds, lora, freeze)
+    every = layer_blocks(shape)
+    kinds = tuple((blocks, tuple(layer_modules(shape, blocks))) for blocks in dict.fromkeys(every))
+    return _trained(every, kinds, lora, freeze)
 
 
 @lru_cache(maxsize=64)
 def _trained(
-    states: tuple[bool, ...],
-    kinds: tuple[tuple[str, ...], ...],
+    every: tuple[Blocks, ...],
+    kinds: tuple[tuple[Blocks, tuple[str, ...]], ...],
     lora: Lora | None,
     freeze: tuple[str, ...],
 ) -> tuple[Trained, ...]:
-    """kinds: the names of the modules of a layer, and of one with a state where there are any."""
+    """kinds: the names of the modules of each kind of layer."""
     found: list[Trained] = []
-    for number, state in enumerate(states):
-        at, names = f"model.layers.{number}", kinds[state]
+    modules, routed = dict(kinds), any(blocks.experts for blocks in every)
+    for number, blocks in enumerate(every):
+        at, names = f"model.layers.{number}", modules[blocks]
         weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
-        adapted = [n for n in names if lora and lora.adapts(n)]
+        adapted = [n for n in names if lora and lora.adapts(n, routed=routed)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
         one = Trained(frozenset(weights), frozenset(adapted))
         found.append(found[-1] if found and found[-1] == one else one)
@@ -211,9 +211,9 @@ def counts_of(
 ) -> ParameterCounts:
     """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
     the ranks that divide those of a layer."""
-    states = state_layers(shape)
-    both = [layer_modules(shape, state=n) for n in (False, *[True] * any(states))]
-    modules = {name: one.on(tensor) for kind in both for name, one in kind.items()}
+    blocks = layer_blocks(shape)
+    kinds = {one: layer_modules(shape, one) for one in dict.fromkeys(blocks)}
+    modules = {name: one.on(tensor) for kind in kinds.values() for name, one in kind.items()}
     for name in [name for name in modules if name.startswith(EXPERTS)]:
         modules[name] = replace(modules[name], copies=modules[name].copies // experts)
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
@@ -225,8 +225,12 @@ def counts_of(
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
     every_layer = trained_layers(shape, lora, freeze)
     layers = Counter(every_layer[number] for number in mine.layers)
-    beside = {name: size for name, size in adapter.items() if lora and lora.adapts(name)}
-    held = [sum(modules[n].parameters + beside.get(n, 0) for n in kind) for kind in both]
+    routed = any(one.experts for one in blocks)
+    beside = {name: n for name, n in adapter.items() if lora and lora.adapts(name, routed=routed)}
+    held = {
+        one: sum(modules[n].parameters + beside.get(n, 0) for n in kind)
+        for one, kind in kinds.items()
+    }
     trained = experts_trained = 0
     for one, number in layers.items():
         for name in filter(_of_experts, one.weights if experts > 1 else ()):
@@ -240,7 +244,7 @@ def counts_of(
     tables += [outside[HEAD]] * (mine.last and not shape.tied)
     trained += sum(tables) * head
     every = len(tables) * head + mine.last * shape.hidden_size
-    every += sum(held[states[number]] for number in mine.layers)
+    every += sum(held[blocks[number]] for number in mine.layers)
     sizes = [modules[name].parameters for one in layers for name in one.weights]
     sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
@@ -253,9 +257,9 @@ def counts_of(
         every,
         trained,
         max(sizes, default=0),
-        max(held),
+        max((held[blocks[number]] for number in mine.layers), default=0),
         head,
-        len(mine.layers) * of_experts * (experts > 1),
+        sum(blocks[number].experts for number in mine.layers) * of_experts * (experts > 1),
         experts_trained,
         vectors,
     )
