@@ -33,12 +33,12 @@ from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model import linear
+from uspft.model.build import hold_corrections
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
-from uspft.model.parameter_adapter import adapters
 from uspft.model.staged import StagedModel, stage_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
@@ -323,16 +323,12 @@ def module_of(
     model = AutoModelForCausalLM.from_config(
         config, dtype=config.dtype, attn_implementation=NAME
     ).train()
+    hold_corrections(model)
     bind_linear_layers(model)
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
     model.to(config.dtype)  # adapters too
     held = Layout()
-    divides = world and world.layout.tensor * world.layout.experts > 1
-    if (
-        world
-        and groups
-        and (divides or any(True for one in model.modules() for _ in adapters(one)))
-    ):
+    if world and groups:
         held = world.layout
         shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
         holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))

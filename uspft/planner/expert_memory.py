@@ -85,10 +85,6 @@ def routed(
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)
     divides = of.ranks > 1 or of.tensor > 1 or any(of.adapted)
-    grows = any((into, out, trains(of.router), of.adapts_router, *of.adapted))
-    beside = divides or of.adapts_router
-    if beside and grows and not x.node and x.storage:  # as model/experts.py has such blocks
-        x = tape.leaf(x.size, x.storage)
     weight, seen = float(of.element * of.number * of.hidden), replace(of, tokens=of.between)
     size, wide = of.logit * seen.tokens * of.number, of.logit / of.element
     matrix = _formed(tape, weight, of) if of.adapts_router else None

@@ -11,6 +11,7 @@ from uspft.planner.operations import (
     WIDE,
     Angles,
     turned_by_halves,
+    turned_in_pairs,
     turned_in_part,
     turned_plainly,
     turned_wide,
@@ -75,7 +76,7 @@ class LayerKind:
 
     def angle_bytes(self, dim: int, element: int) -> float:
         """Return the bytes of the cosines and sines of a token."""
-        size = WIDE if self.turned is turned_wide else element
+        size = WIDE if self.turned in (turned_wide, turned_in_pairs) else element
         return self.angles * self.turned_share * dim * size
 
 
@@ -119,7 +120,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
         shared_last=True,
     ),
     "ernie4_5_moe": LayerKind(
-        turned=turned_wide, router="mlp.gate", wide_router=True, shared=SHARED_EXPERTS
+        turned=turned_in_pairs, router="mlp.gate", wide_router=True, shared=SHARED_EXPERTS
     ),
     "minimax_m2": LayerKind(
         normed_together=True, turned=turned_in_part, router="mlp.gate", wide_scores=True

@@ -339,9 +339,9 @@ def pass_bytes(
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, []
     known: dict[tuple[int, bool, bool], LayerBytes] = {}
-    for number, sizes in enumerate(kinds):
-        key = id(sizes), reached, not (number or reached)
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, first=key[2])
+    for sizes in kinds:
+        key = id(sizes), reached, bool(each) and each[0].lets_go
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=key[2])
         each.append(known[key])
         reached = reached or bool(sizes.trained or sizes.adapted)
     head = HeadSizes(

@@ -51,6 +51,8 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
     lines = ", ".join(f"{most:,.0f} over {d} ranks" for d, most in each.items())
     less = [f"{d}" for d, most in each.items() if tokens < most]
     what = f"expert_parallel {' or '.join(less)} sends less" if less else "none of these sends less"
+    if less and step.hides:
+        what += ", though nothing hides it, and what ZeRO moves passes behind products"
     return f"{said}; dispatch sends less than it saves below {lines}: {what}"
 
 
