@@ -1,7 +1,9 @@
-"""How uspft was started: a command that it tells a person to type begins in the same way."""
+"""How uspft was started: a command that it tells a person to type begins in the same way; and the
+imports of a process that starts, made without garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import shutil
@@ -42,3 +44,19 @@ def to_install(environment: Mapping[str, str]) -> str:
     called = environment.get(VARIABLE, "")
     launch = called if Path(called).name == LAUNCH.name else str(LAUNCH)
     return f"{called_as(launch)} --install"
+
+
+def begin_imports() -> None:
+    """Collect no garbage until the imports are kept: they make none, and much that stays, and to
+    look for it takes a fifth of their time."""
+    gc.disable()
+
+
+def keep_imports() -> None:
+    """Collect garbage from here on, without searching what imports have made.
+
+    Nothing changes where the imports were not begun, as in a process that has other work.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()

@@ -22,9 +22,8 @@ from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.memory.measured import Counted, counting_of, measure, one_of
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
-from uspft.config.algorithms import row_of
+from uspft.config.algorithms import CAUSAL, row_of
 from uspft.config.inputs import ModelBlock
-from uspft.config.objectives import CAUSAL
 from uspft.config.recipe import MemoryBlock
 from uspft.engine.mail import Lines
 from uspft.engine.pipelined import Ends, Pipeline

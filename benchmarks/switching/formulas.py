@@ -13,7 +13,7 @@ def sent_bytes(one: Contender, ranks: int) -> float:
     """Return what a rank sends on average for each parameter under ZeRO-1.
 
     In place: an all-reduce of gradients and an all-gather of new weights over the ranks that hold
-    the same part. Moving: as uspft/switching/move/routes.py says.
+    the same part. Moving: as straight.py says.
     """
     degrees = one.degrees()
     if not one.moves:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -20,6 +19,7 @@ from benchmarks.lab.processes import Tell, as_rank, from_all
 from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.switching.contenders import PEER, Contender
 from benchmarks.switching.setting import HOSTS, RATE, WARM_UP, Setting
+from benchmarks.switching.straight import StraightEngine
 from uspft.assemble import Run, assemble
 from uspft.engine.quarantine import forget_mpu, prepare_deepspeed
 from uspft.job import Job
@@ -45,7 +45,7 @@ class Ours:
 
     def __init__(self, setting: Setting, name: str, one: Contender, groups: Groups) -> None:
         job = Job.read(setting.place(name))
-        moving = partial(MovingEngine, straight=one.straight)
+        moving = StraightEngine if one.straight else MovingEngine
         with patch("uspft.assemble.MovingEngine", moving):
             self.run: Run = assemble(job, torch.device("cpu"), groups)
         assert isinstance(self.run.loader, SwitchingLoader)

@@ -22,7 +22,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def ground(good: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
     """The program in a folder of its own; a rank that starts is noted instead."""
-    from uspft.commands import starting
+    from uspft.commands import rank
 
     model, data = good
     folder = tmp_path / "here"
@@ -46,5 +46,5 @@ def ground(good: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         found.started.append(job)
         return 1
 
-    monkeypatch.setattr(starting, "run_ranks", instead)
+    monkeypatch.setattr(rank, "run_ranks", instead)
     return found

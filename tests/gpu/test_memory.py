@@ -11,9 +11,9 @@ import pytest
 from tests.support.gpu import Row, needs, steps_of
 from tests.support.models import make_documents
 from uspft.model.hf_config import model_config
-from uspft.prepare.depth import sizes_of
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.make_verify_job import sizes_of
 
 LENGTHS = (16 << 10, 32 << 10, 64 << 10)
 LAYERS = 4
@@ -47,7 +47,7 @@ def formula(recipe: Path) -> int:
     found = examined.recipe
     config = model_config(found.model, found.data.sequence_length)
     assert examined.shape
-    return sizes_of(found, config, examined.shape, with_plain=False).need_bytes(LAYERS)
+    return sizes_of(found, config, examined.shape, with_plain=False).memory_bytes(LAYERS)
 
 
 def test_the_formula_grows_with_the_tokens(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tests.support.moving import MOVED, PASSES, Moving, recipe, started, train, 
 from tests.support.ranks import spawn
 from tests.support.runs import held, prepared
 from tests.support.stages import ZERO
-from uspft.switching.move.routes import ByOwners
+from uspft.switching.move.moving import MovingEngine
 
 pytestmark = pytest.mark.timeout(900)
 TWO_HOSTS = (0, 0, 1, 1)
@@ -138,8 +138,8 @@ FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     ),
     "weights are those of the step before": (
         Moving("llama"),
-        "uspft.switching.move.routes.ByOwners.fetch",
-        once_fetched(ByOwners.fetch),
+        "uspft.switching.move.moving.MovingEngine.fetch",
+        once_fetched(MovingEngine.fetch),
     ),
     PADDING: (
         Moving("llama"),
@@ -148,8 +148,8 @@ FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     ),
     "sums are not brought to the next layout": (
         Moving("llama", straight=True),
-        "uspft.switching.move.routes.Straight.finish",
-        lambda self: (self.fetch(self._home), self.begin()),
+        "benchmarks.switching.straight.StraightEngine.bring_home",
+        lambda self: self.fetch(self.holders.shards),
     ),
 }
 

@@ -19,7 +19,7 @@ from tests.support.moving import MOVED, Moving, started
 from tests.support.ranks import spawn
 from uspft.parameters.part import Part
 from uspft.parameters.shards import owned_parts
-from uspft.switching.move.routes import ByOwners
+from uspft.switching.move.moving import MovingEngine
 
 SMALL = 1024
 """Bytes of a tensor that is left out of what is counted: scalars, batches, rotary frequencies."""
@@ -190,7 +190,7 @@ def test_bytes_held_and_sent_are_those_of_the_formulas(setting: tuple[Path, Docu
 def kept(rank: int, folder: Path, data: Documents) -> Any:
     """Whether weights that were fetched before are gone when others come, and in the end."""
     found: dict[str, list[bool]] = {}
-    fetch = ByOwners.fetch
+    fetch = MovingEngine.fetch
     for fault in ("none", "one parameter's"):
         run = started(Moving("llama"), folder, data, folder / f"kept-{fault}")
         refs: list[StorageWeakRef] = []
@@ -207,7 +207,7 @@ def kept(rank: int, folder: Path, data: Documents) -> Any:
                 leaked.append(next(iter(run.engine.named.values())).data)
 
         with pytest.MonkeyPatch.context() as patch, forwards_seen(run.engine, keep):
-            patch.setattr(ByOwners, "fetch", see)
+            patch.setattr(MovingEngine, "fetch", see)
             run.engine.step(run.batches(0), RATE, stop=False)
             with run.engine.evaluating():
                 run.engine.terms(run.batches(0)[0])

@@ -27,7 +27,7 @@ from tests.support.ranks import spawn
 from tests.support.runs import close, held, prepared, small_recipe
 from tests.support.stages import ZERO
 from uspft.config import RecipeError, load
-from uspft.config.objectives import OBJECTIVES, ObjectiveRow
+from uspft.config.algorithms import OBJECTIVES, ObjectiveRow
 from uspft.objective import Divisor, Term
 from uspft.objective.row_ranks import document_sums, once
 

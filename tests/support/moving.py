@@ -27,8 +27,7 @@ from tests.support.degrees import (
 )
 from tests.support.models import Documents
 from tests.support.runs import GROUPS, held, job_of, small_recipe
-from uspft.config.algorithms import CONTEXT, WHOLE
-from uspft.config.objectives import CAUSAL
+from uspft.config.algorithms import CAUSAL, CONTEXT, WHOLE
 from uspft.kernels.capped import TorchCapped
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
@@ -132,6 +131,7 @@ def started(
     resume: bool = False,
 ) -> Started:
     """An engine for a case, with the weights of its model or of the newest checkpoint."""
+    from benchmarks.switching.straight import StraightEngine
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights_of import weights_of
@@ -167,7 +167,7 @@ def started(
     split_model(model, holders, moves=True)
     model.train()
     recompute = recompute_layers(model, job.here.memory, range(model.config.num_hidden_layers))
-    engine = MovingEngine(
+    engine = (StraightEngine if case.straight else MovingEngine)(
         TrainedModel(
             CausalModel(model, None, None, recompute), make_objective(CAUSAL.name, config)
         ),
@@ -175,7 +175,6 @@ def started(
         holders,
         every,
         torch.device("cpu"),
-        straight=case.straight,
         hosts=case.hosts,
     )
     if checkpoint:

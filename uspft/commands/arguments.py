@@ -1,16 +1,24 @@
-"""Parsing of argv into one command; nothing below this module reads argv or the environment."""
+"""Parsing of argv into one command; nothing below this module reads argv or the environment. Before
+a command is imported, the versions of libraries are checked: another generation of transformers
+fails in words of its own."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packaging.requirements import Requirement
+
 from uspft.called import to_type
+from uspft.config import InputError
 from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 
@@ -27,13 +35,13 @@ VERBS = (
     "verify",
     "export",
     "chat",
+    "report",
     "calibrate",
     "recipes",
     "convert",
 )
-OF_OUTPUT = ("export", "chat")
+OF_OUTPUT = ("export", "chat", "report")
 """The verbs whose target is no recipe, but what a run has left."""
-LATER = ("report",)
 USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
        {0} check OUTPUT_OR_CHECKPOINT
@@ -44,18 +52,18 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        {0} export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
        {0} chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
+       {0} report OUTPUT [OUTPUT ...] [-o FILE] [--live [--port N]]
        {0} calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
        {0} recipes [NAME [FILE]]
        {0} convert THEIRS.yaml [ACCELERATE.yaml] [-o FILE] [--force] [--ranks N] [--from TOOL]
             [key.path=value ...]
-train, verify and calibrate run on the hosts of --hostfile FILE
-to come: report"""
+train, verify and calibrate run on the hosts of --hostfile FILE"""
 """What every command takes, with a place for how uspft is started."""
 
 
 def starts_ranks(given: Sequence[str]) -> bool:
     """Tell whether the words ask for a command that starts ranks on every host."""
-    return given[0] not in VERBS + LATER or given[0] in ("train", "verify", "calibrate")
+    return given[0] not in VERBS or given[0] in ("train", "verify", "calibrate")
 
 
 def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -83,10 +91,7 @@ def command_of(
     Raises InputError.
     """
     words = list(given)
-    verb = words.pop(0) if words[0] in VERBS + LATER else "train"
-    if verb in LATER:
-        first, last = ", ".join(VERBS[:-1]), VERBS[-1]
-        raise UsageError(verb, "is not available yet", f"use {first} or {last}")
+    verb = words.pop(0) if words[0] in VERBS else "train"
     if verb == "recipes":
         from uspft.commands.recipes import recipes
 
@@ -99,7 +104,6 @@ def command_of(
         program, tool, force = to_type(os.environ), options.get("--from"), "--force" in options
         return lambda: convert(target, overrides, to, there, tool, program, force=force)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
-    from uspft.commands.versions import require_versions
     from uspft.prepare.invocation import Invocation
 
     require_versions()
@@ -121,7 +125,7 @@ def command_of(
 
         asked = Asked(steps, options.get("--inject"), "--all" in options)
         return lambda: verify(target, overrides, place, asked)
-    if verb in ("check", "plan"):
+    if verb in ("check", "plan", "report"):
         # Importing torch._dynamo makes its cache folder, and these make none.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     if verb == "plan":
@@ -137,6 +141,11 @@ def command_of(
             _file("--timeline", options),
         )
         return lambda: plan(target, overrides, place, wanted)
+    if verb == "report":
+        from uspft.commands.report import ReportAsked, report
+
+        file, live, port = _file("-o", options), "--live" in options, _whole("--port", options)
+        return lambda: report([target, *map(Path, overrides)], place, ReportAsked(file, live, port))
     run = _run_of(verb, of_checkpoint=target.is_dir())
     return partial(run, target, overrides, place)
 
@@ -164,10 +173,11 @@ OPTIONS = {
     "plan": ("--ranks", "--hardware", "--json", "--top", "--only", "--take", "-o", "--timeline"),
     "preprocess": ("--ranks", "--clean"),
     "inspect": ("--ranks", "--rows", "--html"),
+    "report": ("-o", "--live", "--port"),
     "verify": ("--steps", "--inject", "--all"),
     "convert": ("-o", "--force", "--ranks", "--from"),
 }
-FLAGS = ("--all", "--clean", "--json", "--force")
+FLAGS = ("--all", "--clean", "--json", "--force", "--live")
 HOSTFILE = "--hostfile"
 INSTEAD = {
     "--ranks": "launch.processes=N",
@@ -200,7 +210,7 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
         remedy = f"write {to_type(os.environ, verb, wanted, rest[0])}"
         raise UsageError(rest[0], "comes before the target", remedy)
     if verb not in OF_OUTPUT and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
-        near = closest(rest[0], VERBS + LATER)
+        near = closest(rest[0], VERBS)
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
         raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
     return Path(rest[0]), rest[1:], options
@@ -228,3 +238,43 @@ def _whole(name: str, options: dict[str, str]) -> int | None:
         what = f"`{value}` is no number of {name.lstrip('-')}"
         raise UsageError(name, what, f"write {name} 8")
     return int(value)
+
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def require_versions(
+    wanted: Callable[[str], list[str] | None] = requires, installed: Callable[[str], str] = version
+) -> None:
+    """Check that every dependency is here, in a version that pyproject.toml allows.
+
+    wanted: gives a package's requirements; where uspft is not installed as one, they come from the
+    pyproject.toml beside it. installed: gives a package's version. Raises InputError with a line
+    for each dependency that is missing or outside its range.
+    """
+    problems = []
+    for requirement in map(Requirement, _stated(wanted)):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = installed(requirement.name)
+        except PackageNotFoundError:
+            what = "is not installed"
+        else:
+            if found in requirement.specifier:
+                continue
+            what = f"is {found}, and uspft is written for {requirement.specifier}"
+        remedy = f"{sys.executable} -m pip install '{requirement}'"
+        problems.append(f"{requirement.name}: {what}; {remedy}")
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _stated(wanted: Callable[[str], list[str] | None]) -> list[str]:
+    try:
+        return wanted("uspft") or []
+    except PackageNotFoundError:
+        if not PROJECT.exists():
+            return []
+        found: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+        return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,8 +17,7 @@ from uspft.calibration.fits import as_yaml, fitted
 from uspft.calibration.points import Points
 from uspft.calibration.sweeps import SIZES, Bench, Says, measure
 from uspft.comm import said_by_all
-from uspft.commands.joining import joined, ranks_of_host
-from uspft.commands.starting import start_ranks
+from uspft.commands.rank import joined, ranks_of_host, start_ranks
 from uspft.config import InputError, Recipe, dump, load
 from uspft.config.problems import COMMAND_LINE
 from uspft.durable import write_text
@@ -27,10 +26,10 @@ from uspft.kernels import believed_kernel
 from uspft.launcher import Waiting
 from uspft.mesh import Groups
 from uspft.planner.machine import read_hardware
-from uspft.prepare.cluster import STANDS_IN, shipped
 from uspft.prepare.examine import examine
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import CONFIGS, Invocation
+from uspft.prepare.known import STANDS_IN, shipped
 from uspft.prepare.output import output_of
 
 FILE, TO = "hardware.yaml", "to="
@@ -105,11 +104,11 @@ UNKNOWN_HEADS = (8, 8, 64)
 """Query heads, KV heads and head dim that are measured where the model's config is not here."""
 
 
-def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
+def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     """Be one rank; the first leaves what was measured in `folder`."""
     recipe = load(folder / "recipe.yaml").recipe
-    here = ranks_of_host(place.environment)
-    with joined(recipe.launch, place.environment, trains=False) as device:
+    here = ranks_of_host(environment)
+    with joined(recipe.launch, environment, trains=False) as device:
         waiting.close()
         dtype = getattr(torch, recipe.model.dtype)
         bench = Bench(device, dtype, Groups(), here, SIZES[device.type])

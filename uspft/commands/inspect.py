@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.commands.inspect_page import page_of
-from uspft.commands.inspect_screen import show
+from uspft.commands.inspect_pages import page_of, show
 from uspft.config.problems import InputError
 from uspft.data import load_tokeniser, read_report
 from uspft.data.corpus.tokenise import holds_tokenizer
@@ -18,7 +17,7 @@ from uspft.launcher import planned_hosts
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.inspection import Decode, inspected
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.stages import with_data, with_model
+from uspft.prepare.make_job import with_data, with_model
 from uspft.prepare.tokenizer import tokenizer_of
 
 ROWS = 2

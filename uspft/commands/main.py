@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from uspft.called import LAUNCH, VARIABLE, to_type
-from uspft.commands.imports import begin_imports, keep_imports
+from uspft.called import LAUNCH, VARIABLE, begin_imports, keep_imports, to_type
 from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import (
     ERROR_FILE,
@@ -126,8 +125,6 @@ def _command(words: list[str], meeting: Meeting, losses: Sequence[Loss]) -> int:
 
 def _rank(words: Sequence[str]) -> int:
     """Be one rank and return its exit code; an error is left for the supervisor to print once."""
-    from uspft.prepare.invocation import Invocation
-
     if ERROR_FILE not in os.environ or not words:
         train = to_type(os.environ, "train", "RECIPE.yaml")
         print(f"command line: rank: is what train starts; write {train}", file=sys.stderr)
@@ -143,7 +140,7 @@ def _rank(words: Sequence[str]) -> int:
             from uspft.commands.calibrate import rank
         else:
             from uspft.commands.rank import rank
-        code = rank(Path(words[0]), Invocation("rank", dict(os.environ)), waiting)
+        code = rank(Path(words[0]), os.environ, waiting)
     except BaseException as error:
         waiting.close()
         code = 2 if isinstance(error, InputError) else 1

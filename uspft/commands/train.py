@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +19,8 @@ from uspft.checkpoint.folder import (
 )
 from uspft.checkpoint.whole_model import whole_model
 from uspft.commands.export import best_up_to, export_beside
-from uspft.commands.starting import start_ranks
+from uspft.commands.rank import start_ranks
+from uspft.commands.report import leave_report
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
@@ -65,7 +65,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
     with found.placed(), _held(found.recipe, hosts, screen) as lease:
-        found, job, checkpoint, damaged, needed = prepare_job(found, place, screen)
+        found, job, checkpoint, damaged, needed = prepare_job(found, place, screen, lease)
         recipe = found.recipe
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
@@ -80,7 +80,6 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             moved = open_output(recipe, checkpoint, hosts, place, job.comments)
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
-            job = replace(job, lease=lease)
             _note(recipe, place, damaged)
         for line in found.settled:
             screen.print(line, markup=False)
@@ -100,10 +99,11 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             return code
         if lease and code == 0:
             export_missing(recipe, None)
+            told = leave_report(found, place) if recipe.logging.report else ""
     if lease and code == 0:
         chats = bool(job.serving.ends)
         said = summary(recipe, target, overrides, place, chats=chats, hosts=hosts.count)
-        screen.print(said, markup=False)
+        screen.print("\n".join(filter(None, [said, told])), markup=False)
     elif lease and code != WRONG_INPUT:
         say(how_to_go_on(recipe))
     return code

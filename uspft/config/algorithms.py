@@ -1,8 +1,9 @@
-"""The table of algorithms, with a row for each; it is the only place that lists them.
+"""The tables of algorithms and of objectives, with a row for each; no other place lists them.
 
-Rules, layouts, `auto`, `verify`, sentences and README's table read it. A row names the algorithm's
-class, which is imported only when a layout is made live. A new algorithm is one row here and one
-file.
+Rules, layouts, `auto`, `verify`, sentences and README's table read them. A row names the class,
+which is imported only when a layout is made live or a model is made to train. A new algorithm is
+one row here and one file in sequence/ or tensor/, a new objective one row and one file in
+objective/.
 """
 
 from __future__ import annotations
@@ -199,3 +200,19 @@ def every_option(table: Mapping[str, AlgorithmRow]) -> set[str]:
 def having(option: str, table: Mapping[str, AlgorithmRow]) -> list[str]:
     """Return the names of the algorithms of a table that have an option."""
     return [row.name for row in table.values() if option in row.options]
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectiveRow:
+    """The facts about an objective that are known without torch."""
+
+    name: str
+    """The value of `training.objective` that names it."""
+    code: str
+    """The place of its class, written `module:Class`."""
+    plain: bool = False
+    """Whether `verify` computes it in plain transformers too (verify/plain.py)."""
+
+
+CAUSAL = ObjectiveRow("causal", "uspft.objective.causal:Causal", plain=True)
+OBJECTIVES: dict[str, ObjectiveRow] = {CAUSAL.name: CAUSAL}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Required, Union
 
-from pydantic import BeforeValidator, Field, Strict, with_config
-from typing_extensions import TypedDict
+from pydantic import BeforeValidator, Discriminator, Field, Strict
 
-from uspft.config.messages import shown
-from uspft.config.problems import fault
-from uspft.config.rope import Scaling
+from uspft.config.messages import shown, unknown_value
+from uspft.config.problems import Fault, fault
 from uspft.config.types import (
-    STRICT,
     As,
     BelowOne,
     Count,
@@ -25,6 +22,7 @@ from uspft.config.types import (
     RecipeBlock,
     Text,
     Tokens,
+    mapping_of,
     tokens,
 )
 
@@ -43,69 +41,30 @@ def _nothing(value: Any) -> Any:
 
 
 _Null = Annotated[None, BeforeValidator(_nothing)]
-"""Of a field with which a sample is refused, unless null says to leave it alone."""
-
-
-@with_config(STRICT)
-class RecordFields(TypedDict, total=False):
-    """What records call the fields that have these names here."""
-
-    messages: _Other
-    tools: _Other
-    chat_template_kwargs: _Other
-    system: _Other
-    history: _Other
-    prompt: _Other
-    completion: _Other
-    instruction: _Other
-    input: _Other
-    output: _Other
-    question: _Other
-    answer: _Other
-    text: _Other
-    input_ids: _Other
-    labels: _Other
-
-
-@with_config(STRICT)
-class FieldsLeftAlone(TypedDict, total=False):
-    """Fields with which a sample is refused, unless null says to leave them alone."""
-
-    label: _Null
-    kto_tag: _Null
-    weight: _Null
-    loss: _Null
-    train: _Null
-    training: _Null
-    conversations: _Null
-    system_prompt: _Null
-    system_message: _Null
-    chosen: _Null
-    rejected: _Null
-    chosen_response: _Null
-    rejected_response: _Null
-    rejected_messages: _Null
-    response_chosen: _Null
-    response_rejected: _Null
-    preferred_output: _Null
-    non_preferred_output: _Null
-    chosen_input_ids: _Null
-    rejected_input_ids: _Null
-    images: _Null
-    image: _Null
-    videos: _Null
-    video: _Null
-    audios: _Null
-    audio: _Null
-
-
-@with_config(STRICT)
-class FieldNames(RecordFields, FieldsLeftAlone, total=False):
-    """What `data.fields` may say."""
-
-    role: Annotated[Text, Field(title="the key of a turn's role")]
-    content: Annotated[Text, Field(title="the key of a turn's content")]
-    roles: Free
+RECORD_FIELDS = (
+    *("messages", "tools", "chat_template_kwargs", "system", "history", "prompt", "completion"),
+    *("instruction", "input", "output", "question", "answer", "text", "input_ids", "labels"),
+)
+"""Fields that records may call otherwise."""
+FIELDS_LEFT_ALONE = (
+    *("label", "kto_tag", "weight", "loss", "train", "training", "conversations"),
+    *("system_prompt", "system_message", "chosen", "rejected", "chosen_response"),
+    *("rejected_response", "rejected_messages", "response_chosen", "response_rejected"),
+    *("preferred_output", "non_preferred_output", "chosen_input_ids", "rejected_input_ids"),
+    *("images", "image", "videos", "video", "audios", "audio"),
+)
+"""Fields with which a sample is refused, unless null says to leave them alone."""
+FieldNames = mapping_of(
+    "FieldNames",
+    {
+        **dict.fromkeys(RECORD_FIELDS, _Other),
+        **dict.fromkeys(FIELDS_LEFT_ALONE, _Null),
+        "role": Annotated[Text, Field(title="the key of a turn's role")],
+        "content": Annotated[Text, Field(title="the key of a turn's content")],
+        "roles": Free,
+    },
+)
+"""What `data.fields` may say."""
 
 
 class Source(RecipeBlock):
@@ -201,6 +160,62 @@ class AdapterBlock(RecipeBlock):
         Field(title="a list of parameter names"),
     ] = ()
     """Matrices of experts and routers to adapt, named as in peft: mlp.experts.down_proj."""
+
+
+# The keys of `model.rope_scaling` by its types, named as Hugging Face names them. A `factor` left
+# out becomes data.sequence_length ÷ the model's original positions, at least 1.
+
+_BY_PAIR = "a list of numbers, one for each pair of a head's dimensions"
+_ByPair = Annotated[tuple[Positive, ...], Strict(False), Field(title=_BY_PAIR)]
+_THETA = {"rope_theta": Positive}
+_FACTOR = {**_THETA, "factor": Annotated[float, Field(ge=1)]}
+_ORIGINAL = {**_FACTOR, "original_max_position_embeddings": Count}
+TYPES: dict[str, dict[str, Any]] = {
+    "default": _THETA,
+    "linear": _FACTOR,
+    "dynamic": _FACTOR,
+    "yarn": {
+        **_ORIGINAL,
+        **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), Positive),
+        **dict.fromkeys(("mscale", "mscale_all_dim"), Positive),
+        "truncate": bool,
+    },
+    "longrope": {
+        **_ORIGINAL,
+        "attention_factor": Positive,
+        **dict.fromkeys(("short_factor", "long_factor"), Required[_ByPair]),
+    },
+    "llama3": {
+        **_ORIGINAL,
+        **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Required[Positive]),
+    },
+}
+
+
+def _of_a_type(value: Any) -> Any:
+    if isinstance(value, dict) and "type" in value and "rope_type" not in value:
+        raise fault("has `type`, whose key is `rope_type`", f"write rope_type: {value['type']}")
+    if not isinstance(value, dict) or "rope_type" not in value:
+        what = "has no `rope_type`" if isinstance(value, dict) else "expected a mapping or null"
+        raise fault(what, "write {rope_type: yarn, factor: 4.0} or null")
+    if value["rope_type"] not in TYPES:
+        raise Fault([("rope_type", *unknown_value(value["rope_type"], {"enum": list(TYPES)}))])
+    return value
+
+
+_OfEachType: Any = Union[  # noqa: UP007 - made of the table
+    tuple(
+        mapping_of(name.title(), {"rope_type": Required[Literal[name]], **keys})
+        for name, keys in TYPES.items()
+    )
+]
+Scaling: Any = Annotated[
+    _OfEachType,
+    Discriminator("rope_type"),
+    BeforeValidator(_of_a_type),
+    Field(title=f"a mapping with rope_type: {' | '.join(TYPES)}"),
+]
+"""A scaling of rotary positions, whose keys are those of its type."""
 
 
 _FLOAT16 = Elsewhere({"float16": "it needs a loss scale, and no GPU has run it here"})

@@ -17,7 +17,7 @@ from uspft.config.algorithms import (
     names,
 )
 from uspft.config.degrees import Degrees
-from uspft.config.messages import shown as in_words
+from uspft.config.messages import as_written
 from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import KEY, strategies_of, weights_move
@@ -125,8 +125,7 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
     for option in sorted(own if none else ()):
         value = getattr(parallel, option)
         if value not in (AUTO, None):
-            shown = list(value) if isinstance(value, tuple) else value
-            what = f"is {shown}, and model_parallel is 1: no matrix is split"
+            what = f"is {as_written(value)}, and model_parallel is 1: no matrix is split"
             yield f"{at}.{option}", what, "leave it out, or write model_parallel above 1"
 
 
@@ -194,8 +193,9 @@ def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
             value = getattr(parallel, option)
             off = value in (None, AUTO) or isinstance(value, bool)
             if not off and not (row and option in row.options):
-                shown = list(value) if isinstance(value, tuple) else value
-                what = f"is {shown}, and only {' and '.join(having(option, table))} has it"
+                what = (
+                    f"is {as_written(value)}, and only {' and '.join(having(option, table))} has it"
+                )
                 yield f"{at}.{option}", what, f"write {AUTO}, or leave it out"
 
 
@@ -227,8 +227,8 @@ def experts(recipe: Recipe) -> Iterator[Finding]:
         yield f"{_ZERO}.stage", what, "write 1, 2 or 3"
     for key, (value, does) in _WRONG.items():
         if zero.get(key) is value:
-            what = f"is {in_words(value)}, {beside}, where DeepSpeed {does}"
-            yield f"{_ZERO}.{key}", what, f"write {in_words(not value)}, or leave it out"
+            what = f"is {as_written(value)}, {beside}, where DeepSpeed {does}"
+            yield f"{_ZERO}.{key}", what, f"write {as_written(not value)}, or leave it out"
     if (shared := zero.get("zero_hpz_partition_size", 1)) > 1:
         what = f"is {shared}, which is not available {beside}"
         yield f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"

@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from uspft.config.problems import Fault, Finding, join
-from uspft.config.scalars import meant, plain
+from uspft.config.yaml.document import meant, plain
 
 Node = dict[str, Any]  # a part of a JSON Schema
 LARGEST = 2**63 - 1
@@ -41,6 +41,17 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else repr(value)
+
+
+def as_written(value: Any) -> str:
+    """Return a value as a recipe writes it."""
+    if isinstance(value, bool | None):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {as_written(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_written, value))}]"
+    return str(value).replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
 def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AUTO
+from uspft.config.messages import as_written
 from uspft.config.problems import Finding, reads
 from uspft.config.strategies import KEY, strategies_of, weights_move
 from uspft.config.types import Open
@@ -48,16 +49,16 @@ def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
             what = f"is {one.micro_batch_num}, and it follows from a step's samples"
             yield f"{KEY}[{number}].micro_batch_num", what, f"write {AUTO}, or leave it out"
         if one.layers_per_stage is not None and number not in staged:
-            what = f"is {as_list(one.layers_per_stage)}, and its pipeline_stage is 1"
+            what = f"is {as_written(one.layers_per_stage)}, and its pipeline_stage is 1"
             yield f"{KEY}[{number}].layers_per_stage", what, "leave it out, or write more stages"
         if number in staged and not weights_move(parallel):
             what = f"is {one.pipeline_stage}, and with switching: in_place ranks keep their layers"
             yield f"{KEY}[{number}].pipeline_stage", what, "write switching: move, or 1"
     if staged and parallel.offset not in _OFF["offset"]:
-        what = f"is {as_list(parallel.offset)}, beside layouts of which each has its own stages"
+        what = f"is {as_written(parallel.offset)}, beside layouts of which each has its own stages"
         yield "parallel_config.offset", what, f"write {KEY}[n].layers_per_stage, or leave it out"
     if staged and not isinstance(recipe.memory.gradient_checkpointing, bool):
-        given = as_list(recipe.memory.gradient_checkpointing)
+        given = as_written(recipe.memory.gradient_checkpointing)
         what = f"is {given} of a stage's layers, and layouts that switch have different stages"
         yield "memory.gradient_checkpointing", what, "write true or false"
 
@@ -72,7 +73,7 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
         yield "parallel_config.micro_batch_num", what, f"write {AUTO}, or leave it out"
     virtual, interleaved = parallel.pp_interleave_num, parallel.pipeline_interleave
     if isinstance(interleaved, bool) and interleaved != (virtual > 1):
-        what = f"is {str(interleaved).lower()}, and parallel_config.pp_interleave_num is {virtual}"
+        what = f"is {as_written(interleaved)}, and parallel_config.pp_interleave_num is {virtual}"
         remedy = "write true, or pp_interleave_num: 1"
         if interleaved:
             remedy = "write pp_interleave_num above 1, or leave this out"
@@ -89,7 +90,7 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
         if staged and key in ("pipeline_scheduler", "offset"):
             continue  # of a strategy's stages, or refused as such
         if (given := getattr(parallel, key)) not in values:
-            what = f"is {as_list(given)}, and parallel_config.pipeline_stage is 1"
+            what = f"is {as_written(given)}, and parallel_config.pipeline_stage is 1"
             least = "null" if values[0] is None else values[0]
             yield f"parallel_config.{key}", what, f"write {least}, or pipeline_stage above 1"
 
@@ -120,7 +121,7 @@ def _beside_open(parallel: ParallelBlock) -> Iterator[Finding]:
     """Where the planner chooses how many stages there are, nothing is said of each of them."""
     for key in ("layers_per_stage", "offset", "seq_split_num", "sequence_chunks"):
         if (given := getattr(parallel, key)) not in _OFF[key]:
-            what = f"is {as_list(given)}, and parallel_config.pipeline_stage is {AUTO}"
+            what = f"is {as_written(given)}, and parallel_config.pipeline_stage is {AUTO}"
             yield f"parallel_config.{key}", what, "leave it out, or write how many stages there are"
 
 
@@ -159,20 +160,17 @@ def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     if isinstance(given, bool | int) or strategies_of(recipe):
         return
     if isinstance(ranks, Open):
-        what = f"is {as_list(given)}, and parallel_config.pipeline_stage is {AUTO}"
+        what = f"is {as_written(given)}, and parallel_config.pipeline_stage is {AUTO}"
         remedy = "write one number for all, or how many stages there are"
         yield "memory.gradient_checkpointing", what, remedy
         return
     nested = [one for one in given if isinstance(one, tuple)]
     lengths = {len(one) for one in nested} or {len(given)}
     if len(nested) not in (0, virtual) or lengths != {ranks}:
-        what = f"is {as_list(given)}, and there are {ranks} stages (parallel_config.pipeline_stage)"
+        what = (
+            f"is {as_written(given)}, and there are {ranks} stages (parallel_config.pipeline_stage)"
+        )
         what += f" of {virtual} virtual ones" if virtual > 1 else ""
         remedy = f"write a list of {ranks} numbers"
         remedy += f", or {virtual} such lists" if virtual > 1 else ", or one number for all"
         yield "memory.gradient_checkpointing", what, remedy
-
-
-def as_list(value: object) -> object:
-    """Return what a recipe has as tuples as a message shows it."""
-    return list(map(as_list, value)) if isinstance(value, tuple) else value

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict, model_validator, with_config
 from typing_extensions import TypedDict
 
+from uspft.config.algorithms import CAUSAL, OBJECTIVES
 from uspft.config.deepspeed_fields import Aio, CommsLogger, FlopsProfiler, ZeroFields
 from uspft.config.degrees import ParallelBlock
 from uspft.config.inputs import DataBlock, ModelBlock, Source
-from uspft.config.objectives import CAUSAL, OBJECTIVES
 from uspft.config.types import (
     STRICT,
     As,
@@ -28,7 +28,6 @@ from uspft.config.types import (
     Free,
     Natural,
     NotNegative,
-    NotYet,
     OneOf,
     Positive,
     RecipeBlock,
@@ -237,8 +236,8 @@ class LoggingBlock(RecipeBlock):
     """Arguments of wandb.init, `{}` for none; null turns Weights & Biases off."""
     mlflow: Annotated[dict[str, Any] | None, As(MlFlow | None)] = None
     """Settings of an MLflow run, `{}` for one in `output_dir`; null turns MLflow off."""
-    report: Annotated[bool, NotYet("the report", False)] = False
-    """Whether the run ends with report.html, a page of its numbers."""
+    report: bool = True
+    """Whether the run ends with `report.html`, a page of its numbers beside those predicted."""
 
 
 _DEVICES = Elsewhere(

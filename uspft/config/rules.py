@@ -16,6 +16,7 @@ from uspft.config.layout_rules import (
     tensor_options,
     ulysses_degree,
 )
+from uspft.config.messages import as_written
 from uspft.config.pipeline_rules import checkpointed, stages
 from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
@@ -156,7 +157,7 @@ def _least_loss(recipe: Recipe) -> Iterator[Finding]:
     ):
         if value is None:
             continue
-        what = f"is {str(value).lower()}, and"
+        what = f"is {as_written(value)}, and"
         if not (recipe.data.eval or recipe.data.eval_fraction):
             what = f"{what} there is nothing to evaluate on"
             remedy = f"write data.eval or data.eval_fraction, or {off} here"

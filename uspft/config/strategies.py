@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from uspft.config.algorithms import AUTO
 from uspft.config.degrees import Degrees, ParallelBlock, Strategy
-from uspft.config.messages import shown
+from uspft.config.messages import as_written, shown
 from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
 from uspft.config.types import Open
@@ -119,13 +119,12 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
         for key in Degrees.model_fields if beside else ():
             here, there = getattr(parallel, key), getattr(longest, key)
             if here != there and not _open(here, there):
-                what = (
-                    f"is {_plain(here)}, and {KEY}[{len(every) - 1}], whose rows are the longest,"
-                )
-                yield f"parallel_config.{key}", f"{what} has {_plain(there)}", _REMEDY
+                what = f"is {as_written(here)}, and {KEY}[{len(every) - 1}], whose rows are the "
+                what += f"longest, has {as_written(there)}"
+                yield f"parallel_config.{key}", what, _REMEDY
     elif parallel.strategies == AUTO:
         for key in beside:
-            what = f"is {_plain(getattr(parallel, key))}, and {KEY}: {AUTO} chooses the layouts"
+            what = f"is {as_written(getattr(parallel, key))}, and {KEY}: {AUTO} chooses the layouts"
             yield f"parallel_config.{key}", what, f"leave it out, or list {KEY}"
     elif parallel.switching not in (AUTO, None):
         what = f"is {parallel.switching}, and there are no strategies to switch between"
@@ -133,10 +132,6 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
 
 
 _REMEDY = "leave out the degrees beside the strategies, or write those of the longest rows"
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else shown(value)
 
 
 def _open(*values: object) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import typing_extensions
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,13 +27,14 @@ from pydantic import (
     Tag,
     ValidationError,
     WrapValidator,
+    with_config,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import LARGEST, SUFFIXED, findings_of, shown
 from uspft.config.problems import Fault, Finding, fault, join
-from uspft.config.scalars import meant, token_count
+from uspft.config.yaml.document import meant, token_count
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -249,6 +251,12 @@ def _free(value: dict[str, Any]) -> dict[str, Any]:
     if findings := _misread(value):
         raise Fault(findings)
     return value
+
+
+def mapping_of(name: str, keys: Mapping[str, Any]) -> Any:
+    """Return the type of mappings that may have these keys alone, each with values of its type."""
+    made: Any = typing_extensions.TypedDict
+    return with_config(STRICT)(made(name, dict(keys), total=False))
 
 
 Free = Annotated[dict[str, Any], AfterValidator(_free)]

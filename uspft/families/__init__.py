@@ -5,6 +5,7 @@ from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
 from uspft.families.states import StateSizes, state_layers, state_sizes
 from uspft.families.table import FAMILIES, NO_KEYS
+from uspft.families.windows import layer_windows
 
 __all__ = [
     "FAMILIES",
@@ -15,6 +16,7 @@ __all__ = [
     "check_length",
     "expert_layers",
     "layer_blocks",
+    "layer_windows",
     "read_shape",
     "state_layers",
     "state_sizes",

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from uspft.families.shape import ModelShape
-from uspft.families.states import state_layers
-from uspft.families.table import EXPERTS, FAMILIES
+from uspft.families.table import EXPERTS, FAMILIES, NO_KEYS
+from uspft.families.windows import layer_windows
 
 
 class Blocks(NamedTuple):
     """What a layer has of what layers of its family may have."""
 
-    state: bool = False
+    state: bool
     """Whether a state, and no attention."""
-    experts: bool = False
+    experts: bool
     """Whether experts that tokens choose among, and no MLP that all of them meet alone."""
+    sees_all: bool = False
+    """Whether heads of the size of those without a window, where others have another."""
+    borrows: bool = False
+    """Whether the keys and values of another layer."""
+
+    def sizes(self, shape: ModelShape) -> ModelShape:
+        """Return a model with the sizes of such a layer."""
+        of = shape.of_window(None) if self.sees_all else shape
+        return of.borrowing if self.borrows else of
 
 
-def layer_blocks(shape: ModelShape) -> tuple[Blocks, ...]:
-    """Return what each layer of a model has."""
-    return tuple(map(Blocks, state_layers(shape), expert_layers(shape)))
+def layer_blocks(
+    shape: ModelShape,
+    windows: Sequence[int | None] | None = None,
+    experts: Sequence[bool] | None = None,
+) -> tuple[Blocks, ...]:
+    """Return what each layer of a model has. windows, experts: of each layer; None: as the config
+    says."""
+    windows = layer_windows(shape) if windows is None else windows
+    experts, own = experts or expert_layers(shape), shape.layers - shape.borrowers
+    return tuple(
+        Blocks(window == NO_KEYS, some, bool(shape.seeing_all) and window is None, number >= own)
+        for number, (window, some) in enumerate(zip(windows, experts, strict=True))
+    )
 
 
 def expert_layers(shape: ModelShape) -> tuple[bool, ...]:

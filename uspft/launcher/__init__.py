@@ -14,8 +14,7 @@ from uspft.launcher.hosts import (
 )
 from uspft.launcher.meeting import Meeting
 from uspft.launcher.remote import BY_HOSTFILE, run_on_hosts
-from uspft.launcher.restart import Loss, Restart
-from uspft.launcher.supervise import run_ranks
+from uspft.launcher.supervise import Loss, Restart, run_ranks
 from uspft.launcher.terminal import Waiting, outlive_terminal, say
 from uspft.launcher.watch import Watch
 

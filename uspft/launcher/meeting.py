@@ -15,7 +15,7 @@ from types import TracebackType
 
 from uspft.config.problems import RunFailed
 from uspft.launcher.hosts import Hosts, LaunchError
-from uspft.launcher.restart import Loss
+from uspft.launcher.supervise import Loss
 from uspft.launcher.terminal import say
 from uspft.launcher.watch import Alarm, Message, Watch
 

@@ -1,11 +1,11 @@
-"""What a step minimises and divides by: one file for each objective in config/objectives.py."""
+"""What a step minimises and divides by: one file for each objective in config/algorithms.py."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-from uspft.config.objectives import OBJECTIVES
+from uspft.config.algorithms import OBJECTIVES
 from uspft.objective.objective import Divisor, Objective, Scales, Term, TrainedModel
 
 __all__ = ["Divisor", "Objective", "Scales", "Term", "TrainedModel", "make_objective"]

@@ -66,10 +66,10 @@ def warm_up(rank: int, ranks: int, virtual: int, chunks: int = 1) -> int:
     after = ranks - 1 - rank
     if virtual == 1:
         return after + chunks - 1
-    return 2 * after + (virtual - 1) * chunks * _group(ranks, virtual, chunks) + chunks - 1
+    return 2 * after + (virtual - 1) * chunks * group_of(ranks, virtual, chunks) + chunks - 1
 
 
-def _group(ranks: int, virtual: int, chunks: int) -> int:
+def group_of(ranks: int, virtual: int, chunks: int) -> int:
     """Return how many micro-batches go through one virtual stage before any through the next."""
     return 1 if virtual == 1 else -(-ranks // chunks)
 
@@ -122,7 +122,7 @@ def _in_groups(
     kind: Kind, rank: int, ranks: int, micro_batches: int, virtual: int, chunks: int
 ) -> list[Action]:
     """Return a rank's forwards or backwards of full groups, as many as hold the micro-batches."""
-    size = _group(ranks, virtual, chunks)
+    size = group_of(ranks, virtual, chunks)
     turns, parts = range(virtual), range(chunks)
     if kind == "backward":
         turns, parts = turns[::-1], parts[::-1]

@@ -13,7 +13,7 @@ from math import inf
 from operator import add
 from typing import TYPE_CHECKING
 
-from uspft.config.pipeline_rules import as_list
+from uspft.config.messages import as_written
 from uspft.config.problems import Finding
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def offset(key: str, given: int | Each, layers: int, ranks: int, virtual: int) -
     each, left = divmod(layers, stages)
     if sum(more) != left:
         what = (
-            f"is {as_list(given)}, {sum(more)} in all, and {layers} layers over {stages} stages "
+            f"is {as_written(given)}, {sum(more)} in all, and {layers} layers over {stages} stages "
             f"of {each} leave {left}"
         )
         return key, what, f"write offsets that add up to {left}, or leave it out"
@@ -224,7 +224,7 @@ def _checked(key: str, sizes: list[int], layers: int, ranks: int) -> Stages | Fi
 
 def _not_of(given: object, ranks: int, virtual: int) -> str:
     ways = f"{ranks} stages × {virtual} virtual ones"
-    return f"is {as_list(given)}, which is not a number for each of {ways}"
+    return f"is {as_written(given)}, which is not a number for each of {ways}"
 
 
 def _wanted(ranks: int, virtual: int) -> str:

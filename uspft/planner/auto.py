@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from uspft.config.messages import as_written
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options
@@ -39,13 +40,6 @@ def values_of(way: Way) -> dict[str, Any]:
     degrees["ulysses_degree_in_cp"] = way.layout.ulysses
     found = {f"parallel_config.{key}": value for key, value in degrees.items()}
     return found | {STAGE: way.stage, ROWS: way.rows, RECOMPUTE: way.recompute}
-
-
-def as_written(value: Any) -> str:
-    """Return a value as a recipe writes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def recommend(

@@ -11,11 +11,12 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.pipeline.schedules import Action, Schedule, forward_and_backward
+from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 
 LONG = 2
-"""Rounds of as many micro-batches as there are ranks after which each further one takes alike."""
+"""Rounds of as many micro-batches as there are ranks, or of a few more, after which each further
+one takes alike."""
 
 
 class PipelineWaits(NamedTuple):
@@ -78,7 +79,7 @@ def _bubble(costs: PipelineCosts, micro_batches: int) -> float:
     if virtual == 1 or not left:
         return filled
     if not full:  # the first goes through every stage, and the others follow it
-        return every + (micro_batches - 1) * most / virtual - micro_batches * most
+        return max(filled, every + (micro_batches - 1) * most / virtual - micro_batches * most)
     # The first of a group that is not full finds as much to wait for as what a full one hides.
     alone = (1 - costs.forward) * (1 + costs.ranks * (1 - 1 / virtual)) * most - most
     return filled + max(0.0, alone) * (costs.ranks - left) / max(1, costs.ranks - 1)
@@ -123,12 +124,17 @@ def simulated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> P
 
 
 def _end(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:
-    """Return when all is done; of many micro-batches, of which rounds take alike, few are run."""
-    rounds, left = divmod(micro_batches, costs.ranks)
+    """Return when all is done; of many micro-batches, of which rounds take alike, few are run.
+
+    Rounds are of whole groups, and none is done sooner than the rank with most work does its own.
+    """
+    group = group_of(costs.ranks, schedule.virtual, schedule.chunks)
+    each = group * -(-costs.ranks // group)
+    rounds, left = divmod(micro_batches, each)
     if rounds <= LONG + 1:
         return timeline(costs, schedule, micro_batches).end
-    few, more = (timeline(costs, schedule, n * costs.ranks + left).end for n in (LONG, LONG + 1))
-    return more + (rounds - LONG - 1) * (more - few)
+    few, more = (timeline(costs, schedule, n * each + left).end for n in (LONG, LONG + 1))
+    return more + (rounds - LONG - 1) * max(more - few, each * costs.most)
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from uspft.families import NO_KEYS, Blocks, ModelShape, expert_layers
+from uspft.families import NO_KEYS, ModelShape, layer_blocks
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.products import block_projections, head_projection
 from uspft.segments import Segments
@@ -89,14 +89,13 @@ def layer_flops(
     windows: the sliding window of each layer, or None where it sees all. The embedding is looked
     up, and costs none; so is the rule of a layer with a state left out, a hundredth of its layer.
     """
-    heads, tokens = (1, model.heads, model.head_dim), rows.rows[0].length
-    kinds = list(zip(windows, expert_layers(model), strict=True))
-    known = {}
-    for window, experts in dict.fromkeys(kinds):
-        projections = block_projections(model, Blocks(window == NO_KEYS, experts))
-        met = sum(one.met for one in projections)
-        known[window, experts] = step_flops(met, tokens, int(rows.pairs(window)), heads)
-    head = step_flops(head_projection(model).met, tokens, 0, heads)
+    tokens, blocks = rows.rows[0].length, layer_blocks(model, windows)
+    known, kinds = {}, list(zip(windows, blocks, strict=True))
+    for window, one in dict.fromkeys(kinds):
+        met = sum(matrix.met for matrix in block_projections(model, one))
+        heads = 1, model.heads, model.of_window(window).head_dim
+        known[window, one] = step_flops(met, tokens, int(rows.pairs(window)), heads)
+    head = step_flops(head_projection(model).met, tokens, 0, (1, model.heads, 1))
     return [known[kind] for kind in kinds], head
 
 
@@ -107,6 +106,7 @@ def cut_by_flops(
     hardware. windows: of each layer."""
     # Of padding alone no query sees a key.
     layers, head = layer_flops(model, windows, DrawnRows((Segments((0,), 1),)))
-    heads = 12.0 * model.heads * model.head_dim
-    seen = tuple((w, heads * n) for w, n in Counter(windows).items() if w != NO_KEYS)
+    kinds = Counter(windows)
+    pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
+    seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
     return Cut(chunks, multiple, head + sum(layers), seen)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from uspft.families import ModelShape, expert_layers, state_layers
+from uspft.families import ModelShape, expert_layers, layer_windows, state_layers
 from uspft.planner.operations import (
     WIDE,
     Angles,
@@ -47,6 +47,10 @@ class LayerKind:
     """Whether queries and keys are normed, a head at a time."""
     normed_together: bool = False
     """Whether they are normed over all heads, before these are told apart."""
+    normed_values: bool = False
+    """Whether values are normed so too, by norms without weights."""
+    keys_are_values: bool = False
+    """Whether values are what keys are made of, and have no projection."""
     gated: bool = False
     """Whether queries are projected with as many features that gate attention's output."""
     fused: bool = False
@@ -100,6 +104,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "phi3": LayerKind(fused=True, turned=turned_in_part),
     "gemma2": LayerKind(_GEMMA, wide_norms=True),
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
+    "gemma4_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, normed_values=True),
     "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "qwen3_5_text": _GATED,
@@ -151,6 +156,13 @@ def usual_kind(shape: ModelShape) -> LayerKind:
 def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of a model."""
     raw, kind = shape.raw, usual_kind(shape)
+    if shape.seeing_all:
+        windows, (_, dim) = layer_windows(shape), shape.seeing_all
+        wider = {1.0 if window else dim / shape.head_dim for window in windows}
+        # Of a proportional share the rest turns by nothing.
+        kind = replace(kind, turned_share=1.0, angles=kind.angles * sum(wider))
+        alike = replace(kind, keys_are_values=shape.of_window(None).keys_are_values)
+        return tuple(kind if window else alike for window in windows)
     if shape.model_type == "olmo_hybrid":
         kind = kind if shape.rope else replace(kind, turned=None, angles=0.0)
         with_state = replace(kind, norms=_FRONT)

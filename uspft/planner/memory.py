@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters
-from uspft.families import FAMILIES, NO_KEYS, state_layers
+from uspft.families import FAMILIES, NO_KEYS, layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -23,7 +23,7 @@ from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.flops import cut_by_flops
 from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
+from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, inner_features, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
@@ -37,6 +37,7 @@ from uspft.planner.trained import (
     LAST_NORM,
     Lora,
     StageLayers,
+    Trained,
     counts_of,
     outside_trains,
     trained_layers,
@@ -312,7 +313,12 @@ def unpredicted(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
-    found = {"experts in other blocks than mlp": shape.model_type == "granitemoe"}
+    found = {
+        "experts in other blocks than mlp": shape.model_type == "granitemoe",
+        "embeddings of each layer": bool(shape.layer_features),
+        "layers that use the keys of others": bool(shape.borrowers),
+        "a state in groups of heads": bool(options.at_once) and FAMILIES[shape.model_type].states,
+    }
     return tuple(what for what, here in found.items() if here)
 
 
@@ -337,7 +343,7 @@ def pass_bytes(
     kinds = _layers(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
-    reached, each = outside[EMBEDDING] or options.checkpointing, []
+    reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
     known: dict[tuple[int, bool, bool], LayerBytes] = {}
     for sizes in kinds:
         key = id(sizes), reached, bool(each) and each[0].lets_go
@@ -408,7 +414,10 @@ def _layers(
             if window == NO_KEYS:
                 state = StateHeads.of(shape, layout, options.element, tokens)
             known[key] = LayerSizes(
-                replace(_sharing(shape, layout, tokens, options, seen, kind.sinks), behind=behind),
+                replace(
+                    _sharing(shape.of_window(window), layout, tokens, options, seen, kind.sinks),
+                    behind=behind,
+                ),
                 shape.hidden_size,
                 inner_features(shape, layout.mesh_columns, experts=bool(kind.router)),
                 kind,
@@ -416,16 +425,7 @@ def _layers(
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
-                experts=(experts if kind.router else None)
-                and replace(
-                    experts,
-                    rank=options.lora.rank if options.lora else 0,
-                    adapted=tuple(
-                        f"{EXPERTS}{one}" in trained.adapters
-                        for one in ("gate_up_proj", "down_proj")
-                    ),
-                    adapts_router=kind.router in trained.adapters,
-                ),
+                experts=_adapted(experts, kind, trained, options) if experts else None,
                 trained=trained.weights,
                 adapted=trained.adapters,
                 rank=options.lora.rank if options.lora else 0,
@@ -438,6 +438,21 @@ def _layers(
             )
         found.append(known[key])
     return found
+
+
+def _adapted(
+    experts: Experts, kind: LayerKind, trained: Trained, options: Options
+) -> Experts | None:
+    """Return a model's experts with the adapters of a layer; None where this has none."""
+    if not kind.router:
+        return None
+    matrices = (f"{EXPERTS}{one}" for one in ("gate_up_proj", "down_proj"))
+    return replace(
+        experts,
+        rank=options.lora.rank if options.lora else 0,
+        adapted=tuple(name in trained.adapters for name in matrices),
+        adapts_router=kind.router in trained.adapters,
+    )
 
 
 def _checkpointed(
@@ -496,31 +511,6 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -
         layout.tensor,
         between,
     )
-
-
-def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
-    """Return the window of each layer in keys; None where it sees all, NO_KEYS where it has no
-    attention."""
-    window, family = shape.window, FAMILIES[shape.model_type]
-    types, layers = shape.raw.get("layer_types"), range(shape.layers)
-    if family.states:
-        return tuple(NO_KEYS if state else None for state in state_layers(shape))
-    one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
-    if window is None or (one_for_all and not types):
-        return (window,) * shape.layers
-    if types:
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if family.windows == "switched":
-        if shape.model_type == "smollm3":  # those without rotary positions
-            every = int(shape.raw.get("no_rope_layer_interval", 4))
-            turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
-            return tuple(None if turned[i] else window for i in layers)
-        first = shape.raw.get("max_window_layers", 28)
-        if shape.model_type == "qwen2_moe":  # every other one of the first
-            return tuple(None if i >= first or i % 2 else window for i in layers)
-        return tuple(window if i >= first else None for i in layers)
-    full = 6 if shape.model_type == "gemma3_text" else 2
-    return tuple(window if (i + 1) % full else None for i in layers)
 
 
 def fits(memory: Memory, card_bytes: float) -> bool:

@@ -155,6 +155,8 @@ class NormKind(NamedTuple):
     """Whether its weight multiplies in float32."""
     summed: bool = False
     """Whether ranks have some features each (model/divided.py), whose squares they sum."""
+    weighs: bool = True
+    """Whether it has a weight."""
 
 
 def rms_norm(
@@ -165,6 +167,8 @@ def rms_norm(
     scale = _mean_square(tape, inner, WIDE * number, how)
     inner = multiplied(tape, inner, scale)
     del scale
+    if not how.weighs:
+        return _as(tape, inner, x.size)
     if how.wide:
         return _as(tape, multiplied(tape, inner, tape.parameter(trains)), x.size)
     return multiplied(tape, _as(tape, inner, x.size), tape.parameter(trains))
@@ -232,9 +236,11 @@ def turned_in_pairs(tape: Tape, x: Tensor, by: Angles) -> Tensor:
     def by_angles(part: Tensor) -> Tensor:
         return multiplied(tape, part, angles, wide)
 
-    half = lambda: _as(tape, _half_turned(tape, x), wide)  # noqa: E731
-    total = added(tape, by_angles(_as(tape, x, wide)), by_angles(half()))
-    return _as(tape, total, x.size)
+    def total() -> Tensor:
+        straight = by_angles(_as(tape, x, wide))
+        return added(tape, straight, by_angles(_as(tape, _half_turned(tape, x), wide)))
+
+    return _as(tape, total(), x.size)
 
 
 def turned_in_part(tape: Tape, x: Tensor, by: Angles) -> Tensor:

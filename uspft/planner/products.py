@@ -65,15 +65,17 @@ class ProductShape:
 
 def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
-    MLP, or of the router and the experts. experts: whether of a layer that has them; None: where
-    the model has any."""
+    MLP, or of the router and the experts; keys and values that a layer does not make have no
+    outputs. experts: whether of a layer that has them; None: where the model has any."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     gated = 1 + has_gated_heads(shape)
+    keys = 0 if shape.borrows_keys else kv_heads
+    values = 0 if shape.keys_are_values else keys
     found = [
         ProductShape(hidden, gated * heads, "outputs", gated * dim),
-        ProductShape(hidden, kv_heads, "outputs", dim),
-        ProductShape(hidden, kv_heads, "outputs", dim),
+        ProductShape(hidden, keys, "outputs", dim),
+        ProductShape(hidden, values, "outputs", dim),
         ProductShape(heads, hidden, "inputs", dim),
     ]
     of, inner = (1, 1), shape.intermediate_size
@@ -153,10 +155,36 @@ def projections_of_layers(
 
 def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
     """Return the projections of a layer that has these blocks."""
-    found = layer_projections(shape, experts=blocks.experts)
-    if blocks.state:
-        found = [*state_projections(shape).values(), *found[4:]]
-    return [*found, *shared_projections(shape).values()] if blocks.experts else found
+    of = blocks.sizes(shape)
+    every = layer_projections(of, experts=blocks.experts)
+    into = state_projections(of).values() if blocks.state else every[:4]
+    made = [one for one in into if one.outputs]
+    shared = shared_projections(of).values() if blocks.experts else ()
+    return [*made, *every[4:], *shared, *added_projections(of).values()]
+
+
+def added_projections(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name the projections by which a layer adds its own embedding of a token; none
+    where it has no such."""
+    hidden, own = shape.hidden_size, shape.layer_features
+    if not own:
+        return {}
+    into, out = ProductShape(hidden, own), ProductShape(own, hidden)
+    return {"per_layer_input_gate": into, "per_layer_projection": out}
+
+
+def outside_modules(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name what makes the embeddings of each layer, the look-up first; none where layers
+    have no such."""
+    own = shape.layer_features
+    if not own:
+        return {}
+    words, every = int(shape.full["vocab_size_per_layer_input"]), shape.layers * own
+    return {
+        "model.embed_tokens_per_layer": ProductShape(words, every),
+        "model.per_layer_model_projection": ProductShape(shape.hidden_size, every),
+        "model.per_layer_projection_norm": ProductShape(1, own),
+    }
 
 
 def head_projection(shape: ModelShape) -> ProductShape:
@@ -190,8 +218,8 @@ def parameters_of(
         held += count * (sum(size for _, size in each) + 2 * shape.hidden_size)
         experts += count * sum(size for divided, size in each if divided)
     routed = sum(blocks.experts for blocks in mine)
-    outside = head * (1 if shape.tied else 2) + shape.hidden_size
-    return HeldParameters(outside, held, experts, routed)
+    outside = sum(one.parameters for one in outside_modules(shape).values()) + shape.hidden_size
+    return HeldParameters(head * (1 if shape.tied else 2) + outside, held, experts, routed)
 
 
 def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:
@@ -208,4 +236,5 @@ def met_parameters(shape: ModelShape) -> int:
         count * sum(one.met for one in projections)
         for projections, count in projections_of_layers(shape)
     )
-    return layers + head_projection(shape).met
+    outside = [*outside_modules(shape).values()][1:2]  # neither look-up nor norm
+    return layers + head_projection(shape).met + sum(one.met for one in outside)

@@ -6,7 +6,7 @@ The order is that of the one price (step.py) and the one memory formula (memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -51,6 +51,9 @@ SAID = 3
 """Parts that are named when a layout loses to the first."""
 LEAST_SECONDS = 0.005
 """Of a part that is named, as a share of the first layout's step."""
+
+LongerBy = Callable[[Layout, Options], Options]
+"""A function that gives options under which rows are longer, of a layout's options."""
 
 
 @dataclass(frozen=True)
@@ -233,19 +236,21 @@ def ranking(
     *,
     own: Way | None = None,
     why_not: WhyNot | None = None,
+    saving: LongerBy | None = None,
 ) -> Ranking:
     """Return the layouts of a space in their order: those that fit first, then by their seconds.
 
     Each stands there as the best of its ways to run, the recipe's own as it is asked for. The
     search goes by closed forms; where these are not exact, the first SHORTLIST are priced again as
     rows are dealt out to ranks, and stand in that order. own: the recipe's, which is never left
-    out. why_not: what else than the step speaks against a way.
+    out. why_not: what else than the step speaks against a way. saving: what the longest rows run
+    with, of options that say how these do.
     """
     legal = legal_for(step, hardware.ranks_per_host)
     found = ways(ranks, space, lambda way: legal(way) or (why_not and why_not(way)) or None)
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
-    needs, search = Needs(step.model, step.row.length), replace(step, dealt=False)
+    needs, search = Needs(step.model, step.row.length, saving), replace(step, dealt=False)
     memo: price.Memo = {}
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
@@ -352,8 +357,8 @@ class _Listed(Sequence[Ranked]):
 class Needs:
     """What ranks need for rows of one length, remembered by what it depends on."""
 
-    def __init__(self, model: ModelShape, row_tokens: int) -> None:
-        self._model, self._tokens = model, row_tokens
+    def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
+        self._model, self._tokens, self._saving = model, row_tokens, saving
         self._states: dict[tuple[object, ...], State] = {}
         self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 
@@ -377,6 +382,8 @@ class Needs:
 
     def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
         """Return the longest row in tokens that fits a card, or 0."""
+        if self._saving:
+            options = self._saving(layout, options)
         return longest_of(lambda row: self.of(layout, options, row).peak_bytes, layout, card_bytes)
 
     def unpredicted(self, layout: Layout, options: Options) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from uspft.families import NO_KEYS, Blocks, ModelShape
+from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -121,11 +121,15 @@ def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
     rows = step.sample or DrawnRows((step.row,))
-    pairs = sum(count * rows.pairs(window) for window, count in layers.items() if window != NO_KEYS)
+    pairs = sum(
+        count * rows.pairs(window) * model.of_window(window).head_dim
+        for window, count in layers.items()
+        if window != NO_KEYS
+    )
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
-    shape = (len(step.windows), model.heads, model.head_dim)
-    mean = int(step.step_rows * pairs / max(1, len(step.windows)))
-    return step_flops(parameters, tokens, mean, shape, frozen=int((1 - step.trained) * parameters))
+    shape = (1, model.heads, 1)  # pairs have all layers and features
+    frozen = int((1 - step.trained) * parameters)
+    return step_flops(parameters, tokens, int(step.step_rows * pairs), shape, frozen=frozen)
 
 
 def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
@@ -148,7 +152,7 @@ def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
     """Yield the matrix products of one forward and backward, the head's last."""
     model, tokens = step.model, step.tokens(layout)
     copies = step.copies if layout.tensor > 1 else 1
-    for projections, layers in projections_of_layers(model, blocks_of(step)):
+    for projections, layers in projections_of_layers(model, step.blocks):
         forward = backward = 0.0
         for one in projections:
             part = one.on(layout.tensor)
@@ -184,17 +188,12 @@ def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPar
     tokens = step.tokens(layout)
     elements = sum(
         layers * _elements_per_token(step, layout, projections)
-        for projections, layers in projections_of_layers(step.model, blocks_of(step))
+        for projections, layers in projections_of_layers(step.model, step.blocks)
     )
     # Its backward reads and writes twice as much.
     between = (step.forwards + 2) * 2 * step.element_bytes * tokens * elements
     logits = LOSS_PASSES * 4 * tokens * head_projection(step.model).on(layout.mesh_columns).outputs
     return StepPart("elementwise", hardware.memory_seconds(between + logits))
-
-
-def blocks_of(step: StepShape) -> list[Blocks]:
-    """Return what each of a step's layers has."""
-    return [layer.blocks for layer in step.layers]
 
 
 def _elements_per_token(
@@ -240,20 +239,20 @@ def attention_forward(
 ) -> list[StepPart]:
     """Return what one layer's attention takes forward, once, and what it moves."""
     work = _work(step, layout, algorithm, window)
-    return _one_way(step, layout, hardware, work, work.forward, backward=False)
+    return _one_way(step.of_window(window), layout, hardware, work, work.forward, backward=False)
 
 
 def _attention_backward(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, window: int | None
 ) -> list[StepPart]:
     work = _work(step, layout, algorithm, window)
-    return _one_way(step, layout, hardware, work, work.backward, backward=True)
+    return _one_way(step.of_window(window), layout, hardware, work, work.backward, backward=True)
 
 
 def _work(
     step: StepShape, layout: Layout, algorithm: Algorithm, window: int | None
 ) -> AttentionWork:
-    heads = local_heads(step.model, layout.mesh_columns)
+    heads = local_heads(step.model.of_window(window), layout.mesh_columns)
     frozen = cast("Hashable", algorithm)  # a dataclass that is
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
         found = attention_of_row(frozen, step.row, heads, step.element_bytes, window)
@@ -554,8 +553,8 @@ def _apart(
 
     def whole(*layers: StepLayer) -> dict[str, StepPart]:
         model = replace(step.model, layers=len(layers))
-        windows, experts = ([one[n] for one in layers] for n in range(2))
-        few = replace(step, model=model, windows=windows, experts=experts)
+        experts = [one.experts for one in layers]
+        few = replace(step, model=model, windows=[one.window for one in layers], experts=experts)
         found: dict[str, StepPart] = {}
         for part in forward_and_backward(few, layout, algorithm, hardware):
             so_far = found.get(part.name, StepPart(part.name, 0.0))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, Blocks, ModelShape, expert_layers
+from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.planner.attention_work import DrawnRows
@@ -65,10 +65,6 @@ class StepLayer(NamedTuple):
     """The sliding window; None where it sees all, NO_KEYS where it has a state."""
     experts: bool
 
-    @property
-    def blocks(self) -> Blocks:
-        return Blocks(self.window == NO_KEYS, self.experts)
-
 
 @dataclass(frozen=True)
 class StepShape:
@@ -81,8 +77,6 @@ class StepShape:
     """The sliding window of each layer, or None where it sees all."""
     step_rows: int
     """Rows of a step, over all replicas."""
-    experts: Sequence[bool] | None = None
-    """Whether each layer has experts; None: as the model's config says."""
     rows: int = 1
     """Rows of one replica in one forward."""
     stage: int = 1
@@ -111,12 +105,24 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
+    experts: Sequence[bool] | None = None
+    """Whether each layer has experts; None: as the model's config says."""
+
+    def of_window(self, window: int | None) -> StepShape:
+        """Return the step of a model all of whose layers are as those with a window."""
+        model = self.model.of_window(window)
+        return self if model is self.model else replace(self, model=model)
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """What each layer has."""
+        return layer_blocks(self.model, self.windows, self.experts)
 
     @property
     def layers(self) -> tuple[StepLayer, ...]:
         """What each layer is, as far as time is concerned."""
-        experts = expert_layers(self.model) if self.experts is None else self.experts
-        return tuple(StepLayer(*one) for one in zip(self.windows, experts, strict=True))
+        experts = (one.experts for one in self.blocks)
+        return tuple(map(StepLayer, self.windows, experts))
 
     @property
     def hides(self) -> bool:

@@ -272,6 +272,8 @@ def why_no_stages(model: ModelShape, way: Way) -> str | None:
         return "more stages than layers"
     if FAMILIES[model.model_type].cut is None:
         return f"stages of {model.model_type} are not available"
+    if model.joined_layers:
+        return f"stages of {model.joined_layers} are not available"
     if way.stage == 0:
         return "ZeRO-0 is not available beside stages"
     return None
@@ -290,8 +292,11 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
         return "layers with a state are not split on a mesh"
     if states and layout.tensor > states.keys:
         return "more tensor ranks than key heads of layers with a state"
-    if not divide_heads(model.heads, model.kv_heads, layout.mesh_columns):
-        return "the heads do not divide by the tensor ranks"
+    if model.seeing_all and layout.is_mesh:
+        return "heads of two sizes are not split on a mesh"
+    for one in model.of_each_size:
+        if not divide_heads(one.heads, one.kv_heads, layout.mesh_columns):
+            return "the heads do not divide by the tensor ranks"
     if layout.is_mesh:
         sides = (layout.mesh_rows, layout.mesh_columns)
         if any(model.hidden_size % side for side in sides):

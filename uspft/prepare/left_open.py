@@ -15,6 +15,7 @@ from uspft.config.algorithms import AUTO, CONTEXT, ON_A_MESH, TENSOR, Splits
 from uspft.config.deepspeed_fields import stages_for
 from uspft.config.degrees import PLANNED
 from uspft.config.layout_rules import experts
+from uspft.config.messages import as_written
 from uspft.config.pipeline_rules import beside_stages
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
@@ -25,7 +26,6 @@ from uspft.planner.auto import (
     ROWS,
     STAGE,
     Choice,
-    as_written,
     likely,
     recommend,
     values_of,

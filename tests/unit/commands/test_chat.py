@@ -27,7 +27,7 @@ from tests.support.multimodal import CHECKPOINTS
 from tests.support.originals import original
 from uspft.__main__ import main
 from uspft.called import VARIABLE
-from uspft.commands.talker import Talker, load_talker
+from uspft.commands.chat import Talker, load_talker
 from uspft.config.recipe import DataBlock
 from uspft.data.corpus.tokenise import load_tokeniser
 

@@ -8,7 +8,7 @@ import pytest
 
 from uspft.config import RecipeError, dump, load
 from uspft.config.degrees import Degrees
-from uspft.config.reference import as_yaml
+from uspft.config.messages import as_written
 from uspft.config.strategies import alike, each_alone, layouts_of, row_lengths, under
 
 BASE = """
@@ -168,7 +168,7 @@ LISTED += "context_parallel: 4, context_parallel_algo: planned_cp, ulysses_degre
 def test_a_degree_written_with_its_default_says_what_leaving_it_out_says(
     tmp_path: Path, key: str, strategies: str
 ) -> None:
-    default = as_yaml(Degrees.model_fields[key].default)
+    default = as_written(Degrees.model_fields[key].default)
     alone = loaded(tmp_path, f"strategies: {strategies}")
     assert loaded(tmp_path, f"{key}: {default}, strategies: {strategies}") == alone
     with pytest.raises(RecipeError) as raised:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from uspft.config.inputs import FieldsLeftAlone, RecordFields
+from uspft.config.inputs import FIELDS_LEFT_ALONE, RECORD_FIELDS
 from uspft.config.reference import put
 from uspft.data import reference
 from uspft.data.records.known_fields import (
@@ -57,5 +57,5 @@ def test_every_name_has_its_place_in_the_table() -> None:
 
 
 def test_the_recipe_may_map_or_leave_alone_the_same_names() -> None:
-    assert set(RecordFields.__annotations__) == set(NAMES)
-    assert set(FieldsLeftAlone.__annotations__) == {one.name for one in REFUSED} - set(NAMES)
+    assert set(RECORD_FIELDS) == set(NAMES)
+    assert set(FIELDS_LEFT_ALONE) == {one.name for one in REFUSED} - set(NAMES)

@@ -15,6 +15,9 @@ from uspft.launcher.process_pool import ProcessPool
 
 @pytest.fixture
 def pool() -> Iterator[ProcessPool]:
+    ProcessPool(
+        1, []
+    ).close()  # ends the server that started ranks of earlier tests, if there is one
     pool = ProcessPool(2, ["fractions"])
     pool.begin(int)
     yield pool

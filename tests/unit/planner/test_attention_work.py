@@ -22,7 +22,7 @@ from uspft.segments import Segments
 from uspft.sequence import Heads
 from uspft.sequence.rows.share import everyones
 from uspft.switching.choose.drawn_steps import segments_of
-from uspft.switching.deal.buckets import rows_of_samples
+from uspft.switching.deal.micro_steps import rows_of_samples
 
 HEADS = Heads(16, 8, 64)
 WAYS = [("ring_cp", 1), ("allgather_cp", 1), ("planned_cp", 1), ("hybrid_cp", 4), ("planned_cp", 4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
@@ -108,3 +109,19 @@ def test_many_micro_batches_are_drawn_out_from_few() -> None:
             whole = timeline(costs, schedule, many).end
             drawn = many * costs.most + sum(simulated(costs, schedule, many))
             assert drawn == pytest.approx(whole, rel=0.005), (schedule, many)
+
+
+def test_nothing_is_waited_for_in_less_than_no_time() -> None:
+    """Of stages and links that differ, and chunks in groups that do not fill the ranks."""
+    draw, apart = random.Random(3), [0.0]
+    for _ in range(200):
+        ranks, virtual, chunks = draw.choice((2, 3, 4)), draw.choice((1, 2, 4)), draw.choice((1, 2))
+        schedule = Schedule("seqpipe" if chunks > 1 else "1f1b", virtual, chunks=chunks)
+        stages = tuple(draw.uniform(0.5, 1.5) for _ in range(ranks * virtual))
+        links = tuple(draw.choice((0.0, 0.2)) for _ in stages[1:])
+        costs, many = PipelineCosts(stages, links, 0.25, ranks), draw.randint(1, 10 * ranks)
+        found = simulated(costs, schedule, many)
+        assert min(*found, *estimated(costs, schedule, many)) > -1e-9, (schedule, many)
+        exact = timeline(costs, schedule, many).end
+        apart.append(abs(many * costs.most + sum(found) - exact) / exact)
+    assert max(apart) < 0.02

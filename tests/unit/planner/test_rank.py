@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +18,13 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.planner import attention_work, rank
 from uspft.planner.machine import FIGURES, Measurement
-from uspft.planner.memory import RECOMPUTES, Options, memory_of, memory_of_ranks
+from uspft.planner.memory import (
+    RECOMPUTES,
+    Options,
+    layer_windows,
+    memory_of,
+    memory_of_ranks,
+)
 from uspft.planner.rank import options_under, ranked, ranking
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways
@@ -72,6 +80,40 @@ def test_ties_are_as_far_apart_as_the_machine_may_err() -> None:
         if one.room == shipped.layouts[0].room:
             assert (one.name in wide) == (one.seconds <= 1.12 * seconds)
             assert (one.name in close) == (one.seconds <= 1.05 * seconds)
+
+
+MODELS = (
+    "meta-llama/Llama-3.1-8B",
+    "google/gemma-3-12b-it",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3.5-9B",
+)
+
+
+def test_no_part_of_any_price_is_negative() -> None:
+    draw, parts = random.Random(1), Counter[str]()
+    for number in range(16):
+        model = hub(MODELS[number % len(MODELS)])
+        row = Segments.single(draw.choice((1 << 13, 3 << 13, 1 << 16)))
+        ranks, chunks = draw.choice((6, 8, 12, 16)), draw.choice((1, 1, 2, 3))
+        space = Space(
+            meshes=draw.choice((False, True)),
+            stages={draw.choice((1, 2, 3))},
+            pipelines=None,
+            schedulers={"seqpipe" if chunks > 1 else draw.choice(("1f1b", "gpipe"))},
+            chunks=chunks,
+            experts=None,
+        )
+        step = StepShape(model, row, layer_windows(model), step_rows=draw.choice((5, 24, 70)))
+        legal = legal_for(step, H100.ranks_per_host)
+        every = ways(ranks, space, legal).legal
+        for way in draw.sample(every, min(24, len(every))):
+            for closely in (False, True):
+                for part in ranked(step, way, H100, closely=closely).time.parts:
+                    parts[part.name] += 1
+                    assert min(part.seconds, part.bytes) >= -1e-9, (model.model_type, way)
+                    assert -1e-9 <= part.hidden <= part.seconds + 1e-9, (model.model_type, way)
+    assert len(parts) >= 12 and parts["bubble"] > 100
 
 
 def test_a_cpu_has_no_card_and_no_peak(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from uspft.families import layer_windows
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
@@ -19,7 +20,6 @@ from uspft.planner.attention_work import DrawnRows
 from uspft.planner.bubble import simulated
 from uspft.planner.flops import layer_flops, step_flops
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import layer_windows
 from uspft.planner.products import met_parameters
 from uspft.planner.stages import links_of, message_bytes, stage_layers, stages_of
 from uspft.planner.step import dealt_stages, forward_and_backward, pipeline_costs, step_time

@@ -13,13 +13,16 @@ import pytest
 import yaml
 
 from tests.support.verify import layouts as of_verify
-from uspft.config import RecipeError
-from uspft.planner import row_time, step
+from uspft.config import RecipeError, read
+from uspft.config.degrees import PLANNED
+from uspft.planner import mesh_tuner, row_time, step
 from uspft.planner.memory import options_of
+from uspft.planner.mesh_step import MeshPart
 from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import StepPart, StepTime
 from uspft.planner.ways import Space, Way, every_way
 from uspft.prepare.examine import Examined
+from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import (
     examine_for_plan,
     hardware_of,
@@ -103,8 +106,15 @@ class Case:
             return False
         return self.left != "ulysses" or one.way.row.name in ("hybrid_cp", "ulysses_cp")
 
-    def examined(self, folder: Path, *words: str) -> Examined:
-        ranks = self.tensor * self.context * self.data
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def hosts(self) -> int:
+        return max(1, self.ranks // 8)
+
+    def written(self, folder: Path) -> Path:
         (folder / "x.txt").write_text("x")
         tree = {
             "model": {"name_or_path": self.model},
@@ -121,12 +131,18 @@ class Case:
                 "global_batch_size": 4,
                 "micro_batch_size": "auto" if self.left == "all" else 1,
             },
-            "launch": {"hardware": self.hardware, "processes": ranks, "device": "cuda"},
+            "launch": {
+                "hardware": self.hardware,
+                "processes": self.ranks // self.hosts,
+                "device": "cuda",
+            },
         }
-        file, hosts = folder / "recipe.yaml", max(1, ranks // 8)
-        tree["launch"]["processes"] = ranks // hosts
+        file = folder / "recipe.yaml"
         file.write_text(yaml.safe_dump(tree))
-        return examine_for_plan(file, words, hosts, ranks)
+        return file
+
+    def examined(self, folder: Path, *words: str) -> Examined:
+        return examine_for_plan(self.written(folder), words, self.hosts, self.ranks)
 
 
 def of_plan(case: Case, found: Examined) -> Iterator[Ranked]:
@@ -205,6 +221,12 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = sum(part.seconds - part.hidden for part in alone)
         return [StepPart("products", shape.rows * 1e6 / seconds)]
 
+    of_product = mesh_tuner.product_part
+
+    def product_backwards(*given: Any) -> MeshPart:
+        return MeshPart("", 1e6 / of_product(*given).seconds)
+
+    monkeypatch.setattr(mesh_tuner, "product_part", product_backwards)
     monkeypatch.setattr(step, "step_time", step_backwards)
     monkeypatch.setattr(step, "least_seconds", lambda *_: 0.0)
     monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)
@@ -239,6 +261,7 @@ AUTO: dict[str, Sequence[Any]] = {
     ),
     "parallel_config.ulysses_degree_in_cp": (2, 4),
     "parallel_config.tensor_mesh": ("[1, 4]", "[2, 2]", "[4, 1]"),
+    "parallel_config.expert_parallel": (1, 2, 4),
     "deepspeed.zero_optimization.stage": (0, 1, 2, 3),
     "training.micro_batch_size": (1, 2),
     "memory.recompute": ("nothing", "exchange", "attention"),
@@ -264,9 +287,18 @@ BESIDE = {
         "parallel_config.tensor_parallel_algo=meshslice",
         "parallel_config.model_parallel=4",
         "parallel_config.context_parallel_algo=planned_cp",
+        "parallel_config.tensor_slices=1",
+    ],
+    "parallel_config.expert_parallel": [
+        "model.name_or_path=Qwen/Qwen3-30B-A3B",
+        "model.overrides={num_hidden_layers: 4}",
     ],
 }
 """What a recipe says beside some of them."""
+BESIDE["parallel_config.tensor_slices"] = [
+    *BESIDE["parallel_config.tensor_mesh"],
+    "parallel_config.tensor_mesh=[2, 2]",
+]
 
 
 def seconds_of(folder: Path, key: str, value: Any) -> float | None:
@@ -293,6 +325,37 @@ def test_every_auto_is_what_takes_least_of_what_may_be_written(
     assert seconds_of(tmp_path, key, "auto") == pytest.approx(min(possible))
     request.getfixturevalue("reversed_price")
     assert seconds_of(tmp_path, key, "auto") == pytest.approx(1e6 / max(possible))
+
+
+def test_auto_slices_are_those_of_each_product_that_take_least(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The price of a step is a sum over products: one is cut at a time."""
+    key, counts = "parallel_config.tensor_slices", [1 << n for n in range(8)]
+    whole = seconds_of(tmp_path, key, [1] * 4)
+    assert whole is not None
+    least = most = whole
+    for product in range(4):
+        cut = [[1] * product + [count] + [1] * (3 - product) for count in counts]
+        each = [one for one in (seconds_of(tmp_path, key, slices) for slices in cut) if one]
+        assert len(each) == len(counts) and max(each) > 1.01 * min(each)
+        least, most = least + min(each) - whole, most + max(each) - whole
+    assert seconds_of(tmp_path, key, "auto") == pytest.approx(least)
+    request.getfixturevalue("reversed_price")
+    assert seconds_of(tmp_path, key, "auto") == pytest.approx(1e6 / most)
+
+
+def test_no_key_that_may_be_auto_is_left_out(tmp_path: Path) -> None:
+    """`use_seq_parallel` and `pp_interleave_num` say more of degrees, and are chosen with them."""
+    tested = {*AUTO, "parallel_config.tensor_slices"}
+    assert {f"parallel_config.{key}" for key in PLANNED} <= tested
+    beside = {"parallel_config.use_seq_parallel", "parallel_config.pp_interleave_num"}
+    mesh = ["model_parallel=auto", "tensor_parallel_algo=meshslice", "tensor_slices=auto"]
+    file = replace(CASE, left="all", stage="auto", recompute="auto").written(tmp_path)
+    every = set[str]()
+    for words in ([], [f"parallel_config.{word}" for word in mesh]):
+        every |= {*open_keys(read(file, words).loaded.recipe)}
+    assert every == tested | beside
 
 
 @pytest.mark.parametrize("left", ["algorithm", "context", "tensor", "all"])

@@ -15,13 +15,12 @@ from tests.support.models import make_model
 from tests.support.shapes import hub
 from uspft.config import ParallelBlock, Recipe, load
 from uspft.config.degrees import PLANNED
-from uspft.config.schema import blocks, keys
+from uspft.config.reference import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
-from uspft.prepare.cluster import cluster_of
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.memory import memory_sentence
 from uspft.prepare.resolve import FIRST, SETTLED, resolve, tuning
 from uspft.segments import Segments
@@ -83,10 +82,10 @@ def test_more_is_settled_as_more_is_known(folder: Path) -> None:
     here = resolve(asked, Known(hosts=2, gpus=8))
     assert (here.launch.device, here.launch.processes) == ("cuda", 8)
     assert (here.parallel_config.data_parallel, here.model.attention) == (4, "auto")
-    known = Known(hosts=2, gpus=8, shape=shape, formats=["text"], kernel="flash_attn_3")
+    known = Known(hosts=2, gpus=8, shape=shape, formats=["text"])
     settled = resolve(asked, known)
     assert isinstance(settled.memory.loss_tile_tokens, int)
-    assert (settled.data.format, settled.model.attention) == ("text", "flash_attn_3")
+    assert (settled.data.format, settled.model.attention) == ("text", "auto")
     assert settled.parallel_config.context_parallel_algo == "planned_cp"
     whole = [Segments.single(4096)] * 4
     links_unknown = resolve(asked, Known(gpus=8, shape=shape, rows=whole))
@@ -232,7 +231,7 @@ def test_attention_decides_how_many_mesh_rows_there_can_be(folder: Path) -> None
 def test_what_is_settled_stays(folder: Path) -> None:
     shape = read_shape(recipe(folder).model, folder)
     assert isinstance(shape, ModelShape)
-    known = Known(gpus=8, shape=shape, formats=["text"], kernel="flash_attn_3")
+    known = Known(gpus=8, shape=shape, formats=["text"])
     once = resolve(recipe(folder), known)
     assert resolve(once, known) == once == resolve(once, Known())
 
@@ -290,7 +289,8 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     assert hardware
     given = long_rows(folder, "512k", recompute="exchange", loss_tile_tokens=1046)
     layout, shape = Layout(ulysses=8, data=1), hub("meta-llama/Llama-3.1-8B")
-    said = memory_sentence(given, shape, layout, hardware.hardware, free=True)
+    asked = long_rows(folder, "512k").memory
+    said = memory_sentence(given, shape, layout, hardware.hardware, asked)
     assert said == (
         "about 67.7 of 74.5 GiB a rank (activations 48.5, weights, gradients and optimizer 19.2); "
         "the longest row that fits is 768k; with offload_activations: cpu 1.47m"
@@ -298,5 +298,5 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "long-context.md").read_text()
     assert f"\nmemory: {said}\n" in page
     stages = replace(layout, pipeline=2)
-    halved = memory_sentence(given, shape, stages, hardware.hardware, free=True)
+    halved = memory_sentence(given, shape, stages, hardware.hardware, asked)
     assert halved and re.match(r"about 4\d\.\d of 74\.5 GiB a rank", halved), halved

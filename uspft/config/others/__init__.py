@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from uspft.config.others.meaning import hint_of, tool_of
-from uspft.config.others.table import TOOLS, KeyRow, KeyTable, Tool, table_of
+from uspft.config.others.table import TOOLS, KeyRow, KeyTable, Tool, hint_of, table_of, tool_of
 
 __all__ = ["TOOLS", "KeyRow", "KeyTable", "Tool", "hint_of", "table_of", "tool_of"]

@@ -18,9 +18,8 @@ from uspft.config.others import tool_of
 from uspft.config.problems import COMMAND_LINE, Finding, Origins, Problem, RecipeError
 from uspft.config.recipe import Recipe
 from uspft.config.rules import broken, touches
-from uspft.config.scalars import plain
 from uspft.config.types import as_tree
-from uspft.config.yaml.document import bare, parse, places
+from uspft.config.yaml.document import bare, parse, places, plain
 from uspft.config.yaml.merging import read_recipe
 from uspft.config.yaml.unknown import unknown_keys, without_nulls
 

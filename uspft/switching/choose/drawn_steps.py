@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from uspft.segments import Segments
-from uspft.switching.deal.buckets import rows_of_samples
+from uspft.switching.deal.micro_steps import rows_of_samples
 
 LEAST_TOKENS = 64
 """Tokens of the shortest rows that a bucket is for."""

@@ -13,8 +13,7 @@ from uspft.config.strategies import ranks_in_lockstep, row_lengths, strategies_o
 from uspft.data.rows.loader import EMPTY, RowLoader, Size, StepLoader, StepRows
 from uspft.data.rows.stream import Row, RowStream, empty_row, training_rows
 from uspft.sequence import make_algorithm
-from uspft.switching.deal.buckets import rows_of_samples
-from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork
+from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, rows_of_samples
 from uspft.switching.deal.schedule import schedule
 from uspft.world import make_world
 

@@ -74,8 +74,6 @@ class Placement:
         return None
 
 
-__all__ = ["Limits", "MicroStep", "RankGroup", "RowWork", "makespan", "schedule"]
-
 MORE_MICRO_STEPS = (0, 1, 2)
 """How many micro-steps beyond the fewest that memory allows are tried."""
 INSERTED_AMONG = 24

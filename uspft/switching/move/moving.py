@@ -1,15 +1,17 @@
 """An engine whose weights move between layouts inside a step, as a ZeRO-1 engine otherwise.
 
-Masters, Adam's moments and gradients are owned, each element by one rank. The layouts of a step run
-one after another, from the least to the most sharded, each on weights brought in its turn: the
-module's parameters are views of one flat tensor, which lives as long as the layout runs. Gradients
-of its micro-batches add up in float32, beside it, and then go to the owners.
+Every element of the float32 masters, Adam's moments and gradients is owned by one rank. The layouts
+of a step run one after another, from the least to the most sharded. Each gathers from the owners
+the parts that its ranks hold: the module's parameters are views of one flat tensor, which is freed
+when the layout has run. The gradients of its micro-batches are summed in float32 in another flat
+tensor, and then go to the owners: reduced, switched and accumulated in one.
 
 Bytes on a rank, for p parameters that train, of which it holds h under a layout, with b bytes of
 the compute type and n ranks: 16·p/n always, and (b + 4)·h while the layout runs; of frozen ones
-b·p/n and b·h. Straight it also keeps b·h of the most sharded layout between steps, and from the
-second layout on another 4·h, the reduced sums. What is under way comes on top, of at most
-BATCH_ELEMENTS of the parameters at a time.
+b·p/n and b·h. What is under way comes on top, of at most BATCH_ELEMENTS of the parameters at a
+time. Bytes that a rank sends in a step on average, for each parameter of matrices that the tensor
+degrees t of the layouts divide: Σ_t (1/t − 1/n) · (b + 4), whichever links carry it. HotSPa's own
+way, from layout to layout, sends more (benchmarks/switching/straight.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
-from uspft.engine.state import Fragments
 from uspft.engine.step import (
+    Engine,
     Laps,
     LossModule,
     StageRunner,
@@ -40,8 +42,7 @@ from uspft.engine.step import (
     scales_of,
 )
 from uspft.parameters import counting
-from uspft.switching.move.owners import Owners
-from uspft.switching.move.routes import ByOwners, Route, Straight, Switches
+from uspft.switching.move.owners import Owners, Switches
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -55,7 +56,7 @@ SWITCH, UPDATE = -1, -2
 """What a lap of the clock is of, if not of a micro-batch."""
 
 
-class MovingEngine:
+class MovingEngine(Engine):
     """An engine of owners, whose steps take micro-batches of several layouts."""
 
     stage = 1
@@ -70,23 +71,20 @@ class MovingEngine:
         *,
         staged: Mapping[int, tuple[nn.Module, StageRunner]] | None = None,
         hosts: Sequence[int] | None = None,
-        once_into_hosts: bool = True,
-        straight: bool = False,
     ) -> None:
         """Take over a module that is filled with what ranks hold under the most sharded layout;
         collective.
 
         holders: of that layout. every: who holds what under each of the layouts. staged: by how
         many stages there are, those of this rank as a module, and what runs them; where there is
-        one, the module itself is. hosts: a number of each rank's host; None for one host.
-        once_into_hosts: as of `plan_moves`. straight: whether weights go straight from layout to
-        layout. Raises ValueError for meshes, on which a model computes with the blocks of one, for
-        divided experts, and for layouts of one degree of which some split tokens.
+        one, the module itself is. hosts: a number of each rank's host; None for one host. Raises
+        ValueError for meshes, on which a model computes with the blocks of one, for divided
+        experts, and for layouts of one degree of which some split tokens.
         """
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
-        if apart := [s.layout.name() for s in every if s.layout.experts > 1]:
-            raise ValueError(f"weights do not move where experts are divided: {', '.join(apart)}")
+        if divided := [s.layout.name() for s in every if s.layout.experts > 1]:
+            raise ValueError(f"weights do not move where experts are divided: {', '.join(divided)}")
         self.every = {shards.layout.held: shards for shards in every}
         """Who holds what, by how ranks hold it."""
         for shards in every:
@@ -103,10 +101,8 @@ class MovingEngine:
         ]
         self.named = module.named()
         self.owners = Owners(self.named, holders, recipe, device)
-        self.adam: torch.optim.Optimizer = self.owners.adam
-        switches = Switches(self.owners, holders.everyone, hosts, once_into_hosts=once_into_hosts)
-        route = Straight if straight else ByOwners
-        self._route: Route = route(self.owners, switches, holders.shards)
+        self.adam = self.owners.adam
+        self.switches = Switches(self.owners, holders.everyone, hosts)
         self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
         self._here: Shards | None = None
         """The layout whose parts the module's parameters are."""
@@ -131,14 +127,6 @@ class MovingEngine:
 
         return add
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return every parameter that trains, by its Hugging Face name."""
-        return {name: p for name, p in self.named.items() if p.requires_grad}
-
-    def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `zero_of` it, owns."""
-        return self.holders.part(name)
-
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self.owners.fragment(name, kind)
 
@@ -149,11 +137,6 @@ class MovingEngine:
 
     def make_moments(self, empty: Batch) -> None:
         """Do nothing, since owners have them from the beginning."""
-
-    @cached_property
-    def fragments(self) -> Fragments:
-        """The table of which rank keeps which values; collective at its first use."""
-        return Fragments(self)
 
     def step(
         self,
@@ -176,7 +159,6 @@ class MovingEngine:
         counts = counted(objective, batches, everyone, self.device)
         scales = scales_of(objective, counts)
         self.owners.begin(learning_rate)
-        self._route.begin()
         sums = torch.zeros(len(scales), dtype=torch.float64, device=self.device)
         self.laps, order = Laps(self.device), list[int]()  # what each lap is of
         for shards, own in turns:
@@ -187,15 +169,12 @@ class MovingEngine:
             self.laps.mark()
             order += [SWITCH, *own, SWITCH]
         means, stops = means_of(objective, sums, stop, everyone, self.device)
-        self._route.finish()
         if look:
             look()
         norm = self.owners.update(allowed(means, most))
         self.laps.mark()
-        self._route.updated()
-        self.laps.mark()
         took = dict.fromkeys([SWITCH, UPDATE, *range(len(batches))], 0.0)
-        for of, seconds in zip([*order, UPDATE, SWITCH], self.laps.seconds(), strict=True):
+        for of, seconds in zip([*order, UPDATE], self.laps.seconds(), strict=True):
             took[of] += seconds
         each = tuple(took[number] for number in range(len(batches)))
         moved = took[SWITCH]
@@ -241,7 +220,21 @@ class MovingEngine:
             yield
         finally:
             self._release()
-        self._route.give(shards, sums)
+        self.give(shards, sums)
+
+    def fetch(self, shards: Shards) -> Tensor:
+        """Return what this rank holds of all parameters under a layout, flat; collective."""
+        weights = self.owners.weights()
+        switch = self.switches.from_owners(self.holders.shards, shards, trained=False)
+        found = weights.new_empty(switch.count_after)
+        switch.copy(weights, found)
+        return found
+
+    def give(self, shards: Shards, sums: Tensor) -> None:
+        """Give owners what this rank has made of the gradients of what it holds under a layout,
+        flat, which may change; collective. Over all ranks each gradient is in it once."""
+        switch = self.switches.from_owners(self.holders.shards, shards, trained=True)
+        switch.add(sums, self.owners.gradients)
 
     def _count(self, shards: Shards) -> int:
         """Return how many elements this rank holds of what trains under a layout."""
@@ -251,7 +244,7 @@ class MovingEngine:
         return shards.part(name, self.owners.shapes[name], self.holders.rank)
 
     def _bind(self, shards: Shards) -> None:
-        weights, at = self._route.fetch(shards), 0
+        weights, at = self.fetch(shards), 0
         for name in self.owners.shapes:
             part = self._part(shards, name)
             self.named[name].data = weights[at : at + part.count].view(part.size)

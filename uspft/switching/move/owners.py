@@ -1,4 +1,5 @@
-"""What a rank owns of a model: float32 masters, Adam's moments and gradients, once in the world.
+"""What a rank owns of a model: float32 masters, Adam's moments and gradients, once in the world;
+and the switches between what ranks own and what they hold under a layout.
 
 DeepSpeed's ZeRO is not used. Its gradients come from its own hooks on parameters of one shape;
 those that another puts into its buffers it ignores silently (stage 1 in bfloat16, 0.19.8).
@@ -7,7 +8,7 @@ those that another puts into its buffers it ignores silently (stage 1 in bfloat1
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,14 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
-from uspft.engine.adam import adamw, start_moments
-from uspft.engine.state import GRADIENT
-from uspft.parameters.shards import owned
+from uspft.engine.state import GRADIENT, adamw, start_moments
+from uspft.parameters.shards import owned, owned_parts
+from uspft.switching.move.moves import Stock, plan_moves, stock_of
+from uspft.switching.move.switch import Switch
 
 if TYPE_CHECKING:
+    from uspft.comm import Group
     from uspft.config import Recipe
+    from uspft.layout import HeldAs
     from uspft.parameters.part import Shape
-    from uspft.parameters.shards import Holders
+    from uspft.parameters.shards import Holders, Shards
 
 
 class _Place(NamedTuple):
@@ -137,3 +141,47 @@ def _in_order(named: Mapping[str, nn.Parameter]) -> list[str]:
         return 2 if not parameter.requires_grad else int(parameter.dim() <= 1)
 
     return sorted(named, key=kind)
+
+
+class Switches:
+    """The switches among what ranks own and hold under several layouts; each is planned once."""
+
+    def __init__(self, owners: Owners, everyone: Group, hosts: Sequence[int] | None = None) -> None:
+        """hosts: a number of each rank's host; None for one host."""
+        self._owners, self._everyone = owners, everyone
+        self._hosts = tuple(hosts or (0,) * everyone.size)
+        self._stocks: dict[tuple[HeldAs, bool, bool], Stock] = {}
+        self._made: dict[tuple[tuple[HeldAs, bool, bool], ...], Switch] = {}
+
+    def from_owners(self, home: Shards, shards: Shards, *, trained: bool) -> Switch:
+        """Return the switch to what ranks hold from what they own of what `home` gives them.
+
+        trained: whether of what trains alone.
+        """
+        return self.between(home, shards, trained, owned=(True, False))
+
+    def between(
+        self, before: Shards, after: Shards, trained: bool, owned: tuple[bool, bool]
+    ) -> Switch:
+        """Return the switch from what ranks have under one layout to what they have under another.
+
+        trained: whether of what trains alone. owned: whether it is what they own, before and after,
+        and not all that they hold.
+        """
+        (one, other) = (
+            (s.layout.held, trained, o) for s, o in zip((before, after), owned, strict=True)
+        )
+        if (one, other) not in self._made:
+            stocks = self._stock(before, one), self._stock(after, other)
+            moves = plan_moves(*stocks, self._hosts, once_into_hosts=True)
+            self._made[one, other] = Switch(moves, *stocks, self._everyone)
+        return self._made[one, other]
+
+    def _stock(self, shards: Shards, key: tuple[HeldAs, bool, bool]) -> Stock:
+        _, trained, owned = key
+        if key not in self._stocks:
+            names = self._owners.trained if trained else self._owners.shapes
+            shapes = {name: self._owners.shapes[name] for name in names}
+            parts = {name: owned_parts(shards, name, shape) for name, shape in shapes.items()}
+            self._stocks[key] = parts if owned else stock_of(shards, shapes)
+        return self._stocks[key]

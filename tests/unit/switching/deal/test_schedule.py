@@ -9,7 +9,8 @@ from random import Random
 
 import pytest
 
-from uspft.switching.deal.schedule import Limits, MicroStep, RankGroup, RowWork, makespan, schedule
+from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan
+from uspft.switching.deal.schedule import schedule
 
 CLOSE = 1.05
 SIZES = [

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from uspft.switching.deal.buckets import BucketRow, rows_of_samples
+from uspft.switching.deal.micro_steps import BucketRow, rows_of_samples
 
 LENGTHS = {10: 7, 11: 64, 12: 3, 13: 16, 14: 17, 15: 9, 16: 5, 17: 20}
 

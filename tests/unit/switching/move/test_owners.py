@@ -1,4 +1,5 @@
-"""Bytes that the two routes move for each parameter, beside their closed forms."""
+"""Bytes that moving by owners and straight from layout to layout send for each parameter, beside
+their closed forms."""
 
 from __future__ import annotations
 
