@@ -57,6 +57,12 @@ def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> 
     assert 2 * half - whole == 2 * model.hidden_size, "norms alone are whole on both"
 
 
+def test_fields_that_a_family_lacks_say_nothing(tmp_path: Path) -> None:
+    other = {"mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_end_index": 0}
+    assert all(expert_layers(shape(tmp_path, {**MIXTRAL, **other})))
+    assert not any(expert_layers(shape(tmp_path, {**QWEN3, **other})))
+
+
 HYBRIDS = ["qwen3_5_text", "olmo_hybrid", "qwen3_next", "qwen2_moe"]
 
 
