@@ -47,7 +47,7 @@ def expert_layers(shape: ModelShape) -> tuple[bool, ...]:
     """Tell of each layer of a model whether tokens choose among experts there; in others they all
     meet one MLP. Fields that transformers does not have for the family say nothing."""
     family, every = FAMILIES[shape.model_type], range(shape.layers)
-    if not family.routed or not any(map(shape.full.get, EXPERTS)):
+    if not shape.routed or not any(map(shape.full.get, EXPERTS)):
         return (False,) * shape.layers
     said = {name: value for name, value in shape.full.items() if name in family.defaults}
     first = said.get("first_k_dense_replace") or said.get("moe_layer_start_index") or 0

@@ -79,7 +79,7 @@ def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list
         ProductShape(heads, hidden, "inputs", dim),
     ]
     of, inner = (1, 1), shape.intermediate_size
-    if FAMILIES[shape.model_type].routed if experts is None else experts:
+    if shape.routed if experts is None else experts:
         inner = int(shape.full.get("moe_intermediate_size") or inner)
         of = shape.met_experts, shape.experts
         found.append(ProductShape(hidden, shape.experts))
@@ -94,7 +94,7 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
     if not inner:
         return {}
     one = bool(shape.full.get("shared_expert_intermediate_size"))
-    block = SHARED_EXPERT if one else SHARED_EXPERTS
+    block = SHARED_EXPERT if one else "mlp" if shape.beside_mlp else SHARED_EXPERTS
     into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
     named = {f"{block}.gate_proj": into, f"{block}.up_proj": into, f"{block}.down_proj": out}
     return named | ({SHARED_GATE: ProductShape(hidden, 1)} if one else {})

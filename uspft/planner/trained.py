@@ -6,12 +6,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families import Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import STATE_LAYER, STATE_OWN
-from uspft.planner.layer_kinds import Norms, usual_kind
+from uspft.planner.layer_kinds import Norms, layer_kind
 from uspft.planner.products import (
     ProductShape,
     added_projections,
@@ -23,19 +22,26 @@ from uspft.planner.products import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
-    | {"per_layer_input_gate", "per_layer_projection"}
+    | {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "proj"}
     | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj", "shared_expert_gate"}
 )
 """The last words of the projections of a layer."""
 EXPERT_WORDS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
-"""Those that matrices of experts have too, where a model has any."""
-EXPERTS = "mlp.experts."
+"""Those that matrices of experts have too, fused or in files, where a model has any."""
+EXPERTS, BESIDE_MLP = "mlp.experts.", "experts."
+"""How the names of experts begin, and those of Gemma 4's."""
+_BESIDE_MLP_VECTORS = (
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    *("pre_feedforward_layernorm_2", "router.scale"),
+)
+_OWN = (*STATE_OWN, "router.scale", "router.per_expert_scale")
+"""How the names of parameters end that stand in no module of their own."""
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
@@ -50,13 +56,13 @@ class Lora:
     parameters: tuple[str, ...] = ()
     """The names of what has one beside these: matrices of experts, and of routers."""
 
-    def adapts(self, name: str, *, routed: bool) -> bool:
+    def adapts(self, name: str, words: Collection[str] = ()) -> bool:
         """Tell whether a projection of a layer, its experts' or its router's, has an adapter; one
-        whose name experts have too is named as a parameter. routed: whether the model has any."""
+        whose last word experts have too, as one of `words`, is named as a parameter."""
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
         word = name.rpartition(".")[2]
-        if (routed and word in EXPERT_WORDS) or word not in PROJECTIONS:
+        if word in words or word not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -81,7 +87,7 @@ class Trained:
 def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
     """Return the modules with weights of a layer that has these blocks, by name, each with its
     matrix. shape: with the layer's sizes."""
-    kind, state = usual_kind(shape), blocks.state
+    kind, state = layer_kind(shape), blocks.state
     query, key, value, out, *router, gate, up, down = layer_projections(
         shape, experts=blocks.experts
     )
@@ -95,8 +101,12 @@ def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
         found = {**state_projections(shape), **_state_modules(shape)}
     if blocks.experts:
         (found[kind.router],) = router
-        found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
+        at = BESIDE_MLP if shape.beside_mlp else EXPERTS
+        found |= {f"{at}gate_up_proj": _together(gate, up), f"{at}down_proj": down}
         found |= shared_projections(shape)
+        if shape.beside_mlp:
+            found |= {name: ProductShape(1, shape.hidden_size) for name in _BESIDE_MLP_VECTORS}
+            found["router.per_expert_scale"] = ProductShape(1, shape.experts)
     elif kind.fused:
         found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:
@@ -141,7 +151,7 @@ def trained_layers(
 ) -> tuple[Trained, ...]:
     """Return what of each layer trains. freeze: regular expressions over parameters' names."""
     kinds, numbers = modules_of_kinds(shape)
-    return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze)
+    return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze, _words_of_experts(shape))
 
 
 def modules_of_kinds(
@@ -160,13 +170,15 @@ def _trained(
     kinds: tuple[tuple[str, ...], ...],
     lora: Lora | None,
     freeze: tuple[str, ...],
+    words: frozenset[str],
 ) -> tuple[Trained, ...]:
-    """numbers: of which kind each layer is. kinds: the names of the modules of each."""
-    found, routed = list[Trained](), _any_experts(kinds)
+    """numbers: of which kind each layer is. kinds: the names of the modules of each. words: as of
+    Lora.adapts."""
+    found: list[Trained] = []
     for number, kind in enumerate(numbers):
         at, names = f"model.layers.{number}", kinds[kind]
         weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
-        adapted = [n for n in names if lora and lora.adapts(n, routed=routed)]
+        adapted = [n for n in names if lora and lora.adapts(n, words)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
         one = Trained(frozenset(weights), frozenset(adapted))
         found.append(found[-1] if found and found[-1] == one else one)
@@ -175,17 +187,18 @@ def _trained(
 
 def _parameter(name: str) -> str:
     """Return the name of a module's weight; experts are parameters themselves, and so are gates."""
-    own = name.startswith(EXPERTS) or name.endswith(STATE_OWN)
+    own = _of_experts(name) or name.endswith(_OWN)
     return name if own else f"{name}.weight"
 
 
 def _of_experts(name: str) -> bool:
-    return name.startswith(EXPERTS)
+    return name.startswith((EXPERTS, BESIDE_MLP))
 
 
-def _any_experts(kinds: Iterable[Iterable[str]]) -> bool:
-    """Tell whether layers of any kind have experts. kinds: the names of their modules."""
-    return any(map(_of_experts, chain.from_iterable(kinds)))
+def _words_of_experts(shape: ModelShape) -> frozenset[str]:
+    """Return the last words of projections that a model's experts have too."""
+    separate = {"gate_proj", "up_proj"} if shape.beside_mlp else set()
+    return EXPERT_WORDS - separate if shape.routed else frozenset()
 
 
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
@@ -243,8 +256,8 @@ def counts_of(
     """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
     the ranks that divide those of a layer."""
     kinds, numbers = modules_of_kinds(shape)
-    routed = _any_experts(kinds)
-    held = [_Held.of(kind, tensor, lora, experts, routed=routed) for kind in kinds]
+    words = _words_of_experts(shape)
+    held = [_Held.of(kind, tensor, lora, experts, words) for kind in kinds]
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
     every_layer = trained_layers(shape, lora, freeze)
@@ -252,14 +265,13 @@ def counts_of(
     met = [(one, held[kind], number) for (one, kind), number in layers.items()]
     trained = sum(number * sum(here.sizes_of(one)) for one, here, number in met)
     trained += mine.last * outside[LAST_NORM] * shape.hidden_size
-    more = {name: one.parameters for name, one in outside_modules(shape).items()}
-    train = [size for n, size in more.items() if not lora and not _frozen(f"{n}.weight", freeze)]
+    more, train = outside_counts(shape, lora, freeze)
     trained += sum(train)
     tables = [outside[EMBEDDING]] * mine.first
     tables += [outside[HEAD]] * (mine.last and not shape.tied)
     trained += sum(tables) * head
     every = len(tables) * head + mine.last * shape.hidden_size
-    every += sum(held[numbers[number]].every for number in mine.layers) + sum(more.values())
+    every += sum(held[numbers[number]].every for number in mine.layers) + more
     sizes = [size for one, here, _ in met for size in here.sizes_of(one)]
     sizes += [head] * any(tables) + train
     head *= mine.first or mine.last
@@ -274,6 +286,21 @@ def counts_of(
         sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
         any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
     )
+
+
+def outside_counts(
+    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
+) -> tuple[int, list[int]]:
+    """Count the parameters that make the embeddings of each layer, adapters among them, and each of
+    these that trains."""
+    every, trained = 0, list[int]()
+    for name, one in outside_modules(shape).items():
+        adapter = lora.rank * (one.inputs + one.outputs) if lora and lora.adapts(name) else 0
+        every += one.parameters + adapter
+        own = adapter if lora else one.parameters
+        kind = "lora_A.weight" if lora else "weight"
+        trained += [own] if own and not _frozen(f"{name}.{kind}", freeze) else []
+    return every, trained
 
 
 @dataclass(frozen=True)
@@ -293,15 +320,14 @@ class _Held:
         tensor: int,
         lora: Lora | None,
         experts: int,
-        *,
-        routed: bool,
+        words: Collection[str],
     ) -> _Held:
         modules = {name: one.on(tensor) for name, one in kind.items()}
         for name in filter(_of_experts, kind):
             modules[name] = replace(modules[name], copies=modules[name].copies // experts)
         rank = lora.rank if lora else 0
         adapters = {n: rank * (m.inputs + m.outputs) * m.copies for n, m in modules.items()}
-        adapted = frozenset(n for n in kind if lora and lora.adapts(n, routed=routed))
+        adapted = frozenset(n for n in kind if lora and lora.adapts(n, words))
         return cls(modules, adapters, adapted)
 
     def sizes_of(self, trained: Trained) -> list[int]:
