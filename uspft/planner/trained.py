@@ -222,6 +222,8 @@ class ParameterCounts:
     """Of one parameter that trains."""
     layer: int
     """Of a layer, adapters counted."""
+    largest: int
+    """Of one parameter of a layer."""
     head: int
     experts: int = 0
     """Of those of experts that ranks divide, which are counted among the others too."""
@@ -262,6 +264,7 @@ def counts_of(
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
     every_layer = trained_layers(shape, lora, freeze)
     layers = Counter((every_layer[number], numbers[number]) for number in mine.layers)
+    own = [held[kind] for kind in {numbers[number] for number in mine.layers}]
     met = [(one, held[kind], number) for (one, kind), number in layers.items()]
     trained = sum(number * sum(here.sizes_of(one)) for one, here, number in met)
     trained += mine.last * outside[LAST_NORM] * shape.hidden_size
@@ -280,7 +283,8 @@ def counts_of(
         every,
         trained,
         max(sizes, default=0),
-        max((held[numbers[number]].every for number in mine.layers), default=0),
+        max((one.every for one in own), default=0),
+        max((matrix.parameters for one in own for matrix in one.modules.values()), default=0),
         head,
         sum(number * here.of_experts for _, here, number in divided),
         sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
