@@ -35,7 +35,7 @@ from uspft.tensor.put_off import PutOff
 from uspft.tensor.sums import KIND
 
 
-class Way(NamedTuple):
+class Passage(NamedTuple):
     """How a copy crosses between what lies between blocks and a block, one way."""
 
     start: Callable[[Tensor, Group, Expected | None], Waited]
@@ -47,7 +47,9 @@ class Way(NamedTuple):
 class Crossing:
     """The place where copies go into a block or out of it, either way."""
 
-    def __init__(self, ways: tuple[Way, Way], group: Group, sizes: Sequence[int], put_off: PutOff):
+    def __init__(
+        self, ways: tuple[Passage, Passage], group: Group, sizes: Sequence[int], put_off: PutOff
+    ):
         """ways: there forward, and back backward, with the gradient. sizes: how many of each rank's
         tokens every copy has. put_off: has products that can be made while one is awaited
         backward."""
@@ -151,5 +153,5 @@ def _sum(x: Tensor, group: Group, _: Expected | None) -> Waited:
     return start_sum_over(x.contiguous().clone(), group, KIND)
 
 
-_GATHER, _SUM_PARTS = Way(_gather, expect_gather), Way(_sum_parts, expect_parts)
-_SUM, _AS_IT_IS = Way(_sum), Way(lambda x, _group, _expected: lambda: x)
+_GATHER, _SUM_PARTS = Passage(_gather, expect_gather), Passage(_sum_parts, expect_parts)
+_SUM, _AS_IT_IS = Passage(_sum), Passage(lambda x, _group, _expected: lambda: x)
