@@ -129,7 +129,7 @@ class Groups:
         for ranks in every:
             hosts: dict[int, list[int]] = {}
             for rank in ranks:
-                hosts.setdefault(rank // self._ranks_per_host, []).append(rank)
+                hosts.setdefault(self.host_of(rank), []).append(rank)
             found.append(list(hosts.values()))
             sizes = {len(members) for members in found[-1]}
             if len(hosts) == 1 or len(sizes) > 1 or sizes == {1}:
