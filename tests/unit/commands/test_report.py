@@ -23,7 +23,18 @@ from tests.support.data_cases import write_lines
 from tests.support.launch import ROOT, environment
 from uspft.__main__ import main
 from uspft.commands.report import leave_report
-from uspft.commands.report_charts import POINTS, Chart, Series, figure, thinned, ticks
+from uspft.commands.report_charts import (
+    CELLS,
+    POINTS,
+    Chart,
+    Series,
+    figure,
+    load_map,
+    thinned,
+    ticks,
+)
+from uspft.commands.report_pages import page_of
+from uspft.commands.report_runs import predicted_of, read_runs
 from uspft.prepare.invocation import Invocation
 
 HOSTILE = "<script>alert('x')</script> & \"https://evil.example/\""
@@ -131,9 +142,7 @@ def test_every_line_is_in_the_overview_or_a_chart(page: Page) -> None:
     for told in ("1 to 1,000, 1,000 of them logged", "512,000 tokens in 500 s", "ring2"):
         assert told in text
     assert f"resumed from step 500; started again after step 500: {HOSTILE}" in text
-    assert text.count(f"<title>bad step 300: {HOSTILE}</title>") == text.count("<figure>") - 2, (
-        "in charts"
-    )
+    assert text.count(f"\nbad step 300: {HOSTILE}") == text.count("<figure>") - 2, "in charts"
     assert "best 1.8" in text and "Incidents: 1<" in text
     under = chart(page(), "seconds under each strategy")
     assert "ulysses2 0.25" in under and under.count("<circle") == 1
@@ -148,6 +157,14 @@ def test_loads_are_on_the_map(page: Page) -> None:
     assert shades[:4] == [("less", "1.00"), ("more", "1.00"), ("less", "0.50"), ("less", "0.00")]
     of_ranks = chart(page(), "tokens of each rank by layer")
     assert of_ranks.count("layer 1, rank 0: 1.5 × the mean") == 1
+
+
+def test_of_many_experts_neighbours_share_a_cell() -> None:
+    loads = [[float(layer == 7 and expert == 300) for expert in range(512)] for layer in range(94)]
+    drawn_map = load_map("experts", loads, "expert")
+    cells = re.findall(r"<title>layer (\d+), experts ([\d–]+): (\d) × the mean</title>", drawn_map)
+    assert 2000 < len(cells) <= CELLS and len(cells) % 94 == 0
+    assert [cell[:2] for cell in cells if cell[2] != "0"] == [("7", "300–305")]
 
 
 class Balanced(HTMLParser):
@@ -223,6 +240,33 @@ def test_what_cannot_be_read_is_named(
     assert "none/page.html: cannot be written: No such" in said(
         str(output), "-o", f"{none}/page.html"
     )
+
+
+ODD = (
+    *(None, True, "x", -1, 1e308, -1e308, math.nan, math.inf, 1e-320, 10**400),
+    *([], {}, [1], [[1]], [[math.nan]], [[]], [["x"]], {"a": {"b": 1}}, [{"seconds": "x"}]),
+)
+
+
+def test_whatever_stands_in_a_field_is_no_fault_of_the_page(tmp_path: Path) -> None:
+    """A field that is not as a run writes it is left out, and the others are drawn."""
+    folder = fill(tmp_path / "odd", [])
+    names = [*record(1), "strategies", "expert_load", "expert_rank_load", "eval_sets", "seconds"]
+    names += ["resumed_from_step", "after_step", "why", "data"]
+    for value in ODD:
+        every: list[dict[str, Any]] = [record(1), record(2)]
+        named = enumerate((name for name in names if name != "step"), 3)
+        every += [record(step) | {name: value} for step, name in named]
+        every += [{name: value, "step": 1, "eval_loss": value} for name in names]
+        text = "".join(json.dumps(one) + "\n" for one in every)
+        (folder / "metrics.jsonl").write_text(text)
+        (folder / "incidents.jsonl").write_text(json.dumps({"step": value, "why": value}) + "\n")
+        told = {"gpus": value, "ranks": value, "versions": value, "command": value}
+        (folder / "environment.json").write_text(json.dumps(told))
+        (run,) = read_runs([folder])
+        found = page_of([run], [predicted_of(run, Invocation("report"))])
+        assert Balanced(found).wrong == [] and "NaN" not in chart(found, "loss</b>")
+        assert len(drawn(chart(found, "tokens per second"))[0]) >= 2, value
 
 
 def test_what_is_predicted_is_what_plan_says(
