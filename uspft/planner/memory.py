@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters
+from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters, reuse_distance
 from uspft.families import FAMILIES, NO_KEYS, layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
@@ -79,7 +79,9 @@ class Options:
     bucket: int = REDUCE_BUCKET
     """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
     live: int = live_parameters({})
-    """The elements of weights that ZeRO-3 leaves gathered, those fetched ahead counted."""
+    """The gathered elements up to which ZeRO-3 fetches weights ahead."""
+    reuse: int = reuse_distance({})
+    """The elements of weights within which ZeRO-3 keeps those that come again."""
     two_buckets: bool = False
     offload_optimizer: bool = False
     offload_weights: bool = False
@@ -172,6 +174,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         zero_stage=int(zero.get("stage", 1)),
         bucket=int(zero.get("reduce_bucket_size") or REDUCE_BUCKET),
         live=live_parameters(zero),
+        reuse=reuse_distance(zero),
         two_buckets=bool(zero.get("overlap_comm")),
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
@@ -287,6 +290,8 @@ def state_in(
         crossing=2 if options.gradient_reduction == "bfloat16" else 4,
         bucket=options.bucket,
         live=options.live,
+        reuse=options.reuse,
+        again=options.checkpointing,
         two_buckets=options.two_buckets,
         matrix=shape.hidden_size * shape.intermediate_size,
         several=several_passes(layout, options),

@@ -228,6 +228,8 @@ class ParameterCounts:
     """Of one parameter that trains."""
     layer: int
     """Of a layer, adapters counted."""
+    largest: int
+    """Of one parameter of a layer."""
     head: int
     experts: int = 0
     """Of those of experts that ranks divide, which are counted among the others too."""
@@ -286,6 +288,7 @@ def counts_of(
         trained,
         max(sizes, default=0),
         max(one.every for one in held),
+        max(matrix.parameters for one in held for matrix in one.modules.values()),
         head,
         sum(number * here.of_experts for _, here, number in divided),
         sum(number * sum(here.sizes_of(one)) for one, here, number in divided),

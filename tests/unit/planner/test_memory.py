@@ -289,7 +289,7 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
     found = spawn(1, counted, full, tmp_path)[0]
     for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES)):
         assert {case[number] for case in found} == set(values)
-    off = {}
+    off: dict[Case, Any] = {}
     for case, one in found.items():
         shape = read_shape(ModelBlock(config=tmp_path / case.model), CONFIGS)
         assert isinstance(shape, ModelShape)
@@ -298,7 +298,8 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
         ratio = want.activation_bytes / one.most_bytes["all"]
         if abs(ratio - 1) > 0.02:
             off[case] = ratio
-        assert want.host_bytes == pytest.approx(one.host_bytes, rel=1e-3), case
+        if want.host_bytes != pytest.approx(one.host_bytes, rel=1e-3):
+            off[case] = want.host_bytes, one.host_bytes
         if not full:  # where the loss is not all there is, another type is found out
             other = case._replace(dtype="float32" if case.dtype == "bfloat16" else "bfloat16")
             unlike = predicted_of(other, shape).activation_bytes / one.most_bytes["all"]
@@ -342,7 +343,7 @@ def test_of_divided_experts_a_rank_holds_a_part() -> None:
     state, gathered = {}, {}
     for stage in (1, 3):
         for degree in (1, 2, 8):
-            options = Options(zero_stage=stage, live=0, bucket=2)
+            options = Options(zero_stage=stage, live=0, reuse=0, bucket=2)
             found = memory_of(shape, Layout(data=8, experts=degree), 4096, options=options).parts
             state[stage, degree] = found["optimizer"], found["weights"]
             gathered[stage, degree] = found.get("gathered", 0)
@@ -352,7 +353,8 @@ def test_of_divided_experts_a_rank_holds_a_part() -> None:
         assert optimizer == pytest.approx(12 * (rest + experts) / 8, rel=1e-3)
         assert weights == pytest.approx(2 * (rest + experts / degree), rel=1e-3)
     head, layer = 151_936 * 2048, (experts / 48 / 8) + 2048 * (2 * 4096 + 2 * 512 + 128)
-    assert gathered[3, 8] == pytest.approx(2 * max(head, 2 * layer), rel=1e-3)
+    largest = 128 / 8 * 2048 * 2 * 768
+    assert gathered[3, 8] == pytest.approx(2 * (max(head, layer) + largest), rel=1e-3)
     assert gathered[3, 1] > 2 * gathered[3, 8]
 
 
