@@ -170,7 +170,8 @@ def switched(folder: Path, data: Documents) -> tuple[tuple[int, int], tuple[floa
     owned = {name: owned_parts(home, name, shape) for name, shape in shapes.items()}
     assert len({batch.world.layout.held for batch in batches}) == 3
     for shards in engine.every.values():
-        for one in plan_moves(owned, stock_of(shards, shapes), hosts).deliveries:
+        moves = plan_moves(owned, stock_of(shards, shapes), hosts, once_into_hosts=True)
+        for one in moves.deliveries:
             planned += 4 * one.elements * ((one.sender == rank) + (one.receiver == rank))
     engine.close()
     return (sent, planned), (result.loss, loss / result.counts["target_tokens"])
@@ -222,7 +223,7 @@ def test_a_table_whose_ends_count_as_one_is_seen(
 
 
 def test_what_stages_move_is_what_was_planned(answers: dict[Any, Any]) -> None:
-    """Weights to who needs them and gradients back, in float32, by HotSPa's planner."""
+    """Weights to who needs them and gradients back, in float32, once into each of two hosts."""
     (sent, planned), (loss, evaluated) = answers["switch"]
     assert sent == planned > 0
     assert evaluated == pytest.approx(loss, rel=1e-6), "each row under its own layout"
