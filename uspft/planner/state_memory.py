@@ -246,13 +246,16 @@ def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     state = float(WIDE * heads.values * heads.key_dim * heads.value_dim) / of.ulysses
     passes = state / heads.value_dim * heads.key_dim
     crossing = of.ring > 1
+    # Of two ranks one has the first and the last fragment, between which states are the other's,
+    # and that has one.
+    entered = (number if of.ring > 2 else 1) * (state + passes)
     # Of the others' fragments those that come before, or behind, one of this rank's; two neighbours
     # of one rank are one.
     others = max(1, FRAGMENTS * (of.ring - 2)) * (state + passes)
     saved = [*parts]
 
     def backward() -> RunBackward:
-        kept = [*saved, tape.new(number * (state + passes) if crossing else 0.0)]
+        kept = [*saved, tape.new(entered if crossing else 0.0)]
 
         def run(grads: GradientStorages, kept: object = kept) -> GradientStorages:
             again = [tape.new(out), tape.new(number * state)]
