@@ -337,9 +337,10 @@ def _tensor(
 ) -> Iterator[StepPart]:
     """Yield the transfers of Megatron's tensor parallelism. behind: seconds of layers' products.
 
-    Each layer sums activations over the tensor ranks as `_sums_of` says, the embedding once forward,
-    the head's input gradient once; the loss makes three sums of a number for each token. Under use_seq_parallel a sum is a reduce-scatter and an
-    all-gather of the same bytes. Ranks that share a head of a fused projection gather it.
+    Each layer sums activations over the tensor ranks as `_sums_of` says, the embedding once
+    forward, the head's input gradient once; the loss makes three sums of a number for each token.
+    Under use_seq_parallel a sum is a reduce-scatter and an all-gather of the same bytes. Ranks that
+    share a head of a fused projection gather it.
 
     Of n copies by turns all but one pass behind products, or products behind them: that a layer's
     blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
