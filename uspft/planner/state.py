@@ -135,10 +135,12 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
         # Laid flat once more, and cast, while the gradient that is next waits.
         matrix = float(e * min(zero.matrix, counts.largest_trained))
         device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
-        # Those in float32 are summed with those of the backwards before.
-        again = 1 + zero.several if e == WIDE else 1
-        device["gradients"] = again * WIDE * own if e < WIDE or not away else 0.0
+        device["gradients"] = WIDE * own if e < WIDE or not away else 0.0
         more = {"update": norm if e < WIDE or away else max(WIDE * own, norm)}
+        if zero.several and e == WIDE and not away:
+            # They come beside the sums of the backwards before, which alone the update has.
+            device["gradients"] += WIDE * own
+            more["update"] -= WIDE * own
     else:
         device |= {"buckets": float(WIDE * bucket * each), "gradients": float(WIDE * trained)}
         # What fills the first bucket lies in it, and then beside it for the owner.
@@ -148,11 +150,11 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     beyond = {name: size - device["buckets"] for name, size in more.items()}
     if not away:
         return State({**device, "optimizer": optimizer}, beyond=beyond)
-    # The host also has gradients, their sums over several backwards, and new weights of its part;
-    # both sides a buffer for one gradient.
+    # The host also has gradients, at stage 2 their sums over several backwards, and new weights of
+    # its part; both sides a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
     device["buckets"] += buffer
-    optimizer += (WIDE * (1 + zero.several) + e) * own + buffer
+    optimizer += (WIDE * (1 + (zero.several and zero.stage == 2)) + e) * own + buffer
     return State(device, {"optimizer": optimizer}, beyond)
 
 
