@@ -55,9 +55,9 @@ def histogram(lengths: Sequence[Bin], width: int) -> list[str]:
     named = [f"{one.least:,} – {one.most:,}" for one in lengths]
     counts = [f"{one.samples:,} ({one.samples / every:.1%})" for one in lengths]
     left, right = max(map(len, named)), max(map(len, counts))
-    room = max(8, min(60, width - left - right - 5))
+    bar = max(8, min(60, width - left - right - 5))
     return [
-        f"  {name:>{left}} {'█' * -(-room * one.samples // most):<{room}} {count:>{right}}"
+        f"  {name:>{left}} {'█' * -(-bar * one.samples // most):<{bar}} {count:>{right}}"
         for name, count, one in zip(named, counts, lengths, strict=True)
     ]
 
