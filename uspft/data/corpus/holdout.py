@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from uspft.config.problems import counted
 from uspft.data.corpus.cache import hashed, made_aside
 from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
 from uspft.data.corpus.counts import Counts, mixed
@@ -36,7 +37,7 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
     corpus, fraction = Corpus.open(folder), recipe.data.eval_fraction or 0.0
     count = round(fraction * len(corpus))
     if not 0 < count < len(corpus):
-        of = f"{len(corpus):,} sample{'s' * (len(corpus) != 1)}"
+        of = counted(len(corpus), "sample")
         what = f"is {fraction:g}, which of {of} holds out {count:,}"
         raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
     # Raw bits: numpy guarantees their stream over versions and machines.
