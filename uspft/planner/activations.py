@@ -236,7 +236,7 @@ class Layer:
                 # The queries' gradient is a copy, since the input's takes its place; behind that
                 # of the row each is one more.
                 slope, sizes = tape.new(made[0].size), [one.size for one in made]
-                slopes = lambda: lambda grads: [tape.new(one) for one in sizes]  # noqa: E731
+                slopes = lambda grads: [tape.new(one) for one in sizes]  # noqa: E731
                 (every,) = tape.record(made, (0.0,), slopes)
                 tape.backward(every, tape.new(0.0))
                 del made, slope

@@ -25,7 +25,7 @@ from uspft.planner.operations import (
     viewed,
 )
 from uspft.planner.products import state_projections
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
 if TYPE_CHECKING:
@@ -183,19 +183,14 @@ def _convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     whole, weight = before + beyond, float(of.element * sizes.channels * sizes.taps)
     held = x.storage
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
-            found = tape.new(before) if wants else None
-            return [found, tape.new(weight) if trains else None]
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found = tape.new(before) if wants else None
+        return [found, tape.new(weight) if trains else None]
 
-        return run
-
-    made = tape.record((x, tape.parameter(trains)), (whole,), backward, saves=True)[0]
+    given = x, tape.parameter(trains)
+    made = tape.record(given, (whole,), backward, saves=True, keeps=[held])[0]
     assert made.storage
-
-    def cut() -> RunBackward:
-        return lambda grads: [tape.new(whole)]
-
+    cut = lambda grads: [tape.new(whole)]  # noqa: E731
     seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
     found = bent(tape, seen)
     del made, seen
@@ -206,14 +201,11 @@ def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
     """Return tokens with those before each fragment (sequence/mixing.py, WithHalo)."""
     size, wide = x.size, x.size * WIDE / of.element
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            rows = tape.new(wide)
-            other = tape.new(wide) if wide > size else None
-            del other
-            return [tape.new(size) if wide > size else rows]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        rows = tape.new(wide)
+        other = tape.new(wide) if wide > size else None
+        del other
+        return [tape.new(size) if wide > size else rows]
 
     rows = tape.new(size)
     made = [tape.new(size)]
@@ -226,14 +218,11 @@ def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool])
     size = of.bytes(of.sizes.values, WIDE)
     wide = x if x.size == size else remade(tape, x, size)
     dt, a = (tape.parameter(trains(f"{STATE_LAYER}.{name}")) for name in ("dt_bias", "A_log"))
-    shifted = tape.record((wide, dt), (size,), lambda: lambda grads: [grads[0], None])[0]
+    shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
     del wide
     held = shifted.storage
-
-    def backward() -> RunBackward:
-        return lambda grads, held=held: [tape.new(size)]  # type: ignore[misc]
-
-    soft = tape.record((shifted,), (size,), backward, saves=True)[0]
+    of_wide = lambda grads: [tape.new(size)]  # noqa: E731
+    soft = tape.record((shifted,), (size,), of_wide, saves=True, keeps=[held])[0]
     del shifted
     return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
@@ -249,29 +238,23 @@ def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     # Of the others' fragments those that come before, or behind, one of this rank's; two neighbours
     # of one rank are one.
     others = max(1, FRAGMENTS * (of.ring - 2)) * (state + passes)
-    saved = [*parts]
 
-    def backward() -> RunBackward:
-        kept = [*saved, tape.new(number * (state + passes) if crossing else 0.0)]
-
-        def run(grads: GradientStorages, kept: object = kept) -> GradientStorages:
-            again = [tape.new(out), tape.new(number * state)]
-            again += [tape.new(out)] if number > 1 else []
-            came = tape.new(crossing * others)
-            found: list[Storage | None] = [None] * len(sizes)
-            for _ in range(number):
-                # Of a fragment's tokens, and one after another, the last first, of all tokens.
-                part = [tape.new(size / number) for size in sizes]
-                while part:
-                    at = len(part) - 1
-                    one = tape.new(sizes[at])
-                    part.pop()
-                    found[at] = one if found[at] is None else tape.new(sizes[at])
-                    del one
-            del again, came
-            return [*found]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        again = [tape.new(out), tape.new(number * state)]
+        again += [tape.new(out)] if number > 1 else []
+        came = tape.new(crossing * others)
+        found: GradientStorages = [None] * len(sizes)
+        for _ in range(number):
+            # Of a fragment's tokens, and one after another, the last first, of all tokens.
+            part = [tape.new(size / number) for size in sizes]
+            while part:
+                at = len(part) - 1
+                one = tape.new(sizes[at])
+                part.pop()
+                found[at] = one if found[at] is None else tape.new(sizes[at])
+                del one
+        del again, came
+        return found
 
     if crossing:  # the rule on wider values, a fragment at a time, and what ranks exchange
         wider = 1 + heads.key_dim / heads.value_dim
@@ -284,7 +267,10 @@ def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     else:
         made = [tape.new(out)]
         tape.new(state)
-    return tape.record(parts, (out,), backward, saves=True, made=made)[0]
+    output = tape.record(parts, (out,), backward, saves=True, keeps=parts, made=made)[0]
+    if crossing and output.node and tape.keeps:
+        output.node.held += (tape.new(number * (state + passes)),)
+    return output
 
 
 def _over_heads(
