@@ -25,13 +25,12 @@ usage: $USPFT_PROGRAM RECIPE.yaml [key.path=value ...]        train
              (--ranks N; --hardware NAME)
   export     checkpoint -> Hugging Face folder
   chat       talks to the model of an output folder, in the template it was trained in
+  report     output folders -> one HTML page: what they did, beside what was predicted
+             (-o FILE; --live --port N)
   calibrate  this cluster's links and products -> hardware file (to=FILE)
   recipes    the shipped recipes; recipes NAME [FILE] copies one
   convert    configuration of MindSpore Transformers, axolotl and others -> recipe
              (-o FILE; --ranks N; --from TOOL)
-
-to come, refused until then:
-  report     output folder -> one HTML page
 
 environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing
              USPFT_TORCH=cpu (or cu130, cu129)   install that build of torch, whatever GPU is here

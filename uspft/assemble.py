@@ -23,7 +23,7 @@ from uspft.layout import settled_layout
 from uspft.mesh import Groups
 from uspft.model.build import empty_model
 from uspft.model.causal import CausalModel
-from uspft.model.hf_config import heads_of, model_config, shared_window, softcap_of
+from uspft.model.hf_config import heads_of_layers, model_config, shared_window, softcap_of
 from uspft.model.linear_probe import believe_linear_layers
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.tile_sizes import tile_tokens
@@ -82,7 +82,7 @@ def assemble(
 
     # Layouts: process groups, the algorithms that split rows and matrices, the attention kernel.
     config = model_config(recipe.model, recipe.data.sequence_length)
-    attention = heads_of(config), shared_window(config), softcap_of(config)
+    attention = heads_of_layers(config), shared_window(config), softcap_of(config)
     parallel, layout = recipe.parallel_config, settled_layout(recipe.parallel_config)
     cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
     worlds, refused = live_worlds(recipe, *attention, device, groups, cut)

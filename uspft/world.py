@@ -5,7 +5,7 @@ Several may be alive at once, and the one that a row is split by travels with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -129,7 +129,7 @@ class World:
 
 def live_worlds(
     recipe: Recipe,
-    heads: Heads,
+    heads: Collection[Heads],
     window: int | None,
     softcap: float | None,
     device: torch.device,
@@ -138,15 +138,15 @@ def live_worlds(
 ) -> tuple[list[World], list[str]]:
     """Make the layout of each of a recipe's strategies live, or the one that there is; collective.
 
-    heads: the model's. window: the sliding window that all its layers have, if any. softcap: the
-    bound of its attention's scores, if any. cut: how rows are cut into chunks, if they are. Returns
-    the worlds with a line for each attention
-    kernel that was tried first, and refused.
+    heads: those of the model's layers. window: the sliding window that all its layers have, if any.
+    softcap: the bound of its attention's scores, if any. cut: how rows are cut into chunks, if they
+    are. Returns the worlds with a line for each attention kernel that was tried first, and refused.
     """
     every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
     wish, dtype = recipe.model.attention, getattr(torch, recipe.model.dtype)
     at_once = recipe.memory.heads_at_once
-    shapes = sorted({one for _, layout in every for one in head_shapes(heads, layout, at_once)})
+    met = [(each, layout) for _, layout in every for each in {*heads}]
+    shapes = sorted({one for of in met for one in head_shapes(*of, at_once)})
     kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
     worlds = []
     for one, layout in every:

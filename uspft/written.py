@@ -16,6 +16,7 @@ from uspft.durable import partial_of, sync, sync_tree, write_text
 from uspft.metrics.trackers import EVENTS, MLFLOW, RUNS, WANDB
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
+REPORT = "report.html"
 INCIDENTS = "incidents.jsonl"
 """A line for each step that was bad, new start of a lost run, and damaged checkpoint."""
 MODEL, ADAPTER = "hf", "adapter"
@@ -36,13 +37,16 @@ def is_written(place: Path) -> bool:
         return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
     if first == LOGS and rest:
         return LOG.fullmatch(rest[0]) is not None
-    return first in (METRICS, INCIDENTS, RECIPE, *EXPORTS, OUTDATED, *TRACKED, ENVIRONMENT)
+    return first in (
+        *(METRICS, INCIDENTS, RECIPE, REPORT, *EXPORTS, OUTDATED, *TRACKED, ENVIRONMENT),
+    )
 
 
 def written(output: Path) -> list[Path]:
     """List what runs have left in an output folder, environment.json, which marks a run, last."""
     found = step_folders(output / CHECKPOINTS)
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, INCIDENTS, *EXPORTS, OUTDATED, *TRACKED, RECIPE]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, INCIDENTS, *EXPORTS, OUTDATED, *TRACKED]
+    names += [REPORT, RECIPE]
     if os.path.isdir(output / LOGS):
         names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
     return found + [
@@ -124,7 +128,8 @@ def clear_partial(output: Path) -> None:
 
     No other run may be alive in the folder.
     """
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, INCIDENTS, RECIPE, ENVIRONMENT, RUNS, OUTDATED]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, INCIDENTS, RECIPE, REPORT, ENVIRONMENT]
+    names += [RUNS, OUTDATED]
     left = [new_exports(output), *(partial_of(output / name) for name in names)]
     for hidden in (output / CHECKPOINTS).glob(".step-*.partial"):
         if STEP_FOLDER.fullmatch(hidden.name[1:].removesuffix(".partial")):

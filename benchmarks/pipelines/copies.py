@@ -31,6 +31,7 @@ from uspft.tensor.megatron import Megatron
 
 HOSTS = 2
 COMPUTATION, TRANSFERS = "computation alone", "transfers alone"
+AT_ONCE = "both, neither waiting for the other"
 SHIFT = "uspft.comm.collectives.shift"
 """What every transfer between two ranks goes through."""
 
@@ -95,7 +96,11 @@ def measured(record: dict[str, Any], tell: Tell) -> dict[str, Any]:
         with nothing_moves():
             whole()
 
-    bounds = {COMPUTATION: computation, TRANSFERS: lambda: moved(moves)}
+    def at_once() -> None:
+        with nothing_waits():
+            whole()
+
+    bounds = {COMPUTATION: computation, TRANSFERS: lambda: moved(moves), AT_ONCE: at_once}
     for call in bounds.values():
         call()
     return {"sent_bytes": sent, "seconds": in_turns({**bounds, **calls}, setting.rounds)}
@@ -126,6 +131,22 @@ def nothing_moves() -> Iterator[None]:
 
     with patch(SHIFT, at_once):
         yield
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Let transfers begin where they do, and be awaited at the end: what is computed meanwhile is
+    with what happens to lie there."""
+    under_way: list[Callable[[], None]] = []
+
+    def begun(moves: Sequence[Move], group: Any, kind: str) -> list[Callable[[], None]]:
+        under_way.extend(shift(moves, group, kind))
+        return [lambda: None for _ in moves]
+
+    with patch(SHIFT, begun):
+        yield
+    for wait in under_way:
+        wait()
 
 
 def moved(every: Moves) -> None:

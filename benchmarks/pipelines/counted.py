@@ -15,12 +15,11 @@ from benchmarks.memory.predicted import predicted_of_ranks
 from benchmarks.pipelines.sleeping import CHUNKED, RANKS, WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
-from uspft.families import ModelShape, read_shape
+from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.planner.flops import cut_by_flops
-from uspft.planner.memory import layer_windows
 from uspft.prepare.invocation import CONFIGS
 from uspft.sequence.rows.chunks import Cut
 

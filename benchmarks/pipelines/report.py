@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from statistics import median
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from benchmarks.lab.machine import measured_on
 from benchmarks.lab.results import NOT_YET
@@ -28,15 +29,21 @@ on the first rank."""
 ALIKE = 1.05
 """Repeats of one schedule that computes may differ by so much; else there is no verdict."""
 LEAST_GONE = 0.7
-"""So much of the way to their bound have copies by turns to go, at two copies."""
+"""So much of the way to their bound have copies by turns to go."""
 
 
-class Step(NamedTuple):
+Schedule = TypeVar("Schedule", Contender, computing.Contender)
+
+
+class Step(NamedTuple, Generic[Schedule]):
     """A contender's step, measured in each round, and simulated."""
 
-    one: Contender
+    one: Schedule
     seconds: list[float]
     simulated: float
+    costs: Mapping[str, float] = MappingProxyType({})
+    """By kind, what all of a micro-batch's actions take on the mean, on all ranks; of steps that
+    compute."""
 
     @property
     def measured(self) -> float:
@@ -46,8 +53,21 @@ class Step(NamedTuple):
     def ratio(self) -> float:
         return self.measured / self.simulated
 
+    @property
+    def spread(self) -> float:
+        return max(self.seconds) / min(self.seconds)
 
-def steps_of(part: dict[str, Any]) -> list[Step]:
+
+def too_slow(steps: list[Any]) -> list[str]:
+    """Return which steps are slower than simulated by more than the bound, as sentences."""
+    return [
+        f"{step.one.name} takes {step.ratio:.2f} times what is simulated"
+        for step in steps
+        if step.ratio > MOST_SLOWER
+    ]
+
+
+def steps_of(part: dict[str, Any]) -> list[Step[Contender]]:
     """Return the steps of all contenders, simulated with what the same run slept and sent."""
     setting, measured = Sleeping.of(part["setting"]), part["measured"]
     found = []
@@ -60,7 +80,7 @@ def steps_of(part: dict[str, Any]) -> list[Step]:
     return found
 
 
-def apart(steps: list[Step]) -> Iterator[tuple[Step, Step]]:
+def apart(steps: list[Step[Contender]]) -> Iterator[tuple[Step[Contender], Step[Contender]]]:
     """Yield the pairs, faster one first, that are simulated to be apart at as many
     micro-batches."""
     for pair in combinations(steps, 2):
@@ -73,11 +93,7 @@ def apart(steps: list[Step]) -> Iterator[tuple[Step, Step]]:
 def wrong_steps(part: dict[str, Any]) -> list[str]:
     """Return what is not as the simulator says, as sentences."""
     steps = steps_of(part)
-    found = [
-        f"{step.one.name} takes {step.ratio:.2f} times what is simulated"
-        for step in steps
-        if step.ratio > MOST_SLOWER
-    ]
+    found = too_slow(steps)
     for fast, slow in apart(steps):
         if fast.measured >= slow.measured:
             found.append(f"{fast.one.name} is not faster than {slow.one.schedule}")
@@ -190,29 +206,7 @@ def rows_sentence(part: dict[str, Any]) -> str:
     )
 
 
-class Computed(NamedTuple):
-    """A contender's step that computes, beside what is simulated of what its actions took."""
-
-    one: computing.Contender
-    seconds: list[float]
-    simulated: float
-    costs: dict[str, float]
-    """By kind, what all of a micro-batch's actions take on the mean, on all ranks."""
-
-    @property
-    def measured(self) -> float:
-        return float(median(self.seconds))
-
-    @property
-    def ratio(self) -> float:
-        return self.measured / self.simulated
-
-    @property
-    def spread(self) -> float:
-        return max(self.seconds) / min(self.seconds)
-
-
-def computed(part: dict[str, Any]) -> list[Computed]:
+def computed(part: dict[str, Any]) -> list[Step[computing.Contender]]:
     """Return the steps of all contenders that compute."""
     setting, measured = computing.Setting.of(part["setting"]), part["measured"]
     found = []
@@ -223,11 +217,13 @@ def computed(part: dict[str, Any]) -> list[Computed]:
         for action, seconds in computing.costs_of(one, record["took"]).items():
             costs[action.kind] += seconds / one.micro_batches
         predicted = computing.simulated(one, record["took"], message)
-        found.append(Computed(one, record["seconds"], predicted, costs))
+        found.append(Step(one, record["seconds"], predicted, costs))
     return found
 
 
-def _plain(every: list[Computed], of: Computed) -> Computed:
+def _plain(
+    every: list[Step[computing.Contender]], of: Step[computing.Contender]
+) -> Step[computing.Contender]:
     """Return the step of 1F1B with the same rows and micro-batches."""
     plain = of.one._replace(schedule="1f1b")
     return next(step for step in every if step.one == plain)
@@ -253,13 +249,7 @@ def wrong_computing(part: dict[str, Any]) -> list[str]:
     """Return which steps are slower than simulated by more than the bound, as sentences; none where
     repeats differ too much for a verdict."""
     every = computed(part)
-    if max(step.spread for step in every) > ALIKE:
-        return []
-    return [
-        f"{step.one.name} takes {step.ratio:.2f} times what is simulated"
-        for step in every
-        if step.ratio > MOST_SLOWER
-    ]
+    return [] if max(step.spread for step in every) > ALIKE else too_slow(every)
 
 
 def computing_sentence(part: dict[str, Any]) -> str:
@@ -283,7 +273,8 @@ def copies_table(part: dict[str, Any]) -> str:
     middle = {name: median(each) for name, each in seconds.items()}
     both = middle[copies.COMPUTATION], middle[copies.TRANSFERS]
     rows = []
-    for name in (copies.COMPUTATION, copies.TRANSFERS, *map(str, setting.copies)):
+    alone = (copies.COMPUTATION, copies.TRANSFERS, copies.AT_ONCE)
+    for name in (*(one for one in alone if one in seconds), *map(str, setting.copies)):
         cells = [f"{middle[name]:.2f}", span(seconds[name])]
         least, gone = "", ""
         if name.isdigit() and name != "1":

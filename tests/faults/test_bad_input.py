@@ -282,7 +282,7 @@ def test_a_gpu_without_flash_attention(
 
 WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "verb": (["trian", "recipe.yaml"], ("command line: trian: ", "did you mean `train`?")),
-    "later verb": (["report", "recipe.yaml"], ("command line: report: is not available yet; ",)),
+    "no output": (["report", "recipe.yaml"], ("command line: recipe.yaml: is no folder; ",)),
     "option": (["recipe.yaml", "--fast"], ("command line: --fast: unknown option; ",)),
     "ranks": (["recipe.yaml", "--ranks", "2"], ("--ranks: train takes", "launch.processes=N")),
     "no ranks": (["check", "recipe.yaml", "--ranks", "0"], ("--ranks: `0` is no number of",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from uspft.parameters.shards import Holders
 from uspft.sequence import make_algorithm
 from uspft.tensor.interleaved import Crossing
 from uspft.tensor.megatron import Megatron
+from uspft.tensor.put_off import GradientSum
 from uspft.world import make_world
 
 EXACT, TENSOR = 1e-12, 2
@@ -94,19 +96,26 @@ def _step(
 
 @contextmanager
 def logged() -> Iterator[list[tuple[str, int]]]:
-    """A log of transfers of copies, begun and awaited, and of products forward and backward."""
+    """A log of transfers of copies, begun and awaited, of products forward and backward, and of
+    those whose gradients of weights were put off."""
     log: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
     start, finish, product = Crossing.start, Crossing.finish, PartLinear.forward
+    make = GradientSum.make
 
     def started(self: Crossing, x: Any, *, backward: bool) -> None:
         log.append(("begin", numbers.setdefault(id(self), len(numbers))))
         keep.append(self)
         start(self, x, backward=backward)
 
-    def finished(self: Crossing) -> Any:
+    def finished(self: Crossing, *, backward: bool) -> Any:
+        found = finish(self, backward=backward)
         log.append(("await", numbers[id(self)]))
-        return finish(self)
+        return found
+
+    def made(self: GradientSum, rows: Any, x: Any) -> None:
+        log.append(("put off", 0))
+        make(self, rows, x)
 
     def computed(self: PartLinear, x: Any) -> Any:
         out = product(self, x)
@@ -119,6 +128,7 @@ def logged() -> Iterator[list[tuple[str, int]]]:
     with (
         mock.patch.object(PartLinear, "forward", computed),
         mock.patch.object(Crossing, "start", started),
+        mock.patch.object(GradientSum, "make", made),
         mock.patch.object(Crossing, "finish", finished),
     ):
         yield log
@@ -160,7 +170,7 @@ def hidden(log: list[tuple[str, int]]) -> tuple[int, int]:
             begun[number] = at
         elif what == "await":
             count += 1
-            over += ("compute", 0) in log[begun.pop(number) : at]
+            over += any(what in ("compute", "put off") for what, _ in log[begun.pop(number) : at])
     assert not begun, "all that begins is awaited"
     return over, count
 
@@ -169,9 +179,24 @@ def test_transfers_of_a_copy_pass_while_another_is_computed_with(answers: list[l
     log = answers[0][0][2]
     assert log == answers[1][0][2], "ranks go in step"
     cut = log.index(("back", 0))
-    for way in (log[:cut], log[cut + 1 :]):
-        over, count = hidden(way)
-        # 2 layers × 2 blocks × in and out × 2 copies, of which the first in and the last out wait.
-        assert (over, count) == (8, 16)
+    forward, backward = log[:cut], log[cut + 1 :]
+    # 2 layers × 2 blocks × in and out × 2 copies, of which the first in and the last out wait.
+    assert hidden(forward) == (8, 16)
+    # Gradients of weights are made behind all but the first that each layer awaits.
+    assert hidden(backward) == (14, 16)
     # Into the first attention both begin before anything is computed.
     assert log[:4] == [("begin", 0), ("begin", 1), ("await", 0), ("compute", 0)]
+    # The first copy goes from attention into the MLP before the second has left attention.
+    assert forward.index(("begin", 4)) < forward.index(("await", 3))
+    assert backward.index(("begin", 3)) < backward.index(("await", 4))
+    # 7 projections of 2 copies in 2 layers; what a layer has left, it makes when it ends.
+    assert backward.count(("put off", 0)) == 2 * 2 * 7
+    assert backward[-1] == ("put off", 0)
+
+
+def test_a_layer_that_is_recomputed_begins_its_first_run_as_one_that_is_kept(
+    answers: list[list[Any]],
+) -> None:
+    kept, again = ([*takewhile(("back", 0).__ne__, answers[0][n][2])] for n in (0, 6))
+    assert CASES[6][-1] is AGAIN and CASES[0][:3] == CASES[6][:3]
+    assert kept == again

@@ -7,8 +7,9 @@ engine. Each control is a fault that must show.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,16 +19,24 @@ import transformers
 from torch import Tensor
 
 from tests.support.attention import KINDS, busiest
+from tests.support.linear import TARGETS
+from tests.support.models import MROPE
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
+from tests.support.wide import widened
+from uspft.families import NO_KEYS, StateSizes
 from uspft.layout import Layout
 from uspft.sequence import Cost, Traffic
+from uspft.sequence.rows.state_traffic import state_cost
 from uspft.sequence.rows.traffic import FORWARDS, ONCE
 from uspft.tensor.parts import divide_heads
 
 ROW, TILE = 96, 7
 PACKED = (0, 17, 40, 41, 95)
 EXACT = 1e-12
+STATES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+"""The fields of a config for the heads of layers with a state."""
+SENT = (*KINDS, "state")
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -57,7 +66,14 @@ class Case(NamedTuple):
 
 
 _WINDOW = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+_HALF = {**MROPE, "partial_rotary_factor": 0.5}
+_STATES = {
+    **{"layer_types": ["linear_attention", "full_attention"], "rope_parameters": _HALF},
+    **{"linear_num_key_heads": 6, "linear_num_value_heads": 12},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 4},
+}
 _LORA = {"adapter": {"rank": 3, "alpha": 6.0, "dropout": 0.3}}
+_OF_STATES = {"adapter": {**_LORA["adapter"], "target_modules": TARGETS["uneven"]}}
 MODELS = {
     "llama 16/4": Model("Llama", 16, 4),
     "llama biases 8/2": Model("Llama", 8, 2, {"attention_bias": True, "mlp_bias": True}),
@@ -90,6 +106,26 @@ MODELS = {
     "olmo2 lora 8/4": Model("Olmo2", 8, 4, {}, _LORA),
     "olmoe 8/4": Model(
         "Olmoe", 8, 4, {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.4}
+    ),
+    "qwen3.5 8/2": Model("Qwen3_5Text", 8, 2, _STATES),
+    "qwen3.5 lora 4/2": Model("Qwen3_5Text", 4, 2, _STATES, _OF_STATES),
+    "qwen3 next 4/2": Model(
+        "Qwen3Next",
+        4,
+        2,
+        {
+            **_STATES,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "olmo hybrid 8/2": Model(
+        "OlmoHybrid",
+        8,
+        2,
+        {**_STATES, "rope_parameters": None, "linear_allow_neg_eigval": True},
     ),
     "granite moe 8/2": Model(
         "GraniteMoe", 8, 2, {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -125,6 +161,9 @@ FEW = [
     Case("olmo2 lora 8/4", "tensor 2, tokens split", 1, True, KEPT),
     Case("gemma2 8/4", "ulysses 2", 1),
     Case("llama biases 8/2", "tensor 2", 1, memory=SAVING["one layer again"]),
+    Case("qwen3.5 8/2", "ring 2", 1, True),
+    Case("qwen3 next 4/2", "ulysses 2", 2, True, KEPT),
+    Case("olmo hybrid 8/2", "tensor 2, tokens split", 1, memory=SAVING["one layer again"]),
 ]
 
 
@@ -200,22 +239,31 @@ def gradients(case: Case, at_once: int | None) -> Ran:
     world = world_of(layout, algorithm, torch.device("cpu"), kernel, parallel, groups=groups)
     module = module_of(config, memory, world, groups, trained)
     materialise(module)
-    for number, parameter in enumerate(module.parameters()):
+    for number, (name, parameter) in enumerate(module.named_parameters()):
         draw = torch.Generator().manual_seed(number)
         with torch.no_grad():
             noise = torch.randn(parameter.shape, dtype=torch.float64, generator=draw)
-            parameter.copy_(0.2 * noise)
+            # A state that is soon forgotten would not show what enters a fragment.
+            parameter.data = 0.2 * noise - 3.0 * name.endswith("A_log")
     row = Segments(PACKED, ROW) if case.packed else Segments.single(ROW)
     batch = batch_of(world, row)
-    loss = module(batch, (1.0 / ROW,) * len(module.objective.terms)).sum()
-    loss.backward()
+    modelling = {sys.modules[type(one).__module__] for one in module.modules()}
+    with widened(*(one for one in modelling if ".models." in one.__name__)):
+        loss = module(batch, (1.0 / ROW,) * len(module.objective.terms)).sum()
+        loss.backward()
     found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    sent = {k: Traffic(world.books.bytes[k], world.books.messages[k]) for k in KINDS}
+    sent = {k: Traffic(world.books.bytes[k], world.books.messages[k]) for k in SENT}
     again, costs = memory.gradient_checkpointing, []
+    states = more.get("linear_num_key_heads") and StateSizes(*(more[f"linear_{n}"] for n in STATES))
     for layer, window in enumerate(layer_windows(config)):
         runs = FORWARDS[memory.recompute] if again is True or again > layer else ONCE
         of_rank, runs = heads_of(config).on(layout.mesh_columns), runs._replace(at_once=at_once)
-        costs.append(world.algorithm.cost(row, of_rank, 8, window, runs))
+        if states and window == NO_KEYS:
+            order = world.algorithm.token_order(row)
+            of_rank = states.on(layout.mesh_columns)
+            costs.append(state_cost(row, order, layout.ulysses, of_rank, 8, runs))
+        else:
+            costs.append(world.algorithm.cost(row, of_rank, 8, window, runs))
     to_tensor_ranks = world.books.bytes["tensor"]
     return Ran({"loss": loss.detach(), **found}, sent, to_tensor_ranks, costs)
 
@@ -256,22 +304,22 @@ def differs(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 @contextmanager
 def lost() -> Iterator[None]:
     """As if the gradients of one turn's keys were lost."""
-    from uspft.model.head_groups import GroupsCall
+    from uspft.model.attention_groups import AttentionCall
 
-    plain: Callable[..., Any] = GroupsCall.backward
+    plain: Callable[..., Any] = AttentionCall.backward
 
     def fault(call: Any, qkv: Any, saved: Any, turn: Any) -> Any:
         dq, dk, *others = plain(call, qkv, saved, turn)
         return dq, dk * (turn is not call.turns[1]), *others
 
-    with patch.object(GroupsCall, "backward", fault):
+    with patch.object(AttentionCall, "backward", fault):
         yield
 
 
 @contextmanager
 def twice() -> Iterator[None]:
     """As if weight gradients of one tile were added twice."""
-    import uspft.model.head_groups as module
+    import uspft.model.group_call as module
 
     plain, seen = module.add_up, [0]
 
@@ -287,15 +335,58 @@ def twice() -> Iterator[None]:
 @contextmanager
 def wrong_keys() -> Iterator[None]:
     """As if a turn attended with the keys of the group before it."""
-    from uspft.model.head_groups import GroupsCall
+    from uspft.model.attention_groups import AttentionCall
 
-    plain, before = GroupsCall.forward, list[Any]()
+    plain, before = AttentionCall.forward, list[Any]()
 
     def fault(call: Any, q: Any, k: Any, v: Any, turn: Any) -> Any:
         before.append((k, v))
         return plain(call, q, *before[0], turn)
 
-    with patch.object(GroupsCall, "forward", fault):
+    with patch.object(AttentionCall, "forward", fault):
+        yield
+
+
+@contextmanager
+def lost_state() -> Iterator[None]:
+    """As if the gradients of one group of value heads were lost."""
+    import uspft.model.state_groups as module
+
+    plain, seen = module.mixed_backward, [0]
+
+    def fault(*args: Any) -> Any:
+        seen[0] += 1
+        return tuple(one * (seen[0] != 2) for one in plain(*args))
+
+    with patch.object(module, "mixed_backward", fault):
+        yield
+
+
+@contextmanager
+def wrong_heads() -> Iterator[None]:
+    """As if a group worked with what the first one's projections make."""
+    from uspft.model.state_groups import StateCall
+
+    plain: Callable[..., Any] = StateCall.made
+
+    def fault(call: Any, x: Any, keys: Any) -> Any:
+        return plain(call, x, call.groups[0])
+
+    with patch.object(StateCall, "made", fault):
+        yield
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """As if the backward had other states than those that entered fragments."""
+    import uspft.model.state_groups as module
+
+    plain: Callable[..., Any] = module.mixed_backward
+
+    def fault(x: Any, kept: Any, *others: Any) -> Any:
+        return plain(x, [one * 0 for one in kept], *others)
+
+    with patch.object(module, "mixed_backward", fault):
         yield
 
 
@@ -312,10 +403,10 @@ class Log:
 
     @contextmanager
     def of_all(self) -> Iterator[None]:
-        import uspft.model.head_groups as groups
+        import uspft.model.attention_groups as groups
         import uspft.model.head_turns as turns
 
-        take = groups.GroupsBackward.take
+        take = groups.AttentionBackward.take
 
         def backward(*args: Any) -> None:
             self._back = True
@@ -325,11 +416,11 @@ class Log:
         with ExitStack() as stack:
             for name, way in (("start_exchange", "there"), ("start_exchange_back", "home")):
                 stack.enter_context(patch.object(turns, name, self._counts(turns, name, way)))
-            stack.enter_context(patch.object(groups.GroupsBackward, "take", backward))
+            stack.enter_context(patch.object(groups.AttentionBackward, "take", backward))
             for owner, name, what in (
-                (groups.GroupsCall, "forward", "attends"),
-                (groups.GroupsCall, "made", "made"),
-                (groups.GroupsBackward, "_out_slope", "slopes"),
+                (groups.AttentionCall, "forward", "attends"),
+                (groups.AttentionCall, "made", "made"),
+                (groups.AttentionBackward, "out_slope", "slopes"),
             ):
                 stack.enter_context(patch.object(owner, name, self._notes(owner, name, what)))
             yield
@@ -370,15 +461,23 @@ def orders(case: Case) -> list[dict[str, list[tuple[int, int]]]]:
     return [log.found for log in logs]
 
 
-CONTROLS = {"lost": lost, "twice": twice, "wrong keys": wrong_keys}
+CONTROLS: dict[str, dict[str, Callable[[], AbstractContextManager[None]]]] = {
+    "llama": {"lost": lost, "twice": twice, "wrong keys": wrong_keys},
+    "qwen3.5": {
+        "lost state": lost_state,
+        "wrong heads": wrong_heads,
+        "forgotten": forgotten,
+    },
+}
+"""Faults that the first case of a model shows."""
 
 
 def work(
-    rank: int, cases: list[Case], logs: bool
+    rank: int, cases: list[Case], few: bool
 ) -> tuple[list[float], dict[str, float], list[Ran], list[Any]]:
-    """How far each case is from all heads at once, and the first with each fault; what was sent;
-    what is under way in the first, where logs say so."""
-    found, ran = [], []
+    """How far each case is from all heads at once, and a model's first with each fault; what was
+    sent; of few cases also what is under way in the first."""
+    found, ran, truths = [], [], dict[str, tuple[Case, Any]]()
     for case in cases:
         want, got = gradients(case, None), gradients(case, case.at_once)
         found.append(differs(got.found, want.found))
@@ -386,13 +485,14 @@ def work(
         if "olmo" not in case.model and "lora" not in case.model:
             assert got.to_tensor_ranks == want.to_tensor_ranks, case
         ran.append(got._replace(found={}))
-        if case is cases[0]:
-            truth = want.found
+        truths.setdefault(case.model.split()[0], (case, want.found))
     faults = {}
-    for name, control in CONTROLS.items():
-        with control():
-            faults[name] = differs(gradients(cases[0], cases[0].at_once).found, truth)
-    return found, faults, ran, orders(cases[0]) if logs else []
+    for name, controls in [*CONTROLS.items()][: 1 + few]:
+        case, truth = truths[name]
+        for fault, control in controls.items():
+            with control():
+                faults[fault] = differs(gradients(case, case.at_once).found, truth)
+    return found, faults, ran, orders(cases[0]) if few else []
 
 
 @pytest.mark.timeout(900)
@@ -407,7 +507,7 @@ def test_groups_of_heads_give_what_all_heads_give(ranks: int, few: bool) -> None
         assert max(found[number] for found, *_ in answers) < EXACT, case
         every = [ran[number] for *_, ran, _ in answers]
         assert busiest([one.sent for one in every]) == summed(every[0].costs), case
-    for name in CONTROLS:
+    for name in answers[0][1]:
         assert max(faults[name] for _, faults, *_ in answers) > 1e-3, name
     for *_, logs in answers if few else []:
         for number, log in enumerate(logs):
@@ -433,7 +533,7 @@ def under_way(groups: int, turns: int, layers: int) -> dict[str, list[tuple[int,
 def summed(costs: list[Cost]) -> Cost:
     """What layers cost together."""
     found = {}
-    for kind in KINDS:
+    for kind in SENT:
         every = [getattr(one, kind) for one in costs]
         found[kind] = Traffic(sum(t.bytes for t in every), sum(t.messages for t in every))
     return Cost(**found)

@@ -32,6 +32,7 @@ from uspft.checkpoint.whole_model import whole_model
 from uspft.config.recipe import ModelBlock
 from uspft.families.multimodal import MULTIMODAL, module_name, own_name
 from uspft.parameters.digest import base_digest
+from uspft.parameters.experts import UNTRAINED
 
 ROW, STEPS, RATE, CLIP, EPS = 48, 2, 1e-3, 0.5, 1e-6
 LENGTHS = [31, 17, 20, 28]
@@ -62,6 +63,9 @@ CASES = [
     Case("qwen3_5", "zero2", {"model_parallel": 2, "use_seq_parallel": True}, {}),
     Case("qwen3_5_moe", "zero1", {"model_parallel": 2}, {}),
     Case("gemma3", "zero1", {"pipeline_stage": 2}, {}),
+    Case("gemma4", "zero3 whole", context("ulysses_cp"), {}),
+    Case("gemma4", "zero2", {"model_parallel": 2, "use_seq_parallel": True}, {}),
+    Case("gemma4", "zero1", context("ring_cp"), {"freeze": [r"layers\.0\.", "embed_tokens"]}),
     Case("mistral3", "zero3 whole", context("ulysses_cp"), {}),
     Case("gemma3", "zero3 whole", {}, {"adapter": LORA}),
     Case("mistral3", "zero1", {}, {"freeze": [r"layers\.0\.", "embed_tokens"]}),
@@ -193,6 +197,8 @@ def moves(case: Case, own: str) -> bool:
     """Whether a tensor of the language model is one that a case trains."""
     if "adapter" in case.model:
         return "_proj." in own
+    if own.endswith(UNTRAINED):
+        return False
     return "freeze" not in case.model or not ("layers.0." in own or "embed_tokens" in own)
 
 
@@ -245,4 +251,4 @@ def test_transformers_alone_loses_what_it_does_not_read(setting: Setting, tmp_pa
 
 def test_every_kind_is_here() -> None:
     assert CHECKPOINTS.keys() == MULTIMODAL.keys() == {case.kind for case in CASES}
-    assert len(MULTIMODAL) == 5
+    assert len(MULTIMODAL) == 6

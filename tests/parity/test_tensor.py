@@ -88,10 +88,10 @@ def is_divided(name: str) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "full", "count"),
     [
-        (4, False, 12),
+        (4, False, 13),
         (8, False, 3),
-        pytest.param(4, True, 114, marks=pytest.mark.full),
-        pytest.param(8, True, 138, marks=pytest.mark.full),
+        pytest.param(4, True, 120, marks=pytest.mark.full),
+        pytest.param(8, True, 144, marks=pytest.mark.full),
     ],
 )
 def test_a_split_model_trains_as_one_process(

@@ -142,7 +142,7 @@ class Bench:
 def busiest(books: list[dict[str, Traffic]]) -> Cost:
     """The most that any rank sent, by kind."""
     most: dict[str, Traffic] = {}
-    for kind in KINDS:
+    for kind in books[0]:
         pages = [page[kind] for page in books]
         most[kind] = Traffic(max(p.bytes for p in pages), max(p.messages for p in pages))
     return Cost(**most)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from uspft.planner.machine import Hardware, read_hardware
-from uspft.prepare.cluster import shipped
+from uspft.prepare.known import shipped
 
 H100 = read_hardware(shipped()["h100"])
 

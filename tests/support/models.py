@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from uspft.parameters.experts import CORRECTION
+from uspft.parameters.experts import CORRECTION, UNTRAINED
 from uspft.verify.plain import pin_frequencies
 
 VOCABULARY = 97
@@ -89,6 +89,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 20,
             "sliding_window": 7,
             "sliding_window_pattern": 2,
+        },
+    ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {
+            "head_dim": 12,
+            "global_head_dim": 20,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 0.7,
+            "use_bidirectional_attention": "vision",
         },
     ),
     "gpt_oss": (
@@ -204,7 +218,7 @@ def settle(model: Any) -> None:
             elif parameter.dim() == 1 and not name.endswith(CORRECTION):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, value in model.state_dict().items():
-            if name.endswith(CORRECTION):
+            if name.endswith(UNTRAINED):
                 value.add_(0.1 * torch.randn_like(value))
 
 

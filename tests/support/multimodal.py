@@ -46,6 +46,22 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         {},
     ),
     "gemma3": ("Gemma3", ARCHITECTURES["gemma3_text"][1], _VISION, {"mm_tokens_per_image": 4}),
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 12,
+            "global_head_dim": 20,
+            "sliding_window": 7,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+        _VISION | {"num_key_value_heads": 2, "head_dim": 16},
+        {},
+    ),
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "head_dim": 16, "sliding_window": None},

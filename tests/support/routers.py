@@ -148,7 +148,12 @@ def problems(got: Any, want: Wanted, experts: int | None = None) -> list[str]:
         if experts and experts > 1:
             told["expert_rank_balance"] = load.unflatten(1, (experts, -1)).sum(2)
         for name, each in told.items():
-            most = float((each.amax(1) / each.mean(1)).max())
+            shares = each / each.mean(1, keepdim=True)
+            most = float(shares.max())
             if not abs(record[name] - most) <= 1e-9:
                 found.append(f"{name} {record[name]} != {most}")
+            every = torch.tensor(record[name.replace("balance", "load")], dtype=torch.float64)
+            every = every.unflatten(1, (each.shape[1], -1)).mean(2)  # tensor ranks are alike
+            if not (every - shares).abs().max() <= 1e-4:
+                found.append(f"{name} of each {every} != {shares}")
     return found

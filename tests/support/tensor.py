@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"kind": "granite"},
     "gemma2": {"kind": "gemma2", "heads": 4, "kv_heads": 2},
     "gemma3_text": {"kind": "gemma3_text", "heads": 8, "kv_heads": 2},
+    "gemma4_text": {"kind": "gemma4_text", "heads": 8, "kv_heads": 2},
     "qwen3_5_text": {"kind": "qwen3_5_text", "heads": 8, "kv_heads": 2, **UNEVEN},
     "olmo_hybrid": {"kind": "olmo_hybrid", "heads": 8, "kv_heads": 2, **UNEVEN},
 }

@@ -102,7 +102,8 @@ def test_metrics_and_model_are_those_of_one_process(
     stage: int | str,
     words: Sequence[str],
 ) -> None:
-    given = recipe(setting, deepspeed={"zero_optimization": {"stage": stage}})
+    zero, logging = {"zero_optimization": {"stage": stage}}, {"report": False}
+    given = recipe(setting, deepspeed=zero, logging=logging)
     process = begin({**given, "parallel_config": parallel}, tmp_path, *words)
     out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, "")

@@ -22,6 +22,7 @@ STEP = re.compile(
     r"epoch \d+\.\d\d  [\d,]+ tokens/s  \d\d:\d\d:\d\d left"
 )
 WRITTEN = {"recipe.yaml", "metrics.jsonl", "checkpoints", "hf", "environment.json", "logs"}
+WRITTEN |= {"report.html"}
 
 
 def command(folder: Path) -> list[str]:
@@ -56,7 +57,7 @@ def is_complete(folder: Path, lines: list[str], steps: int) -> None:
     assert said[-1] == steps and {int(match[2]) for match in shown} == {steps}
     for start in (LAYOUT, "done: loss ", "try next:   ./launch.sh recipes/quickstart.yaml "):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
-    for where in ("hf", "checkpoints", "metrics.jsonl"):
+    for where in ("hf", "checkpoints", "metrics.jsonl", "report.html"):
         assert sum(str(output / where) in line for line in lines) == 1, (where, lines)
     assert {path.name for path in output.iterdir()} == WRITTEN
     last = f"step-{steps:08d}"
@@ -68,6 +69,9 @@ def is_complete(folder: Path, lines: list[str], steps: int) -> None:
     found = records(folder)
     assert [record["step"] for record in found] == list(range(1, steps + 1))
     assert {record["strategy"] for record in found} == {"ulysses2-ring2"}
+    page = (output / "report.html").read_text()
+    assert f"<td>1 to {steps}, {steps} of them logged</td>" in page
+    assert "<td>sent: all_to_all</td><td>3 MiB</td><td>3 MiB</td><td>1</td>" in page
 
 
 def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
     lines = out.splitlines()
     is_complete(tmp_path, lines, 3)
     told = ("data: ", "layout: ", "parameters: ", "step ", "done: ", "model: ", "checkpoint: ")
-    told += ("hardware: ", "run: ", "waiting: ", "numbers: ", "try next: ")
+    told += ("hardware: ", "run: ", "waiting: ", "numbers: ", "try next: ", "report: ")
     assert [line for line in lines if not line.startswith(told)] == []
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.launch import ROOT, environment
 from uspft.called import VARIABLE, called_as, to_install, to_type
-from uspft.commands.arguments import LATER, VERBS
+from uspft.commands.arguments import VERBS
 
-COMMAND = re.compile(rf"launch\.sh|\buspft (?:{'|'.join((*VERBS, *LATER))})\b")
+COMMAND = re.compile(rf"launch\.sh|\buspft (?:{'|'.join(VERBS)})\b")
 
 # Texts that name the program and are no command to type where the user stands.
 OTHERWISE = {

@@ -20,6 +20,7 @@ from uspft.written import (
 
 OF_A_RUN = (
     *("recipe.yaml", "metrics.jsonl", "incidents.jsonl", "environment.json"),
+    "report.html",
     "hf/model.safetensors",
     *("adapter/adapter_config.json", "logs/rank-0.log", "logs/rank-13.log"),
     *("checkpoints/latest", "checkpoints/step-00000010/state.json", ".exports-outdated"),

@@ -170,7 +170,7 @@ def export_folder(
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
     if (untrained := aside / CORRECTIONS).exists():
-        held = load_file(untrained)
+        held = {} if base else load_file(untrained)  # a base has them itself
         untrained.unlink()
     held_bytes = sum(value.numel() * value.element_size() for value in held.values())
     for name, value in named:

@@ -27,13 +27,13 @@ VERBS = (
     "verify",
     "export",
     "chat",
+    "report",
     "calibrate",
     "recipes",
     "convert",
 )
-OF_OUTPUT = ("export", "chat")
+OF_OUTPUT = ("export", "chat", "report")
 """The verbs whose target is no recipe, but what a run has left."""
-LATER = ("report",)
 USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
        {0} check OUTPUT_OR_CHECKPOINT
@@ -44,18 +44,18 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        {0} export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
        {0} chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
+       {0} report OUTPUT [OUTPUT ...] [-o FILE] [--live [--port N]]
        {0} calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
        {0} recipes [NAME [FILE]]
        {0} convert THEIRS.yaml [ACCELERATE.yaml] [-o FILE] [--force] [--ranks N] [--from TOOL]
             [key.path=value ...]
-train, verify and calibrate run on the hosts of --hostfile FILE
-to come: report"""
+train, verify and calibrate run on the hosts of --hostfile FILE"""
 """What every command takes, with a place for how uspft is started."""
 
 
 def starts_ranks(given: Sequence[str]) -> bool:
     """Tell whether the words ask for a command that starts ranks on every host."""
-    return given[0] not in VERBS + LATER or given[0] in ("train", "verify", "calibrate")
+    return given[0] not in VERBS or given[0] in ("train", "verify", "calibrate")
 
 
 def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -83,10 +83,7 @@ def command_of(
     Raises InputError.
     """
     words = list(given)
-    verb = words.pop(0) if words[0] in VERBS + LATER else "train"
-    if verb in LATER:
-        first, last = ", ".join(VERBS[:-1]), VERBS[-1]
-        raise UsageError(verb, "is not available yet", f"use {first} or {last}")
+    verb = words.pop(0) if words[0] in VERBS else "train"
     if verb == "recipes":
         from uspft.commands.recipes import recipes
 
@@ -121,7 +118,7 @@ def command_of(
 
         asked = Asked(steps, options.get("--inject"), "--all" in options)
         return lambda: verify(target, overrides, place, asked)
-    if verb in ("check", "plan"):
+    if verb in ("check", "plan", "report"):
         # Importing torch._dynamo makes its cache folder, and these make none.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     if verb == "plan":
@@ -137,6 +134,11 @@ def command_of(
             _file("--timeline", options),
         )
         return lambda: plan(target, overrides, place, wanted)
+    if verb == "report":
+        from uspft.commands.report import ReportAsked, report
+
+        file, live, port = _file("-o", options), "--live" in options, _whole("--port", options)
+        return lambda: report([target, *map(Path, overrides)], place, ReportAsked(file, live, port))
     run = _run_of(verb, of_checkpoint=target.is_dir())
     return partial(run, target, overrides, place)
 
@@ -164,10 +166,11 @@ OPTIONS = {
     "plan": ("--ranks", "--hardware", "--json", "--top", "--only", "--take", "-o", "--timeline"),
     "preprocess": ("--ranks", "--clean"),
     "inspect": ("--ranks", "--rows", "--html"),
+    "report": ("-o", "--live", "--port"),
     "verify": ("--steps", "--inject", "--all"),
     "convert": ("-o", "--force", "--ranks", "--from"),
 }
-FLAGS = ("--all", "--clean", "--json", "--force")
+FLAGS = ("--all", "--clean", "--json", "--force", "--live")
 HOSTFILE = "--hostfile"
 INSTEAD = {
     "--ranks": "launch.processes=N",
@@ -200,7 +203,7 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
         remedy = f"write {to_type(os.environ, verb, wanted, rest[0])}"
         raise UsageError(rest[0], "comes before the target", remedy)
     if verb not in OF_OUTPUT and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
-        near = closest(rest[0], VERBS + LATER)
+        near = closest(rest[0], VERBS)
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
         raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
     return Path(rest[0]), rest[1:], options

@@ -26,10 +26,10 @@ from uspft.kernels import believed_kernel
 from uspft.launcher import Waiting
 from uspft.mesh import Groups
 from uspft.planner.machine import read_hardware
-from uspft.prepare.cluster import STANDS_IN, shipped
 from uspft.prepare.examine import examine
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import CONFIGS, Invocation
+from uspft.prepare.known import STANDS_IN, shipped
 from uspft.prepare.output import output_of
 
 FILE, TO = "hardware.yaml", "to="

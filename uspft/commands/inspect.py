@@ -17,7 +17,7 @@ from uspft.launcher import planned_hosts
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.inspection import Decode, inspected
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.stages import with_data, with_model
+from uspft.prepare.make_job import with_data, with_model
 from uspft.prepare.tokenizer import tokenizer_of
 
 ROWS = 2

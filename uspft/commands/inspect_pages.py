@@ -10,6 +10,7 @@ from itertools import pairwise
 from rich.console import Console
 from rich.text import Text
 
+from uspft.commands.pages import html_page
 from uspft.prepare.inspection import (
     Bin,
     Filling,
@@ -189,26 +190,19 @@ _PAGE_HEAD, _PAGE_TAIL, _PAGE_SPANS = 1600, 200, 16
 """As above, on a page."""
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --soft: #6a737d; --line: #d0d7de;
-  --trained: #116329; --ground: #dafbe1; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --soft: #8b949e;
-  --line: #30363d; --trained: #7ee787; --ground: #12261e; } }
-body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif;
-  margin: 2em auto; max-width: 70em; padding: 0 1em; }
-h1, h2 { font-size: 1.2em; margin: 1.6em 0 .4em; }
-h3 { font-size: 1em; margin: 1.2em 0 .3em; border-top: 1px solid var(--line); padding-top: .6em; }
-table { border-collapse: collapse; } th, td { padding: .1em .8em .1em 0; }
+:root { --trained: #116329; --ground: #dafbe1; }
+@media (prefers-color-scheme: dark) { :root { --trained: #7ee787; --ground: #12261e; } }
+body { max-width: 70em; }
+h3 { border-top: 1px solid var(--line); padding-top: .6em; }
 h2 + .note, h3 + .note { margin: 0 0 .5em; }
-th { color: var(--soft); font-weight: normal; text-align: right; }
 td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .bar { background: var(--soft); height: .8em; }
 .map { display: flex; height: 1.3em; border: 1px solid var(--line); margin: .15em 0;
   overflow: hidden; font-size: .75em; }
 .map > div { overflow: hidden; text-align: center; flex-basis: 0; min-width: 0; }
 .trained { background: var(--ground); color: var(--trained); font-weight: 600; }
-.masked, .note { color: var(--soft); }
-pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  margin: .3em 0; }
+.masked { color: var(--soft); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0; }
 pre s { text-decoration: none; box-shadow: inset -1px 0 var(--line); }
 """.strip()
 
@@ -220,17 +214,14 @@ def page_of(seen: Inspection, title: str, notes: Sequence[str]) -> str:
     if seen.filling:
         filling = filled(seen.filling)
     rows = "".join(_row(row) for row in seen.rows)
-    return (
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n"
-        f"<h1>{escape(title)}</h1>\n<ul>{every}</ul>\n"
+    body = (
+        f"<ul>{every}</ul>\n"
         f"<h2>Samples by their tokens</h2>\n{_histogram(seen.lengths)}\n"
         f"<p>Rows: {escape(filling)}.</p>\n"
         '<p><span class="trained">trained</span> <span class="masked">masked</span>; '
         "point at a token for its place in the row, its position in the document and its id.</p>\n"
-        f"{rows}</html>\n"
     )
+    return html_page(title, STYLE, body + rows)
 
 
 def _histogram(lengths: Sequence[Bin]) -> str:

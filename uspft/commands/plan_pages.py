@@ -40,8 +40,9 @@ _HOW: Mapping[str, tuple[str, Callable[[Ranked], int]]] = {
 }
 """What has a column where it is left open."""
 LEGEND = (
-    "tie: the machine's figures do not tell it from the first; longest row: that fits a card, in "
-    "tokens; memory is without what kernels of attention and of states allocate inside"
+    "tie: the machine's figures do not tell it from the first; longest row: in tokens, that "
+    "fits a card with as much made again as is left to auto; memory is without what kernels of "
+    "attention and of states allocate inside"
 )
 
 

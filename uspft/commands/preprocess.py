@@ -16,7 +16,7 @@ from uspft.metrics import as_size
 from uspft.prepare.data import cache_of, prepare_data
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.stages import with_model
+from uspft.prepare.make_job import with_model
 
 
 def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool) -> int:

@@ -21,6 +21,7 @@ from uspft.checkpoint.folder import (
 from uspft.checkpoint.whole_model import whole_model
 from uspft.commands.export import best_up_to, export_beside
 from uspft.commands.rank import start_ranks
+from uspft.commands.report import leave_report
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
@@ -100,10 +101,11 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             return code
         if lease and code == 0:
             export_missing(recipe, None)
+            told = leave_report(found, place) if recipe.logging.report else ""
     if lease and code == 0:
         chats = bool(job.serving.ends)
         said = summary(recipe, target, overrides, place, chats=chats, hosts=hosts.count)
-        screen.print(said, markup=False)
+        screen.print("\n".join(filter(None, [said, told])), markup=False)
     elif lease and code != WRONG_INPUT:
         say(how_to_go_on(recipe))
     return code

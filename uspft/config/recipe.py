@@ -28,7 +28,6 @@ from uspft.config.types import (
     Free,
     Natural,
     NotNegative,
-    NotYet,
     OneOf,
     Positive,
     RecipeBlock,
@@ -237,8 +236,8 @@ class LoggingBlock(RecipeBlock):
     """Arguments of wandb.init, `{}` for none; null turns Weights & Biases off."""
     mlflow: Annotated[dict[str, Any] | None, As(MlFlow | None)] = None
     """Settings of an MLflow run, `{}` for one in `output_dir`; null turns MLflow off."""
-    report: Annotated[bool, NotYet("the report", False)] = False
-    """Whether the run ends with report.html, a page of its numbers."""
+    report: bool = True
+    """Whether the run ends with `report.html`, a page of its numbers beside those predicted."""
 
 
 _DEVICES = Elsewhere(

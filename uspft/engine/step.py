@@ -113,7 +113,7 @@ class Engine(Keeper, Protocol):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return every parameter that trains, by its Hugging Face name."""
-        ...
+        return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
         """Set the values that `fragment` reads. read: returns values [start, stop) of the part."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import cached_property, partial
+from functools import partial
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,14 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from uspft.comm import largest, total
-from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.expert_sets import ExpertSets, mark_for_partition
 from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import compare_traces_within, forget_mpu, judge_norm, sum_norm_once
 from uspft.engine.replicas import Replicas, mpu_of
-from uspft.engine.state import Fragments
+from uspft.engine.state import adamw, start_moments
 from uspft.engine.step import (
+    Engine,
     Laps,
     LossModule,
     Runner,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.objective import Scales
     from uspft.parameters.fill import Partition
-    from uspft.parameters.part import Part
     from uspft.parameters.shards import Holders
 
 
@@ -77,7 +76,7 @@ def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
     return partition
 
 
-class ZeroEngine:
+class ZeroEngine(Engine):
     """A DeepSpeed engine whose steps take lists of micro-batches."""
 
     def __init__(
@@ -118,6 +117,9 @@ class ZeroEngine:
                 config=deepspeed_config(recipe, holders.zero.size, passes, trained=trained),
                 mpu=mpu_of(holders),
             )
+        whole: Any = self.deepspeed.optimizer
+        self.adam = getattr(whole, "optimizer", whole)
+        """torch's AdamW, whose states DeepSpeed may hold in flat partitions."""
         layout = holders.shards.layout
         parts_of_experts = self.stage == 3 and layout.experts > 1 and layout.tensor > 1
         if self.stage and (layout.pipeline > 1 or parts_of_experts):
@@ -149,21 +151,6 @@ class ZeroEngine:
             if buffer.is_floating_point() and buffer.dtype != torch.float32:
                 raise RuntimeError(f"buffer {name} is {buffer.dtype}: DeepSpeed has rounded it")
 
-    @property
-    def adam(self) -> torch.optim.Optimizer:
-        """torch's AdamW, whose states DeepSpeed may hold in flat partitions."""
-        optimizer: Any = self.deepspeed.optimizer
-        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        return inner
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return every parameter that trains, by its Hugging Face name."""
-        return {name: p for name, p in self.named.items() if p.requires_grad}
-
-    def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""
-        return self.holders.part(name)
-
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self._partitions.fragment(self.named[name], kind)
 
@@ -176,11 +163,6 @@ class ZeroEngine:
         DeepSpeed makes them only in its own first step; nothing else changes.
         """
         self.step([empty], 0.0, stop=False)
-
-    @cached_property
-    def fragments(self) -> Fragments:
-        """The table of which rank keeps which values; collective at its first use."""
-        return Fragments(self)
 
     def step(
         self,

@@ -4,6 +4,7 @@ from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
 from uspft.families.states import StateSizes, state_layers, state_sizes
 from uspft.families.table import FAMILIES, NO_KEYS
+from uspft.families.windows import layer_windows
 
 __all__ = [
     "FAMILIES",
@@ -11,6 +12,7 @@ __all__ = [
     "ModelShape",
     "StateSizes",
     "check_length",
+    "layer_windows",
     "read_shape",
     "state_layers",
     "state_sizes",

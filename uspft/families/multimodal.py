@@ -39,6 +39,11 @@ class Multimodal:
 
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal("gemma3_text", tied=True, media={"image_token_index": 262144}),
+    "gemma4": Multimodal(
+        "gemma4_text",
+        tied=True,
+        media={"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881},
+    ),
     "mistral3": Multimodal("mistral", tied=True, media={"image_token_index": 10}),
     "qwen3_vl": Multimodal(
         "qwen3_vl_text",

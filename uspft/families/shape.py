@@ -6,15 +6,25 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from uspft.config.problems import Finding
 from uspft.config.recipe import ModelBlock
+from uspft.families.by_layer import PER_LAYER, one_form
 from uspft.families.multimodal import is_multimodal, language_model, media_tokens
-from uspft.families.table import EXPERTS, FAMILIES, MET, rope_of, shared_features, unsupported
+from uspft.families.table import (
+    EXPERTS,
+    FAMILIES,
+    MET,
+    Family,
+    rope_of,
+    shared_features,
+    unsupported,
+)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -44,6 +54,53 @@ class ModelShape:
     """The model_type of the multimodal model whose language model it is; empty for another."""
     media: Mapping[str, int] = field(default_factory=dict)
     """Tokens at whose places that model has no text, by their fields of its config."""
+    seeing_all: tuple[int, int] | None = None
+    """KV heads and head dim of layers without a window, where the others are of layers with one."""
+    keys_are_values: bool = False
+    """Whether layers have one projection for keys and values."""
+    borrows_keys: bool = False
+    """Whether layers have neither, and use the keys and values of others."""
+
+    def of_window(self, window: int | None) -> ModelShape:
+        """Return the model with the heads of its layers with a window; None: of those that see
+        all."""
+        return self.of_each_size[-1] if window is None else self
+
+    @cached_property
+    def of_each_size(self) -> tuple[ModelShape, ...]:
+        """The model with the heads of each kind of layers: one where all have heads of one size."""
+        if self.seeing_all is None:
+            return (self,)
+        kv_heads, dim = self.seeing_all
+        alike = bool(self.full.get("attention_k_eq_v"))
+        sizes = replace(self, kv_heads=kv_heads, head_dim=dim, seeing_all=None)
+        return self, replace(sizes, keys_are_values=alike)
+
+    @cached_property
+    def borrowing(self) -> ModelShape:
+        """The model with the sizes of those of its layers that use the keys of others."""
+        wider = 2 if self.full.get("use_double_wide_mlp") else 1
+        inner = wider * self.intermediate_size
+        return replace(self, borrows_keys=True, intermediate_size=inner)
+
+    @property
+    def borrowers(self) -> int:
+        """How many of the last layers use the keys of others."""
+        two_sizes = FAMILIES[self.model_type].two_sizes
+        return int(self.full.get("num_kv_shared_layers") or 0) if two_sizes else 0
+
+    @property
+    def joined_layers(self) -> str:
+        """What layers have that they cannot be stages of a pipeline with; empty where nothing."""
+        if self.borrowers:
+            return "layers that use the keys of others"
+        return "layers with embeddings of their own" if self.layer_features else ""
+
+    @property
+    def layer_features(self) -> int:
+        """The features of the embedding that each layer has of a token; 0 without such."""
+        two_sizes = FAMILIES[self.model_type].two_sizes
+        return int(self.full.get("hidden_size_per_layer_input") or 0) if two_sizes else 0
 
     @property
     def experts(self) -> int:
@@ -91,15 +148,23 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     if isinstance(raw, list):
         return raw
     whole, media = raw["model_type"] if is_multimodal(raw) else "", media_tokens(raw)
-    raw = {**language_model(raw), **model.overrides}
 
     def named(field: str) -> str:
         return f"model.overrides.{field}" if field in model.overrides else key
 
+    text = language_model(raw)
+    family = FAMILIES.get(str(text.get("model_type")), Family())
+    raw = {**text, **model.overrides}
+    if family.two_sizes:
+        settled = one_form(text, model.overrides, family.defaults)
+        if isinstance(settled, str):
+            what = f"{PER_LAYER} {settled}, which is not available yet"
+            remedy = f"write model.overrides.{PER_LAYER}: null, and global_head_dim"
+            return [(named(PER_LAYER), what, remedy)]
+        raw = settled
     findings = unsupported(raw, named, model.rope_scaling, model.attention)
     if findings:
         return findings
-    family = FAMILIES[raw["model_type"]]
     full = {**family.defaults, **raw}
     said = str(file) if isinstance(file, Path) else key
     sizes, findings = _sizes(full, named, said)
@@ -114,7 +179,16 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         raw=raw,
         whole_type=whole,
         media=media,
+        seeing_all=_seeing_all(full) if family.two_sizes else None,
+        keys_are_values=False,
+        borrows_keys=False,
     )
+
+
+def _seeing_all(full: Mapping[str, Any]) -> tuple[int, int]:
+    """Return KV heads and head dim of layers without a window."""
+    kv_heads = full.get("num_global_key_value_heads") if full.get("attention_k_eq_v") else None
+    return int(kv_heads or full["num_key_value_heads"]), int(full["global_head_dim"])
 
 
 def no_folder(key: str, name: str, near: str | None = None) -> Finding:

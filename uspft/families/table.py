@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from uspft.config.problems import Finding
+from uspft.families.by_layer import wrong_sizes
 from uspft.families.mixers import MIXERS, UNSPLIT, is_mixed, mixer_of, other_layers
 from uspft.families.projections import (
     FUSED,
@@ -75,7 +76,9 @@ class Family:
     balanced: bool = True
     """Whether transformers has a loss of its routers, where it has any."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """The fields that no run may have on, and why."""
+    """The fields that no run may have on, and what they switch on."""
+    bidirectional: tuple[str, ...] = ()
+    """The values of use_bidirectional_attention that leave attention among text causal."""
     capped: bool = False
     """Whether its attention heeds attn_logit_softcapping."""
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -88,14 +91,22 @@ class Family:
     """The quantisation from which its weights can be read, by transformers' name of it."""
     cut: LayerCut | None = None
     """What a stage of its layers needs; None where nobody has found out."""
-    why_all_heads: str = ""
-    """Why its attention cannot work in groups of heads; empty where it can."""
+    two_sizes: bool = False
+    """Whether layers that see all have heads of another size than those with a window."""
 
 
 _CUT, _TYPED_CUT = LayerCut(), LayerCut(("layer_types",))
 _GEMMA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA |= {"tie_word_embeddings": True}
 _GEMMA_3 = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}
+_GEMMA_4_ROPES: dict[str, Any] = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _LONGROPE = ("default", "longrope")
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 _GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -103,9 +114,7 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
-_STATES |= {"why_all_heads": "has gates behind attention, and layers with a state"}
 _SHARED_HYBRID = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-_NORMED = "norms queries over all heads together"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -175,6 +184,32 @@ FAMILIES: dict[str, Family] = {
         norm_start=0.0,
         projections=NORMED_HEADS,
         cut=_TYPED_CUT,
+    ),
+    "gemma4_text": Family(
+        "typed",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "sliding_window": 512,
+            "vocab_size": 262144,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 30,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+        },
+        ropes=("default", "proportional"),
+        scalings=(),
+        refused={
+            "enable_moe_block": "experts beside an MLP",
+        },
+        bidirectional=("vision",),
+        rope=_GEMMA_4_ROPES,
+        projections=NORMED_HEADS,
+        cut=_TYPED_CUT,
+        two_sizes=True,
     ),
     "gpt_oss": Family(
         "typed",
@@ -259,9 +294,7 @@ FAMILIES: dict[str, Family] = {
         projections=ROUTED_NORMED_TOGETHER,
         cut=_CUT,
     ),
-    "olmo_hybrid": Family(
-        projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
-    ),
+    "olmo_hybrid": Family(projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT),
     "qwen3_next": Family(
         defaults={
             **_GATED_HEADS,
@@ -284,9 +317,6 @@ CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
 """The values of model.attention that can have a soft-cap."""
 REFUSED: dict[str, tuple[str, str]] = {
     "llama4": ("takes images too, and attends in chunks", ""),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text"), ("has heads of two sizes, and layers that share keys", "")
-    ),
     **{kind: (UNSPLIT.format(what), "") for what, mixer in MIXERS.items() for kind in mixer.models},
 }
 """(why, remedy) for model types that are asked for and cannot be trained exactly.
@@ -344,6 +374,7 @@ def unsupported(
         if full.get(key)
     ]
     findings += _mixes(raw, named) if family.states else []
+    findings += wrong_sizes(full, named) if family.two_sizes else []
     findings += _quantised(kind, full, named)
     findings += _positions(kind, raw, named)
     if scaling and scaling["rope_type"] not in family.scalings:
@@ -367,9 +398,12 @@ def _attention(kind: str, full: Mapping[str, Any], named: Named, kernel: str) ->
     elif cap is not None and kernel not in CAPPED_KERNELS:
         what = f"is {kernel}, which has no soft-cap, and {key} is {cap}"
         findings.append(("model.attention", what, f"write one of {', '.join(CAPPED_KERNELS)}"))
-    if full.get("use_bidirectional_attention"):
-        what = "use_bidirectional_attention is true, and attention here is causal"
-        remedy = "write model.overrides.use_bidirectional_attention: false"
+    both = full.get("use_bidirectional_attention")
+    if both and both not in FAMILIES[kind].bidirectional:
+        said = both if isinstance(both, str) else "true"
+        what = f"use_bidirectional_attention is {said}, and attention here is causal"
+        off = "null" if isinstance(both, str) else "false"
+        remedy = f"write model.overrides.use_bidirectional_attention: {off}"
         findings.append((named("use_bidirectional_attention"), what, remedy))
     return findings
 

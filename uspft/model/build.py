@@ -73,10 +73,10 @@ def parameter_count(
             experts = getattr(met, "num_local_experts", None) or met.num_experts
             counts[id(parameter)] = counts[id(parameter)] * met.num_experts_per_tok // experts
     if not embedding:
-        table: Any = model.get_input_embeddings()  # type: ignore[operator]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        if table.weight is not head.weight:
-            counts.pop(id(table.weight), None)
+        for table in model.modules():
+            if isinstance(table, nn.Embedding) and table.weight is not head.weight:
+                counts.pop(id(table.weight), None)
     return sum(counts.values())
 
 

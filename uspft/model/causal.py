@@ -13,6 +13,7 @@ from uspft.model.loss import Head, Logits, Vocabulary
 from uspft.model.offload import HostShelf
 from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import Recompute
+from uspft.model.router import own_tokens
 from uspft.parameters.names import plain_name
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ class Layered(NamedTuple):
     """The last layer's output after the final norm, [1, T', d]; split as between blocks."""
     router_logits: tuple[Tensor, ...]
     """Of each layer with experts, where they are asked for."""
+
+
+def _between(of: ForwardPass) -> Tensor:
+    """Return the numbers [1, T'] of the tokens that this rank has between blocks."""
+    ids, world = of.batch.input_ids, of.batch.world
+    return own_tokens(ids[0], world.mesh.columns)[None] if world.tensor.splits_tokens else ids
 
 
 class CausalModel(nn.Module):
@@ -109,12 +116,16 @@ class CausalModel(nn.Module):
         # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
         # since ranks with rows of other layouts fetch together with this one.
         config_asks = getattr(self.model.config, "output_router_logits", False)
-        found = (base or self.model.base_model)(
+        base = base or self.model.base_model
+        more = {"output_router_logits": routers} if routers or config_asks else {}
+        if getattr(base, "hidden_size_per_layer_input", 0):
+            more["per_layer_inputs"] = base.get_per_layer_inputs(_between(of), None)
+        found = base(
             inputs_embeds=x,
             position_ids=of.batch.position_ids,
             use_cache=False,
             uspft=of.bound,
-            **({"output_router_logits": routers} if routers or config_asks else {}),
+            **more,
         )
         return Layered(found.last_hidden_state, found.router_logits if routers else ())
 

@@ -1,8 +1,10 @@
-"""Blocks of split matrices that work on copies of their tokens by turns (`fine_grain_interleave`).
+"""A layer of split matrices that works on copies of its tokens by turns (`fine_grain_interleave`).
 
-Each rank's own tokens are dealt out into as many copies. What works token by token, the projections
-around attention and the MLP, takes one copy after another, while the transfers of others are under
-way; attention between them is whole. The bytes that are sent are the same.
+Each rank's own tokens are dealt out into as many copies. All that works token by token takes one
+copy after another, while the transfers of others are under way: norms and residuals, the
+projections around attention, the MLP. Copies come together where attention sees all queries, keys
+and values, and where the layer ends. Backward, gradients of weights wait until a transfer is
+awaited (tensor/put_off.py). The bytes that are sent are the same.
 
 Shapes, as suffixes: T tokens that the tensor ranks have together, t one rank's of those; d hidden
 size, f features of a projection on this rank.
@@ -11,6 +13,7 @@ size, f features of a projection on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,14 +21,131 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from uspft.model.divided import PartLinear
+from uspft.model.some_heads import (
+    StandIn,
+    behind_mlp,
+    first_half,
+    halves_of,
+    output_of_attention,
+    own_forward,
+    standing_in,
+)
 from uspft.tensor.interleaved import Crossing, into_block, out_of_block
 from uspft.tensor.parts import tokens_of_each
+from uspft.tensor.put_off import PutOff
 
 if TYPE_CHECKING:
     from uspft.model.attention import Bound
     from uspft.model.divided import Call
 
-PlainForward = Callable[..., Tensor]
+BEHIND = 2
+"""So many turns after its last work a copy is taken up again; meanwhile others are."""
+
+
+class LayerInCopies:
+    """What stands in for the forward of a layer, which takes its tokens in as many copies as its
+    call says; in one, the layer runs as it is."""
+
+    def __init__(self, layer: Any, columns: Sequence[str], last: str, call: Call) -> None:
+        """columns: the names of attention's projections in; last: of the one out.
+
+        Raises RuntimeError for a layer that is not two halves with their residuals.
+        """
+        halves = halves_of(layer)
+        if halves is None:
+            raise RuntimeError(f"fine_grain_interleave: {type(layer).__name__} is not two halves")
+        self._layer, self._call, self._halves = layer, call, halves
+        self._columns, self._last = columns, last
+        self._products = [m for m in layer.modules() if isinstance(m, PartLinear)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
+        if kwargs["uspft"].copies == 1:
+            return type(layer).forward(layer, *args, **kwargs)
+        if layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(self._run, **kwargs), *args)
+        return self._run(*args, **kwargs)
+
+    def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        call, put_off = self._call, PutOff()
+        # Under ZeRO-3 weights are not here yet: each is gathered as it runs, and asked for then.
+        weights = (one.weight for one in self._products if not hasattr(one.weight, "ds_id"))
+        call.put_off = {id(one): put_off.stand_for(one) for one in weights if one.requires_grad}
+        try:
+            return self._by_turns(hidden_states, _Ways(call.bound, put_off), kwargs)
+        finally:
+            call.put_off = {}
+
+    def _by_turns(self, x: Tensor, ways: _Ways, kwargs: dict[str, Any]) -> Tensor:
+        layer, halves, again = self._layer, self._halves, self._call.again
+        run = own_forward(layer)
+        residual = [part[None] for part in x[0].split(ways.sizes(x.shape[1]))]
+        entering = [ways.into(_through(layer, halves.norms_in, part)) for part in residual]
+        attended = self._attended(x, ways, entering, kwargs)
+        under_way: list[_UnderWay] = []
+        held: list[Tensor] = []
+
+        def leave_attention(copy: int) -> None:
+            out = layer.get_submodule(halves.attention).get_submodule(self._last)
+            under_way.append(ways.out(out(attended[copy][None])))
+
+        def enter_mlp(copy: int) -> None:
+            arrived = under_way[copy].arrived()
+            residual[copy] = first_half(layer, halves, run, residual[copy], arrived)
+            under_way[copy] = ways.into(_through(layer, halves.norms_of_mlp, residual[copy]))
+
+        def leave_mlp(copy: int) -> None:
+            made = layer.get_submodule(halves.mlp)(under_way[copy].arrived())
+            if again:  # it may end here: what is needed no more is not sent once more
+                held.append(made)
+            else:
+                under_way[copy] = ways.out(made)
+
+        _take_turns((leave_attention, enter_mlp, leave_mlp), len(residual))
+        if again:
+            under_way = [ways.out(one) for one in held]
+        ends = zip(residual, under_way, strict=True)
+        return torch.cat([behind_mlp(layer, halves, run, y, one.arrived()) for y, one in ends], 1)
+
+    def _attended(
+        self, x: Tensor, ways: _Ways, entering: Sequence[_UnderWay], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        """Return of each copy [T, f] what attention hands to its projection out."""
+        attention = self._layer.get_submodule(self._halves.attention)
+        parts: dict[str, list[Tensor]] = {name: [] for name in self._columns}
+        for one in entering:
+            arrived = one.arrived()
+            for name, made in parts.items():
+                made.append(attention.get_submodule(name)(arrived)[0])
+        whole = {name: ways.in_order(made)[None] for name, made in parts.items()}
+        shape = x.new_zeros(()).expand(1, len(ways.bound.tokens), x.shape[-1])
+        table = attention._modules
+        places = [StandIn(table, name, partial(_instead, made)) for name, made in whole.items()]
+        places.append(StandIn(table, self._last, nn.Identity()))
+        with standing_in(places):
+            run = own_forward(self._layer)
+            out = output_of_attention(self._layer, self._halves, run, shape, kwargs)
+        return ways.copies(out[0])
+
+
+def _take_turns(works: Sequence[Callable[[int], None]], copies: int) -> None:
+    """Let every copy go through works, one of them a turn."""
+    for turn in range(copies + BEHIND * (len(works) - 1)):
+        for number, work in reversed([*enumerate(works)]):
+            if 0 <= turn - BEHIND * number < copies:
+                work(turn - BEHIND * number)
+
+
+def _through(layer: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    """Return what modules of a layer make of x, one after another."""
+    for name in names:
+        x = layer.get_submodule(name)(x)
+    return x
+
+
+def _instead(made: Tensor, _: Tensor) -> Tensor:
+    return made
 
 
 class _UnderWay(NamedTuple):
@@ -35,148 +155,52 @@ class _UnderWay(NamedTuple):
     begun: Tensor
 
     def arrived(self) -> Tensor:
-        return self.crossing.awaited(self.begun)
+        """Return it as [1, tokens, d], once it is there."""
+        return self.crossing.awaited(self.begun)[None]
 
 
-def interleave(owner: Any, last: str, block: str, columns: Sequence[str], call: Call) -> None:
-    """Make a block take its tokens in as many copies as its call says, where these are several.
+class _Ways(NamedTuple):
+    """How copies come into the blocks of a pass and out of them, and together."""
 
-    last: the name of its projection out. columns: of those into it.
-    """
-    if block.startswith("mlp"):
-        owner.forward = _TokenByToken(owner.forward, call)
-        return
-    into = _IntoAttention(owner, columns, call)
-    owner.register_forward_pre_hook(into.begin, with_kwargs=True)
-    out = owner.get_submodule(last)
-    out.forward = _OutOfAttention(out.forward, call)
-
-
-def _entering(bound: Bound, x_td: Tensor) -> list[_UnderWay]:
-    """Begin to let every copy of this rank's tokens into a block."""
-    group, tensor = bound.world.mesh.columns, bound.world.tensor
-    sizes = _sizes(len(x_td), tensor.copies)
-    ways = [into_block(group, splits_tokens=tensor.splits_tokens) for _ in sizes]
-    parts = x_td.split(sizes)
-    return [_UnderWay(way, way.begin(part)) for way, part in zip(ways, parts, strict=True)]
-
-
-def _leaving(bound: Bound, x_Td: Tensor) -> _UnderWay:
-    """Begin to let a copy out of a block."""
-    tensor = bound.world.tensor
-    way = out_of_block(bound.world.mesh.columns, splits_tokens=tensor.splits_tokens)
-    return _UnderWay(way, way.begin(x_Td))
-
-
-def _sizes(tokens: int, copies: int) -> list[int]:
-    """Return how many tokens each copy has, as equal as can be, none without any."""
-    bounds = [tokens * n // copies for n in range(copies + 1)]
-    return [b - a for a, b in pairwise(bounds) if b > a]
-
-
-class _TokenByToken:
-    """What stands in for the forward of an MLP."""
-
-    def __init__(self, plain: PlainForward, call: Call) -> None:
-        self._plain, self._call = plain, call
-
-    def __call__(self, x: Tensor) -> Tensor:
-        bound = self._call.bound
-        if bound.copies == 1:
-            return self._plain(x)
-        leaving, made = [], []
-        for one in _entering(bound, x[0]):
-            made.append(self._plain(one.arrived()[None])[0])
-            if not self._call.again:
-                leaving.append(_leaving(bound, made.pop()))
-        # A layer that is recomputed may end here: what it needs no more is not sent again.
-        leaving += [_leaving(bound, one) for one in made]
-        return torch.cat([one.arrived() for one in leaving])[None]
-
-
-class _IntoAttention:
-    """The projections into an attention, which are all made of a copy once it is there."""
-
-    def __init__(self, owner: Any, columns: Sequence[str], call: Call) -> None:
-        self._call, self._columns = call, [(name, owner.get_submodule(name)) for name in columns]
-        self._plain = {name: module.forward for name, module in self._columns}
-        for name, module in self._columns:
-            module.forward = _Standing(self, name, self._plain[name])
-        self._entering: list[_UnderWay] = []
-        self._made: dict[str, Tensor] = {}
-        self.making = False
-        """Whether projections are called with copies, and not by the attention."""
-
-    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Begin to let the tokens in, before the attention runs; it is given their shape."""
-        bound = self._call.bound
-        if bound.copies == 1:
-            return None
-        x = args[0] if args else kwargs["hidden_states"]
-        self._entering, self._made = _entering(bound, x[0]), {}
-        shape = x.new_zeros(()).expand(1, len(bound.tokens), x.shape[-1])
-        if args:
-            return (shape, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": shape}
+    bound: Bound
+    put_off: PutOff
 
     @property
-    def interleaves(self) -> bool:
-        return self._call.bound.copies > 1 and not self.making
+    def _splits_tokens(self) -> bool:
+        return self.bound.world.tensor.splits_tokens
 
-    def made(self, asked: str) -> Tensor:
-        """Return what a projection makes of all tokens, [1, T, f]."""
-        if not self._made:
-            parts: dict[str, list[Tensor]] = {name: [] for name, _ in self._columns}
-            self.making = True
-            for one in self._entering:
-                x = one.arrived()[None]
-                for name, module in self._columns:
-                    # The one that is asked is being called already.
-                    run = self._plain[name] if name == asked else module
-                    parts[name].append(run(x)[0])
-            self.making, self._entering = False, []
-            self._made = {name: self._in_order(every)[None] for name, every in parts.items()}
-        return self._made.pop(asked)
+    def _begun(self, way: Any, x: Tensor) -> _UnderWay:
+        columns = self.bound.world.mesh.columns
+        crossing = way(columns, splits_tokens=self._splits_tokens, put_off=self.put_off)
+        return _UnderWay(crossing, crossing.begin(x[0]))
 
-    def _in_order(self, copies_Tf: Sequence[Tensor]) -> Tensor:
+    def into(self, x_1td: Tensor) -> _UnderWay:
+        """Begin to let a copy into a block."""
+        return self._begun(into_block, x_1td)
+
+    def out(self, x_1Td: Tensor) -> _UnderWay:
+        """Begin to let a copy out of a block."""
+        return self._begun(out_of_block, x_1Td)
+
+    def sizes(self, tokens: int) -> list[int]:
+        """Return how many tokens each copy has, as equal as can be, none without any."""
+        copies = self.bound.copies
+        bounds = [tokens * n // copies for n in range(copies + 1)]
+        return [b - a for a, b in pairwise(bounds) if b > a]
+
+    def in_order(self, copies_Tf: Sequence[Tensor]) -> Tensor:
         """Return all tokens [T, f] in their order, of copies that each have some of every rank."""
-        bound = self._call.bound
-        if not bound.world.tensor.splits_tokens:
+        if not self._splits_tokens:
             return torch.cat([*copies_Tf])
-        ranks = bound.world.mesh.columns.size
+        ranks = self.bound.world.mesh.columns.size
         each = [copy_Tf.unflatten(0, (ranks, -1)) for copy_Tf in copies_Tf]
-        return torch.cat(each, dim=1).flatten(0, 1)[: len(bound.tokens)]
+        return torch.cat(each, dim=1).flatten(0, 1)[: len(self.bound.tokens)]
 
-
-class _Standing:
-    """What stands in for the forward of a projection into an attention."""
-
-    def __init__(self, into: _IntoAttention, name: str, plain: PlainForward) -> None:
-        self._into, self._name, self._plain = into, name, plain
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._into.made(self._name) if self._into.interleaves else self._plain(x)
-
-
-class _OutOfAttention:
-    """What stands in for the forward of the projection out of an attention."""
-
-    def __init__(self, plain: PlainForward, call: Call) -> None:
-        self._plain, self._call = plain, call
-
-    def __call__(self, x: Tensor) -> Tensor:
-        bound = self._call.bound
-        if bound.copies == 1:
-            return self._plain(x)
-        leaving = [_leaving(bound, self._plain(copy[None])[0]) for copy in self._copies(x[0])]
-        return torch.cat([one.arrived() for one in leaving])[None]
-
-    def _copies(self, x_Tf: Tensor) -> list[Tensor]:
+    def copies(self, x_Tf: Tensor) -> list[Tensor]:
         """Return all ranks' tokens of each copy."""
-        bound = self._call.bound
-        if not bound.world.tensor.splits_tokens:
-            return [*x_Tf.split(_sizes(len(x_Tf), bound.copies))]
-        ranks = bound.world.mesh.columns.size
+        if not self._splits_tokens:
+            return [*x_Tf.split(self.sizes(len(x_Tf)))]
+        ranks = self.bound.world.mesh.columns.size
         own = tokens_of_each(len(x_Tf), ranks)
         whole = pad(x_Tf, (0, 0, 0, ranks * own - len(x_Tf))).unflatten(0, (ranks, own))
-        return [part.flatten(0, 1) for part in whole.split(_sizes(own, bound.copies), dim=1)]
+        return [part.flatten(0, 1) for part in whole.split(self.sizes(own), dim=1)]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from uspft.model.attention import Bound
     from uspft.model.dropout import TokenDropout
     from uspft.parameters.shards import MatrixSplit
+    from uspft.tensor.put_off import PutOffWeight
 
 
 def used_by(
@@ -77,6 +78,8 @@ class Call:
         self._held, self.again = held, False
         self.dropouts: list[tuple[TokenDropout, MatrixSplit]] = []
         """Those that see features of which each rank has some, with the split of the features."""
+        self.put_off: dict[int, PutOffWeight] = {}
+        """By their identity, weights whose gradients are put off while the layer runs."""
 
     @property
     def group(self) -> Group:
@@ -178,15 +181,32 @@ def part_of_product(
     held: weight and bias. split: how columns divide it.
     """
     weight, bias = held
-    used = call.used(split)
+    used, put_off = call.used(split), call.put_off.get(id(weight))
     if bias is not None and split.dim == ROWS and call.group.index:
         bias = bias * 0.0  # not left out, since a gradient of 0 is one too
+    if put_off:
+        return some_product(x, weight.detach(), bias, used, *put_off)
     if used[split.dim] is None:
         return nn.functional.linear(x, weight, bias)
-    if bias is not None and split.dim == COLUMNS:
+    return some_product(x, weight, bias, used)
+
+
+def some_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, used: Used, *put_off: Any
+) -> Tensor:
+    """Return the product of x with some ranges of a weight; of its bias those of its rows.
+
+    put_off: of a PutOffWeight, that has the weight's gradient, where there is one.
+    """
+    if bias is not None and used[COLUMNS] is not None:
         bias = cut(bias, used[:1])
-    out: Tensor = _PartProduct.apply(x, weight, bias, used)
+    out: Tensor = _PartProduct.apply(x, weight, bias, used, *put_off)
     return out
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the type in which a norm computes: float32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def eps_of(norm: Any) -> float:
@@ -211,11 +231,11 @@ class SplitNorm(nn.Module):
     def scale(self, x: Tensor) -> Tensor:
         """Return by what each token of x [1, T, features here] is multiplied, [1, T, 1]."""
         group, (units,) = self._call.group, self._split.units or self._split.stacked
-        wide, sharing = x.to(torch.float32), -(-group.size // units)
+        x, sharing = x.to(wide(x)), -(-group.size // units)
         if group.size == 1 or not divides(self._call.bound, self._split):
-            mean = wide.pow(2).mean(-1, keepdim=True)
+            mean = x.pow(2).mean(-1, keepdim=True)
         else:
-            squares = summed(wide.pow(2).sum(-1, keepdim=True), group)
+            squares = summed(x.pow(2).sum(-1, keepdim=True), group)
             mean = squares / sharing / (x.shape[-1] * group.size // sharing)
         return torch.rsqrt(mean + self._eps)
 
@@ -226,8 +246,8 @@ class SplitNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [1, T, features here], normed over the features of all ranks, in its type."""
-        wide = x.to(torch.float32)
-        return (self.here() * (wide * self.scale(wide))).to(x.dtype)
+        own = x.to(wide(x))
+        return (self.here() * (own * self.scale(own))).to(x.dtype)
 
 
 class FusedHeads:
@@ -276,9 +296,12 @@ class _PartProduct(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         used: Used,
+        *put_off: Any,
     ) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.used = used
+        """put_off: where it is, the PutOffWeight that has the weight's gradient."""
+        trained = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(x if trained else None, weight)
+        ctx.used, ctx.sums = used, put_off[1] if put_off else None
         return nn.functional.linear(x, cut(weight, used), bias)
 
     @staticmethod
@@ -293,4 +316,8 @@ class _PartProduct(torch.autograd.Function):
             d_weight = put_back(rows.t() @ x.flatten(0, -2), weight, ctx.used)
         if ctx.needs_input_grad[2]:
             d_bias = rows.sum(0)
-        return d_x, d_weight, d_bias, None
+        if ctx.sums is None:
+            return d_x, d_weight, d_bias, None
+        if x is not None:
+            ctx.sums.put_off(rows, x.flatten(0, -2), ctx.used)
+        return d_x, None, d_bias, None, None, None

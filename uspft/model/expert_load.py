@@ -56,9 +56,11 @@ class ExpertLoad:
         chosen = index_tk.flatten()
         self._counts[number].index_add_(0, chosen, times.repeat_interleave(index_tk.shape[1]))
 
-    def told(self) -> dict[str, float]:
+    def told(self, *, each: bool = False) -> dict[str, Any]:
         """Return the largest load of an expert ÷ the mean, of the layer where that is most, and
         where ranks divide experts that of a rank; and begin anew. Collective.
+
+        each: whether the load of every expert and rank ÷ the mean is told too, layer by layer.
         """
         holders = self._holders
         if not self._layers:
@@ -68,20 +70,31 @@ class ExpertLoad:
         self._counts = {}
         mine = torch.stack(counts)
         every = self._sum(mine, holders.everyone)
-        means = every.mean(1).clamp(min=torch.finfo(every.dtype).tiny)
-        found = {"expert_balance": float((every.amax(1) / means).max())}
+        means = every.mean(1, keepdim=True).clamp(min=torch.finfo(every.dtype).tiny)
+        found: dict[str, Any] = {"expert_balance": float((every / means).max())}
+        if each:
+            found["expert_load"] = _rounded(every / means)
         group = holders.experts
         if group.size == 1:
             return found
         here = self._sum(self._sum(mine, holders.tensor), group).unflatten(1, (group.size, -1))
         loads = here[:, group.index].sum(1)
-        most = torch.tensor(largest(loads.tolist(), holders.everyone, self._device))
-        whole = self._sum(loads, holders.everyone)
-        ranks = holders.everyone.size // holders.shards.layout.pipeline  # of those with the layer
-        found["expert_rank_balance"] = float((most * ranks / whole.clamp(min=1e-9)).max())
+        everyone = holders.everyone
+        most = torch.tensor(largest(loads.tolist(), everyone, self._device))
+        ranks = everyone.size // holders.shards.layout.pipeline  # of those with the layer
+        means = (self._sum(loads, everyone) / ranks).clamp(min=1e-9)
+        found["expert_rank_balance"] = float((most / means).max())
+        if each:
+            of_ranks = loads.new_zeros(self._layers, everyone.size)
+            of_ranks[:, everyone.index] = loads
+            found["expert_rank_load"] = _rounded(self._sum(of_ranks, everyone) / means[:, None])
         return found
 
     def _sum(self, x: Tensor, group: Group) -> Tensor:
         """Return the sum of numbers over ranks."""
         summed = total(x.flatten().tolist(), group, self._device)
         return torch.tensor(summed, dtype=x.dtype).view_as(x)
+
+
+def _rounded(loads: Tensor) -> list[list[float]]:
+    return [[round(load, 4) for load in layer] for layer in loads.tolist()]

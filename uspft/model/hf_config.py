@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from uspft.config.messages import closest
 from uspft.config.problems import Fault, said
+from uspft.families.by_layer import FIELDS, one_form
 from uspft.families.multimodal import language_model
 from uspft.families.table import FAMILIES, NO_KEYS, dequantises
 from uspft.sequence import Heads
@@ -68,22 +69,29 @@ def _read(
     """Return the config of a file, or of its contents, and the keys of the overrides that are in it
     already.
 
-    Overrides that say which layers have a window rule over what the file says of single layers, and
-    must be known when transformers works out the layers.
+    Overrides that say which layers have a window, or heads of which size, rule over what the file
+    says of single layers, and must be known when transformers works out the layers.
     """
     if isinstance(source, dict):
         raw = dict(source)
     else:
         raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
     raw = language_model(raw)
+    family = FAMILIES[raw["model_type"]]
     if dequantises(raw["model_type"], raw):  # as which they are read, trained and written
         del raw["quantization_config"]
-    windows = {key: overrides[key] for key in WINDOWS if key in overrides}
-    if "layer_types" in overrides or FAMILIES[raw["model_type"]].windows != "switched":
-        windows = {}
-    elif windows:
+    ruling = FIELDS if family.two_sizes else WINDOWS
+    known = {key: overrides[key] for key in ruling if key in overrides}
+    if family.two_sizes:
+        settled = one_form(raw, known, family.defaults)
+        assert not isinstance(settled, str), settled  # which read_shape refuses
+        raw = settled
+    elif "layer_types" in overrides or family.windows != "switched":
+        known = {}
+    elif known:
         raw.pop("layer_types", None)
-    return AutoConfig.for_model(raw.pop("model_type"), **raw | windows), windows
+        raw |= known
+    return AutoConfig.for_model(raw.pop("model_type"), **raw), known
 
 
 def language_config(source: Path) -> Any:
@@ -112,8 +120,14 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(own.get(kind) for kind in types)
 
 
+def heads_of_layers(config: Any) -> tuple[Heads, ...]:
+    """Return the heads of each layer's attention."""
+    return tuple(heads_of(one) for one in config.per_layer_config)
+
+
 def heads_of(config: Any) -> Heads:
-    """Return the heads of a model's attention."""
+    """Return the heads of attention of a model's layers, or of one. config: the layer's, where
+    layers have heads of more than one size."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Heads(config.num_attention_heads, config.num_key_value_heads, dim)
 
@@ -197,9 +211,10 @@ def settled(rope: dict[str, Any], config: Any, length_tokens: int) -> dict[str, 
     kind, positions = rope.get("rope_type"), config.max_position_embeddings
     if kind == "longrope" and length_tokens > rope["original_max_position_embeddings"]:
         return {**rope, "short_factor": rope["long_factor"]}
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dim = int(head * rope.get("partial_rotary_factor", 1.0))
-    if kind != "dynamic" or length_tokens <= positions or dim <= 2:
+    if kind != "dynamic" or length_tokens <= positions:
+        return rope
+    dim = int(heads_of(config).dim * rope.get("partial_rotary_factor", 1.0))
+    if dim <= 2:
         return rope
     factor = rope["factor"]
     stretch = factor * length_tokens / positions - (factor - 1)

@@ -8,6 +8,7 @@ features. What a layer is called with says how its row is split; nothing is kept
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,10 +36,11 @@ from uspft.families.projections import (
     Projection,
 )
 from uspft.families.table import FAMILIES, shared_features
-from uspft.model.copies import interleave
+from uspft.model.copies import LayerInCopies
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.expert_splits import over_experts, over_tensor_ranks
+from uspft.model.hf_config import heads_of
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
 from uspft.model.state_heads import divide_states
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
     from uspft.parameters.shards import Holders
     from uspft.world import World
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+"""The number of a layer in the names of its parameters."""
 
 
 def shards_of(
@@ -79,13 +84,25 @@ def shards_of(
             raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
         along = _dim(found, kind, adapter) if found else None
         if found and along is not None:
-            splits[name] = split_along(model.config, found, along)
+            splits[name] = split_along(config_of(model, name), found, along)
         elif found and found is not BETWEEN:
             whole_inside.add(name)
     splits |= {name: split for name, split in of_experts.items() if split}
     whole_inside |= of_experts.keys() - splits.keys()
     inside_whole = frozenset(whole_inside)
     return Shards(layout, splits, experts=experts, inside=inside_whole, splits_tokens=splits_tokens)
+
+
+def config_of(model: Any, name: str) -> Any:
+    """Return the config of the layer that has a parameter, by its name in files; outside layers
+    that of the first."""
+    layer = _LAYER.search(name)
+    number = int(layer[1]) if layer else 0
+    found = model.config.per_layer_config[number]
+    if FAMILIES[found.model_type].two_sizes:  # and MLPs of two
+        found = copy.copy(found)
+        found.intermediate_size = model.base_model.layers[number].mlp.intermediate_size
+    return found
 
 
 class _Block(NamedTuple):
@@ -109,8 +126,7 @@ def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
 
 
 def _blocks(config: Any) -> dict[str, _Block]:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, kv_heads, dim = heads_of(config)
     singles = {
         HEAD: heads,
         INNER: getattr(config, "intermediate_size", None) or 0,
@@ -213,27 +229,21 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
             else:
                 _divide_module(owner, (block, last), projection, splits, call)
         if copies:
-            _interleave(layer, table_of(model), call)
+            _in_copies(layer, table_of(model), call)
         if STATE_LAYER in here:
             state, own = layer.get_submodule(STATE_LAYER), (*STATE_OWN, "conv1d.weight")
             every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
             divide_states(state, every, call)
 
 
-def _interleave(layer: nn.Module, table: Mapping[str, Projection], call: Call) -> None:
-    """Make the blocks of a layer take their tokens in copies."""
-    named = [(*name.rpartition(".")[::2], found) for name, found in table.items()]
-    for block, last, found in named:
-        owner = _submodule(layer, block) if block else None
-        if owner is None or found.dim != ROWS or not hasattr(owner, last):
-            continue
-        columns = [
-            other
-            for where, other, one in named
-            if where == block and one.dim == COLUMNS and "norm" not in other
-        ]
-        into = [name for name in columns if isinstance(getattr(owner, name, None), nn.Module)]
-        interleave(owner, last, block, into, call)
+def _in_copies(layer: Any, table: Mapping[str, Projection], call: Call) -> None:
+    """Make a layer take its tokens in copies."""
+    block = "self_attn"
+    named = ((*name.rpartition(".")[::2], found) for name, found in table.items())
+    own = {name: found for where, name, found in named if where == block and "norm" not in name}
+    there = {name: one.dim for name, one in own.items() if hasattr(layer.self_attn, name)}
+    (last,) = (name for name, dim in there.items() if dim == ROWS)
+    layer.forward = LayerInCopies(layer, [name for name in there if name != last], last, call)
 
 
 def _divide_module(

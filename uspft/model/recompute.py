@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -160,8 +161,10 @@ def before_each_run(layer: Any, begin: Begin) -> None:
 def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) -> Any:
     """Return what a layer's run gives. run: of the layer's forward and its keyword arguments."""
 
+    begins = chain([()], repeat(layer.__dict__.get("uspft_begins", ())))
+
     def begun(*args: Any) -> Any:
-        for begin in layer.__dict__.get("uspft_begins", ()):
+        for begin in next(begins):  # the first time they have been called as hooks
             begin(layer, args, run.keywords)
         return run(*args)
 

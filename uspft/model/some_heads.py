@@ -7,21 +7,40 @@ it runs, and the module's own code goes on around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from uspft.families.projections import COLUMNS
-from uspft.model.divided import PartLinear, SplitNorm, eps_of
+from uspft.families.projections import (
+    COLUMNS,
+    GATED_QUERY,
+    KV,
+    PER_HEAD,
+    QUERY,
+    ROWS,
+    STATE_GATE,
+    STATE_GATES,
+    STATE_GROUP,
+    STATE_KEY,
+    STATE_LAYER,
+    STATE_OWN,
+    STATE_VALUE,
+)
+from uspft.model.divided import PartLinear, SplitNorm, eps_of, some_product, wide
 from uspft.model.dropout import TokenDropout
 from uspft.tensor.cutting import cut
 from uspft.tensor.parts import Range
 
 if TYPE_CHECKING:
+    from uspft.families.projections import Projection
     from uspft.sequence import Heads, Rule
+    from uspft.sequence.mixing import Convolution
+    from uspft.sequence.states import Mixed, StateRule
 
 
 class StandIn(NamedTuple):
@@ -35,7 +54,7 @@ class StandIn(NamedTuple):
 @contextmanager
 def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
     """Let others stand in for modules within the `with` block."""
-    before = [table[name] for table, name, _ in places]
+    before = [table.get(name) for table, name, _ in places]
     try:
         for table, name, module in places:
             table[name] = module
@@ -43,59 +62,66 @@ def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
     finally:
         for (table, name, _), module in zip(places, before, strict=True):
             table[name] = module
+            if module is None:  # what an instance shadows for the while
+                del table[name]
 
 
 class SomeProduct:
-    """A projection with some of the rows or columns of its weight, without a gradient for them."""
+    """A projection with some of the rows or columns of its weight."""
 
-    def __init__(self, linear: Any, dim: int, ranges: Sequence[Range]) -> None:
-        """dim: 0 for rows of the weight, which make features, 1 for columns, which take them."""
-        self._linear, self._dim, self._ranges = linear, dim, joined(ranges)
+    def __init__(
+        self, linear: Any, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
+    ) -> None:
+        """dim: 0 for rows of the weight, which make features, 1 for columns, which take them. gaps:
+        how many zeros stand before each range of features that is made, and behind the last; empty
+        for none."""
+        self._linear, self._dim, self._ranges = linear, dim, ranges
+        self._gaps = gaps if any(gaps) else ()
 
     @property
     def weight(self) -> Tensor:
-        return cut(self._held()[0], [*[None] * self._dim, self._ranges])
+        """What peft asks for its type."""
+        return self._held()[0]
 
     def _held(self) -> tuple[Tensor, Tensor | None]:
         linear = self._linear
         return linear.here() if isinstance(linear, PartLinear) else (linear.weight, linear.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        bias = self._held()[1] if self._dim == COLUMNS else None
-        bias = None if bias is None else cut(bias, [self._ranges])
-        return nn.functional.linear(x, self.weight, bias)
+        if not self._ranges:
+            return _zeros(x, sum(self._gaps))
+        weight, bias = self._held()
+        used = (
+            [joined(self._ranges), None] if self._dim == COLUMNS else [None, joined(self._ranges)]
+        )
+        made = some_product(x, weight, bias if self._dim == COLUMNS else None, used)
+        if not self._gaps:
+            return made
+        sizes = [b - a for a, b in self._ranges]
+        parts = [_zeros(x, self._gaps[0])]
+        for part, gap in zip(made.split(sizes, dim=-1), self._gaps[1:], strict=True):
+            parts += [part, _zeros(x, gap)]
+        return torch.cat(parts, dim=-1)
 
 
-class OneOfZeros:
-    """A projection that nobody asks for: it makes one head of zeros."""
-
-    def __init__(self, features: int) -> None:
-        self._features = features
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.new_zeros((*x.shape[:-1], self._features))
+def _zeros(x: Tensor, features: int) -> Tensor:
+    """Return so many features of x's tokens that are 0, and take no memory."""
+    return x.new_zeros(()).expand(*x.shape[:-1], features)
 
 
-class _WithZeros:
-    """A projection of some heads, with zeros behind them."""
-
-    def __init__(self, some: SomeProduct, features: int) -> None:
-        self._some, self._zeros = some, OneOfZeros(features)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([self._some(x), self._zeros(x)], dim=-1)
-
-
-def some_of(owner: nn.Module, name: str, dim: int, ranges: Sequence[Range]) -> list[StandIn]:
+def some_of(
+    owner: nn.Module, name: str, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
+) -> list[StandIn]:
     """Return what stands in for a projection with some of its features alone, and for the thin one
-    of an adapter that has these too."""
+    of an adapter that has these too. gaps: as of SomeProduct."""
     module: Any = owner.get_submodule(name)
     places: list[tuple[Any, str]] = [(owner, name)]
     if hasattr(module, "base_layer"):
         thin = module.lora_B if dim == COLUMNS else module.lora_A
         places = [(module, "base_layer"), *((thin, adapter) for adapter in thin.keys())]  # noqa: SIM118
     return [
-        StandIn(at._modules, one, SomeProduct(at._modules[one], dim, ranges)) for at, one in places
+        StandIn(at._modules, one, SomeProduct(at._modules[one], dim, ranges, gaps))
+        for at, one in places
     ]
 
 
@@ -115,7 +141,7 @@ class _Measured:
     def __init__(self, norm: Any, x: Tensor) -> None:
         """x: [1, t, d], of all tokens."""
         self._norm = norm
-        self.scale = x.new_empty((1, x.shape[1], 1), dtype=torch.float32)
+        self.scale = x.new_empty((1, x.shape[1], 1), dtype=wide(x))
         self.tile = slice(None)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -123,7 +149,7 @@ class _Measured:
         if isinstance(norm, SplitNorm):
             found = norm.scale(x)
         else:
-            mean = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+            mean = x.to(wide(x)).pow(2).mean(-1, keepdim=True)
             found = torch.rsqrt(mean + eps_of(norm))
         self.scale[:, self.tile] = found
         return x
@@ -140,18 +166,85 @@ class _Scaled:
     def __call__(self, x: Tensor) -> Tensor:
         norm = self._norm
         weight = norm.here() if isinstance(norm, SplitNorm) else norm.weight
-        wide = x.to(torch.float32) * self._scale[:, self.tile]
-        return (cut(weight, [self._ranges]) * wide).to(x.dtype)
+        scaled = x.to(wide(x)) * self._scale[:, self.tile]
+        return (cut(weight, [self._ranges]) * scaled).to(x.dtype)
+
+
+BEFORE, BEHIND = "before", "behind"
+"""What features of a projection are for: what attention, or the rule of a layer with a state, takes
+of each token; or what is done with what it gives, before the last projection."""
+
+
+_OUTPUT_GATES = ("in_proj_z", "g_proj")
+"""The projections of layers with a state that gate what the rule gives."""
+
+
+class Unit(NamedTuple):
+    """What a block of a projection has of each head."""
+
+    of_keys: bool
+    """Whether a head is a key head; else a query head, or a value head of a layer with a state."""
+    parts: tuple[tuple[int, str], ...]
+    """Features that stand together, and what they are for."""
+
+    @property
+    def width(self) -> int:
+        return sum(size for size, _ in self.parts)
 
 
 class SomeHeads:
-    """What lets an attention make some of its heads alone: projections of these, and where norms
-    see all heads of a token together, what they multiply it by, which is measured before."""
+    """What lets an attention, or a layer with a state, make some of its heads alone: projections of
+    these, and where norms see all heads of a token together, what they multiply it by, which is
+    measured before."""
 
-    def __init__(self, attention: nn.Module, *, normed_together: bool) -> None:
+    def __init__(self, attention: nn.Module, projections: Mapping[str, Projection]) -> None:
+        """projections: of the family, by the names of modules in a layer."""
         self._attention: Any = attention
-        self._fused = hasattr(attention, "qkv_proj")
-        self._norms = ("q_norm", "k_norm") if normed_together else ()
+        self.has_state = hasattr(attention, "A_log")
+        of = STATE_LAYER if self.has_state else "self_attn"
+        own = {
+            name.removeprefix(f"{of}."): one
+            for name, one in projections.items()
+            if name.startswith(f"{of}.") and hasattr(attention, name.removeprefix(f"{of}."))
+        }
+        self.last = next(name for name, one in own.items() if one.dim == ROWS and one.blocks)
+        self._into = {
+            name: self._units(name, one.blocks)
+            for name, one in own.items()
+            if one.dim == COLUMNS and "proj" in name
+        }
+        together = own.get("q_norm", PER_HEAD) != PER_HEAD
+        self._norms = ("q_norm", "k_norm") if together else ()
+
+    def _units(self, name: str, blocks: Sequence[str]) -> tuple[Unit, ...]:
+        """Return what each block of a projection has of a head."""
+        attention = self._attention
+        if not self.has_state:
+            dim = attention.head_dim
+            gated = (dim, BEFORE), (dim, BEHIND)
+            parts = {QUERY: gated[:1], KV: gated[:1], GATED_QUERY: gated}
+            return tuple(Unit(block == KV, parts[block]) for block in blocks)
+        key, value = attention.head_k_dim, attention.head_v_dim
+        each = attention.num_v_heads // attention.num_k_heads
+        gates = BEHIND if name in _OUTPUT_GATES else BEFORE
+        every = {
+            STATE_KEY: Unit(True, ((key, BEFORE),)),
+            STATE_VALUE: Unit(False, ((value, gates),)),
+            STATE_GATE: Unit(False, ((1, BEFORE),)),
+            STATE_GROUP: Unit(
+                True,
+                ((key, BEFORE), (key, BEFORE), (each * value, BEFORE), (each * value, BEHIND)),
+            ),
+            STATE_GATES: Unit(True, ((2 * each, BEFORE),)),
+        }
+        return tuple(every[block] for block in blocks)
+
+    @property
+    def gated(self) -> bool:
+        """Whether anything that the input makes is for what comes behind attention."""
+        return any(
+            use == BEHIND for units in self._into.values() for one in units for _, use in one.parts
+        )
 
     def measuring(self, x: Tensor) -> tuple[list[StandIn], list[_Measured]]:
         """Return what stands in for norms over all heads, and the same once more. x: of all
@@ -169,42 +262,79 @@ class SomeHeads:
         of zeros will do. scales: what was measured.
         """
         attention, dim = self._attention, heads.dim
-        table = attention._modules
+        places = self.projections(heads, queries, keys, BEFORE)
         rows = [(a * dim, b * dim) for a, b in queries]
         pair = [(head * dim, (head + 1) * dim) for head in keys]
-        if self._fused:
-            return self._of_one(heads, rows, pair), []
-        places = some_of(attention, "q_proj", COLUMNS, rows)
-        for name in ("k_proj", "v_proj"):
-            if keys:
-                places += some_of(attention, name, COLUMNS, pair)
-            else:
-                places.append(StandIn(table, name, OneOfZeros(dim)))
         norms = [
             _Scaled(getattr(attention, name), ranges, scale)
             for name, ranges, scale in zip(self._norms, (rows, pair), scales, strict=False)
             if ranges
         ]
+        table = attention._modules
         places += [StandIn(table, *one) for one in zip(self._norms, norms, strict=False)]
         if self._norms and not keys:
             places.append(StandIn(table, self._norms[1], _same))
         return places, norms
 
-    def _of_one(self, heads: Heads, rows: Sequence[Range], pair: Sequence[Range]) -> list[StandIn]:
-        """Return what stands in for a projection that makes queries, keys and values."""
-        attention, dim = self._attention, heads.dim
-        first, second = heads.query * dim, (heads.query + heads.kv) * dim
-        every = [*rows, *((at + a, at + b) for at in (first, second) for a, b in pair)]
-        places = some_of(attention, "qkv_proj", COLUMNS, every)
-        if not pair:
-            places = [one._replace(module=_WithZeros(one.module, 2 * dim)) for one in places]
-        number = sum(b - a for a, b in rows) // dim
+    def projections(
+        self, heads: Heads, queries: Sequence[Range], keys: Sequence[int], use: str
+    ) -> list[StandIn]:
+        """Return what stands in for the projections, and for what the module says of its heads,
+        where those features of some heads are made that have a use. What is not made is zeros, one
+        head where there are none."""
+        attention = self._attention
+        number = sum(b - a for a, b in queries)
+        of_keys = [(head, head + 1) for head in keys]
+        places = []
+        for name, units in self._into.items():
+            ranges, gaps, at = list[Range](), [0], 0
+            for unit in units:
+                some = of_keys if unit.of_keys else queries
+                for first, last in some:
+                    for head in range(first, last):
+                        start = at + head * unit.width
+                        for size, what in unit.parts:
+                            if what == use:
+                                ranges.append((start, start + size))
+                                gaps.append(0)
+                            else:
+                                gaps[-1] += size
+                            start += size
+                gaps[-1] += unit.width * (not some)
+                at += unit.width * (heads.kv if unit.of_keys else heads.query)
+            ranges, gaps = _merged(ranges, gaps)
+            if ranges != [(0, at)]:
+                places += some_of(attention, name, COLUMNS, ranges, gaps)
+        if use == BEHIND and not self.has_state:  # which nobody asks for queries and keys
+            norms = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+            places += [StandIn(attention._modules, name, _same) for name in norms]
         own = attention.__dict__
-        return [
-            *places,
-            StandIn(own, "config", _OtherHeads(attention.config, number)),
-            StandIn(own, "num_key_value_heads", len(pair) or 1),
-        ]
+        if number == heads.query:  # the module has as many
+            return places
+        if self.has_state:
+            dims = attention.head_k_dim, attention.head_v_dim
+            for name in STATE_OWN:
+                places.append(StandIn(own, name, cut(getattr(attention, name), [queries])))
+            counts = {"num_k_heads": len(keys), "num_v_heads": number}
+            counts |= {"key_dim": len(keys) * dims[0], "value_dim": number * dims[1]}
+            places += [StandIn(own, *one) for one in counts.items()]
+        elif hasattr(attention, "qkv_proj"):
+            places.append(StandIn(own, "config", _OtherHeads(attention.config, number)))
+            places.append(StandIn(own, "num_key_value_heads", len(keys) or 1))
+        return places
+
+
+def _merged(ranges: Sequence[Range], gaps: Sequence[int]) -> tuple[list[Range], list[int]]:
+    """Return ranges of features and the zeros around them, those that follow each other as one."""
+    found, between = list[Range](), [gaps[0]]
+    for (a, b), gap in zip(ranges, gaps[1:], strict=True):
+        if found and found[-1][1] == a and not between[-1]:
+            found[-1] = found[-1][0], b
+            between[-1] = gap
+        else:
+            found.append((a, b))
+            between.append(gap)
+    return found, between
 
 
 @contextmanager
@@ -254,33 +384,59 @@ class _Reached(Exception):
 
 
 class Hook:
-    """What travels in place of a Bound: the queries, keys and values that it is handed."""
+    """What travels in place of a Bound: what it is handed of attention, or of the rule of a layer
+    with a state, whose convolution it leaves out. There it ends the module's forward."""
 
     def __init__(self, softcap: float | None) -> None:
         self.softcap = softcap
         self.qkv: tuple[Tensor, Tensor, Tensor] | None = None
         self.rule: Rule | None = None
+        self.mixed: Mixed | None = None
+        self.mixes: StateRule | None = None
+        self.convolves: tuple[int, Convolution] | None = None
+        """The taps of the convolution, and itself."""
+
+    def of_layer(self, layer: int) -> Hook:
+        return self
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
         self.qkv, self.rule = qkv, rule
         raise _Reached
 
+    def convolve(self, x: Tensor, taps: int, convolution: Convolution) -> Tensor:
+        self.convolves = taps, convolution
+        return x
 
-def up_to_attention(
-    run: Any, softcap: float | None, **kwargs: Any
-) -> tuple[tuple[Tensor, Tensor, Tensor], Rule]:
-    """Return q [T, H, D], k and v [T, G, D] that a module hands to attention, and the rule.
+    def mix(self, x: Mixed, rule: StateRule) -> Tensor:
+        self.mixed, self.mixes = x, rule
+        raise _Reached
 
-    run: the module's own forward, which takes what is given here. Raises RuntimeError where it
-    never came to attention.
+
+class Given(Hook):
+    """What travels in place of a Bound where it is known what attention, or the rule, gives."""
+
+    def __init__(self, softcap: float | None, out: Tensor) -> None:
+        """out: [T, H, D]."""
+        super().__init__(softcap)
+        self._out = out
+
+    def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
+        return self._out
+
+    def mix(self, x: Mixed, rule: StateRule) -> Tensor:
+        return self._out
+
+
+def run_up_to(hook: Hook, run: Any, **kwargs: Any) -> None:
+    """Run a module's own forward, which takes what is given here, until it is ended from within.
+
+    Raises RuntimeError where it never is.
     """
-    hook = Hook(softcap)
     try:
         run(**kwargs, uspft=hook)
     except _Reached:
-        assert hook.qkv and hook.rule
-        return hook.qkv, hook.rule
-    raise RuntimeError("a layer that is to attend by groups of heads never came to attention")
+        return
+    raise RuntimeError("a layer that is to work by groups of heads never came to what ends it")
 
 
 class Halves(NamedTuple):
@@ -289,14 +445,34 @@ class Halves(NamedTuple):
     before: str
     """The norm before attention."""
     attention: str
+    """Attention, or what has a state in its place."""
     behind: str
     """The norm behind attention."""
     rest: tuple[str, ...]
     """The MLP with its norms, in the order in which they run."""
 
+    @property
+    def mlp(self) -> str:
+        """The MLP, or the block of experts in its place."""
+        return next(name for name in self.rest if "norm" not in name)
+
+    @property
+    def norms_in(self) -> tuple[str, ...]:
+        """The norms before attention."""
+        return (self.before,) if self.before else ()
+
+    @property
+    def norms_of_mlp(self) -> tuple[str, ...]:
+        """The norms before the MLP."""
+        return self.rest[: self.rest.index(self.mlp)]
+
     def first(self, layer: nn.Module) -> list[nn.Module]:
         """Return the modules of the first half."""
         return [layer.get_submodule(name) for name in self[:3] if name]
+
+    def gives(self, made: Tensor) -> Any:
+        """Return what stands in for attention where it is known what that makes."""
+        return lambda *_, **__: made if self.attention == STATE_LAYER else (made, None)
 
 
 _FORMS = (
@@ -309,8 +485,9 @@ _FORMS = (
     ),
     Halves("", "self_attn", "post_attention_layernorm", ("mlp", "post_feedforward_layernorm")),
     Halves("input_layernorm", "self_attn", "", ("post_attention_layernorm", "block_sparse_moe")),
+    Halves("input_layernorm", STATE_LAYER, "", ("post_attention_layernorm", "mlp")),
 )
-"""LLaMA's, Gemma's, OLMo 2's, and Granite's with experts."""
+"""LLaMA's, Gemma's, OLMo 2's, Granite's with experts, and that of layers with a state."""
 
 
 def halves_of(layer: nn.Module) -> Halves | None:
@@ -324,7 +501,9 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _stop(found: list[Tensor]) -> Any:
+def stops(found: list[Tensor]) -> Any:
+    """Return what stands in for a module, keeps what it takes, and ends what runs."""
+
     def stop(x: Tensor) -> Tensor:
         found.append(x)
         raise _Reached
@@ -337,8 +516,8 @@ def first_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tens
     half. run: the layer's own forward."""
     found: list[Tensor] = []
     places = [
-        StandIn(layer._modules, halves.attention, lambda *_, **__: (made, None)),
-        StandIn(layer._modules, halves.rest[0], _stop(found)),
+        StandIn(layer._modules, halves.attention, halves.gives(made)),
+        StandIn(layer._modules, halves.rest[0], stops(found)),
     ]
     if halves.before:
         places.append(StandIn(layer._modules, halves.before, _same))
@@ -353,10 +532,49 @@ def first_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tens
 def second_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor) -> Tensor:
     """Return what a layer makes of what is between its halves: itself, with an attention that adds
     nothing. run: the layer's own forward."""
-    nothing = torch.zeros_like(x[..., :1])
-    places = [StandIn(layer._modules, halves.attention, lambda *_, **__: (nothing, None))]
-    norms = filter(None, (halves.before, halves.behind))
-    places += [StandIn(layer._modules, name, _same) for name in norms]
+    with standing_in(_without_attention(layer, halves, x)):
+        out: Tensor = run(x, position_embeddings=None)
+    return out
+
+
+def behind_mlp(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tensor) -> Tensor:
+    """Return what a layer makes of what is between its halves and of what its MLP made. run: the
+    layer's own forward."""
+    places = _without_attention(layer, halves, x)
+    places += [StandIn(layer._modules, name, _same) for name in halves.norms_of_mlp]
+    places.append(StandIn(layer._modules, halves.mlp, lambda _: made))
     with standing_in(places):
         out: Tensor = run(x, position_embeddings=None)
     return out
+
+
+def _without_attention(layer: nn.Module, halves: Halves, x: Tensor) -> list[StandIn]:
+    nothing = torch.zeros_like(x[..., :1])
+    places = [StandIn(layer._modules, halves.attention, halves.gives(nothing))]
+    norms = filter(None, (halves.before, halves.behind))
+    return places + [StandIn(layer._modules, name, _same) for name in norms]
+
+
+def output_of_attention(
+    layer: nn.Module, halves: Halves, run: Any, x: Tensor, kwargs: dict[str, Any]
+) -> Tensor:
+    """Return what a layer's attention gives of x, which no norm sees before. run, kwargs: the
+    layer's own forward, and what it takes beside x."""
+    attention, found = layer.get_submodule(halves.attention), list[Tensor]()
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        found.append(attention(*args, **kwargs)[0])
+        raise _Reached
+
+    places = [StandIn(layer._modules, name, _same) for name in halves.norms_in]
+    places.append(StandIn(layer._modules, halves.attention, stop))
+    with standing_in(places), suppress(_Reached):
+        run(x, **kwargs)
+    return found[0]
+
+
+def own_forward(module: Any) -> Any:
+    """Return the forward of a module's type, of that module, without checkpointing around it."""
+    forward: Any = type(module).forward
+    layer = isinstance(module, GradientCheckpointingLayer)  # whose own is within
+    return partial(forward.__wrapped__ if layer else forward, module)

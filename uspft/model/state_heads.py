@@ -26,8 +26,8 @@ def divide_states(layer: Any, splits: Mapping[str, MatrixSplit], call: Call) -> 
         owned.setdefault(owner, {})[own] = split
     for owner, parts in owned.items():
         _use_parts(layer.get_submodule(owner), parts, call)
-    heads = _StateHeads(layer, call)
-    layer.register_forward_pre_hook(heads.count)
+    layer.uspft_heads = StateHeadCount(layer, call)
+    layer.register_forward_pre_hook(layer.uspft_heads.count)
 
 
 def _use_parts(module: nn.Module, splits: Mapping[str, MatrixSplit], call: Call) -> None:
@@ -39,6 +39,9 @@ def _use_parts(module: nn.Module, splits: Mapping[str, MatrixSplit], call: Call)
 
     def part(name: str, split: MatrixSplit) -> property:
         def read(self: nn.Module) -> Tensor:
+            if name in self.__dict__:  # what stands in for it, of some heads
+                found: Tensor = self.__dict__[name]
+                return found
             held = self._parameters[name]
             assert held is not None
             return cut(held, call.used(split)[:1]) if hasattr(call, "bound") else held
@@ -50,7 +53,7 @@ def _use_parts(module: nn.Module, splits: Mapping[str, MatrixSplit], call: Call)
     module.__class__ = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
 
-class _StateHeads:
+class StateHeadCount:
     """The heads of a layer with a state, of which transformers asks the module."""
 
     def __init__(self, layer: Any, call: Call) -> None:
@@ -59,7 +62,10 @@ class _StateHeads:
         self._call = call
 
     def count(self, layer: Any, args: Any) -> None:
-        """Tell the layer how many heads this call has here, before it runs."""
+        """Tell the layer how many heads this call has here, before it runs, unless it is to make
+        some of them alone."""
+        if "A_log" in layer.__dict__:
+            return
         group, split = self._call.group, MatrixSplit(0, (self._keys,))
         ((first, stop),) = used_ranges(split, group.index, group.size, self._call.ways(split))
         layer.num_k_heads, layer.num_v_heads = stop - first, (stop - first) * self._each

@@ -20,6 +20,9 @@ from uspft.parameters.mxfp4 import BLOCKS, SCALES, whole_shape
 CORRECTION = "e_score_correction_bias"
 """What routers of some families add to scores before they choose, [E] or [1, E]: numbers that no
 gradient changes, in float32."""
+UNTRAINED = (CORRECTION, "layer_scalar")
+"""How the names of numbers end that a model has and nobody trains: those, and what Gemma 4
+multiplies the hidden states of a layer by."""
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
 _STACKED = re.compile(r".*\.(mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _CONVOLUTION = re.compile(r"(?P<block>.*\.linear_attn)\.conv1d\.weight")
@@ -107,8 +110,8 @@ def is_router(module: nn.Module) -> bool:
 
 
 def corrections(model: nn.Module) -> dict[str, Tensor]:
-    """Return by name the buffers that correct what routers choose."""
-    return {name: one for name, one in model.named_buffers() if name.endswith(CORRECTION)}
+    """Return by name the buffers that correct what routers choose, and others that files have."""
+    return {name: one for name, one in model.named_buffers() if name.endswith(UNTRAINED)}
 
 
 def expert_words(model: Any) -> set[str]:

@@ -131,8 +131,8 @@ class LayerSizes:
             return dict(self.state.into)
         if block == "self_attn":
             both = (1 + self.kind.gated) * queries
-            kinds = zip("qkv", (both, keys, keys), strict=True)
-            return {f"self_attn.{one}_proj": size for one, size in kinds}
+            kinds = {"q": both, "k": keys} | ({} if self.kind.keys_are_values else {"v": keys})
+            return {f"self_attn.{one}_proj": size for one, size in kinds.items()}
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
         into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
@@ -387,22 +387,33 @@ class Layer:
             query, key, value = (sliced(tape, every, n * each) for n in (heads, kv, kv))
             del every
         else:
-            query = self._projected(x, "q", s.sharing.heads, gate)
-            key = self._projected(x, "k", s.sharing.kv_heads)
-            value = viewed(tape, self._project(x, "self_attn.v_proj"))
+            query = self._normed(self._project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
+            key, value = self._key_and_value(x)
         if s.kind.turned:
             by = Angles(s.wide, s.kind.turned_share)
             query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
-    def _projected(
-        self, x: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
+    def _key_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tape, s = self.tape, self.sizes
+        heads, name = s.sharing.kv_heads, "self_attn.v_proj"
+        if not s.kind.normed_values:
+            key = self._normed(self._project(x, "self_attn.k_proj"), "k", heads)
+            return key, viewed(tape, self._project(x, name))
+        made = self._project(x, "self_attn.k_proj")
+        value = viewed(tape, made if s.kind.keys_are_values else self._project(x, name))
+        key = self._normed(made, "k", heads)
+        del made
+        number = s.sharing.tokens * heads
+        return key, norm(tape, s, value, number, trains=False, split=False, weighs=False)
+
+    def _normed(
+        self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
     ) -> Tensor:
-        """Return queries or keys, normed where they are. gate: as of _qkv."""
+        """Return what was projected to queries or keys, normed where they are. gate: as of _qkv."""
         tape, s = self.tape, self.sizes
         name = f"self_attn.{kind}_norm"
         trains, tokens = self._trains(name), s.sharing.tokens
-        found = self._project(x, f"self_attn.{kind}_proj")
         if s.kind.normed_together:
             found = norm(tape, s, found, tokens, trains=trains, split=s.tensor > 1)
         if s.kind.gated and gate is not None:
@@ -486,13 +497,15 @@ def norm(
     *,
     trains: bool,
     split: bool | None = None,
+    weighs: bool = True,
 ) -> Tensor:
     """Return the norm of x, a tile at a time where that is asked for. number: of what it norms.
-    split: whether of features of which this rank has some; None where it is over hidden ones."""
+    split: whether of features of which this rank has some; None where it is over hidden ones.
+    weighs: whether it has a weight."""
     wide, tile = sizes.wide, sizes.tile
     tokens = sizes.between if split is None else sizes.sharing.tokens
     some = bool(sizes.mesh_rows) if split is None else split
-    how = NormKind(sizes.kind.wide_norms or some, some)
+    how = NormKind(sizes.kind.wide_norms or some, some, weighs)
     if tile and tile < tokens and not split:
         share = tile / tokens
         module = lambda parts: rms_norm(  # noqa: E731

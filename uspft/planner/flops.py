@@ -89,14 +89,13 @@ def layer_flops(
     windows: the sliding window of each layer, or None where it sees all. The embedding is looked
     up, and costs none; so is the rule of a layer with a state left out, a hundredth of its layer.
     """
-    heads, tokens = (1, model.heads, model.head_dim), rows.rows[0].length
-    kinds = (projections_of_layers(model, n)[-1][0] for n in (0, len(windows)))
-    met, of_state = (sum(one.met for one in projections) for projections in kinds)
-    layers = [
-        step_flops(of_state if one == NO_KEYS else met, tokens, int(rows.pairs(one)), heads)
-        for one in windows
-    ]
-    return layers, step_flops(head_projection(model).met, tokens, 0, heads)
+    tokens, layers = rows.rows[0].length, list[float]()
+    for window in windows:
+        ((projections, _),) = projections_of_layers(model, [window])
+        met = sum(one.met for one in projections)
+        heads = 1, model.heads, model.of_window(window).head_dim
+        layers.append(step_flops(met, tokens, int(rows.pairs(window)), heads))
+    return layers, step_flops(head_projection(model).met, tokens, 0, (1, model.heads, 1))
 
 
 def cut_by_flops(
@@ -107,7 +106,7 @@ def cut_by_flops(
     kinds = Counter(windows)
     # Of padding alone no query sees a key.
     one = layer_flops(model, [*kinds], DrawnRows((Segments((0,), 1),)))
-    heads = 12.0 * model.heads * model.head_dim
     token = one[1] + sum(f * count for f, count in zip(one[0], kinds.values(), strict=True))
-    seen = tuple((w, heads * n) for w, n in kinds.items() if w != NO_KEYS)
+    pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
+    seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
     return Cut(chunks, multiple, token, seen)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from uspft.families import ModelShape, state_layers
+from uspft.families import ModelShape, layer_windows, state_layers
 from uspft.planner.operations import (
     WIDE,
     Angles,
@@ -45,6 +45,10 @@ class LayerKind:
     """Whether queries and keys are normed, a head at a time."""
     normed_together: bool = False
     """Whether they are normed over all heads, before these are told apart."""
+    normed_values: bool = False
+    """Whether values are normed so too, by norms without weights."""
+    keys_are_values: bool = False
+    """Whether values are what keys are made of, and have no projection."""
     gated: bool = False
     """Whether queries are projected with as many features that gate attention's output."""
     fused: bool = False
@@ -92,6 +96,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "phi3": LayerKind(fused=True, turned=turned_in_part),
     "gemma2": LayerKind(_GEMMA, wide_norms=True),
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
+    "gemma4_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, normed_values=True),
     "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "qwen3_5_text": _GATED,
@@ -127,6 +132,13 @@ def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     turned = raw.get("rotary_dim", kind.turned_share * shape.head_dim) / shape.head_dim
     share = float(raw.get("partial_rotary_factor", turned))
     kind = replace(kind, qkv_bias=shape.attention_bias, turned_share=share)
+    if shape.seeing_all:
+        windows, (_, dim) = layer_windows(shape), shape.seeing_all
+        wider = {1.0 if window else dim / shape.head_dim for window in windows}
+        # Of a proportional share the rest turns by nothing.
+        kind = replace(kind, turned_share=1.0, angles=kind.angles * sum(wider))
+        alike = replace(kind, keys_are_values=shape.of_window(None).keys_are_values)
+        return tuple(kind if window else alike for window in windows)
     if shape.model_type == "glm4_moe":
         kind = replace(kind, normed_heads=bool(raw.get("use_qk_norm")))
     if shape.model_type == "olmo_hybrid":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters, reuse_distance
-from uspft.families import FAMILIES, NO_KEYS, state_layers
+from uspft.families import FAMILIES, NO_KEYS, layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -322,6 +322,9 @@ def unpredicted(
         "an expert that every token meets": bool(shape.shared_features)
         and not inner_features(shape, 1),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
+        "embeddings of each layer": bool(shape.layer_features),
+        "layers that use the keys of others": bool(shape.borrowers),
+        "a state in groups of heads": bool(options.at_once) and FAMILIES[shape.model_type].states,
     }
     return tuple(what for what, here in found.items() if here)
 
@@ -425,7 +428,10 @@ def _layers(
             if window == NO_KEYS:
                 state = StateHeads.of(shape, layout, options.element, tokens)
             known[key] = LayerSizes(
-                replace(_sharing(shape, layout, tokens, options, seen, kind.sinks), behind=behind),
+                replace(
+                    _sharing(shape.of_window(window), layout, tokens, options, seen, kind.sinks),
+                    behind=behind,
+                ),
                 shape.hidden_size,
                 inner,
                 kind,
@@ -512,31 +518,6 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -
         layout.tensor,
         between,
     )
-
-
-def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
-    """Return the window of each layer in keys; None where it sees all, NO_KEYS where it has no
-    attention."""
-    window, family = shape.window, FAMILIES[shape.model_type]
-    types, layers = shape.raw.get("layer_types"), range(shape.layers)
-    if family.states:
-        return tuple(NO_KEYS if state else None for state in state_layers(shape))
-    one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
-    if window is None or (one_for_all and not types):
-        return (window,) * shape.layers
-    if types:
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if family.windows == "switched":
-        if shape.model_type == "smollm3":  # those without rotary positions
-            every = int(shape.raw.get("no_rope_layer_interval", 4))
-            turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
-            return tuple(None if turned[i] else window for i in layers)
-        first = shape.raw.get("max_window_layers", 28)
-        if shape.model_type == "qwen2_moe":  # every other one of the first
-            return tuple(None if i >= first or i % 2 else window for i in layers)
-        return tuple(window if i >= first else None for i in layers)
-    full = 6 if shape.model_type == "gemma3_text" else 2
-    return tuple(window if (i + 1) % full else None for i in layers)
 
 
 def fits(memory: Memory, card_bytes: float) -> bool:

@@ -110,6 +110,8 @@ def why_no_mesh(
         return "experts are not split"
     if family.states:
         return "layers with a state are not split on a mesh"
+    if model.seeing_all:
+        return "heads of two sizes are not split on a mesh"
     qkv, out, gate_up, down = slices
     algorithm = MeshSlice(rows * columns, (rows, columns), (qkv, out, gate_up, down))
     wrong = algorithm.problems(model.heads, model.kv_heads, model.hidden_size)

@@ -137,6 +137,8 @@ class NormKind(NamedTuple):
     """Whether its weight multiplies in float32."""
     summed: bool = False
     """Whether ranks have some features each (model/divided.py), whose squares they sum."""
+    weighs: bool = True
+    """Whether it has a weight."""
 
 
 def rms_norm(
@@ -147,6 +149,8 @@ def rms_norm(
     scale = _mean_square(tape, inner, WIDE * number, how)
     inner = multiplied(tape, inner, scale)
     del scale
+    if not how.weighs:
+        return _as(tape, inner, x.size)
     if how.wide:
         return _as(tape, multiplied(tape, inner, tape.parameter(trains)), x.size)
     return multiplied(tape, _as(tape, inner, x.size), tape.parameter(trains))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from uspft.families import FAMILIES, ModelShape, state_layers, state_sizes
+from uspft.families import FAMILIES, NO_KEYS, ModelShape, layer_windows, state_sizes
 from uspft.families.projections import (
     COLUMNS,
     GATED_QUERY,
@@ -63,14 +65,16 @@ class ProductShape:
 
 def layer_projections(shape: ModelShape) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
-    MLP or of the experts."""
+    MLP or of the experts; keys and values that a layer does not make have no outputs."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     gated = 1 + has_gated_heads(shape)
+    keys = 0 if shape.borrows_keys else kv_heads
+    values = 0 if shape.keys_are_values else keys
     found = [
         ProductShape(hidden, gated * heads, "outputs", gated * dim),
-        ProductShape(hidden, kv_heads, "outputs", dim),
-        ProductShape(hidden, kv_heads, "outputs", dim),
+        ProductShape(hidden, keys, "outputs", dim),
+        ProductShape(hidden, values, "outputs", dim),
         ProductShape(heads, hidden, "inputs", dim),
     ]
     met, experts, inner = shape.met_experts, shape.experts, shape.intermediate_size
@@ -137,18 +141,59 @@ def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
 
 
 def projections_of_layers(
-    shape: ModelShape, states: int | None = None
+    shape: ModelShape, windows: Sequence[int | None] | None = None
 ) -> list[tuple[list[ProductShape], int]]:
     """Return the projections of each kind of layer, with how many layers are of it.
 
-    states: how many have a state; None: as the config says.
+    windows: of each layer; None: as the config says.
     """
-    with_attention = [*layer_projections(shape), *shared_projections(shape).values()]
-    states = sum(state_layers(shape)) if states is None else states
-    found = [(with_attention, shape.layers - states)]
-    if states:
-        found.append(([*state_projections(shape).values(), *with_attention[4:]], states))
-    return found
+    windows, kinds = layer_windows(shape) if windows is None else windows, Counter[_Kind]()
+    own = shape.layers - shape.borrowers if len(windows) == shape.layers else len(windows)
+    for borrows, part in ((False, windows[:own]), (True, windows[own:])):
+        for window, count in Counter(part).items():
+            sees_all = window is None and shape.seeing_all is not None
+            kinds[_Kind(sees_all, window == NO_KEYS, borrows)] += count
+    return [(_projections(shape, kind), count) for kind, count in kinds.items()]
+
+
+class _Kind(NamedTuple):
+    sees_all: bool
+    """Of a model with heads of two sizes."""
+    state: bool
+    borrows: bool
+
+
+def _projections(shape: ModelShape, kind: _Kind) -> list[ProductShape]:
+    of = shape.of_window(None) if kind.sees_all else shape
+    of = of.borrowing if kind.borrows else of
+    every = [*layer_projections(of), *shared_projections(of).values()]
+    into = state_projections(of).values() if kind.state else every[:4]
+    made = [one for one in into if one.outputs]
+    return [*made, *every[4:], *added_projections(of).values()]
+
+
+def added_projections(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name the projections by which a layer adds its own embedding of a token; none
+    where it has no such."""
+    hidden, own = shape.hidden_size, shape.layer_features
+    if not own:
+        return {}
+    into, out = ProductShape(hidden, own), ProductShape(own, hidden)
+    return {"per_layer_input_gate": into, "per_layer_projection": out}
+
+
+def outside_modules(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name what makes the embeddings of each layer, the look-up first; none where layers
+    have no such."""
+    own = shape.layer_features
+    if not own:
+        return {}
+    words, every = int(shape.full["vocab_size_per_layer_input"]), shape.layers * own
+    return {
+        "model.embed_tokens_per_layer": ProductShape(words, every),
+        "model.per_layer_model_projection": ProductShape(shape.hidden_size, every),
+        "model.per_layer_projection_norm": ProductShape(1, own),
+    }
 
 
 def head_projection(shape: ModelShape) -> ProductShape:
@@ -168,7 +213,8 @@ def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
         for projections, count in projections_of_layers(shape)
     )
     layer = layers // max(1, shape.layers)
-    return head * (1 if shape.tied else 2) + shape.hidden_size, layer + 2 * shape.hidden_size
+    outside = sum(one.parameters for one in outside_modules(shape).values()) + shape.hidden_size
+    return head * (1 if shape.tied else 2) + outside, layer + 2 * shape.hidden_size
 
 
 def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:
@@ -185,4 +231,5 @@ def met_parameters(shape: ModelShape) -> int:
         count * sum(one.met for one in projections)
         for projections, count in projections_of_layers(shape)
     )
-    return layers + head_projection(shape).met
+    outside = [*outside_modules(shape).values()][1:2]  # neither look-up nor norm
+    return layers + head_projection(shape).met + sum(one.met for one in outside)

@@ -6,7 +6,7 @@ The order is that of the one price (step.py) and the one memory formula (memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -52,6 +52,9 @@ SAID = 3
 LEAST_SECONDS = 0.005
 """Of a part that is named, as a share of the first layout's step."""
 
+LongerBy = Callable[[Layout, Options], Options]
+"""A function that gives options under which rows are longer, of a layout's options."""
+
 
 @dataclass(frozen=True)
 class Ranked:
@@ -90,10 +93,12 @@ class Ranked:
         algorithm = self.algorithm or self.way.algorithm(self.step, self.hardware.ranks_per_host)
         return self.layout, algorithm, self.hardware
 
-    @property
+    @cached_property
     def card(self) -> float | None:
-        """The bytes of a card; None where ranks are on CPUs."""
-        return self.hardware.memory.bytes if self.hardware.device else None
+        """The bytes of a card; None where ranks are on CPUs, or where nothing predicts memory."""
+        if not self.hardware.device or self.needs.unpredicted(self.layout, self.options):
+            return None
+        return self.hardware.memory.bytes
 
     @cached_property
     def memory(self) -> Memory:
@@ -104,9 +109,7 @@ class Ranked:
     def room(self) -> bool | None:
         """Whether a card has what a rank needs; None where ranks are on CPUs, or where that is not
         known."""
-        if self.card is None or self.needs.unpredicted(self.layout, self.options):
-            return None
-        return not self.hopeless and fits(self.memory, self.card)
+        return None if self.card is None else not self.hopeless and fits(self.memory, self.card)
 
     @property
     def fits(self) -> bool:
@@ -121,14 +124,14 @@ class Ranked:
     @cached_property
     def hopeless(self) -> bool:
         """Whether a card has less than what a rank needs at least, which is worked out sooner."""
-        if self.card is None or self.needs.unpredicted(self.layout, self.options):
+        if self.card is None:
             return False
         return self.needs.least(self.layout, self.options) > USABLE_SHARE * self.card
 
     @cached_property
     def longest_row(self) -> int | None:
         """The longest row in tokens that fits a card; None on CPUs, or where it is not known."""
-        if self.card is None or self.needs.unpredicted(self.layout, self.options):
+        if self.card is None:
             return None
         return self.needs.longest_row(self.layout, self.options, self.card)
 
@@ -233,19 +236,20 @@ def ranking(
     *,
     own: Way | None = None,
     why_not: WhyNot | None = None,
+    saving: LongerBy | None = None,
 ) -> Ranking:
     """Return the layouts of a space in their order: those that fit first, then by their seconds.
 
     Each stands there as the best of its ways to run, the recipe's own as it is asked for. The
     search goes by closed forms; where these are not exact, the first SHORTLIST are priced again as
     rows are dealt out to ranks, and stand in that order. own: the recipe's, which is never left
-    out. why_not: what else than the step speaks against a way.
+    out. why_not: what else than the step speaks against a way. saving: what the longest rows run
+    with, of options that say how these do.
     """
-    legal = legal_for(step, hardware.ranks_per_host)
-    found = ways(ranks, space, lambda way: legal(way) or (why_not and why_not(way)) or None)
+    found = ways(ranks, space, legal_for(step, hardware.ranks_per_host, why_not))
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
-    needs, search = Needs(step.model, step.row.length), replace(step, dealt=False)
+    needs, search = Needs(step.model, step.row.length, saving), replace(step, dealt=False)
     memo: price.Memo = {}
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
@@ -352,8 +356,8 @@ class _Listed(Sequence[Ranked]):
 class Needs:
     """What ranks need for rows of one length, remembered by what it depends on."""
 
-    def __init__(self, model: ModelShape, row_tokens: int) -> None:
-        self._model, self._tokens = model, row_tokens
+    def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
+        self._model, self._tokens, self._saving = model, row_tokens, saving
         self._states: dict[tuple[object, ...], State] = {}
         self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 
@@ -377,6 +381,8 @@ class Needs:
 
     def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
         """Return the longest row in tokens that fits a card, or 0."""
+        if self._saving:
+            options = self._saving(layout, options)
         return longest_of(lambda row: self.of(layout, options, row).peak_bytes, layout, card_bytes)
 
     def unpredicted(self, layout: Layout, options: Options) -> tuple[str, ...]:

@@ -79,10 +79,10 @@ def _rule_seconds(step: StepShape, sizes: StateSizes, heads: float, hardware: Ha
 
 
 def _work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> StateWork:
-    frozen, element = cast("Hashable", algorithm), step.element_bytes
+    frozen, of = cast("Hashable", algorithm), (sizes, step.element_bytes, step.attention.at_once)
     if step.sample is None and (step.dealt or is_whole(step.row, None)):
-        return state_work(frozen, step.row, sizes, element)
-    whole = state_work(frozen, Segments.single(step.row.length), sizes, element)
+        return state_work(frozen, step.row, *of)
+    whole = state_work(frozen, Segments.single(step.row.length), *of)
     if step.sample is None or algorithm.ring == 1:
         return whole
     # A document of a share of the row meets so many of the ring's ranks.
@@ -96,12 +96,19 @@ def _less(cost: Cost, share: float) -> Cost:
 
 
 @lru_cache(maxsize=4096)
-def state_work(frozen: Hashable, row: Segments, sizes: StateSizes, element_bytes: int) -> StateWork:
-    """Return what one layer with a state sends for a row. frozen: the algorithm, a dataclass."""
+def state_work(
+    frozen: Hashable,
+    row: Segments,
+    sizes: StateSizes,
+    element_bytes: int,
+    at_once: int | None = None,
+) -> StateWork:
+    """Return what one layer with a state sends for a row. frozen: the algorithm, a dataclass.
+    at_once: as of Forwards."""
     algorithm = cast("Algorithm", frozen)
     order = algorithm.token_order(row)
     once, again = (
-        state_cost(row, order, algorithm.ulysses, sizes, element_bytes, Forwards(n, n), n)
+        state_cost(row, order, algorithm.ulysses, sizes, element_bytes, Forwards(n, n, at_once), n)
         for n in (1, 2)
     )
 

@@ -42,7 +42,7 @@ from uspft.planner.products import (
 from uspft.planner.spread import Spread
 from uspft.planner.stages import links_of, message_bytes, stages_of
 from uspft.planner.state_step import state_parts
-from uspft.planner.step_shape import StepPart, StepShape, StepTime
+from uspft.planner.step_shape import NOTHING, StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.planner.zero_time import (
     HeldBytes,
@@ -122,11 +122,15 @@ def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
     rows = step.sample or DrawnRows((step.row,))
-    pairs = sum(count * rows.pairs(window) for window, count in layers.items() if window != NO_KEYS)
+    pairs = sum(
+        count * rows.pairs(window) * model.of_window(window).head_dim
+        for window, count in layers.items()
+        if window != NO_KEYS
+    )
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
-    shape = (len(step.windows), model.heads, model.head_dim)
-    mean = int(step.step_rows * pairs / max(1, len(step.windows)))
-    return step_flops(parameters, tokens, mean, shape, frozen=int((1 - step.trained) * parameters))
+    shape = (1, model.heads, 1)  # pairs have all layers and features
+    frozen = int((1 - step.trained) * parameters)
+    return step_flops(parameters, tokens, int(step.step_rows * pairs), shape, frozen=frozen)
 
 
 def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
@@ -149,7 +153,7 @@ def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
     """Yield the matrix products of one forward and backward, the head's last."""
     model, tokens = step.model, step.tokens(layout)
     copies = step.copies if layout.tensor > 1 else 1
-    for projections, layers in projections_of_layers(model, states_of(step)):
+    for projections, layers in projections_of_layers(model, step.windows):
         forward = backward = 0.0
         for one in projections:
             part = one.on(layout.tensor)
@@ -184,17 +188,12 @@ def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPar
     tokens = step.tokens(layout)
     elements = sum(
         layers * _elements_per_token(step, layout, projections)
-        for projections, layers in projections_of_layers(step.model, states_of(step))
+        for projections, layers in projections_of_layers(step.model, step.windows)
     )
     # Its backward reads and writes twice as much.
     between = (step.forwards + 2) * 2 * step.element_bytes * tokens * elements
     logits = LOSS_PASSES * 4 * tokens * head_projection(step.model).on(layout.mesh_columns).outputs
     return StepPart("elementwise", hardware.memory_seconds(between + logits))
-
-
-def states_of(step: StepShape) -> int:
-    """Return how many of a step's layers have a state and no attention."""
-    return list(step.windows).count(NO_KEYS)
 
 
 def _elements_per_token(
@@ -240,20 +239,20 @@ def attention_forward(
 ) -> list[StepPart]:
     """Return what one layer's attention takes forward, once, and what it moves."""
     work = _work(step, layout, algorithm, window)
-    return _one_way(step, layout, hardware, work, work.forward, backward=False)
+    return _one_way(step.of_window(window), layout, hardware, work, work.forward, backward=False)
 
 
 def _attention_backward(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, window: int | None
 ) -> list[StepPart]:
     work = _work(step, layout, algorithm, window)
-    return _one_way(step, layout, hardware, work, work.backward, backward=True)
+    return _one_way(step.of_window(window), layout, hardware, work, work.backward, backward=True)
 
 
 def _work(
     step: StepShape, layout: Layout, algorithm: Algorithm, window: int | None
 ) -> AttentionWork:
-    heads = local_heads(step.model, layout.mesh_columns)
+    heads = local_heads(step.model.of_window(window), layout.mesh_columns)
     frozen = cast("Hashable", algorithm)  # a dataclass that is
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
         found = attention_of_row(frozen, step.row, heads, step.element_bytes, window)
@@ -557,20 +556,12 @@ def _apart(
         few = replace(step, model=model, windows=windows)
         found: dict[str, StepPart] = {}
         for part in forward_and_backward(few, layout, algorithm, hardware):
-            so_far = found.get(part.name, StepPart(part.name, 0.0))
-            sums = (a + b for a, b in zip(so_far[1:], part[1:], strict=True))
-            found[part.name] = StepPart(part.name, *sums)
+            found[part.name] = found.get(part.name, NOTHING).plus(part)
         return found
 
     without = whole()
-    none = StepPart("", 0.0)
     return {
-        window: [
-            StepPart(
-                name, *(a - b for a, b in zip(p[1:], without.get(name, none)[1:], strict=True))
-            )
-            for name, p in whole(window).items()
-        ]
+        window: [without.get(p.name, NOTHING).times(-1).plus(p) for p in whole(window).values()]
         for window in dict.fromkeys(step.windows)
     }, [*without.values()]
 

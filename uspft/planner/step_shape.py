@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from uspft.families import ModelShape
@@ -33,6 +33,9 @@ class StepPart(NamedTuple):
     def plus(self, other: StepPart) -> StepPart:
         """Return the sum of both, under the other's name."""
         return StepPart(other.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
+
+
+NOTHING = StepPart("", 0.0)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
+
+    def of_window(self, window: int | None) -> StepShape:
+        """Return the step of a model all of whose layers are as those with a window."""
+        model = self.model.of_window(window)
+        return self if model is self.model else replace(self, model=model)
 
     @property
     def hides(self) -> bool:

@@ -8,26 +8,29 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families import ModelShape, state_layers, state_sizes
+from uspft.families import ModelShape, layer_windows, state_layers, state_sizes
 from uspft.families.projections import STATE_LAYER, STATE_OWN
 from uspft.planner.layer_kinds import LAYER_KINDS, Norms
 from uspft.planner.products import (
     SHARED_EXPERT,
     SHARED_EXPERTS,
     ProductShape,
+    added_projections,
     head_projection,
     layer_projections,
+    outside_modules,
     shared_projections,
     state_projections,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    | {"per_layer_input_gate", "per_layer_projection"}
     | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj", "shared_expert_gate"}
 )
 """The last words of the projections of a layer."""
@@ -67,6 +70,12 @@ class Trained:
     def __bool__(self) -> bool:
         return bool(self.weights or self.adapters)
 
+    def of_experts(self) -> Trained:
+        """Return what of it is experts'."""
+        return Trained(
+            *(frozenset(filter(_of_experts, one)) for one in (self.weights, self.adapters))
+        )
+
 
 def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, ProductShape]:
     """Return the modules of a layer that have weights, by name, each with its matrix.
@@ -75,7 +84,9 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
     """
     kind = LAYER_KINDS[shape.model_type]
     query, key, value, out, *router, gate, up, down = layer_projections(shape)
-    found = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
+    found = {"self_attn.q_proj": query}
+    made = {"self_attn.k_proj": key, "self_attn.v_proj": value}
+    found |= {name: one for name, one in made.items() if one.outputs}
     if kind.fused:
         found = {"self_attn.qkv_proj": _together(query, key, value)}
     found["self_attn.o_proj"] = out
@@ -89,12 +100,17 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
         found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:
         found |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
+    if shape.layer_features:
+        found |= added_projections(shape)
+        found["post_per_layer_input_norm"] = ProductShape(1, shape.hidden_size)
     norms = Norms() if state else kind.norms
     found |= {name: ProductShape(1, shape.hidden_size) for name in norms if name}
     if (kind.normed_heads or kind.normed_together) and not state:
         heads = (query.outputs, key.outputs) if kind.normed_together else (shape.head_dim,) * 2
         found |= {
-            f"self_attn.{n}_norm": ProductShape(1, h) for n, h in zip("qk", heads, strict=True)
+            f"self_attn.{n}_norm": ProductShape(1, h)
+            for n, h in zip("qk", heads, strict=True)
+            if n == "q" or not shape.borrows_keys
         }
     return found
 
@@ -123,22 +139,38 @@ def trained_layers(
     shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
 ) -> tuple[Trained, ...]:
     """Return what of each layer trains. freeze: regular expressions over parameters' names."""
+    kinds, numbers = modules_of_kinds(shape)
+    return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze)
+
+
+def modules_of_kinds(
+    shape: ModelShape,
+) -> tuple[list[dict[str, ProductShape]], tuple[int, ...]]:
+    """Return the modules of each kind of layer, with attention first, and of which kind each layer
+    is."""
     states = state_layers(shape)
-    kinds = tuple(tuple(layer_modules(shape, state=n)) for n in (False, *[True] * any(states)))
-    return _trained(states, kinds, lora, freeze)
+    if any(states):
+        return [layer_modules(shape, state=n) for n in (False, True)], tuple(map(int, states))
+    each, windows = shape.of_each_size, layer_windows(shape)
+    numbers = [(window is None) * (len(each) - 1) for window in windows]
+    if shape.borrowers:
+        first = shape.layers - shape.borrowers
+        numbers = [n + len(each) * (at >= first) for at, n in enumerate(numbers)]
+        each = (*each, *(one.borrowing for one in each))
+    return [layer_modules(one) for one in each], tuple(numbers)
 
 
 @lru_cache(maxsize=64)
 def _trained(
-    states: tuple[bool, ...],
+    numbers: tuple[int, ...],
     kinds: tuple[tuple[str, ...], ...],
     lora: Lora | None,
     freeze: tuple[str, ...],
 ) -> tuple[Trained, ...]:
-    """kinds: the names of the modules of a layer, and of one with a state where there are any."""
+    """numbers: of which kind each layer is. kinds: the names of the modules of each."""
     found: list[Trained] = []
-    for number, state in enumerate(states):
-        at, names = f"model.layers.{number}", kinds[state]
+    for number, kind in enumerate(numbers):
+        at, names = f"model.layers.{number}", kinds[kind]
         weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
         adapted = [n for n in names if lora and lora.adapts(n)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
@@ -213,52 +245,76 @@ def counts_of(
 ) -> ParameterCounts:
     """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
     the ranks that divide those of a layer."""
-    states = state_layers(shape)
-    both = [layer_modules(shape, state=n) for n in (False, *[True] * any(states))]
-    modules = {name: one.on(tensor) for kind in both for name, one in kind.items()}
-    for name in [name for name in modules if name.startswith(EXPERTS)]:
-        modules[name] = replace(modules[name], copies=modules[name].copies // experts)
+    kinds, numbers = modules_of_kinds(shape)
+    held = [_Held.of(kind, tensor, lora, experts) for kind in kinds]
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
-    adapter = (
-        {name: lora.rank * (one.inputs + one.outputs) * one.copies for name, one in modules.items()}
-        if lora
-        else {}
-    )
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
     every_layer = trained_layers(shape, lora, freeze)
-    layers = Counter(every_layer[number] for number in mine.layers)
-    beside = {name: size for name, size in adapter.items() if lora and lora.adapts(name)}
-    held = [sum(modules[n].parameters + beside.get(n, 0) for n in kind) for kind in both]
-    trained = experts_trained = 0
-    for one, number in layers.items():
-        for name in filter(_of_experts, one.weights if experts > 1 else ()):
-            experts_trained += number * modules[name].parameters
-        for name in filter(_of_experts, one.adapters if experts > 1 else ()):
-            experts_trained += number * adapter[name]
-        trained += number * sum(modules[name].parameters for name in one.weights)
-        trained += number * sum(adapter[name] for name in one.adapters)
+    layers = Counter((every_layer[number], numbers[number]) for number in mine.layers)
+    met = [(one, held[kind], number) for (one, kind), number in layers.items()]
+    trained = sum(number * sum(here.sizes_of(one)) for one, here, number in met)
     trained += mine.last * outside[LAST_NORM] * shape.hidden_size
+    more = {name: one.parameters for name, one in outside_modules(shape).items()}
+    train = [size for n, size in more.items() if not lora and not _frozen(f"{n}.weight", freeze)]
+    trained += sum(train)
     tables = [outside[EMBEDDING]] * mine.first
     tables += [outside[HEAD]] * (mine.last and not shape.tied)
     trained += sum(tables) * head
     every = len(tables) * head + mine.last * shape.hidden_size
-    every += sum(held[states[number]] for number in mine.layers)
-    sizes = [modules[name].parameters for one in layers for name in one.weights]
-    sizes += [adapter[name] for one in layers for name in one.adapters]
-    sizes += [head] * any(tables)
+    every += sum(held[numbers[number]].every for number in mine.layers) + sum(more.values())
+    sizes = [size for one, here, _ in met for size in here.sizes_of(one)]
+    sizes += [head] * any(tables) + train
     head *= mine.first or mine.last
-    vectors = any(modules[name].inputs == 1 for one in layers for name in one.weights)
-    of_experts = sum(
-        modules[name].parameters + beside.get(name, 0) for name in filter(_of_experts, modules)
-    )
+    divided = [(one.of_experts(), here, number) for one, here, number in met if experts > 1]
     return ParameterCounts(
         every,
         trained,
         max(sizes, default=0),
-        max(held),
-        max(one.parameters for one in modules.values()),
+        max(one.every for one in held),
+        max(matrix.parameters for one in held for matrix in one.modules.values()),
         head,
-        len(mine.layers) * of_experts * (experts > 1),
-        experts_trained,
-        vectors,
+        sum(number * here.of_experts for _, here, number in divided),
+        sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
+        any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
     )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The modules of a kind of layer as a tensor rank holds them."""
+
+    modules: Mapping[str, ProductShape]
+    adapters: Mapping[str, int]
+    """The parameters of an adapter beside each."""
+    adapted: frozenset[str]
+    """The names of those that have one."""
+
+    @classmethod
+    def of(
+        cls, kind: Mapping[str, ProductShape], tensor: int, lora: Lora | None, experts: int
+    ) -> _Held:
+        modules = {name: one.on(tensor) for name, one in kind.items()}
+        for name in filter(_of_experts, kind):
+            modules[name] = replace(modules[name], copies=modules[name].copies // experts)
+        rank = lora.rank if lora else 0
+        adapters = {n: rank * (m.inputs + m.outputs) * m.copies for n, m in modules.items()}
+        return cls(modules, adapters, frozenset(n for n in kind if lora and lora.adapts(n)))
+
+    def sizes_of(self, trained: Trained) -> list[int]:
+        """Return the sizes of the parameters that train."""
+        own = [self.modules[name].parameters for name in trained.weights]
+        return own + [self.adapters[name] for name in trained.adapters]
+
+    def _sum(self, names: Iterable[str]) -> int:
+        return sum(
+            self.modules[name].parameters + self.adapters[name] * (name in self.adapted)
+            for name in names
+        )
+
+    @property
+    def every(self) -> int:
+        return self._sum(self.modules)
+
+    @property
+    def of_experts(self) -> int:
+        return self._sum(filter(_of_experts, self.modules))

@@ -17,9 +17,8 @@ from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
 from uspft.layout import Layout, layout_of, settled_layout
 from uspft.planner.mesh_tuner import Tuning
-from uspft.prepare.cluster import cluster_of, gpu_count, gpu_name
 from uspft.prepare.files import file_findings, find_paths, in_the_way
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, cluster_of, gpu_count, gpu_name
 from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
 from uspft.prepare.memory import exchange_findings, memory_sentence, memory_unknown
@@ -100,9 +99,7 @@ class Examined:
         if self.shape is None or self.known.cluster is None or self.is_open:
             return None
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
-        free, grouped = asked.recompute == AUTO, asked.attention_heads == AUTO
-        of = self.recipe, self.shape, self.layout, hardware
-        return memory_sentence(*of, free=free, grouped=grouped)
+        return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked)
 
     @property
     def memory_unknown(self) -> str:

@@ -15,7 +15,7 @@ from uspft.config import Fault, Finding, Recipe, dump, load
 from uspft.data.faults import grouped
 from uspft.data.files.sources import STDLIB, is_hub_id, list_files
 from uspft.families.shape import HUB_ID
-from uspft.prepare.cluster import shipped
+from uspft.prepare.known import shipped
 from uspft.prepare.output import ANOTHER, KEY, output_of
 from uspft.written import LOGS, is_of_a_run, is_written, written
 

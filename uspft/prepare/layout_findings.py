@@ -52,14 +52,15 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
         return wrong
     if wrong := _copies(recipe, shape):
         return wrong
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
-    if shape and heads and layout.tensor > 1:
-        if wrong := _tensor(recipe, layout, shape):
-            return wrong
-        heads = heads.on(layout.mesh_columns)
+    if shape and layout.tensor > 1 and (wrong := _tensor(recipe, layout, shape)):
+        return wrong
     # A model that is not here is taken to have as many heads as the degree needs.
-    wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
-    problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
+    wide = [Heads(layout.ulysses, layout.ulysses, 1)]
+    if shape:
+        each = (Heads(one.heads, one.kv_heads, one.head_dim) for one in shape.of_each_size)
+        wide = [one.on(layout.mesh_columns) for one in each]
+    algorithm, length = of_recipe(recipe, layout), recipe.data.sequence_length
+    problems = next(filter(None, (algorithm.problems(length, one) for one in wide)), [])
     problems = problems + stage_findings(recipe, layout, shape) + _experts(layout, shape)
     return problems + _accumulation(recipe, layout)
 
@@ -103,9 +104,12 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         what = f"is meshslice, and experts, which `{kind}` has, do not lie on a mesh yet"
         remedy = f"write megatron, or name a model of type {', '.join(able)}"
         return [("parallel_config.tensor_parallel_algo", what, remedy)]
-    algorithm = tensor_algorithm(recipe.parallel_config, layout)
-    found = algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
-    return found or _states(layout, shape)
+    if shape.seeing_all and layout.is_mesh:
+        what = f"is meshslice, and heads of two sizes, which `{kind}` has, do not lie on a mesh yet"
+        return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
+    algorithm, hidden = tensor_algorithm(recipe.parallel_config, layout), shape.hidden_size
+    each = (algorithm.problems(one.heads, one.kv_heads, hidden) for one in shape.of_each_size)
+    return next(filter(None, each), []) or _states(layout, shape)
 
 
 def _states(layout: Layout, shape: ModelShape) -> list[Finding]:

@@ -1,10 +1,19 @@
-"""The making of a job: a recipe gets its model and data, and the checkpoint to go on from."""
+"""The stages in which a recipe becomes a job before ranks start; each adds what it finds out.
+
+    examine       what is written, and what this machine shows (prepare/examine.py)
+    with_model    the model's folder and sizes
+    with_data     the tokenised data, its formats and first rows; the layouts that `auto` becomes
+    job_of        what ranks are given
+    prepare_job   all of it for a run, with the checkpoint to go on from
+
+Each returns the examination with more facts (`Known`), by which every `auto` is settled again.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -19,19 +28,66 @@ from uspft.checkpoint.folder import (
 from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, differences, identity_of
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.data import Corpus
+from uspft.data import Corpus, formats_of
 from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
 from uspft.parameters.digest import base_digest
+from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.make_plan import chunk_prices_of, prices_of
 from uspft.prepare.memory import exchange_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import last_step, output_of, space_needed
-from uspft.prepare.stages import job_of, with_data, with_model
-from uspft.prepare.tokenizer import exported_tokenizer, serving_of
+from uspft.prepare.tokenizer import exported_tokenizer, fetched, serving_of
+from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
+
+
+def with_model(found: Examined, place: Invocation) -> Examined:
+    """Return the examination with the model on this host; a hub model is downloaded.
+
+    Raises Fault as `Examined.knowing_model` does.
+    """
+    return found.knowing_model(fetched(found.recipe.model, place.cache))
+
+
+def with_data(
+    found: Examined, place: Invocation, screen: Console, *, keeps: bool | None = None
+) -> Examined:
+    """Return the examination with the data tokenised, and with the algorithm and layouts that
+    `auto` becomes by it.
+
+    keeps: as of `weighing`. Raises DataError, and Fault where no layout fits.
+    """
+    assert found.shape  # its config is here
+    corpus, evaluation = prepare_data(found.here, found.shape, place, screen)
+    rows, formats = first_rows(found.here, corpus), formats_of(found.recipe.data)
+    found = found.knowing(corpus=corpus, evaluation=evaluation, rows=rows, formats=formats)
+    if not found.is_open:
+        return found
+    found = knowing_memory(found, place.meeting)
+    return weighing(found, lengths_of(found.here, corpus), keeps=keeps)
+
+
+def job_of(found: Examined, place: Invocation, identity: dict[str, Any], **more: Any) -> Job:
+    """Return what ranks are given of a recipe whose model and data are ready.
+
+    identity, more: other fields of the job.
+    """
+    return Job(
+        found.recipe,
+        found.corpus,
+        steps_of(found.recipe, found.corpus),
+        identity,
+        command=place.command,
+        places=found.known.places,
+        prices=prices_of(found),
+        chunk_prices=chunk_prices_of(found),
+        **more,
+    )
+
 
 STEP = "step of the checkpoint"
 """The name under which host 0 tells the others which checkpoint is whole."""

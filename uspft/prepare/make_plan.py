@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
@@ -19,10 +21,11 @@ from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way
-from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
+from uspft.prepare.known import cluster_of
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
+from uspft.prepare.memory import saving_most
 from uspft.prepare.pipelines import says_layers
 from uspft.prepare.step import matrices_of, stage_of, step_shape
 from uspft.segments import Segments
@@ -100,8 +103,9 @@ def ranking_of(found: Examined, step: StepShape) -> Ranking:
 
     why_not = wrong_in(recipe, step.model, hardware, open_keys(asked))
     options = options_of(recipe, found.layout)
-    ranks = found.layout.ranks
-    return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)
+    saving = partial(saving_most, asked.memory, step.model)
+    how: dict[str, Any] = {"own": own, "why_not": why_not, "saving": saving}
+    return ranking(step, found.layout.ranks, space, hardware, options, **how)
 
 
 def chunk_prices_of(found: Examined) -> ChunkPrices | None:

@@ -1,30 +1,175 @@
-"""The making of what `verify` compares: as many layers as one process holds, and every layout that
-the recipe can run in."""
+"""The making of what `verify` compares: as many layers as one process holds, by an estimate before
+anything is built, and every layout that the recipe can run in."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
 
 from uspft.config import Fault, Finding, InputError, Recipe
+from uspft.config.algorithms import AUTO, OBJECTIVES
 from uspft.config.pipeline_rules import beside_stages
 from uspft.config.problems import COMMAND_LINE
 from uspft.layout import Layout
+from uspft.model.build import empty_model
+from uspft.model.hf_config import attention_of
+from uspft.model.tile_sizes import tile_tokens
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
-from uspft.prepare.depth import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
+from uspft.planner.memory import USABLE_SHARE, Options, memory_of, options_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import run_findings
+from uspft.prepare.make_job import job_of, with_data, with_model
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
 from uspft.prepare.pipelines import with_stages
-from uspft.prepare.stages import job_of, with_data, with_model
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
+    from uspft.families import ModelShape
+
+MAX_PLAIN_TOKENS = 4096
+"""The longest row in tokens for which plain transformers runs: its float32 logits are whole."""
+GIB = 1 << 30
+_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
+_ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({count})))"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides the memory of one process that holds its rows whole."""
+
+    shape: ModelShape
+    kinds: tuple[Hashable, ...]
+    """What each layer is, as far as layers differ."""
+    row_tokens: int
+    options: Options
+    beside_bytes: int = 0
+    """What plain transformers needs beside what the formula knows, once."""
+
+    def need_bytes(self, depth: int) -> int:
+        """Return the bytes that one process needs for the first `depth` layers."""
+        types = self.shape.raw.get("layer_types")
+        raw = {**self.shape.raw, "layer_types": types[:depth]} if types else self.shape.raw
+        shape = replace(self.shape, layers=depth, raw=raw)
+        predicted = memory_of(shape, Layout(), self.row_tokens, options=self.options)
+        return predicted.peak_bytes + predicted.host_bytes + self.beside_bytes
+
+    @property
+    def shallowest(self) -> int:
+        """The smallest number of layers, from the first, among which every kind of layer is."""
+        return max(self.kinds.index(kind) for kind in self.kinds) + 1
+
+
+def sizes_of(recipe: Recipe, config: Any, shape: ModelShape, *, with_plain: bool) -> Sizes:
+    """Return the sizes of a recipe's model on one process, which no stage of ZeRO divides.
+
+    with_plain: whether plain transformers runs there too, in float32, with all logits at once.
+    """
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    kinds: list[list[Hashable]] = [[kind] for kind in types]
+    for kind, turned in zip(kinds, getattr(config, "no_rope_layers", None) or (), strict=False):
+        kind.append(turned)
+    for name, parameter in empty_model(config, config.dtype).named_parameters():
+        if place := _LAYER.search(name):
+            kinds[int(place[1])].append((place[2], parameter.shape))
+    alone, beside = replace(options_of(recipe, Layout()), zero_stage=0), 0
+    tokens = recipe.data.sequence_length
+    if with_plain:
+        alone = replace(alone, dtype="float32", micro_batch=1, loss_tile=None, mlp_tile=None)
+        beside = score_bytes(config, tokens)
+    elif alone.loss_tile is None and recipe.memory.loss_tile_tokens == AUTO:
+        alone = replace(alone, loss_tile=tile_tokens(AUTO, config.vocab_size))
+    return Sizes(shape, tuple(map(tuple, kinds)), tokens, alone, beside)
+
+
+def score_bytes(config: Any, length_tokens: int) -> int:
+    """Return about how many bytes of float32 scores one layer's attention keeps.
+
+    Scores are kept as they are, capped, masked, as weights, and as their gradient; 0 where
+    transformers does not write them out.
+    """
+    written_out = attention_of(config) == "eager"
+    return 5 * 4 * config.num_attention_heads * length_tokens**2 if written_out else 0
+
+
+def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
+    """Return why plain transformers is not run beside one process, or None where it is.
+
+    memory: the bytes that one process has.
+    """
+    length = recipe.data.sequence_length
+    if not OBJECTIVES[recipe.training.objective].plain:
+        return f"it does not compute what training.objective: {recipe.training.objective} asks for"
+    if length > MAX_PLAIN_TOKENS:
+        return f"rows have {length:,} tokens, and it takes {MAX_PLAIN_TOKENS:,} at most"
+    if recipe.model.adapter and recipe.model.adapter.dropout:
+        return "peft draws an adapter's dropout in another way"
+    # Whole logits, their exponentials and gradients: a quarter of the memory at most.
+    if 4 * 3 * 4 * length * config.vocab_size > memory:
+        return f"the logits of {length:,} tokens take too much memory"
+    if 4 * score_bytes(config, length) > memory:
+        return f"transformers writes out every score of {length:,} tokens, and they take too much"
+    return None
+
+
+def fitting_depth(sizes: Sizes, memory: int) -> int:
+    """Return how many layers at most one process with this memory in bytes holds.
+
+    Raises Fault where the fewest layers among which every kind of layer is do not fit.
+    """
+    usable = USABLE_SHARE * memory
+    for depth in range(len(sizes.kinds), sizes.shallowest - 1, -1):
+        if sizes.need_bytes(depth) <= usable:
+            return depth
+    needed = sizes.need_bytes(sizes.shallowest) / GIB
+    what = (
+        f"one process would need about {needed:.3g} GiB with {sizes.shallowest} of "
+        f"{len(sizes.kinds)} layers, and has {usable / GIB:.3g} GiB"
+    )
+    remedy = "verify shorter rows, fewer launch.processes, or on a machine with more memory"
+    raise Fault([("data.sequence_length", what, remedy)])
+
+
+def with_depth(recipe: Recipe, depth: int) -> Recipe:
+    """Return the recipe with only the first `depth` layers of its model, dealt out anew."""
+    overrides = {**recipe.model.overrides, "num_hidden_layers": depth}
+    for key in ("layer_types", "no_rope_layers"):
+        if overrides.get(key):
+            overrides[key] = list(overrides[key])[:depth]
+    model = recipe.model.model_copy(update={"overrides": overrides})
+    dealt = {"layers_per_stage": None, "offset": None}
+    parallel = recipe.parallel_config.model_copy(update=dealt)
+    return recipe.model_copy(update={"model": model, "parallel_config": parallel})
+
+
+def memory_here(recipe: Recipe) -> int:
+    """Return the bytes for one process: the fullest GPU's free memory, or the host's ÷ processes.
+
+    GPUs are asked by another process, which gives them back when it ends. Raises RuntimeError where
+    they cannot be asked.
+    """
+    processes = recipe.launch.processes
+    assert isinstance(processes, int)
+    if recipe.launch.device == "cuda":
+        command = [sys.executable, "-c", _ASK_GPU.format(count=processes)]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        if asked.returncode:
+            raise RuntimeError(f"the GPUs' free memory cannot be read: {asked.stderr.strip()}")
+        return int(asked.stdout)
+    return int(psutil.virtual_memory().available) // processes
+
 
 STEPS = 3
 """How many steps are compared where the command does not say."""

@@ -13,6 +13,7 @@ from uspft.metrics import as_size
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.memory import (
     RECOMPUTES,
+    Options,
     fits,
     longest_row,
     memory_of,
@@ -22,6 +23,7 @@ from uspft.planner.products import layer_projections
 
 if TYPE_CHECKING:
     from uspft.config import Finding, Recipe
+    from uspft.config.recipe import MemoryBlock
     from uspft.families import ModelShape
     from uspft.planner.machine import Hardware
 
@@ -47,9 +49,8 @@ def fitting_heads(
     where attention cannot work in groups, it is all.
     """
     options = options_of(recipe, layout)
-    able = bool(hardware.device) and not FAMILIES[shape.model_type].why_all_heads
-    able = able and not _shares_rows(shape, layout.mesh_columns)
-    if not able or recipe.parallel_config.on_a_mesh or recipe.memory.recompute == "exchange":
+    able = bool(hardware.device) and _has_groups(shape, layout)
+    if not able or recipe.memory.recompute == "exchange":
         return "all"
     at_once: int | None = None
     for at_once in (None, *range(shape.heads // shape.kv_heads, 0, -1)):
@@ -60,21 +61,32 @@ def fitting_heads(
     return at_once or "all"
 
 
+def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: Options) -> Options:
+    """Return options under which rows are the longest: of what a recipe leaves open, the most of
+    attention is made again, in the smallest groups of heads."""
+    if asked.recompute == AUTO and options.checkpointing:
+        options = replace(options, recompute=RECOMPUTES[-1])
+    grouped = asked.attention_heads == AUTO and options.recompute != "exchange"
+    if grouped and _has_groups(shape, layout):
+        options = replace(options, at_once=1)
+    return options
+
+
+def _has_groups(shape: ModelShape, layout: Layout) -> bool:
+    """Return whether `auto` may have attention of a model in groups of heads under a layout."""
+    alike = not (FAMILIES[shape.model_type].states or shape.seeing_all)
+    return alike and not layout.is_mesh and not _shares_rows(shape, layout.mesh_columns)
+
+
 def memory_sentence(
     recipe: Recipe,
     shape: ModelShape,
     layout: Layout,
     hardware: Hardware,
-    *,
-    free: bool,
-    grouped: bool = False,
+    asked: MemoryBlock,
 ) -> str | None:
     """Return what a rank needs beside what its card has, for a person; None where the formula
-    does not know.
-
-    free: whether longer rows may have more of attention made again. grouped: whether they may have
-    attention in smaller groups of heads.
-    """
+    does not know. asked: what the recipe leaves open, which longer rows may have otherwise."""
     options = options_of(recipe, layout)
     predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
     if predicted.unpredicted:
@@ -92,10 +104,7 @@ def memory_sentence(
     card = hardware.memory.bytes
     lacking = "" if fits(predicted, card) else ", which is too much"
     said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
-    if free and options.checkpointing:
-        options = replace(options, recompute=RECOMPUTES[-1])
-    if grouped and not FAMILIES[shape.model_type].why_all_heads:
-        options = replace(options, at_once=1)
+    options = saving_most(asked, shape, layout, options)
     longest = longest_row(shape, layout, card, options=options)
     said.append(f"the longest row that fits is {_tokens(longest)}")
     if options.checkpointing and not options.offload_activations and options.schedule.chunks == 1:
@@ -149,10 +158,9 @@ def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) ->
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []
-    if why := FAMILIES[shape.model_type].why_all_heads:
-        able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)
-        what = f"is {asked}, and `{shape.model_type}` {why}"
-        return [(key, what, f"write all, or name a model of type {able}")]
+    if shape.seeing_all:
+        what = f"is {asked}, and layers of `{shape.model_type}` have heads of two sizes"
+        return [(key, what, "write all")]
     if _shares_rows(shape, tensor):
         what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
         return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]

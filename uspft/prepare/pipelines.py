@@ -10,14 +10,13 @@ from uspft.config.algorithms import AUTO
 from uspft.config.messages import as_written
 from uspft.config.strategies import strategies_of
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES, NO_KEYS
+from uspft.families import FAMILIES, NO_KEYS, layer_windows
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, fits, offset, stated
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.chunks import chunk_multiple
 from uspft.planner.flops import cut_by_flops
-from uspft.planner.memory import layer_windows
 from uspft.planner.stages import stages_of
 from uspft.segments import Segments
 from uspft.sequence.rows.chunks import Cut
@@ -40,6 +39,9 @@ def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
         able = ", ".join(name for name, family in FAMILIES.items() if family.cut)
         what = f"is {ranks}, and stages of `{shape.model_type}` are not available yet"
         return f"{place}.pipeline_stage", what, f"write 1, or name a model of type {able}"
+    if shape.joined_layers:
+        what = f"is {ranks}, and stages of {shape.joined_layers} are not available yet"
+        return f"{place}.pipeline_stage", what, "write 1"
     if wrong := fits(shape.layers, ranks, virtual):
         return wrong[0]
     if parallel.layers_per_stage is not None:

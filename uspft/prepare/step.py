@@ -8,8 +8,8 @@ from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.families import ModelShape
-from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of
+from uspft.families import ModelShape, layer_windows
+from uspft.planner.memory import RECOMPUTES, lora_of
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of
 from uspft.segments import Segments

@@ -129,6 +129,9 @@ def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
         return shape
     missing = sum(token not in own for token in model.add_tokens)
     size = max(shape.vocab_size, max(own.values()) + 1 + missing)
+    if size > shape.vocab_size and shape.layer_features:
+        what = "asks for more tokens than there are embeddings of each layer, which do not grow yet"
+        return [(KEY, what, "leave it out, or name tokens that the tokenizer has")]
     return replace(shape, vocab_size=size, raw={**shape.raw, "vocab_size": size})
 
 

@@ -26,7 +26,7 @@ from uspft.prepare.step import matrices_of
 from uspft.prepare.tokenizer import tokenizer_here, tokenizer_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
-from uspft.switching.choose.choice import SwitchingChoice, beside_static, choose
+from uspft.switching.choose.choice import beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
 from uspft.switching.choose.layout_set import LayoutSet
 from uspft.switching.choose.priced import Setting, priced
@@ -48,11 +48,13 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
 
 
 def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
-    """Return the lengths of a recipe's samples from the cache; None where the data was not
+    """Return the lengths of a recipe's samples, read or from the cache; None where the data was not
     tokenised before, or where that cannot be told without a network. Nothing is written. Raises
     DataError.
     """
     recipe = found.here
+    if found.known.corpus:
+        return lengths_of(recipe, found.known.corpus)
     with tokenizer_here(recipe) as tokenizer:
         if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
             return None
@@ -110,7 +112,7 @@ def weighing(
         if not choice.switches and choice.best_static is None:
             raise Fault([_too_much(found.recipe, setting)])
     else:
-        choice = _listed(found, setting, drawn)
+        choice = beside_static(_listed(found, setting, drawn), drawn)
     weighed = found.knowing(weighed=Weighed(choice, drawn, source))
     findings = run_findings(weighed.recipe, weighed.layout, weighed.shape)
     if findings := findings + exchange_findings(weighed.recipe, weighed.layout):
@@ -145,8 +147,19 @@ def _setting(found: Examined) -> Setting:
     )
 
 
-def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
-    """Return the predicted time of the layouts that a recipe lists, and of every static layout."""
+def mix_seconds(found: Examined, place: Invocation) -> float | None:
+    """Return the predicted seconds of a step under a recipe's strategies; None where the lengths of
+    the data are not known here. Raises as `lengths_here` does."""
+    lengths = lengths_here(found, place)
+    if not lengths:
+        return None
+    data, samples = found.recipe.data, found.recipe.training.global_batch_size
+    drawn = DrawnSteps(lengths, samples, data.sequence_length, data.packing)
+    return _listed(found, _setting(found), drawn).seconds(drawn)
+
+
+def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> LayoutSet:
+    """Return the layouts that a recipe lists."""
     buckets = []
     for alone, layout in found.each_layout:
         parallel, length = alone.parallel_config, alone.data.sequence_length
@@ -158,7 +171,7 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
         buckets.append(priced(here, way, length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     stored = min(one.layout.tensor for one in buckets)
-    return beside_static(LayoutSet(setting, tuple(buckets), stored, moves), drawn)
+    return LayoutSet(setting, tuple(buckets), stored, moves)
 
 
 def has_strategies(found: Examined) -> bool:
@@ -180,18 +193,24 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
     recipe = found.here
     if found.shape is None:
         return None
+    if found.known.corpus:
+        return _rows_of(recipe, found.known.corpus)
     vocabulary = found.shape.vocab_size
     with tokenizer_here(recipe) as tokenizer:
         if tokenizer is not None or not tokenizer_of(recipe.model):
             corpus = prepared(recipe.data, tokenizer, vocabulary, cache_of(recipe, place))
             if corpus:
-                stream = training_rows(recipe.data, corpus, recipe.seed)
-                rows = _spread(range(stream.rows_in_epoch(0)))
-                segments = tuple(stream.row(number).segments for number in rows)
-                return DrawnRows(segments, "the data") if segments else None
+                return _rows_of(recipe, corpus)
         lengths = first_look(recipe.data, tokenizer, vocabulary).lengths
     packed = _packed(recipe, documents_of(recipe, lengths))
     return DrawnRows(packed, "the first records") if packed else None
+
+
+def _rows_of(recipe: Recipe, corpus: Path) -> DrawnRows | None:
+    stream = training_rows(recipe.data, corpus, recipe.seed)
+    rows = _spread(range(stream.rows_in_epoch(0)))
+    segments = tuple(stream.row(number).segments for number in rows)
+    return DrawnRows(segments, "the data") if segments else None
 
 
 def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:

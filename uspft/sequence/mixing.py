@@ -34,6 +34,69 @@ STATE = "state"
 """What transfers of layers with a state count as, those of heads apart."""
 
 
+class StateExchange:
+    """The exchange of tokens for heads of layers with a state, and back: differentiable.
+
+    A key head stands with several members where its value heads do, as with the key-value heads of
+    attention. In a group of one nothing moves.
+    """
+
+    def __init__(self, values: int, keys: int, share: Share, ulysses: Group) -> None:
+        first = share.ring_index * ulysses.size
+        self._tokens = share.tokens[first : first + ulysses.size]
+        self._heads, self._per_key = split_heads(values, keys, ulysses.size), values // keys
+        self._share, self._ulysses = share, ulysses
+
+    @property
+    def own(self) -> int:
+        """How many value heads this member has: none where the whole ring has none in its place,
+        and nothing to exchange."""
+        first, last = self._heads.query[self._ulysses.index]
+        return last - first
+
+    def there(self, x: Mixed) -> Mixed:
+        """Return this member's heads of the tokens of all its group, in the order of the row."""
+        if self._ulysses.size == 1:
+            return x
+        inside = Mixed(*_Scattered.apply(*x, self._heads, self._tokens, self._ulysses))
+        inside = Mixed(*map(self._sorted, inside))
+        (a, b), (c, d) = (of[self._ulysses.index] for of in (self._heads.query, self._heads.kv))
+        if b > a and b - a != (d - c) * self._per_key:
+            each = [head // self._per_key - c for head in range(a, b)]
+            keys = torch.tensor(each, device=x.v.device)
+            q, k = (part.index_select(1, keys) for part in inside[:2])
+            inside = inside._replace(q=q, k=k)
+        return inside
+
+    def slope_there(self, dout_tHV: Tensor) -> Tensor:
+        """Return this member's heads of the gradient of what came back, without one of its own."""
+        if self._ulysses.size == 1:
+            return dout_tHV
+        of = (self._heads.query,), self._tokens, self._ulysses
+        return self._sorted(exchange_heads((dout_tHV,), *of)[0])
+
+    def back(self, out_ThV: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens."""
+        if self._ulysses.size == 1:
+            return out_ThV
+        if (both := self._both_ways(out_ThV.device)) is not None:
+            out_ThV = out_ThV.index_select(0, both[1])
+        return gather_heads(out_ThV, self._heads, self._tokens, self._ulysses)
+
+    def _sorted(self, x: Tensor) -> Tensor:
+        both = self._both_ways(x.device)
+        return x if both is None else x.index_select(0, both[0])
+
+    def _both_ways(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        sorting = self._share.sorting
+        if sorting is None:
+            return None
+        found: tuple[Tensor, Tensor] = self._share.once(
+            ("sorting", device), lambda: both_ways(sorting, device)
+        )
+        return found
+
+
 def mix(
     x: Mixed,
     share: Share,
@@ -45,37 +108,20 @@ def mix(
     itself; differentiable.
 
     x: of this rank's tokens, with all heads. groups: Ulysses and ring. around: calls what runs
-    between exchanges of heads; None: as any function. A key head stands with several members where
-    its value heads do, as with the key-value heads of attention.
+    between exchanges of heads; None: as any function.
     """
     ulysses, ring = groups
     if ulysses.size == 1:
         return mix_over_states(x, share.chains, rule, ring)
-    first = share.ring_index * ulysses.size
-    tokens = share.tokens[first : first + ulysses.size]
-    value, key = x.v.shape[1], x.k.shape[1]
-    heads = split_heads(value, key, ulysses.size)
-    inside = Mixed(*_Scattered.apply(*x, heads, tokens, ulysses))
-    sorting, device = share.sorting, x.v.device
-    if sorting is not None:
-        index_T, received_T = share.once(("sorting", device), lambda: both_ways(sorting, device))
-        inside = Mixed(*(part.index_select(0, index_T) for part in inside))
-    (a, b), (c, d) = (of[ulysses.index] for of in (heads.query, heads.kv))
-    per_key = value // key
-    out_ThV = inside.v
-    if b > a:  # else the whole ring has no head in this place, and nothing to exchange
-        if b - a != (d - c) * per_key:
-            keys = torch.tensor([head // per_key - c for head in range(a, b)], device=device)
-            q, k = (part.index_select(1, keys) for part in inside[:2])
-            inside = inside._replace(q=q, k=k)
+    exchange = StateExchange(x.v.shape[1], x.k.shape[1], share, ulysses)
+    inside = exchange.there(x)
+    if not exchange.own:
+        return exchange.back(inside.v)
 
-        def run(inputs: tuple[Tensor, ...]) -> Tensor:
-            return mix_over_states(Mixed(*inputs), share.chains, rule, ring)
+    def run(inputs: tuple[Tensor, ...]) -> Tensor:
+        return mix_over_states(Mixed(*inputs), share.chains, rule, ring)
 
-        out_ThV = around(run, inside) if around else run(inside)
-    if sorting is not None:
-        out_ThV = out_ThV.index_select(0, received_T)
-    return gather_heads(out_ThV, heads, tokens, ulysses)
+    return exchange.back(around(run, inside) if around else run(inside))
 
 
 class _Scattered(torch.autograd.Function):

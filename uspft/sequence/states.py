@@ -78,61 +78,91 @@ class _OverStates(torch.autograd.Function):
         group: Group,
     ) -> Tensor:
         x = Mixed(q_TGK, k_TGK, v_THV, g_TH, beta_TH)
-        out: dict[Fragment, Tensor] = {}
-        summaries: dict[Fragment, _Summary] = {}
-        for fragment in _real(chains.mine):
-            part = part_of(x, fragment)
-            if fragment in chains.first:
-                out[fragment], state = rule(part, None)
-                summaries[fragment] = _Summary(None, state)
-            elif fragment not in chains.last:
-                summaries[fragment] = _summary(part, rule)
-        like = _state_like(x)
-        ways = chains.sends, chains.takes, chains.first
-        every = summaries | _exchanged(summaries, ways, group, like, crossing=chains.crossing)
-        entering = entering_states(chains, every)
-        for fragment, state in entering.items():
-            out[fragment] = rule(part_of(x, fragment), state)[0]
-        kept = [f for f in chains.mine if f in entering and f not in chains.last]
-        passes = [summaries[f].passes for f in kept]
-        ctx.save_for_backward(*x, *entering.values(), *(m for m in passes if m is not None))
-        ctx.of = chains, rule, group, tuple(entering), tuple(kept)
-        return laid(v_THV, out)
+        out, kept = mixed_forward(x, chains, rule, group)
+        ctx.save_for_backward(*x, *kept)
+        ctx.of = chains, rule, group
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:
-        chains, rule, group, entered, kept = ctx.of
-        saved = ctx.saved_tensors
-        states, passes = saved[5 : 5 + len(entered)], saved[5 + len(entered) :]
-        passes = dict(zip(kept, passes, strict=True))
-        with torch.enable_grad():
-            x = Mixed(*(t.detach().requires_grad_() for t in saved[:5]))
-            state_of = {
-                f: s.detach().requires_grad_() for f, s in zip(entered, states, strict=True)
-            }
-            out, leaving = {}, {}
-            for fragment in _real(chains.mine):
-                out[fragment], end = rule(part_of(x, fragment), state_of.get(fragment))
-                if fragment not in chains.last:
-                    leaving[fragment] = end
-            whole = laid(x.v, out)
-        needed = list(state_of.values())
-        local = torch.autograd.grad(whole, needed, dout_THV, retain_graph=True) if needed else ()
-        like = _state_like(x)
-        mine = {f: _Summary(passes.get(f), d) for f, d in zip(state_of, local, strict=True)}
-        ways = chains.sends_back, chains.takes_back, chains.last
-        every = mine | _exchanged(mine, ways, group, like, crossing=chains.crossing)
-        dleaving = leaving_gradients(chains, every)
-        ends = [f for f in leaving if f in dleaving]
-        grads = torch.autograd.grad(
-            [whole, *(leaving[f] for f in ends)],
-            x,
-            [dout_THV, *(dleaving[f] for f in ends)],
-            allow_unused=True,  # a rank of padding alone uses none of them
-            materialize_grads=True,
-        )
-        return *grads, None, None, None
+        q, k, v, g, beta, *kept = ctx.saved_tensors
+        of = Mixed(q, k, v, g, beta), kept, dout_THV, *ctx.of
+        return *mixed_backward(*of), None, None, None
+
+
+def mixed_forward(
+    x: Mixed, chains: Chains, rule: StateRule, group: Group
+) -> tuple[Tensor, list[Tensor]]:
+    """Return what mix_over_states does, without a gradient, and what its backward takes beside x:
+    `kept_of` says how many tensors."""
+    out: dict[Fragment, Tensor] = {}
+    summaries: dict[Fragment, _Summary] = {}
+    for fragment in _real(chains.mine):
+        part = part_of(x, fragment)
+        if fragment in chains.first:
+            out[fragment], state = rule(part, None)
+            summaries[fragment] = _Summary(None, state)
+        elif fragment not in chains.last:
+            summaries[fragment] = _summary(part, rule)
+    like = _state_like(x)
+    ways = chains.sends, chains.takes, chains.first
+    every = summaries | _exchanged(summaries, ways, group, like, crossing=chains.crossing)
+    entering = entering_states(chains, every)
+    for fragment, state in entering.items():
+        out[fragment] = rule(part_of(x, fragment), state)[0]
+    passes = [summaries[f].passes for f in _entered(chains) if f not in chains.last]
+    kept = [*entering.values(), *(m for m in passes if m is not None)]
+    return laid(x.v, out), kept
+
+
+def mixed_backward(
+    x: Mixed,
+    kept: Sequence[Tensor],
+    dout_THV: Tensor,
+    chains: Chains,
+    rule: StateRule,
+    group: Group,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x. kept: what mixed_forward returned."""
+    entered = _entered(chains)
+    middle = [f for f in entered if f not in chains.last]
+    states, passes = kept[: len(entered)], dict(zip(middle, kept[len(entered) :], strict=True))
+    with torch.enable_grad():
+        x = Mixed(*(t.detach().requires_grad_() for t in x))
+        state_of = {f: s.detach().requires_grad_() for f, s in zip(entered, states, strict=True)}
+        out, leaving = {}, {}
+        for fragment in _real(chains.mine):
+            out[fragment], end = rule(part_of(x, fragment), state_of.get(fragment))
+            if fragment not in chains.last:
+                leaving[fragment] = end
+        whole = laid(x.v, out)
+    needed = list(state_of.values())
+    local = torch.autograd.grad(whole, needed, dout_THV, retain_graph=True) if needed else ()
+    like = _state_like(x)
+    mine = {f: _Summary(passes.get(f), d) for f, d in zip(state_of, local, strict=True)}
+    ways = chains.sends_back, chains.takes_back, chains.last
+    every = mine | _exchanged(mine, ways, group, like, crossing=chains.crossing)
+    dleaving = leaving_gradients(chains, every)
+    ends = [f for f in leaving if f in dleaving]
+    return torch.autograd.grad(
+        [whole, *(leaving[f] for f in ends)],
+        x,
+        [dout_THV, *(dleaving[f] for f in ends)],
+        allow_unused=True,  # a rank of padding alone uses none of them
+        materialize_grads=True,
+    )
+
+
+def _entered(chains: Chains) -> list[Fragment]:
+    """Return this rank's fragments that a state enters."""
+    return [f for f in _real(chains.mine) if f not in chains.first]
+
+
+def kept_of(chains: Chains) -> int:
+    """Return how many tensors the backward of mix_over_states takes beside x."""
+    entered = _entered(chains)
+    return len(entered) + sum(f not in chains.last for f in entered)
 
 
 class _Summary(NamedTuple):

@@ -26,6 +26,7 @@ from uspft.comm import (
     start_sum_parts,
     sum_parts,
 )
+from uspft.tensor.put_off import PutOff
 from uspft.tensor.sums import KIND
 
 Start = Callable[[Tensor, Group], Waited]
@@ -35,9 +36,11 @@ Start = Callable[[Tensor, Group], Waited]
 class Crossing:
     """One copy's way between what lies between blocks and a block, either way."""
 
-    def __init__(self, there: Start, back: Start, group: Group) -> None:
-        """there: what is begun forward; back: backward, with the gradient."""
+    def __init__(self, there: Start, back: Start, group: Group, put_off: PutOff) -> None:
+        """there: what is begun forward; back: backward, with the gradient. put_off: has products
+        that can be made while the gradient is awaited."""
         self._there, self._back, self._group = there, back, group
+        self._put_off = put_off
         self._waited: Waited | None = None
 
     def begin(self, x: Tensor) -> Tensor:
@@ -54,8 +57,10 @@ class Crossing:
         """Start the transfer one way."""
         self._waited = (self._back if backward else self._there)(x, self._group)
 
-    def finish(self) -> Tensor:
+    def finish(self, *, backward: bool) -> Tensor:
         """Wait for the one under way."""
+        if backward:
+            self._put_off.one()
         assert self._waited
         waited, self._waited = self._waited, None
         return waited()
@@ -71,14 +76,14 @@ class _Begun(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.crossing.finish(), None
+        return ctx.crossing.finish(backward=True), None
 
 
 class _Awaited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begun: Tensor, crossing: Crossing) -> Tensor:
         ctx.crossing = crossing
-        return crossing.finish()
+        return crossing.finish(backward=False)
 
     @staticmethod
     @once_differentiable
@@ -87,20 +92,20 @@ class _Awaited(torch.autograd.Function):
         return gradient.new_empty(0), None
 
 
-def into_block(group: Group, *, splits_tokens: bool) -> Crossing:
+def into_block(group: Group, *, splits_tokens: bool, put_off: PutOff) -> Crossing:
     """Return a copy's way into a block: [t, d] → [T, d] where tokens are split, else the same
     tokens, whose gradient is summed."""
     if splits_tokens:
-        return Crossing(_gather, _sum_parts, group)
-    return Crossing(_as_it_is, _sum, group)
+        return Crossing(_gather, _sum_parts, group, put_off)
+    return Crossing(_as_it_is, _sum, group, put_off)
 
 
-def out_of_block(group: Group, *, splits_tokens: bool) -> Crossing:
+def out_of_block(group: Group, *, splits_tokens: bool, put_off: PutOff) -> Crossing:
     """Return a copy's way out of a block: the sum over ranks, [T, d] → [t, d] where tokens are
     split."""
     if splits_tokens:
-        return Crossing(_sum_parts, _gather, group)
-    return Crossing(_sum, _as_it_is, group)
+        return Crossing(_sum_parts, _gather, group, put_off)
+    return Crossing(_sum, _as_it_is, group, put_off)
 
 
 def _gather(x_td: Tensor, group: Group) -> Waited:

@@ -17,7 +17,7 @@ from uspft.config.strategies import layouts_of
 from uspft.metrics import peak_memory_bytes
 from uspft.model.build import parameter_count
 from uspft.model.expert_load import ExpertLoad
-from uspft.model.hf_config import heads_of, layer_windows
+from uspft.model.hf_config import heads_of_layers, layer_windows
 from uspft.pipeline.stages import stages_of
 from uspft.planner.flops import peak_flops, step_flops
 from uspft.sequence import Heads
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from uspft.data.rows.loader import Size
     from uspft.engine.step import StepResult
     from uspft.world import World
+
+
+LOADS = 64
+"""Lines of a run, beside the last, that have the load of every expert."""
 
 
 class Meter:
@@ -44,12 +48,12 @@ class Meter:
         self._frozen = self._parameters - trained
         device = run.engine.device
         self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-        every = layer_windows(run.config)
+        every = [*zip(layer_windows(run.config), heads_of_layers(run.config), strict=True)]
         self._layers = len(every)
-        self._windows = {
+        self._kinds = {
             stages: Counter(every[n] for n in here) for stages, here in layers_here(run).items()
         }
-        """By how many stages there are, how many layers of this rank have each window."""
+        """By how many stages there are, how many layers of this rank have each window and heads."""
         self._experts = ExpertLoad(run.model, run.engine.holders, device)
         run.world.books.close()
 
@@ -92,8 +96,15 @@ class Meter:
             record["switch_seconds"] = result.switch_seconds
         told = {name: result.means[name] for name in others}
         record |= {name: value if math.isfinite(value) else None for name, value in told.items()}
-        record |= self._experts.told()
+        record |= self._experts.told(each=self._tells_loads(step))
         return record | ({"skipped": True} if result.skipped else {})
+
+    def _tells_loads(self, step: int) -> bool:
+        """Tell whether a step's line has the load of every expert: at most LOADS of a run, which
+        are many numbers where a model has many layers."""
+        every, last = self._run.job.recipe.logging.every_steps, self._run.job.last_step
+        apart = every * -(-last // (every * LOADS))
+        return step % apart == 0 or step == last
 
     def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:
         """Return the layouts of a step's rows, in the same order on every rank."""
@@ -127,19 +138,20 @@ class Meter:
 
     def _work(self, batch: Batch) -> float:
         """Return the pairs of query and key that this ring rank computes in its stages' layers,
-        times this rank's share of the heads, divided by the number of all layers."""
-        pairs = sum(
-            count * batch.share.with_window(window).area / self._layers
-            for window, count in self._windows[batch.world.layout.pipeline].items()
+        times the features of this rank's share of the heads, divided by the number of all
+        layers."""
+        return sum(
+            count
+            * batch.share.with_window(window).area
+            * features_here(heads, batch.world)
+            / self._layers
+            for (window, heads), count in self._kinds[batch.world.layout.pipeline].items()
         )
-        return pairs * share_of_heads(heads_of(self._run.config), batch.world)
 
     def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
         if self._peak is None:
             return None
-        config = self._run.config
-        heads = heads_of(config)
-        shape = config.num_hidden_layers, heads.query, heads.dim
+        shape = self._layers, 1, 1  # pairs have all features
         flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
 
@@ -157,8 +169,8 @@ def layers_here(run: Run) -> dict[int, list[int]]:
     return found
 
 
-def share_of_heads(every: Heads, world: World) -> float:
-    """Return the share of a model's query heads that this rank of a world computes."""
-    here, place = every.on(world.layout.mesh_columns), world.mesh.ulysses
-    first, last = split_heads(here.query, here.kv, place.size).query[place.index]
-    return (last - first) / every.query
+def features_here(every: Heads, world: World) -> int:
+    """Return the features of those query heads of a layer that this rank of a world computes."""
+    mine, place = every.on(world.layout.mesh_columns), world.mesh.ulysses
+    first, last = split_heads(mine.query, mine.kv, place.size).query[place.index]
+    return (last - first) * every.dim

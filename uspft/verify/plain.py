@@ -194,6 +194,10 @@ def plain_config(block: ModelBlock) -> Any:
     source = block.config or block.name_or_path or ""
     raw = _raw(source if isinstance(source, dict) else Path(source))
     types, overrides = raw.get("layer_types"), block.overrides
+    if sizes := raw.pop("per_layer_config", None):  # those of layers that see all
+        alike = {"head_dim": raw.get("head_dim"), **next(iter(sizes.values()))}
+        raw["global_head_dim"] = alike["head_dim"]
+        raw["num_global_key_value_heads"] = alike.get("num_key_value_heads")
     raw |= overrides
     if types and "layer_types" not in overrides:
         layers = raw["num_hidden_layers"]

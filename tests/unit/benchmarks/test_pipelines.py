@@ -93,6 +93,7 @@ def test_steps_that_compute_are_held_to_what_their_actions_took() -> None:
 def test_copies_by_turns_are_held_to_their_way() -> None:
     setting = copies.Setting(100, 1, 2, 128, 64, (1, 2))
     seconds = {copies.COMPUTATION: [1.0], copies.TRANSFERS: [1.2], "1": [2.3], "2": [1.8]}
+    seconds[copies.AT_ONCE] = [1.3]
     part = {**ABOUT, "setting": setting.as_record(), "measured": {"seconds": seconds}}
     assert copies.way_gone(seconds, 2) == pytest.approx(0.5 / (2.3 - 1.7))
     assert report.wrong_copies(part) == []
@@ -111,7 +112,8 @@ def test_what_is_computed_alone_and_moved_alone_is_what_blocks_do() -> None:
     found, *_ = spawn(copies.HOSTS, meant)
     # Into and out of two blocks, forward and backward: half of the row each time.
     assert found["sent_bytes"] == 8 * 16 * 128 * 4
-    assert set(found["seconds"]) == {copies.COMPUTATION, copies.TRANSFERS, "1", "2"}
+    alone = {copies.COMPUTATION, copies.TRANSFERS, copies.AT_ONCE}
+    assert set(found["seconds"]) == {*alone, "1", "2"}
 
 
 def made(**slower: float) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from benchmarks.switching.predicted import predicted_seconds
 from benchmarks.switching.report import figures
 from benchmarks.switching.setting import Setting, make_jobs, make_model, make_samples
 from uspft.config.strategies import strategies_of
-from uspft.prepare.cluster import shipped
 from uspft.prepare.examine import Examined
+from uspft.prepare.known import shipped
 
 LENGTHS = (9, 20, 30, 64, 250, 512)
 ABOUT: dict[str, Any] = {

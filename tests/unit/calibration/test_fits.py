@@ -21,7 +21,7 @@ from uspft.calibration.points import (
 from uspft.planner.links import COLLECTIVES, SUMS
 from uspft.planner.machine import FIGURES, Hardware, read_hardware
 from uspft.planner.spread import Spread
-from uspft.prepare.cluster import shipped
+from uspft.prepare.known import shipped
 
 MESSAGES = [4**n for n in range(7, 13)]
 DAY = "2026-11-25"

@@ -238,7 +238,7 @@ def test_the_card_has_the_facts_and_the_recipe(exported: Exported) -> None:
 
 
 def test_every_family_is_exported() -> None:
-    assert ARCHITECTURES.keys() == FAMILIES.keys() and len(FAMILIES) == 23
+    assert ARCHITECTURES.keys() == FAMILIES.keys() and len(FAMILIES) == 24
 
 
 def test_what_is_not_a_conversation_ends_with_the_text(tmp_path: Path) -> None:

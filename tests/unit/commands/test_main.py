@@ -1,8 +1,9 @@
-"""`plan` predicts without torch, and `check` refuses without it: importing it takes seconds."""
+"""`plan` and `report` predict without torch and `check` refuses without it: it takes seconds."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,13 @@ import json, sys
 from uspft.commands.main import main
 imported = {}
 def told(what):
-    imported[what] = [name for name in sys.argv[2:] if name in sys.modules]
-import uspft.commands.plan, uspft.commands.check
+    imported[what] = [name for name in sys.argv[3:] if name in sys.modules]
+import uspft.commands.plan, uspft.commands.check, uspft.commands.report
 told("imports")
 assert main(["plan", sys.argv[1], "--ranks", "16", "--top", "2"]) == 0
 told("plan")
+assert main(["report", sys.argv[2]]) == 0
+told("report")
 assert main(["check", sys.argv[1], "--ranks", "16", "parallel_config.model_parallel=3"]) == 2
 told("refused")
 assert main(["check", sys.argv[1], "--ranks", "16"]) == 0
@@ -33,12 +36,18 @@ print(json.dumps(imported))
 """
 
 
-def test_plan_and_what_check_refuses_import_no_torch(tmp_path: Path) -> None:
+def test_plan_report_and_what_check_refuses_import_no_torch(tmp_path: Path) -> None:
     """A check of a model builds it, and imports torch for that."""
     (recipe := tmp_path / "recipe.yaml").write_text(RECIPE)
-    words = [sys.executable, "-c", CODE, str(recipe), *HEAVY]
+    (output := tmp_path / "out").mkdir()
+    (output / "recipe.yaml").write_text(f"{RECIPE[:-2]}, processes: 8}}\n")
+    (output / "environment.json").write_text('{"ranks": 16}')
+    (output / "metrics.jsonl").write_text('{"step": 1, "learning_rate": 1, "loss": 2}\n')
+    words = [sys.executable, "-c", CODE, str(recipe), str(output), *HEAVY]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     imported = json.loads(done.stdout.splitlines()[-1])
     assert imported.pop("check")[:2] == ["torch", "transformers"]  # else nothing would show
-    assert imported == {"imports": [], "plan": [], "refused": []}
+    assert imported == {"imports": [], "plan": [], "report": [], "refused": []}
+    page = (output / "report.html").read_text()
+    assert re.search(r"seconds of a step</td><td>[\d.]+</td>", page), "nothing was predicted"

@@ -149,6 +149,16 @@ def test_the_longest_row_is_worked_out_of_as_many_as_are_printed(planned: Run) -
     assert len(some) >= 30 and all(one["longest_row_tokens"] is not None for one in some)
 
 
+def test_the_longest_row_is_that_of_check(planned: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["memory.recompute=nothing"], ["memory.attention_heads=auto"]):
+        words = [LLAMA, *more, "--ranks", "8"]
+        assert main(["check", *words]) == 0
+        said = re.search(r"the longest row that fits is (\d+)k;", capsys.readouterr().out)
+        every = json.loads(planned(*words, "--json", "--top", "1"))
+        (own,) = [one for one in every["layouts"] if one["own"]]
+        assert said and own["longest_row_tokens"] == 1024 * int(said[1])
+
+
 def test_memory_and_the_longest_row_stand_for_matrices_on_a_mesh(planned: Run) -> None:
     words = ["recipes/llama3.1-70b-lora-mesh-32k.yaml", "--top", "3"]
     page = planned(*words)

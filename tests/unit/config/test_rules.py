@@ -13,19 +13,19 @@ from uspft.config.rules import RULES, broken
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     text = """\
-model: {dtype: bf16, config: c}
+model: {dtype: bf16, config: c, trust_remote_code: true}
 data: {packing: best, sequence_length: "4k"}
 sead: 1
 parallel_config: {context_parallel: 4}
 lr_schedule: {min_learning_rate: 1}
 training: {epochs: 1, steps: 10k}
-deepspeed: {zero_optimization: {stage: 1, offload_param: {device: cpu}}}
-logging: {report: true}"""
+deepspeed: {zero_optimization: {stage: 1, offload_param: {device: cpu}}}"""
     assert lines(tmp_path, text, BASE.replace("sequence_length: 4k", "format: text")) == [
         "r.yaml:2: model.dtype: unknown value `bf16`; did you mean `bfloat16`? "
         "Allowed: float32 | bfloat16",
         "r.yaml:2: model.config: stands beside `model.name_or_path`, and only one of them "
         "names the model; keep one and write null for the other",
+        "r.yaml:2: model.trust_remote_code: code from the hub is not available yet; write false",
         "r.yaml:3: data.packing: unknown value `best`; did you mean `best_fit`? "
         "Allowed: none | best_fit",
         "r.yaml:4: sead: unknown key `sead`; did you mean `seed`?",
@@ -37,7 +37,6 @@ logging: {report: true}"""
         'got the string "10k"; write 10000 or 10240',
         "r.yaml:8: deepspeed.zero_optimization.offload_param: needs ZeRO stage 3, "
         "and the stage is 1; write stage: 3, or leave it out",
-        "r.yaml:9: logging.report: the report is not available yet; write false",
     ]
 
 

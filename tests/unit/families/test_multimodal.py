@@ -48,7 +48,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str, tmp_path
     theirs = getattr(transformers, f"{name}Config")(text_config=dict(least), vision_config=vision)
     ours = shape(tmp_path, {"model_type": kind, "text_config": least, "vision_config": vision})
     text = theirs.get_text_config()
-    heads = (text.num_attention_heads, text.num_key_value_heads, text.head_dim)
+    layer = text.per_layer_config[0]
+    heads = (text.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
     assert (ours.heads, ours.kv_heads, ours.head_dim) == heads
     assert (ours.vocab_size, ours.max_positions) == (text.vocab_size, text.max_position_embeddings)
     assert ours.tied == theirs.tie_word_embeddings
@@ -56,7 +57,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str, tmp_path
     assert (ours.model_type, ours.layers, ours.whole_type) == (trained, 2, kind)
     assert ours.media == {key: getattr(theirs, key) for key in MULTIMODAL[kind].media}
     said = {"model_type": kind, "text_config": least, "image_token_id": 7, "video_token_id": 8}
-    assert [*media_tokens(said).values()] == [7, 8][: len(ours.media)]
+    assert [*media_tokens(said).values()][:2] == [7, 8][: len(ours.media)]
     rope = text.rope_parameters.get("full_attention", text.rope_parameters)
     assert ours.rope is None or ours.rope["rope_theta"] == rope["rope_theta"]
 

@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.shapes import LLAMA, PLAIN, QWEN3, read, shape, without
 from uspft.config.recipe import ModelBlock
-from uspft.families import FAMILIES, read_shape
+from uspft.families import FAMILIES, layer_windows, read_shape
 from uspft.model import hf_config
-from uspft.planner.memory import layer_windows
 
 
 def test_sizes_of_both_generations_of_config(tmp_path: Path) -> None:
@@ -51,17 +50,21 @@ def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
     for config in (QWEN3, LLAMA, {**QWEN3, "model_type": "qwen2"}, *bare, *fewest):
         ours = shape(tmp_path, config)
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4096 // 32)
-        assert ours.kv_heads == theirs.num_key_value_heads
+        windows = layer_windows(ours)
+        for window, layer in zip(windows, theirs.per_layer_config, strict=True):
+            of = ours.of_window(window)
+            assert of.head_dim == (getattr(layer, "head_dim", None) or 4096 // 32)
+            assert of.kv_heads == layer.num_key_value_heads
         assert ours.tied == theirs.tie_word_embeddings
         assert ours.rope is not None
         rope = theirs.rope_parameters
         for key, value in ours.rope.items():
             assert rope.get("full_attention", rope)[key] == value
         filled = FAMILIES[ours.model_type].defaults
-        for key in filled.keys() - ours.raw.keys() - {"head_dim", "sliding_window"}:
-            assert getattr(theirs, key) == filled[key]
-    assert len(bare) == 23
+        sizes = {"head_dim", "global_head_dim", "sliding_window"}
+        for key in filled.keys() - ours.raw.keys() - sizes:
+            assert getattr(theirs.per_layer_config[0], key) == filled[key]
+    assert len(bare) == 24
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -78,7 +81,7 @@ def test_windows_of_layers_are_those_of_transformers(kind: str, tmp_path: Path) 
         ours = shape(tmp_path, {**bare, **more})
         theirs = AutoConfig.from_pretrained(tmp_path)
         assert layer_windows(ours) == hf_config.layer_windows(theirs), more
-    assert len(FAMILIES) == 23
+    assert len(FAMILIES) == 24
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in FAMILIES},
     "gemma2": {"layer_types": [*TYPES, "full_attention"]},
     "gemma3_text": {"layer_types": [*TYPES, "full_attention"]},
+    "gemma4_text": {"layer_types": [*TYPES, "full_attention"]},
     "gpt_oss": {"layer_types": [*TYPES, "full_attention"]},
     "olmo_hybrid": {"layer_types": [*STATES, "full_attention", *STATES]},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1, 0]},
@@ -112,7 +113,7 @@ def test_stages_one_after_another_are_the_whole_model(kind: str) -> None:
 
 
 def test_every_family_has_what_its_stages_need() -> None:
-    assert len(FAMILIES) == 23 and {kind.split()[0] for kind in KINDS} == set(FAMILIES)
+    assert len(FAMILIES) == 24 and {kind.split()[0] for kind in KINDS} == set(FAMILIES)
     assert all(family.cut is not None for family in FAMILIES.values())
 
 

@@ -14,7 +14,7 @@ from uspft.planner.flops import PEAK_BF16
 from uspft.planner.links import COLLECTIVES, SUMS, Link
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.spread import Spread
-from uspft.prepare.cluster import shipped
+from uspft.prepare.known import shipped
 
 MIB = 1 << 20
 PAIR, FOUR = Spread.inside(2), Spread.inside(4)

@@ -48,6 +48,9 @@ MANY = {"num_attention_heads": 64, "num_key_value_heads": 16}
 STATES = {"linear_num_key_heads": 4, "linear_num_value_heads": 16}
 STATES |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 STATES |= {"layer_types": ["linear_attention", "full_attention"]}
+TWO_SIZES = {**MANY, "sliding_window": 512, "global_head_dim": 32, "attention_k_eq_v": True}
+TWO_SIZES |= {"num_global_key_value_heads": 4, "hidden_size_per_layer_input": 0}
+TWO_SIZES |= {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 SHARED = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 320}
 SHARED |= {"shared_expert_intermediate_size": 448}
@@ -61,6 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "long window": ("Mistral", {**MANY, "sliding_window": 6000}),
     "gemma2": ("Gemma2", {**MANY, "sliding_window": 512}),
     "gemma3": ("Gemma3Text", {"sliding_window": 512, "num_hidden_layers": 6}),
+    "gemma4": ("Gemma4Text", TWO_SIZES),
     "granite": ("Granite", {"attention_bias": True}),
     "olmo2": ("Olmo2", MANY),
     "phi3": ("Phi3", {**MANY, "partial_rotary_factor": 0.5, "pad_token_id": None}),
@@ -82,6 +86,8 @@ GATED = ("mixtral", "qwen3 moe")
 HYBRIDS = ("states", "states by groups", "states, experts", "states, norms behind")
 ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", *HYBRIDS[1:3])
 FUSED = ("phi3",)
+WHOLE_HEADS = (*HYBRIDS, "gemma4")
+"""Whose matrices lie on no mesh, and whose heads are attended with all at once."""
 
 
 def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
@@ -171,6 +177,8 @@ FEW = [
     Case("long window", "planned, stages", "attention", "some lora", "float32"),
     Case("gemma2", "tensor, ring", "attention, tiles", "all", "bfloat16"),
     Case("gemma3", "mesh 1 2", "nothing", "no mlp", "bfloat16"),
+    Case("gemma4", "tensor, ring", "exchange", "all", "bfloat16"),
+    Case("gemma4", "ulysses 4", "none, tiles", "lora", "float32"),
     Case("granite", "mesh 2 1", "attention", "some lora", "float32"),
     Case("olmo2", "tensor, tokens", "exchange", "all", "bfloat16"),
     Case("phi3", "mesh 2 2", "none", "all", "bfloat16"),
@@ -231,7 +239,7 @@ def legal(traits: tuple[Any, ...]) -> bool:
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
         return False
-    if case.model in HYBRIDS and ("mesh" in case.layout or grouped):
+    if case.model in WHOLE_HEADS and ("mesh" in case.layout or grouped):
         return False
     return case.trained != "some lora" or case.model not in ROUTED + FUSED
 

@@ -15,12 +15,11 @@ from tests.support.ranks import spawn
 from tests.unit.planner.test_memory import SAVING, TOKENS, TRAINED, config_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
-from uspft.families import ModelShape, read_shape
+from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
 from uspft.planner.chunks import chunk_multiple
 from uspft.planner.flops import cut_by_flops
-from uspft.planner.memory import layer_windows
 from uspft.planner.stage_memory import moments
 from uspft.prepare.invocation import CONFIGS
 from uspft.segments import Segments

@@ -12,13 +12,13 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from uspft.families import layer_windows
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.bubble import simulated
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import layer_windows
 from uspft.planner.stages import links_of, message_bytes, stages_of
 from uspft.planner.step import forward_and_backward, pipeline_costs, step_time
 from uspft.planner.step_shape import StepShape, StepTime

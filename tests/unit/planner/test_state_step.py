@@ -12,10 +12,9 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.hardware import H100
 from tests.support.shapes import hub
-from uspft.families import NO_KEYS
+from uspft.families import NO_KEYS, layer_windows
 from uspft.layout import Layout
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.memory import layer_windows
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.segments import Segments

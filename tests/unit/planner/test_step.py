@@ -18,7 +18,7 @@ from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import StepShape, StepTime
-from uspft.prepare.cluster import shipped
+from uspft.prepare.known import shipped
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")

@@ -195,7 +195,7 @@ FAULTS = {
     "a word": ("model.dtype=bf16", "model.dtype"),
     "a name": ("sed=1", "sed"),
     "a rule": ("lr_schedule.min_learning_rate=1", "lr_schedule.min_learning_rate"),
-    "a feature to come": ("logging.report=true", "logging.report"),
+    "a feature to come": ("model.trust_remote_code=true", "model.trust_remote_code"),
 }
 
 

@@ -6,11 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from tests.support.shapes import hub
 from uspft.config import MemoryBlock, ParallelBlock, Recipe
-from uspft.families import FAMILIES
 from uspft.layout import Layout
 from uspft.planner.memory import USABLE_SHARE, memory_of, options_of
 from uspft.prepare.memory import fitting_heads, group_findings, tile_findings
@@ -32,12 +29,10 @@ def test_more_heads_at_once_than_share_a_kv_head_are_refused() -> None:
     assert group_findings(asking(5), None) == []
 
 
-@pytest.mark.parametrize("kind", [name for name, one in FAMILIES.items() if one.why_all_heads])
-def test_families_that_keep_all_heads_are_refused_by_name(kind: str) -> None:
-    shape = replace(hub("meta-llama/Llama-3.1-8B"), model_type=kind)
-    ((key, what, remedy),) = group_findings(asking(1), shape)
-    assert key == KEY and f"is 1, and `{kind}` {FAMILIES[kind].why_all_heads}" == what
-    assert "llama" in remedy and kind not in remedy.split(" type ")[1].split(", ")
+def test_layers_with_heads_of_two_sizes_keep_all_heads() -> None:
+    shape = replace(hub("meta-llama/Llama-3.1-8B"), seeing_all=(2, 256), model_type="gemma4_text")
+    what = "is 1, and layers of `gemma4_text` have heads of two sizes"
+    assert group_findings(asking(1), shape) == [(KEY, what, "write all")]
     assert group_findings(asking("all"), shape) == []
 
 

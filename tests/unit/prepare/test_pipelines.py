@@ -373,6 +373,12 @@ STATES = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 def sentence(found: Examined) -> str:
@@ -439,6 +445,27 @@ def test_chunks_beside_what_they_cannot_be_beside(
         examined(tmp_path, model, parallel_config={**CHUNKS, **parallel})
     (problem,) = [one for one in raised.value.problems if one.key.endswith(key)]
     assert what in problem.what
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (STATES, "is 2, and layers with a state of `qwen3_5_text` take their tokens at once"),
+        (EXPERTS, "is 2, and layers with experts of `qwen3_moe` take their tokens at once"),
+    ],
+)
+def test_copies_of_layers_that_take_their_tokens_at_once(
+    model: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    parallel = {"pipeline_stage": 1, "model_parallel": 2, "use_seq_parallel": True}
+    batch = {"global_batch_size": 4}
+    examined(tmp_path, model, parallel_config=parallel, training=batch)
+    several = {**parallel, "fine_grain_interleave": 2}
+    with pytest.raises(RecipeError) as raised:
+        examined(tmp_path, model, parallel_config=several, training=batch)
+    (problem,) = raised.value.problems
+    assert problem.key.endswith("parallel_config.fine_grain_interleave")
+    assert (problem.what, problem.remedy) == (what, "write 1")
 
 
 @pytest.mark.parametrize("asked", [True, False, 1, 3, [2, 0], [[2, 0], [1, 1]]])

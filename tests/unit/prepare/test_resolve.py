@@ -20,8 +20,7 @@ from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
-from uspft.prepare.cluster import cluster_of
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.memory import memory_sentence
 from uspft.prepare.resolve import FIRST, SETTLED, resolve, tuning
 from uspft.segments import Segments
@@ -290,7 +289,8 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     assert hardware
     given = long_rows(folder, "512k", recompute="exchange", loss_tile_tokens=1046)
     layout, shape = Layout(ulysses=8, data=1), hub("meta-llama/Llama-3.1-8B")
-    said = memory_sentence(given, shape, layout, hardware.hardware, free=True)
+    asked = long_rows(folder, "512k").memory
+    said = memory_sentence(given, shape, layout, hardware.hardware, asked)
     assert said == (
         "about 67.7 of 74.5 GiB a rank (activations 48.5, weights, gradients and optimizer 19.2); "
         "the longest row that fits is 768k; with offload_activations: cpu 1.47m"
@@ -298,5 +298,5 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "long-context.md").read_text()
     assert f"\nmemory: {said}\n" in page
     stages = replace(layout, pipeline=2)
-    halved = memory_sentence(given, shape, stages, hardware.hardware, free=True)
+    halved = memory_sentence(given, shape, stages, hardware.hardware, asked)
     assert halved and re.match(r"about 4\d\.\d of 74\.5 GiB a rank", halved), halved

@@ -9,7 +9,7 @@ import pytest
 
 from uspft.layout import Layout
 from uspft.sequence import Heads
-from uspft.training.meter import share_of_heads
+from uspft.training.meter import features_here
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_mesh_rows_do_not_divide_heads(layout: Layout, share: float) -> None:
     """Tensor ranks, mesh columns and Ulysses do; 8 query heads with 2 key-value heads."""
     place = SimpleNamespace(size=layout.ulysses, index=0)
     world: Any = SimpleNamespace(layout=layout, mesh=SimpleNamespace(ulysses=place))
-    assert share_of_heads(Heads(8, 2, 16), world) == share
+    assert features_here(Heads(8, 2, 16), world) == share * 8 * 16

@@ -36,8 +36,8 @@ from uspft.data.files.sources import (
     source_problems,
 )
 from uspft.data.files.tables import load_saved, load_split
-from uspft.data.records.conversations import Naming
 from uspft.data.records.reader import first_record, pair_notes
+from uspft.data.records.values import Naming
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from uspft.data.faults import BadRecord, DataError, SampleFault
 from uspft.data.files.readers import pieces
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import Columns, HubSplit, parquet_bytes
-from uspft.data.records.conversations import Naming
 from uspft.data.records.reader import Reader
+from uspft.data.records.values import Naming
 from uspft.data.samples import Entry, Record, Sample
 from uspft.launcher.process_pool import ProcessPool
 

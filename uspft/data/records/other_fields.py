@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 from uspft.data.faults import SampleFault
-from uspft.data.records.conversations import Fields, Naming, is_turn
 from uspft.data.records.known_fields import (
     CHOSEN,
     FIELDS,
@@ -25,6 +24,7 @@ from uspft.data.records.known_fields import (
     Refused,
     is_empty,
 )
+from uspft.data.records.values import Fields, Naming, is_turn
 
 _ANSWER_OF = {
     "prompt": "completion",

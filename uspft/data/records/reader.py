@@ -12,7 +12,6 @@ from uspft.data.files.decoding import NotUtf8
 from uspft.data.files.readers import fields_of, objects
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import HubSplit, with_values
-from uspft.data.records.conversations import Naming, as_given
 from uspft.data.records.known_fields import FORMATS, RecordShape
 from uspft.data.records.other_fields import Others, left_alone, others_of
 from uspft.data.records.shapes import (
@@ -25,7 +24,7 @@ from uspft.data.records.shapes import (
     require_shape,
     require_spelling,
 )
-from uspft.data.records.values import CHECKS
+from uspft.data.records.values import CHECKS, Naming, as_given
 from uspft.data.samples import Entry, Origin, Record
 
 

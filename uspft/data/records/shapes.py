@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from uspft.data.faults import SampleFault, a_kind
-from uspft.data.records.conversations import Fields, Naming, as_json, is_turn, keys_of, our_turns
 from uspft.data.records.known_fields import (
     ALPACA,
     ANSWERS,
@@ -26,7 +25,15 @@ from uspft.data.records.known_fields import (
     is_empty,
 )
 from uspft.data.records.other_fields import SHOW, in_yaml, looked_at, mapping, masks_of
-from uspft.data.records.values import check_text
+from uspft.data.records.values import (
+    Fields,
+    Naming,
+    as_json,
+    check_text,
+    is_turn,
+    keys_of,
+    our_turns,
+)
 from uspft.data.samples import NOT_TRAINED
 
 _TASK = "Below is an instruction that describes a task"

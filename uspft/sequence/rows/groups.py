@@ -71,6 +71,12 @@ def key_groups(query: int, kv: int, members: int, at_once: int) -> tuple[KeyGrou
     return tuple(found)
 
 
+def key_ranges(keys: int, members: int) -> list[HeadRange]:
+    """Return which key heads a layer with a state works on at once: one of each member of a Ulysses
+    group. Fewer than members go over all of them."""
+    return [(first, min(first + members, keys)) for first in range(0, keys, members)]
+
+
 def turns_of(query: int, kv: int, members: int, at_once: int) -> int:
     """Return in how many turns the busiest member of a Ulysses group attends."""
     groups = key_groups(query, kv, members, at_once)

@@ -6,11 +6,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 
 from uspft.families import StateSizes
 from uspft.segments import Segments
 from uspft.sequence.rows.fragments import NOBODY, Fragment, fragments_of
+from uspft.sequence.rows.groups import key_ranges
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Order
 from uspft.sequence.rows.spans import Holding, tokens_in
@@ -33,34 +35,40 @@ def state_cost(
     summaries of fragments and the tokens before them that the convolution needs.
 
     heads: of a tensor rank. order: as the algorithm deals the row out. forwards: how often the
-    transfers of the forward are made, those of states by `keys`. convolved: how often those of the
-    convolution are.
+    transfers of the forward are made, those of states by `keys`; in groups of heads the backward
+    makes those of heads that go there again, and the convolution's. convolved: how often those of
+    the convolution are where heads are not in groups.
     """
     documents, ring = list(row), len(order) // ulysses
     received = [
         Holding([*chain(*order[i * ulysses : (i + 1) * ulysses])]).spans for i in range(ring)
     ]
-    parts = split_heads(heads.values, heads.keys, ulysses).query
-    most = max(last - first for first, last in parts)
-    wide = max(WIDE, element_bytes)
     states = _states(fragments_of(received, documents), heads, forwards.keys)
-    halo = _halo(fragments_of(order, documents), documents, heads.taps, convolved)
-    token = heads.channels * element_bytes
-    # Members of Ulysses with as many heads as any are in every place of the ring.
-    moved = [
-        Traffic(
-            halo[place].bytes * token + states[place // ulysses].bytes * wide * most,
-            halo[place].messages + states[place // ulysses].messages,
-        )
-        for place in range(len(order))
-        if parts[place % ulysses][1] - parts[place % ulysses][0] == most
-    ]
-    moved += [Traffic(one.bytes * token, one.messages) for one in halo]
-    exchanged = NOTHING
-    if ulysses > 1:
-        tokens = [*map(tokens_in, order)]
-        exchanged = _busiest(_heads(tokens, ulysses, heads, element_bytes, forwards.heads))
-    return Cost(exchanged, state=_busiest(moved))
+    halo = partial(_halo, fragments_of(order, documents), documents, heads.taps)
+    groups, convolutions, tokens = [heads], halo(convolved), [*map(tokens_in, order)]
+    if forwards.at_once:
+        each = heads.values // heads.keys
+        numbers = [last - first for first, last in key_ranges(heads.keys, ulysses)]
+        groups = [heads._replace(keys=n, values=n * each) for n in numbers]
+        convolutions = halo(forwards.heads + 1)
+    moved, exchanged = ([NOTHING] * len(order) for _ in range(2))
+    for some in groups:
+        parts = split_heads(some.values, some.keys, ulysses).query
+        for place, convolution in enumerate(convolutions):
+            first, last = parts[place % ulysses]
+            own, state = last - first, states[place // ulysses]
+            sent = convolution.bytes * some.channels * element_bytes
+            sent += state.bytes * max(WIDE, element_bytes) * own
+            messages = convolution.messages + state.messages * (own > 0)
+            moved[place] = _sum(moved[place], Traffic(sent, messages))
+        if ulysses > 1:
+            of_group = _heads(tokens, ulysses, some, element_bytes, forwards)
+            exchanged = [*map(_sum, exchanged, of_group)]
+    return Cost(_busiest(exchanged), state=_busiest(moved))
+
+
+def _sum(one: Traffic, other: Traffic) -> Traffic:
+    return Traffic(one.bytes + other.bytes, one.messages + other.messages)
 
 
 def _busiest(every: Sequence[Traffic]) -> Traffic:
@@ -142,7 +150,11 @@ def _halo(
 
 
 def _heads(
-    tokens: Sequence[int], ulysses: int, heads: StateSizes, element_bytes: int, forwards: int
+    tokens: Sequence[int],
+    ulysses: int,
+    heads: StateSizes,
+    element_bytes: int,
+    forwards: Forwards,
 ) -> list[Traffic]:
     """Return what each context rank sends of tokens for heads and back, forward and backward.
 
@@ -151,19 +163,21 @@ def _heads(
     split, gates = split_heads(heads.values, heads.keys, ulysses), max(WIDE, element_bytes)
     values = [last - first for first, last in split.query]
     keys = [last - first for first, last in split.kv]
-    out = [n * heads.value_dim * element_bytes for n in values]
+    outs = [n * heads.value_dim * element_bytes for n in values]
     into = [
         2 * g * heads.key_dim * element_bytes + o + h * (gates + element_bytes)
-        for g, h, o in zip(keys, values, out, strict=True)
+        for g, h, o in zip(keys, values, outs, strict=True)
     ]
     found = []
     for place, mine in enumerate(tokens):
         own = place % ulysses
         first = place - own
         others = [(member, tokens[first + member]) for member in range(ulysses) if member != own]
-        there = [mine * into[m] for m, _ in others] + [n * out[own] for _, n in others]
-        back = [n * into[own] for _, n in others] + [mine * out[m] for m, _ in others]
-        there, back = [n for n in there if n], [n for n in back if n]
-        sent = forwards * sum(there) + sum(back)
-        found.append(Traffic(sent, forwards * len(there) + len(back)))
+        there = [mine * into[m] for m, _ in others]
+        out = [n * outs[own] for _, n in others]
+        back = [n * into[own] for _, n in others] + [mine * outs[m] for m, _ in others]
+        runs = ((there, forwards.heads + bool(forwards.at_once)), (out, forwards.heads), (back, 1))
+        sent = sum(times * sum(every) for every, times in runs)
+        messages = sum(times * sum(map(bool, every)) for every, times in runs)
+        found.append(Traffic(sent, messages))
     return found

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
-from uspft.engine.state import Fragments
 from uspft.engine.step import (
+    Engine,
     Laps,
     LossModule,
     StageRunner,
@@ -56,7 +56,7 @@ SWITCH, UPDATE = -1, -2
 """What a lap of the clock is of, if not of a micro-batch."""
 
 
-class MovingEngine:
+class MovingEngine(Engine):
     """An engine of owners, whose steps take micro-batches of several layouts."""
 
     stage = 1
@@ -101,7 +101,7 @@ class MovingEngine:
         ]
         self.named = module.named()
         self.owners = Owners(self.named, holders, recipe, device)
-        self.adam: torch.optim.Optimizer = self.owners.adam
+        self.adam = self.owners.adam
         self.switches = Switches(self.owners, holders.everyone, hosts)
         self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
         self._here: Shards | None = None
@@ -127,14 +127,6 @@ class MovingEngine:
 
         return add
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return every parameter that trains, by its Hugging Face name."""
-        return {name: p for name, p in self.named.items() if p.requires_grad}
-
-    def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `zero_of` it, owns."""
-        return self.holders.part(name)
-
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self.owners.fragment(name, kind)
 
@@ -145,11 +137,6 @@ class MovingEngine:
 
     def make_moments(self, empty: Batch) -> None:
         """Do nothing, since owners have them from the beginning."""
-
-    @cached_property
-    def fragments(self) -> Fragments:
-        """The table of which rank keeps which values; collective at its first use."""
-        return Fragments(self)
 
     def step(
         self,

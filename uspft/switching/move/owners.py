@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
-from uspft.engine.adam import adamw, start_moments
-from uspft.engine.state import GRADIENT
+from uspft.engine.state import GRADIENT, adamw, start_moments
 from uspft.parameters.shards import owned, owned_parts
 from uspft.switching.move.moves import Stock, plan_moves, stock_of
 from uspft.switching.move.switch import Switch

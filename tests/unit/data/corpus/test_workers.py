@@ -24,7 +24,7 @@ from uspft.data import empty, prepare
 from uspft.data.corpus.workers import SHRINKS, SourcePart
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import Columns, parquet_bytes
-from uspft.data.records.conversations import Naming
+from uspft.data.records.values import Naming
 from uspft.launcher.process_pool import ProcessPool
 
 LONG = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "漢字 🙂 " * 9}]

@@ -10,9 +10,9 @@ import pytest
 from tests.support.data_cases import CHAT, SAMPLES, TOKENIZER, block, faults_of, write_lines
 from uspft.data import DataError, kept_and_dropped, prepare, read_report
 from uspft.data.files.sources import SourceFile, list_files
-from uspft.data.records.conversations import Naming
 from uspft.data.records.known_fields import FORMATS
 from uspft.data.records.reader import first_record, read
+from uspft.data.records.values import Naming
 from uspft.data.samples import Record
 
 GOOD: dict[str, Any] = {

@@ -14,9 +14,9 @@ from uspft.config.recipe import DataBlock
 from uspft.data import Corpus, DataError, first_look, prepare, read_report
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.files.sources import SourceFile
-from uspft.data.records.conversations import Naming
 from uspft.data.records.reader import read
 from uspft.data.records.shapes import SENTENCES, columns
+from uspft.data.records.values import Naming
 from uspft.data.samples import Record
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

@@ -17,14 +17,14 @@ from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.hf_config import model_config
 from uspft.planner.memory import USABLE_SHARE, memory_of
-from uspft.prepare.depth import (
+from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.make_verify_job import (
     Sizes,
     fitting_depth,
     sizes_of,
     why_not_plain,
     with_depth,
 )
-from uspft.prepare.invocation import CONFIGS
 
 
 def sizes_in(folder: Path, with_plain: bool = False, **blocks: Any) -> Sizes:

@@ -11,8 +11,8 @@ import yaml
 from tests.support.hardware import round_figures
 from tests.support.models import make_documents, make_model
 from uspft.config import RecipeError
-from uspft.prepare.cluster import STANDS_IN, cluster_of, shipped
 from uspft.prepare.examine import Examined, examine
+from uspft.prepare.known import STANDS_IN, cluster_of, shipped
 
 
 @pytest.fixture

@@ -1,0 +1,256 @@
+"""What a run has left in its output folder, read for its report while it is alive too, and what the
+planner predicts of its step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from uspft.commands.plan_pages import machine_line, parts_table
+from uspft.config import read
+from uspft.config.problems import InputError, UsageError
+from uspft.config.strategies import strategies_of
+from uspft.layout import Layout
+from uspft.metrics.trackers import numbers
+from uspft.planner.memory import options_of
+from uspft.planner.rank import Ranked, ranked
+from uspft.prepare.examine import Examined
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_way, step_of
+from uspft.prepare.weigh_strategies import mix_seconds, sample_of
+from uspft.written import ENVIRONMENT, INCIDENTS, METRICS, RECIPE
+
+JournalLine = Mapping[str, Any]
+UNDER = "seconds_under/"
+"""What stands before a strategy's name in the name of its seconds."""
+HAPPENED = {
+    "resumed_from_step": "resumed from step",
+    "after_step": "started again after step",
+    "step": "bad step",
+}
+"""What a record tells that has a field, and what it is called; a save, which has a step too, tells
+no reason."""
+REMEDY = "name the output folder of a run that has taken a step"
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run, as far as its files tell."""
+
+    output: Path
+    name: str
+    """The folder's name, with those above it where that of another run is the same."""
+    steps: Sequence[JournalLine]
+    """The records of training steps, by step."""
+    evaluations: Sequence[JournalLine]
+    events: Sequence[JournalLine]
+    """The records of neither: saves, resumptions, new starts, and what became of the data."""
+    incidents: Sequence[JournalLine]
+    environment: JournalLine
+    recipe: str
+    """The resolved recipe's text; empty where it is not there."""
+    notes: Sequence[str]
+    """What could not be read, for a person."""
+
+    def of(self, name: str) -> list[tuple[float, float]]:
+        """Return a number by step, such as `comm_bytes/ring`; what is null, text or not finite is
+        left out."""
+        pairs = ((step, told.get(name, math.nan)) for step, told in self._numbers)
+        return [(step, float(value)) for step, value in pairs if math.isfinite(value)]
+
+    def names(self, name: str) -> list[str]:
+        """Return a name, or where it ends in `/` all that begin so, in the order they come."""
+        if not name.endswith("/"):
+            return [name]
+        every = dict.fromkeys(one for _, told in self._numbers for one in told)
+        return [one for one in every if one.startswith(name)]
+
+    @cached_property
+    def _numbers(self) -> list[tuple[int, Mapping[str, float]]]:
+        return [(one["step"], numbers(one)) for one in (*self.steps, *self.evaluations)]
+
+    @property
+    def gpu(self) -> str:
+        """The first GPU's name; empty on CPUs, where memory is all that a process has resident."""
+        gpus = self.environment.get("gpus")
+        return str(gpus[0]) if isinstance(gpus, list) and gpus else ""
+
+    @property
+    def marks(self) -> list[tuple[float, str]]:
+        """The steps at which something happened, and what."""
+        found = set()
+        for record in (*self.events, *self.incidents):
+            key = next((key for key in HAPPENED if key in record), None)
+            if key and isinstance(record[key], int) and (key != "step" or "why" in record):
+                why = f": {record['why']}" if "why" in record else ""
+                found.add((record[key], f"{HAPPENED[key]} {record[key]}{why}"))
+        return sorted(found)
+
+
+def read_runs(outputs: Sequence[Path]) -> list[ReportedRun]:
+    """Return the runs of output folders. Raises UsageError, which names what is not there."""
+    names = [output.resolve().name for output in outputs]
+    alike = {name for name in names if names.count(name) > 1}
+    return [
+        _read(output, str(output) if name in alike else name)
+        for output, name in zip(outputs, names, strict=True)
+    ]
+
+
+def _read(output: Path, name: str) -> ReportedRun:
+    if not output.is_dir():
+        raise UsageError(str(output), "is no folder", REMEDY)
+    if not (output / METRICS).is_file():
+        raise UsageError(str(output), f"has no {METRICS}", REMEDY)
+    records, notes = _records(output / METRICS)
+    steps = {r["step"]: _flat(r) for r in records if "learning_rate" in r and _is_step(r)}
+    if not steps:
+        told = "; ".join([f"{METRICS} has no training step", *notes])
+        raise UsageError(str(output), told, REMEDY)
+    evaluations = [r for r in records if "eval_loss" in r and _is_step(r)]
+    events = [r for r in records if "learning_rate" not in r and "eval_loss" not in r]
+    incidents: list[JournalLine] = []
+    if (output / INCIDENTS).is_file():
+        every, more = _records(output / INCIDENTS)
+        incidents = [one for one in every if "resumed_from_step" not in one]  # as in the journal
+        notes += more
+    environment, recipe = {}, ""
+    try:
+        found = json.loads((output / ENVIRONMENT).read_text("utf-8"))
+        environment = found if isinstance(found, dict) else {}
+    except (OSError, ValueError) as error:
+        notes.append(f"{ENVIRONMENT} cannot be read: {error}")
+    try:
+        recipe = (output / RECIPE).read_text("utf-8", errors="replace")
+    except OSError as error:
+        notes.append(f"{RECIPE} cannot be read: {error.strerror}")
+    in_order = [steps[step] for step in sorted(steps)]
+    return ReportedRun(
+        output, name, in_order, evaluations, events, incidents, environment, recipe, notes
+    )
+
+
+def _flat(record: JournalLine) -> JournalLine:
+    """Return a step's record with the seconds under each strategy, which stand there in a list."""
+    listed = record.get("strategies")
+    every = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    under = {str(one.get("name")): one.get("seconds") for one in every}
+    return {**record, UNDER.removesuffix("/"): under}
+
+
+def _is_step(record: JournalLine) -> bool:
+    return isinstance(record.get("step"), int) and not isinstance(record["step"], bool)
+
+
+def _records(file: Path) -> tuple[list[JournalLine], list[str]]:
+    """Return the objects of a file of JSON Lines, and notes on the lines that are none; the last
+    line of a file that is being written may be in the making, and is no fault."""
+    text = file.read_text("utf-8", errors="replace")
+    found: list[JournalLine] = []
+    damaged: list[int] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            found.append(record)
+        elif line.strip() and number < len(lines):
+            damaged.append(number)
+    return found, [_damage(file.name, damaged)] if damaged else []
+
+
+def _damage(name: str, lines: Sequence[int]) -> str:
+    few = ", ".join(map(str, lines[:10])) + (" …" if len(lines) > 10 else "")
+    what = "line" if len(lines) == 1 else f"{len(lines)} lines"
+    return f"{name}: {what} {few} damaged, left out"
+
+
+SENT = "comm_bytes/"
+KINDS = {kind: kind for kind in ("all_to_all", "ring", "gather", "tensor", "experts")}
+KINDS["state"] = "states"
+"""The kinds of comm_bytes that the planner counts as the busiest rank sends them, and the name of
+the part of a step that has them."""
+NO_KIND = "the planner does not count it, or not as the busiest rank sends it"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What is predicted, and why the rest is not."""
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """By name why a number is not predicted; "" stands for all others."""
+    lines: tuple[str, ...] = ()
+    """The layout and the hardware, for a person."""
+    parts: str = ""
+    """The predicted step by part, as `plan` prints it."""
+    layout: Layout | None = None
+    experts: int = 1
+    """Experts of a layer."""
+
+    def reason(self, name: str) -> str:
+        """Return why a number is not predicted."""
+        if name.startswith(SENT) and self.numbers and "" not in self.why_not:
+            return NO_KIND
+        return self.why_not.get(name) or self.why_not.get("", "")
+
+
+def predicted_of(run: ReportedRun, place: Invocation) -> Predicted:
+    """Return what is predicted of a run by what stands in its folder; nothing is written."""
+    file, ranks = run.output / RECIPE, run.environment.get("ranks")
+    if not run.recipe or not isinstance(ranks, int):
+        return Predicted(why_not={"": f"{RECIPE} or the number of ranks is not there"})
+    try:
+        processes = read(file, ()).loaded.recipe.launch.processes
+        hosts = ranks // processes if isinstance(processes, int) else 1
+        return predicted(examine_for_plan(file, (), max(1, hosts), ranks), place)
+    except InputError as error:
+        return Predicted(why_not={"": str(error)})
+
+
+def predicted(found: Examined, place: Invocation) -> Predicted:
+    """Return what is predicted of a recipe's step. Raises InputError."""
+    told = tuple(found.settled)
+    if strategies_of(found.recipe):
+        seconds, why_not = (
+            mix_seconds(found, place),
+            {"": "seconds alone are predicted of several layouts in a step"},
+        )
+        if seconds is None:
+            return Predicted({}, {"": "the lengths of the data are not known here"}, told)
+        return Predicted({"step_seconds": seconds}, why_not, told)
+    step, hardware = step_of(found), hardware_of(found)
+    step = replace(step, sample=sample_of(found, place))
+    options = options_of(found.recipe, found.layout)
+    one = ranked(step, own_way(found), hardware, options, own=True)
+    numbers, why_not = _numbers(one)
+    lines = (*told, machine_line(hardware, found.layout.ranks))
+    return Predicted(numbers, why_not, lines, parts_table(one), found.layout, step.model.experts)
+
+
+def _numbers(one: Ranked) -> tuple[dict[str, float], dict[str, str]]:
+    """Return what is predicted, and why the rest is not."""
+    numbers, why_not = {"step_seconds": one.seconds}, {}
+    numbers["tokens_per_second"] = one.tokens_per_second_per_rank * one.layout.ranks
+    if (mfu := one.mfu(one.hardware)) is None:
+        why_not["mfu"] = "no maker says what the device's peak is"
+    else:
+        numbers["mfu"] = mfu
+    if doubts := one.memory.unpredicted:
+        why_not["peak_memory_bytes"] = f"nothing predicts it with {' or with '.join(doubts)}"
+    else:
+        numbers["peak_memory_bytes"] = one.memory.peak_bytes
+    for kind, part in KINDS.items():
+        sent = one.time.bytes_of(part)
+        if kind == "tensor":  # of a sum the planner has the elements, of which ranks send shares
+            sent *= 0 if one.layout.is_mesh else 2 - 2 / one.layout.tensor
+        if sent:
+            numbers[SENT + kind] = sent
+    return numbers, why_not

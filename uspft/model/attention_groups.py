@@ -1,0 +1,263 @@
+"""Attention in groups of heads (UPipe, arXiv 2602.21196), forward and backward.
+
+Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads of
+this tensor rank, N some of either; D head dim, d hidden size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from uspft.model.group_call import BlockBackward, BlockCall, InGroups
+from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
+from uspft.model.some_heads import Hook, standing_in
+
+if TYPE_CHECKING:
+    from uspft.blocks import HeadRange
+    from uspft.comm import Waited
+    from uspft.sequence import Rule
+    from uspft.sequence.rows.groups import KeyGroup
+
+
+class AttentionCall(BlockCall):
+    """One call of a block with attention."""
+
+    def __init__(
+        self,
+        block: InGroups,
+        x: Tensor,
+        parameters: list[nn.Parameter],
+        kwargs: dict[str, Any],
+        *,
+        keeps: bool,
+    ) -> None:
+        """keeps: whether a backward follows."""
+        super().__init__(block, x, parameters, kwargs, keeps=keeps)
+        world = self.bound.world
+        self.heads = block.how.heads.on(world.layout.mesh_columns)
+        self.turns = turns_among(self.heads, world.layout.ulysses, block.how.at_once)
+        self.exchange = HeadExchange(self.bound)
+        self._rule: Rule | None = None
+        self.scales: list[Tensor] = []
+        """By what norms over all heads multiply each token, [1, t, 1], where there are such."""
+
+    @property
+    def rule(self) -> Rule:
+        assert self._rule  # known since the first tile
+        return self._rule
+
+    def own(self, turn: HeadTurn) -> HeadRange:
+        """Return this member's query heads of a turn."""
+        return turn.queries[self.bound.world.mesh.ulysses.index]
+
+    def before(self, x: Tensor, tile: slice) -> list[Tensor]:
+        hook = Hook(self.bound.softcap)
+        self.run_up_to(hook, x, tile)
+        assert hook.qkv
+        self._rule = hook.rule
+        return [*hook.qkv]
+
+    def measure(self, x: Tensor) -> None:
+        """Find out by what norms over all heads multiply each token."""
+        places, norms = self.block.how.some.measuring(x)
+        with standing_in(places):
+            for tile, told in self.spans(x) if norms else ():
+                for norm in norms:
+                    norm.tile = tile
+                with told:
+                    self.before(x[:, tile], tile)
+        self.scales = [norm.scale for norm in norms]
+
+    def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
+        """Return the queries [t, N, D] of a turn, and in its group's first the keys and values."""
+        keys = turn.group.heads if turn.first else ()
+        places, norms = self.block.how.some.of(self.heads, turn.queries, keys, self.scales)
+        widths = [sum(b - a for a, b in turn.queries), *[len(keys)] * (2 if keys else 0)]
+        made = [x.new_empty(x.shape[1], width, self.heads.dim) for width in widths]
+        with standing_in(places):
+            for tile, told in self.spans(x):
+                for norm in norms:
+                    norm.tile = tile
+                with told:
+                    found = self.before(x[:, tile], tile)
+                for whole, part in zip(made, found, strict=False):
+                    whole[tile] = part
+                del found
+        return made
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> tuple[Tensor, Tensor]:
+        """Return out [T, n, D] and log-sum-exp [n, T] of this member's query heads of a turn."""
+        if not q.shape[1]:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            return q, q.new_empty((0, len(q)), dtype=wide)
+        passes, rule, *way = self._way(turn)
+        out, lse, *_ = passes.forward((q, k, v), rule, *way)
+        return out, lse
+
+    def backward(
+        self, qkv: Any, saved: Any, turn: HeadTurn
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of what a turn was attended with. saved: out, the log-sum-exp, and
+        the gradient of out."""
+        q, k, v = qkv
+        if not q.shape[1]:
+            return q, torch.zeros_like(k), torch.zeros_like(v), None
+        passes, rule, *way = self._way(turn)
+        found: Any = passes.backward(qkv, saved, rule, *way)
+        return found
+
+    def _way(self, turn: HeadTurn) -> tuple[Any, ...]:
+        world, rule = self.bound.world, self.rule
+        passes = world.algorithm.passes(self.bound.share.with_window(rule.window))
+        return passes, rule.of_heads(self.own(turn)), world.mesh.ring, world.kernel
+
+    def launched(self, x: Tensor, turn: HeadTurn) -> list[Waited]:
+        """Start to bring the queries of a turn, and in its group's first the keys and values, to
+        where they are attended with."""
+        made = self.made(x, turn)
+        parts = [turn.parts, *[turn.group.parts] * (len(made) - 1)]
+        return [self.exchange.to_heads(made.pop(0), each) for each in parts]
+
+    def all_out(self, x: Tensor) -> list[Tensor]:
+        """Return attention's out [t, H, D], and the log-sum-exp of each turn.
+
+        Where heads are exchanged, a turn's are while the one before it is attended with, and
+        what that gives goes home while the next one is.
+        """
+        self.measure(x)
+        out = x.new_empty(x.shape[1], self.heads.query, self.heads.dim)
+        found = [out]
+        keys: list[Tensor] = []
+        coming: list[Waited] = []
+        home = UnderWay(self.exchange)
+        following = [*self.turns[1:], None] if self.exchange.moves else [None] * len(self.turns)
+        for turn, then in zip(self.turns, following, strict=True):
+            q, *pair = arrived(coming or self.launched(x, turn))
+            keys = pair or keys
+            del pair
+            coming = self.launched(x, then) if then else []
+            own, lse = self.forward(q, keys[0], keys[1], turn)
+            del q
+            if turn.last:
+                keys = []
+            home.finish()
+            found.append(lse)
+            home.add(self.exchange.to_tokens(own, turn.parts), partial(put, out, turn.queries))
+            del own
+        home.finish()
+        return [*found, *self.scales]
+
+    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> AttentionBackward:
+        out, others = found[0], found[1:]
+        found.clear()
+        self.scales = others[len(self.turns) :]
+        return AttentionBackward(self, x, out, dh, others[: len(self.turns)])
+
+
+class AttentionBackward(BlockBackward):
+    """The backward of a block with attention."""
+
+    _call: AttentionCall
+
+    def __init__(
+        self, call: AttentionCall, x: Tensor, out: Tensor, dh: Tensor, lses: list[Tensor]
+    ) -> None:
+        """lses: the log-sum-exp of each turn."""
+        super().__init__(call, x, out, dh)
+        self._lses = lses
+        self._keys: list[Tensor] = []
+        self._pair: list[Tensor] = []
+        self._dkv: list[Tensor] = []
+        self._written: set[int] = set()
+        self._dsinks: Tensor | None = None
+        self.home = UnderWay(call.exchange)
+
+    def groups(self) -> None:
+        for turn in self._call.turns:
+            self.take(turn, self._lses.pop(0))
+        self.home.finish()
+
+    def take(self, turn: HeadTurn, lse: Tensor) -> None:
+        """Attend backwards with what a turn has; the queries' gradient takes the output's place.
+
+        What comes is under way while the output's gradient is projected, and what the turn before
+        has found while this one's queries are.
+        """
+        call, out, exchange = self._call, self._out, self._call.exchange
+        if turn.first:
+            self._keys = []
+        coming = call.launched(self._x, turn)
+        self.home.finish()
+        slope = self.out_slope(turn.queries, ())
+        if turn is call.turns[-1]:
+            self._slopes = None
+        q, *pair = arrived(coming)
+        self._keys = pair or self._keys
+        del pair
+        coming = [exchange.to_heads(slope, turn.parts)]
+        del slope
+        coming.append(exchange.to_heads(pick(out, turn.queries), turn.parts))
+        dout, own = arrived(coming)
+        dq, dk, dv, dsinks = call.backward((q, *self._keys), (own, lse, dout), turn)
+        del q, own, dout
+        if turn.last:
+            self._keys = []
+        self._add_sinks(turn, dsinks)
+        self._add_keys([dk, dv])
+        del dk, dv
+        self.home.add(exchange.to_tokens(dq, turn.parts), partial(put, out, turn.queries))
+        del dq
+        if turn.last:
+            self._keys_home(turn.group)
+
+    def _add_sinks(self, turn: HeadTurn, dsinks: Tensor | None) -> None:
+        if dsinks is None:
+            return
+        if self._dsinks is None:
+            assert self._call.rule.sinks is not None
+            self._dsinks = torch.zeros_like(self._call.rule.sinks)
+        self._dsinks[slice(*self._call.own(turn))] += dsinks
+
+    def _add_keys(self, found: list[Tensor]) -> None:
+        """Add up the gradients of a group's keys and values, in float32 where turns follow."""
+        if not self._pair:
+            self._pair = found
+            return
+        for number, part in enumerate(found):
+            total = self._pair[number]
+            wide = torch.promote_types(total.dtype, torch.float32)
+            self._pair[number] = total.to(wide).add_(part)
+            del total
+
+    def _keys_home(self, group: KeyGroup) -> None:
+        """Send home the gradients of a group's keys and values."""
+        call, x = self._call, self._x
+        if not self._dkv:
+            shape = x.shape[1], call.heads.kv, call.heads.dim
+            self._dkv = [x.new_empty(shape) for _ in range(2)]
+        again = self._written & {*group.heads}  # which other members had before
+        self._written.update(group.heads)
+
+        def add(whole: Tensor, part: Tensor) -> None:
+            for place, head in enumerate(group.heads):
+                if head in again:
+                    whole[:, head] += part[:, place]
+                else:
+                    whole[:, head] = part[:, place]
+
+        for whole in self._dkv:
+            part = self._pair.pop(0).to(x.dtype)
+            self.home.add(call.exchange.to_tokens(part, group.parts), partial(add, whole))
+            del part
+
+    def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
+        slopes = [self._out[tile].clone(), *(whole[tile] for whole in self._dkv)]
+        sinks = self._call.rule.sinks
+        if self._dsinks is not None and sinks is not None and tile.start == 0:
+            made.append(sinks)
+            slopes.append(self._dsinks)
+        return slopes

@@ -1,0 +1,298 @@
+"""One call of a block that works in groups of heads, and its backward: what attention and layers
+with a state share.
+
+Shapes, as suffixes: t this rank's tokens, n those of a tile; H/G all query/KV heads of this tensor
+rank (of a layer with a state value/key heads), N some of either; D head dim, d hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from uspft.families.projections import ROWS
+from uspft.model.head_turns import pick
+from uspft.model.some_heads import (
+    BEFORE,
+    BEHIND,
+    Given,
+    Hook,
+    SomeHeads,
+    StandIn,
+    run_up_to,
+    seeing_some,
+    some_of,
+    standing_in,
+    stops,
+)
+from uspft.model.tiles import TOKENS, TiledCall, add_up
+
+if TYPE_CHECKING:
+    from uspft.blocks import HeadRange
+    from uspft.model.attention import Bound
+    from uspft.sequence import Heads
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How an attention, or a layer with a state, works in groups of heads."""
+
+    attention: Any
+    some: SomeHeads
+    at_once: int
+    """How many query heads of a KV head are attended with at once."""
+    heads: Heads
+    """Of the model's attention."""
+    tile: int | None
+    """Tokens; None for all at once."""
+
+
+class InGroups(Protocol):
+    """A block that works in groups of heads."""
+
+    how: Grouping
+    module: Any
+    """What is run up to attention, to which the block's input goes."""
+    run: Any
+    """Its forward, which takes the module first."""
+    parameters_of: list[nn.Module]
+    """The modules whose parameters the block takes."""
+    last: Any
+    """The last projection."""
+    behind: list[nn.Module]
+    """The modules behind attention: the last projection, and a norm where there is one."""
+
+    def whole(self, x: Tensor, made: Tensor) -> Tensor:
+        """Return what the block gives of its input and of what its last projection made."""
+
+    def left(self, made: Tensor, bound: Bound) -> Tensor:
+        """Return what the last projection made, summed over ranks where the block does that."""
+
+
+class BlockCall(ABC):
+    """One call of a block: what its groups take beside tensors, also in the backward."""
+
+    heads: Heads
+    """Of this tensor rank."""
+
+    def __init__(
+        self,
+        block: InGroups,
+        x: Tensor,
+        parameters: list[nn.Parameter],
+        kwargs: dict[str, Any],
+        *,
+        keeps: bool,
+    ) -> None:
+        """keeps: whether a backward follows."""
+        self.block, self.keeps = block, keeps
+        self._kwargs = dict(kwargs)
+        self.bound: Bound = self._kwargs.pop("uspft")
+        tile = block.how.tile or max(1, x.shape[TOKENS])
+        whole = nn.ModuleList(block.parameters_of)
+        self.tiles = TiledCall(whole, None, tile, parameters, TOKENS)
+        self.come = self.bound.shelf.coming() if self.bound.shelf and keeps else lambda: None
+
+    @abstractmethod
+    def all_out(self, x: Tensor) -> list[Tensor]:
+        """Return the out [t, H, D] of attention or of the rule, and what else its backward takes of
+        the forward."""
+
+    @abstractmethod
+    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> BlockBackward:
+        """Return the backward. found: as all_out returned it, and emptied as it is used."""
+
+    @abstractmethod
+    def before(self, x: Tensor, tile: slice) -> list[Tensor]:
+        """Return what attention, or the rule, takes of a tile of x, of those heads whose
+        projections are there."""
+
+    def spans(self, x: Tensor) -> Iterator[tuple[slice, Any]]:
+        """Yield each tile of tokens, and the context in which dropouts know of them."""
+        for start, length in self.tiles.spans(x):
+            yield slice(start, start + length), self.tiles.of_tile(start, length)
+
+    def run_up_to(self, hook: Hook, x: Tensor, tile: slice) -> None:
+        """Run the block's own forward on a tile of x until it is ended from within."""
+        kwargs = dict(self._kwargs)
+        if angles := kwargs.get("position_embeddings"):
+            kwargs["position_embeddings"] = tuple(one[:, tile] for one in angles)
+        if (places := kwargs.get("position_ids")) is not None:
+            kwargs["position_ids"] = places[:, tile]
+        run_up_to(hook, partial(self.block.run, hidden_states=x), **kwargs)
+
+    @property
+    def every(self) -> tuple[Sequence[HeadRange], Sequence[int]]:
+        """All query heads, and all KV heads."""
+        return ((0, self.heads.query),), range(self.heads.kv)
+
+    def taken(
+        self,
+        x: Tensor,
+        tile: slice,
+        out: Tensor,
+        some: tuple[Sequence[HeadRange], Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Return what the last projection takes [1, n, N · D] of a tile of x, and of its out
+        [n, N, D]. some: which query and KV heads are there; None: all."""
+        how = self.block.how
+        if not how.some.gated:
+            return out.flatten(1)[None]
+        found: list[Tensor] = []
+        places = how.some.projections(self.heads, *(some or self.every), BEHIND)
+        places.append(StandIn(how.attention._modules, how.some.last, stops(found)))
+        with standing_in(places):
+            self.run_up_to(Given(self.bound.softcap, out), x, tile)
+        return found[0]
+
+    def projected(self, taken: Tensor) -> Tensor:
+        """Return what the last projection makes of [1, n, H · D]; its hooks are for all."""
+        made: Tensor = self.block.last.forward(taken)
+        return made
+
+    def slope(
+        self, x: Tensor, dh: Tensor, made: Tensor | None = None, leaves: Sequence[Tensor] = ()
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of a tile of x, by the residual alone, of what the last projection
+        made, and of leaves behind it. made: None where these do not depend on it."""
+        made = dh.new_zeros(()).expand(dh.shape) if made is None else made.detach()
+        inputs = x.detach().requires_grad_(), made.requires_grad_()
+        with torch.enable_grad():
+            whole = self.block.whole(*inputs)
+        return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
+
+
+class BlockBackward(ABC):
+    """The backward of a call, in its order."""
+
+    leaves: list[Tensor]
+    """What stands in for the parameters that train."""
+
+    def __init__(self, call: BlockCall, x: Tensor, out: Tensor, dh: Tensor) -> None:
+        self._call, self._x, self._out, self._dh = call, x, out, dh
+        self.sums: list[Tensor | None] = [None] * len(call.tiles.parameters)
+        self._slopes: Tensor | None = None
+        """The gradient of what the last projection made, where a norm follows."""
+        self._gates: Tensor | None = None
+        """The gradient of the input by what is behind attention, where anything of it is."""
+
+    def last_projection(self, *, wanted: bool) -> None:
+        """Sum the gradients of weights behind attention, while the output is there; where a norm is
+        among them, keep the gradient of what it takes. wanted: whether the input's gradient is."""
+        call, x = self._call, self._x
+        projection, *norms = (self.leaves_of(module) for module in call.block.behind)
+        gated = call.block.how.some.gated
+        after = [n for norm in norms for n in norm]
+        if gated:
+            wanted_of = [n for n in range(len(self.leaves)) if n not in after]
+            self._gates = torch.empty_like(x) if wanted else None
+        else:
+            wanted_of = projection
+        if norms:
+            self._slopes = torch.empty_like(self._dh)
+        elif not (wanted_of or self._gates is not None):
+            return
+        for tile, told in call.spans(x):
+            part = x[:, tile].detach().requires_grad_(self._gates is not None)
+            with told, torch.enable_grad():
+                made = call.projected(call.taken(part, tile, self._out[tile]))
+            of = x[:, tile], self._dh[:, tile], made if norms else None
+            _, slope, *found = call.slope(*of, [self.leaves[n] for n in after])
+            assert slope is not None
+            if self._slopes is not None:
+                self._slopes[:, tile] = slope
+            inputs = [*[part] * part.requires_grad, *(self.leaves[n] for n in wanted_of)]
+            if inputs and made.requires_grad:
+                own = [*torch.autograd.grad(made, inputs, slope, allow_unused=True)]
+                if self._gates is not None:
+                    self._gates[:, tile] = own.pop(0)
+                found += own
+                del own
+            by_place = dict(zip((*after, *wanted_of), found, strict=False))
+            del made, found, inputs, part
+            add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
+
+    def leaves_of(self, module: nn.Module) -> list[int]:
+        """Return where a module's parameters are among those that train."""
+        own = {id(p) for p in module.parameters()}
+        return [n for n, leaf in enumerate(self.leaves) if id(leaf) in own]
+
+    @abstractmethod
+    def groups(self) -> None:
+        """Find the gradients of what attention, or the rule, took, a group of heads at a time;
+        those of its queries, or values, take the place of the output."""
+
+    def out_slope(self, queries: Sequence[HeadRange], keys: Sequence[int]) -> Tensor:
+        """Return the gradient of the output [t, N, D] of some heads, by their columns of the last
+        projection."""
+        call, how, dim = self._call, self._call.block.how, self._call.heads.dim
+        columns = [(a * dim, b * dim) for a, b in queries]
+        width = sum(b - a for a, b in queries)
+        found = self._x.new_empty(self._x.shape[1], width, dim)
+        places = some_of(how.attention, how.some.last, ROWS, columns)
+        projection = places[0]
+        for tile, told in call.spans(self._x):
+            slope = self._slope(tile)
+            if how.some.gated:
+                out = pick(self._out[tile], queries).detach().requires_grad_()
+            else:
+                out = slope.new_empty(slope.shape[1], width, dim).requires_grad_()
+            with told, torch.enable_grad():
+                taken = call.taken(self._x[:, tile], tile, out, (queries, keys))
+                with seeing_some(call.block.last, columns), standing_in(places):
+                    of_all = projection.table[projection.name]
+                    module = how.attention._modules[how.some.last]
+                    made = (of_all if module is of_all else module.forward)(taken)
+                (found[tile],) = torch.autograd.grad(made, out, slope)
+            del made, out, taken
+        return found
+
+    def _slope(self, tile: slice) -> Tensor:
+        """Return the gradient of what the last projection made of a tile."""
+        if self._slopes is not None:
+            return self._slopes[:, tile]
+        _, slope = self._call.slope(self._x[:, tile], self._dh[:, tile])
+        assert slope is not None
+        return slope
+
+    @abstractmethod
+    def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of what was made of a tile before attention, or the rule, to which
+        more may be added."""
+
+    def first_projections(self, *, wanted: bool) -> Tensor | None:
+        """Return the input's gradient, and sum those of the weights before attention.
+
+        Where a token has as many features, the first takes the place of the queries' gradient.
+        """
+        call, x, out, gates = self._call, self._x, self._out, self._gates
+        dx = out.view(x.shape) if out.numel() == x.numel() else torch.empty_like(x)
+        dx = dx if gates is None else gates
+        places = call.block.how.some.projections(call.heads, *call.every, BEFORE)
+        for tile, told in call.spans(x):
+            part = x[:, tile].detach().requires_grad_(wanted)
+            with told, torch.enable_grad(), standing_in(places):
+                made = call.before(part, tile)
+            slopes = self.slopes_before(tile, made)
+            able = [n for n, one in enumerate(made) if one.requires_grad]
+            found = torch.autograd.grad(
+                [made[n] for n in able],
+                [*[part] * wanted, *self.leaves],
+                [slopes[n] for n in able],
+                allow_unused=True,
+            )
+            del made, slopes
+            if wanted:
+                residual, _ = call.slope(x[:, tile], self._dh[:, tile])
+                of_gates = None if gates is None else gates[:, tile]
+                every = [one for one in (residual, found[0], of_gates) if one is not None]
+                dx[:, tile] = sum(every[1:], every[0])
+            add_up(self.sums, found[wanted:])
+            del part, found
+        return dx if wanted else None

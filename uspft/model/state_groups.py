@@ -1,0 +1,193 @@
+"""A layer with a state in groups of heads: key heads, each with all value heads that share it.
+
+A group's convolution sees all tokens, and its rule runs over states as all heads' does. What
+entered fragments is kept, and the backward makes the rest of one group again. The gradient of a
+group's values takes the place of what the rule gave.
+
+Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H value heads, G key heads;
+K key dim, V value dim; C channels, of queries, keys and values of a group one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from uspft.model.group_call import BlockBackward, BlockCall, InGroups
+from uspft.model.head_turns import put
+from uspft.model.some_heads import BEFORE, Hook, joined, standing_in
+from uspft.model.tiles import add_up
+from uspft.sequence import Heads
+from uspft.sequence.mixing import StateExchange
+from uspft.sequence.rows.groups import key_ranges
+from uspft.sequence.states import Mixed, kept_of, mixed_backward, mixed_forward
+from uspft.tensor.cutting import cut
+
+if TYPE_CHECKING:
+    from uspft.blocks import HeadRange
+    from uspft.sequence.mixing import Convolution
+
+
+class StateCall(BlockCall):
+    """One call of a block with a state."""
+
+    def __init__(
+        self,
+        block: InGroups,
+        x: Tensor,
+        parameters: list[nn.Parameter],
+        kwargs: dict[str, Any],
+        *,
+        keeps: bool,
+    ) -> None:
+        super().__init__(block, x, parameters, kwargs, keeps=keeps)
+        layer = block.how.attention
+        if counted := getattr(layer, "uspft_heads", None):
+            counted.count(layer, ())  # which else is told when it runs
+        self.heads = Heads(layer.num_v_heads, layer.num_k_heads, layer.head_v_dim)
+        self.key_dim, self._each = layer.head_k_dim, self.heads.query // self.heads.kv
+        self.groups = key_ranges(self.heads.kv, self.bound.world.layout.ulysses)
+        self._hook: Hook | None = None
+
+    def values(self, keys: HeadRange) -> HeadRange:
+        """Return the value heads of a range of key heads."""
+        return keys[0] * self._each, keys[1] * self._each
+
+    def exchange(self, keys: HeadRange) -> StateExchange:
+        number, world = keys[1] - keys[0], self.bound.world
+        return StateExchange(number * self._each, number, self.bound.share, world.mesh.ulysses)
+
+    def before(self, x: Tensor, tile: slice) -> list[Tensor]:
+        """Return q, k [n, G, K], v [n, H, V] as the convolution takes them, g and β [n, H]."""
+        hook = Hook(self.bound.softcap)
+        self.run_up_to(hook, x, tile)
+        assert hook.mixed
+        found, hook.mixed, self._hook = [*hook.mixed], None, hook
+        return found
+
+    def made(self, x: Tensor, keys: HeadRange) -> list[Tensor]:
+        """Return what the convolution takes [t, C], g and β [t, H] of a group."""
+        every, range_of = list[Tensor](), range(*keys)
+        some = self.block.how.some.projections(self.heads, [self.values(keys)], range_of, BEFORE)
+        with standing_in(some):
+            for tile, told in self.spans(x):
+                with told:
+                    found = self.before(x[:, tile], tile)
+                parts = [torch.cat([one.flatten(1) for one in found[:3]], dim=1), *found[3:]]
+                del found
+                if not every:
+                    every = [x.new_empty(x.shape[1], p.shape[1], dtype=p.dtype) for p in parts]
+                for whole, part in zip(every, parts, strict=True):
+                    whole[tile] = part
+                del parts
+        return every
+
+    def mixed(self, made: Sequence[Tensor], keys: HeadRange) -> Mixed:
+        """Return what the rule takes of a group; differentiable."""
+        (qkv, g, beta), layer, key = made, self.block.how.attention, self.key_dim
+        assert self._hook and self._hook.convolves
+        taps, convolution = self._hook.convolves
+        (a, b), (c, d), value = keys, self.values(keys), self.heads.dim
+        second, third = self.heads.kv * key, 2 * self.heads.kv * key
+        channels = [(at + a * key, at + b * key) for at in (0, second)]
+        channels.append((third + c * value, third + d * value))
+        weight = cut(layer.conv1d.weight.squeeze(1), [joined(channels)])
+        run: Convolution = partial(convolution, weight=weight)  # type: ignore[call-arg]
+        found = self.bound.of_layer(id(layer)).convolve(qkv.t()[None], taps, run)[0].t()
+        q, k, v = found.split([last - first for first, last in channels], dim=1)
+        q, k = (one.unflatten(1, (-1, key)) for one in (q, k))
+        return Mixed(q, k, v.unflatten(1, (-1, value)), g, beta)
+
+    @property
+    def rule(self) -> tuple[Any, ...]:
+        """What runs over states takes beside tensors."""
+        assert self._hook and self._hook.mixes
+        return self.bound.share.chains, self._hook.mixes, self.bound.world.mesh.ring
+
+    def all_out(self, x: Tensor) -> list[Tensor]:
+        out = x.new_empty(x.shape[1], self.heads.query, self.heads.dim)
+        found = [out]
+        for keys in self.groups:
+            exchange = self.exchange(keys)
+            inside = exchange.there(self.mixed(self.made(x, keys), keys))
+            own, kept = inside.v, list[Tensor]()
+            if exchange.own:
+                own, kept = mixed_forward(inside, *self.rule)
+            del inside
+            put(out, [self.values(keys)], exchange.back(own))
+            found += kept
+            del own, kept
+        self._hook = None  # which holds a weight that ZeRO takes away
+        return found
+
+    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> StateBackward:
+        out, kept = found[0], found[1:]
+        found.clear()
+        return StateBackward(self, x, out, dh, kept)
+
+
+class StateBackward(BlockBackward):
+    """The backward of a block with a state."""
+
+    _call: StateCall
+
+    def __init__(
+        self, call: StateCall, x: Tensor, out: Tensor, dh: Tensor, kept: list[Tensor]
+    ) -> None:
+        """kept: of each group what the rule's backward takes."""
+        super().__init__(call, x, out, dh)
+        self._kept = kept
+        self._others: list[Tensor] = []
+        """The gradients of all queries, keys and gates."""
+
+    def groups(self) -> None:
+        for keys in self._call.groups:
+            self._take(keys)
+
+    def _take(self, keys: HeadRange) -> None:
+        """Run the rule backwards for a group."""
+        call, x = self._call, self._x
+        values, exchange = call.values(keys), call.exchange(keys)
+        convolution = [self.leaves[n] for n in self.leaves_of(call.block.how.attention.conv1d)]
+        made = [one.requires_grad_() for one in call.made(x, keys)]
+        with torch.enable_grad():
+            inside = exchange.there(call.mixed(made, keys))
+        dout = exchange.slope_there(self.out_slope([values], range(*keys)))
+        if exchange.own:
+            taken = Mixed(*(one.detach() for one in inside))
+            kept = [self._kept.pop(0) for _ in range(kept_of(call.bound.share.chains))]
+            slopes = mixed_backward(taken, kept, dout, *call.rule)
+            del taken, kept
+        else:
+            slopes = tuple(map(torch.zeros_like, inside))
+        del dout
+        found = [*torch.autograd.grad(inside, [*made, *convolution], slopes)]
+        del inside, slopes, made
+        dqkv, *gates = found[:3]
+        places = self.leaves_of(call.block.how.attention.conv1d)
+        by_place = dict(zip(places, found[3:], strict=True))
+        add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
+        self._put(dqkv, gates, keys)
+
+    def _put(self, dqkv: Tensor, gates: Sequence[Tensor], keys: HeadRange) -> None:
+        """Put the gradients of a group where they are among all."""
+        call, heads = self._call, self._call.heads
+        (a, b), (c, d), key = keys, call.values(keys), call.key_dim
+        if not self._others:
+            like, number = dqkv.new_empty, len(dqkv)
+            self._others = [like(number, heads.kv, key) for _ in range(2)]
+            self._others += [like(number, heads.query, dtype=one.dtype) for one in gates]
+        dq, dk, dv = dqkv.split([(b - a) * key, (b - a) * key, (d - c) * heads.dim], dim=1)
+        for whole, part in zip(self._others[:2], (dq, dk), strict=True):
+            whole[:, a:b] = part.unflatten(1, (-1, key))
+        for whole, part in zip(self._others[2:], gates, strict=True):
+            whole[:, c:d] = part
+        self._out[:, c:d] = dv.unflatten(1, (-1, heads.dim))
+
+    def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
+        dq, dk, *gates = (one[tile] for one in self._others)
+        return [dq, dk, self._out[tile].clone(), *gates]
