@@ -26,13 +26,10 @@ from uspft.planner.memory import (
     USABLE_SHARE,
     Memory,
     Options,
-    activations_in,
     fits,
     longest_of,
-    memory_of_ranks,
-    most_of_ranks,
+    memory_of,
     pass_bytes,
-    several_passes,
     state_in,
     unpredicted,
 )
@@ -364,20 +361,9 @@ class Needs:
     def of(self, layout: Layout, options: Options, row_tokens: int | None = None) -> Memory:
         """Return what a rank needs in a layout. row_tokens: where rows are of another length."""
         tokens = row_tokens or self._tokens
-        if layout.pipeline > 1:
-            every = memory_of_ranks(
-                self._model,
-                layout,
-                tokens,
-                options=options,
-                one=self._pass(layout, tokens, options),
-                alike=False,
-            )
-            return most_of_ranks(every)
-        state = self._state(layout, options)
-        device, host = activations_in(*self._pass(layout, tokens, options))
-        doubts = self.unpredicted(layout, options)
-        return Memory(state.beside(device), int(sum(state.host.values()) + host), doubts)
+        one = self._pass(layout, tokens, options)
+        state = self._state(layout, options) if layout.pipeline == 1 else None
+        return memory_of(self._model, layout, tokens, options=options, one=one, state=state)
 
     def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
         """Return the longest row in tokens that fits a card, or 0."""
@@ -416,7 +402,7 @@ class Needs:
             slices=(),
         )
         held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        if (key := (*held, several_passes(layout, options), plain)) not in self._states:
+        if (key := (*held, options.several(layout), plain)) not in self._states:
             self._states[key] = state_in(self._model, layout, options)
         return self._states[key]
 
