@@ -35,9 +35,6 @@ class StepPart(NamedTuple):
         return StepPart(other.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
 
 
-NOTHING = StepPart("", 0.0)
-
-
 @dataclass(frozen=True)
 class StepTime:
     """A step as the sum of its parts, of which several may have one name."""
