@@ -249,7 +249,7 @@ def test_an_epoch_ends_with_its_last_sample(
 
 def test_a_record_tells_what_ran_under_each_strategy(answers: dict[Any, Any]) -> None:
     for case in CASES:
-        layouts = NAMES[case.mix]
+        layouts = NAMES[case.layouts]
         for step, record in enumerate(answers[case][0]):
             lengths = LENGTHS[step * BATCH : (step + 1) * BATCH]
             parts = record["strategies"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -104,11 +104,11 @@ UNKNOWN_HEADS = (8, 8, 64)
 """Query heads, KV heads and head dim that are measured where the model's config is not here."""
 
 
-def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
+def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     """Be one rank; the first leaves what was measured in `folder`."""
     recipe = load(folder / "recipe.yaml").recipe
-    here = ranks_of_host(place.environment)
-    with joined(recipe.launch, place.environment, trains=False) as device:
+    here = ranks_of_host(environment)
+    with joined(recipe.launch, environment, trains=False) as device:
         waiting.close()
         dtype = getattr(torch, recipe.model.dtype)
         bench = Bench(device, dtype, Groups(), here, SIZES[device.type])

@@ -49,7 +49,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         look = first_look(recipe.data, tokenizer, vocabulary)
         found.not_checked.extend(look.not_read)
         if shape and found.is_open:
-            found = weighed_here(found, place, look.lengths)
+            found = weighed_here(found, place, tokenizer, look.lengths)
             recipe = found.recipe
         disk = _disk(recipe, examined) if examined else []
     if not examined:

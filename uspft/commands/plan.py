@@ -103,7 +103,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
             sizes, recipe = step_of(found).model, found.here
             with tokenizer_here(recipe) as tokenizer:
                 look = first_look(recipe.data, tokenizer, sizes.vocab_size)
-            found = weighed_here(found, place, look.lengths)
+                found = weighed_here(found, place, tokenizer, look.lengths)
         step = step_of(found)
         if not has_strategies(found):
             step = replace(step, sample=sample_of(found, place))

@@ -35,6 +35,8 @@ HAPPENED = {
 }
 """What a record tells that has a field, and what it is called; a save, which has a step too, tells
 no reason."""
+MOST = 1e100
+"""What numbers are less than that are drawn."""
 REMEDY = "name the output folder of a run that has taken a step"
 
 
@@ -58,10 +60,10 @@ class ReportedRun:
     """What could not be read, for a person."""
 
     def of(self, name: str) -> list[tuple[float, float]]:
-        """Return a number by step, such as `comm_bytes/ring`; what is null, text or not finite is
-        left out."""
+        """Return a number by step, such as `comm_bytes/ring`; what is null, text, not finite or
+        beyond any axis is left out."""
         pairs = ((step, told.get(name, math.nan)) for step, told in self._numbers)
-        return [(step, float(value)) for step, value in pairs if math.isfinite(value)]
+        return [(step, float(value)) for step, value in pairs if abs(value) < MOST]
 
     def names(self, name: str) -> list[str]:
         """Return a name, or where it ends in `/` all that begin so, in the order they come."""
@@ -86,7 +88,7 @@ class ReportedRun:
         found = set()
         for record in (*self.events, *self.incidents):
             key = next((key for key in HAPPENED if key in record), None)
-            if key and isinstance(record[key], int) and (key != "step" or "why" in record):
+            if key and _is_step(record, key) and (key != "step" or "why" in record):
                 why = f": {record['why']}" if "why" in record else ""
                 found.add((record[key], f"{HAPPENED[key]} {record[key]}{why}"))
         return sorted(found)
@@ -124,7 +126,7 @@ def _read(output: Path, name: str) -> ReportedRun:
         found = json.loads((output / ENVIRONMENT).read_text("utf-8"))
         environment = found if isinstance(found, dict) else {}
     except (OSError, ValueError) as error:
-        notes.append(f"{ENVIRONMENT} cannot be read: {error}")
+        notes.append(f"{ENVIRONMENT} cannot be read: {getattr(error, 'strerror', error)}")
     try:
         recipe = (output / RECIPE).read_text("utf-8", errors="replace")
     except OSError as error:
@@ -143,8 +145,9 @@ def _flat(record: JournalLine) -> JournalLine:
     return {**record, UNDER.removesuffix("/"): under}
 
 
-def _is_step(record: JournalLine) -> bool:
-    return isinstance(record.get("step"), int) and not isinstance(record["step"], bool)
+def _is_step(record: JournalLine, key: str = "step") -> bool:
+    value = record.get(key)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
 
 
 def _records(file: Path) -> tuple[list[JournalLine], list[str]]:

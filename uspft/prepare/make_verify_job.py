@@ -58,7 +58,7 @@ class Sizes:
     beside_bytes: int = 0
     """What plain transformers needs beside what the formula knows, once."""
 
-    def need_bytes(self, depth: int) -> int:
+    def memory_bytes(self, depth: int) -> int:
         """Return the bytes that one process needs for the first `depth` layers."""
         types = self.shape.raw.get("layer_types")
         raw = {**self.shape.raw, "layer_types": types[:depth]} if types else self.shape.raw
@@ -131,9 +131,9 @@ def fitting_depth(sizes: Sizes, memory: int) -> int:
     """
     usable = USABLE_SHARE * memory
     for depth in range(len(sizes.kinds), sizes.shallowest - 1, -1):
-        if sizes.need_bytes(depth) <= usable:
+        if sizes.memory_bytes(depth) <= usable:
             return depth
-    needed = sizes.need_bytes(sizes.shallowest) / GIB
+    needed = sizes.memory_bytes(sizes.shallowest) / GIB
     what = (
         f"one process would need about {needed:.3g} GiB with {sizes.shallowest} of "
         f"{len(sizes.kinds)} layers, and has {usable / GIB:.3g} GiB"

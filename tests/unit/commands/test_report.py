@@ -33,6 +33,8 @@ from uspft.commands.report_charts import (
     thinned,
     ticks,
 )
+from uspft.commands.report_pages import page_of
+from uspft.commands.report_runs import predicted_of, read_runs
 from uspft.prepare.invocation import Invocation
 
 HOSTILE = "<script>alert('x')</script> & \"https://evil.example/\""
@@ -238,6 +240,33 @@ def test_what_cannot_be_read_is_named(
     assert "none/page.html: cannot be written: No such" in said(
         str(output), "-o", f"{none}/page.html"
     )
+
+
+ODD = (
+    *(None, True, "x", -1, 1e308, -1e308, math.nan, math.inf, 1e-320, 10**400),
+    *([], {}, [1], [[1]], [[math.nan]], [[]], [["x"]], {"a": {"b": 1}}, [{"seconds": "x"}]),
+)
+
+
+def test_whatever_stands_in_a_field_is_no_fault_of_the_page(tmp_path: Path) -> None:
+    """A field that is not as a run writes it is left out, and the others are drawn."""
+    folder = fill(tmp_path / "odd", [])
+    names = [*record(1), "strategies", "expert_load", "expert_rank_load", "eval_sets", "seconds"]
+    names += ["resumed_from_step", "after_step", "why", "data"]
+    for value in ODD:
+        every: list[dict[str, Any]] = [record(1), record(2)]
+        named = enumerate((name for name in names if name != "step"), 3)
+        every += [record(step) | {name: value} for step, name in named]
+        every += [{name: value, "step": 1, "eval_loss": value} for name in names]
+        text = "".join(json.dumps(one) + "\n" for one in every)
+        (folder / "metrics.jsonl").write_text(text)
+        (folder / "incidents.jsonl").write_text(json.dumps({"step": value, "why": value}) + "\n")
+        told = {"gpus": value, "ranks": value, "versions": value, "command": value}
+        (folder / "environment.json").write_text(json.dumps(told))
+        (run,) = read_runs([folder])
+        found = page_of([run], [predicted_of(run, Invocation("report"))])
+        assert Balanced(found).wrong == [] and "NaN" not in chart(found, "loss</b>")
+        assert len(drawn(chart(found, "tokens per second"))[0]) >= 2, value
 
 
 def test_what_is_predicted_is_what_plan_says(

@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_name("marked_templates.yaml")
 
 
 def marked_copy_of(source: str) -> str | None:
-    """Return the marked twin of a chat template, or None where the template is not known."""
+    """Return the marked copy of a chat template, or None where the template is not known."""
     known = models().get(digest(source))
     if known is None:
         return None

@@ -83,8 +83,8 @@ class MovingEngine(Engine):
         """
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
-        if apart := [s.layout.name() for s in every if s.layout.experts > 1]:
-            raise ValueError(f"weights do not move where experts are divided: {', '.join(apart)}")
+        if divided := [s.layout.name() for s in every if s.layout.experts > 1]:
+            raise ValueError(f"weights do not move where experts are divided: {', '.join(divided)}")
         self.every = {shards.layout.held: shards for shards in every}
         """Who holds what, by how ranks hold it."""
         for shards in every:
