@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from uspft.commands.pages import BEGIN, html_page
 from uspft.commands.report_charts import Chart, Series, figure, load_map, shown, table
-from uspft.commands.report_runs import SENT, UNDER, JournalLine, Predicted, ReportedRun
+from uspft.commands.report_runs import NO_KIND, SENT, UNDER, JournalLine, Predicted, ReportedRun
 from uspft.layout import AXES, EXPERTS
 from uspft.metrics import as_size
 
@@ -196,8 +196,10 @@ def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
         "peak_memory_bytes": "memory of a rank" + " (measured: what is resident)" * resident,
     }
     told = [name for name in predicted.numbers if name.startswith(SENT)]
-    kinds = dict.fromkeys([*run.names(SENT), *told])
-    rows |= {name: f"sent: {name.removeprefix(SENT)}" for name in kinds}
+    sent = dict.fromkeys([*run.names(SENT), *told])
+    rows |= {name: f"sent: {name.removeprefix(SENT)}" for name in sent}
+    uncounted = {name: NO_KIND for name in sent if predicted.parts and name not in told}
+    why_not = uncounted | dict(predicted.why_not)
     for name, label in rows.items():
         values = [value for _, value in run.of(name)]
         guess, here = predicted.numbers.get(name), median(values) if values else None
@@ -205,7 +207,7 @@ def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
         alike = not (resident and name == "peak_memory_bytes")
         ratio = shown(here / guess) if guess and here is not None and alike else "–"
         cells = ["–" if one is None else as_text(one) for one in (guess, here)]
-        yield [label, *cells, ratio, "" if guess is not None else predicted.reason(name)]
+        yield [label, *cells, ratio, why_not.get(name, "")]
 
 
 def _loads(run: ReportedRun) -> Iterator[str]:

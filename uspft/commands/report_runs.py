@@ -181,6 +181,7 @@ KINDS["state"] = "states"
 """The kinds of comm_bytes that the planner counts as the busiest rank sends them, and the name of
 the part of a step that has them."""
 NO_KIND = "the planner does not count it, or not as the busiest rank sends it"
+ALONE = "not predicted: of several layouts in a step other numbers than its seconds"
 
 
 @dataclass(frozen=True)
@@ -189,46 +190,43 @@ class Predicted:
 
     numbers: Mapping[str, float] = field(default_factory=dict)
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """By name why a number is not predicted; "" stands for all others."""
+    """By name why a number is not predicted."""
     lines: tuple[str, ...] = ()
-    """The layout and the hardware, for a person."""
+    """The layout, the hardware, and why nothing more is predicted, for a person."""
     parts: str = ""
     """The predicted step by part, as `plan` prints it."""
     layout: Layout | None = None
     experts: int = 1
     """Experts of a layer."""
 
-    def reason(self, name: str) -> str:
-        """Return why a number is not predicted."""
-        if name.startswith(SENT) and self.numbers and "" not in self.why_not:
-            return NO_KIND
-        return self.why_not.get(name) or self.why_not.get("", "")
-
 
 def predicted_of(run: ReportedRun, place: Invocation) -> Predicted:
     """Return what is predicted of a run by what stands in its folder; nothing is written."""
     file, ranks = run.output / RECIPE, run.environment.get("ranks")
     if not run.recipe or not isinstance(ranks, int):
-        return Predicted(why_not={"": f"{RECIPE} or the number of ranks is not there"})
+        return not_predicted(f"{RECIPE} or the number of ranks is not there")
     try:
         processes = read(file, ()).loaded.recipe.launch.processes
         hosts = ranks // processes if isinstance(processes, int) else 1
         return predicted(examine_for_plan(file, (), max(1, hosts), ranks), place)
     except InputError as error:
-        return Predicted(why_not={"": str(error)})
+        return not_predicted(str(error))
+
+
+def not_predicted(why: str) -> Predicted:
+    """Return that nothing is predicted, and why."""
+    return Predicted(lines=tuple(f"not predicted: {line}" for line in why.splitlines()))
 
 
 def predicted(found: Examined, place: Invocation) -> Predicted:
     """Return what is predicted of a recipe's step. Raises InputError."""
     told = tuple(found.settled)
     if strategies_of(found.recipe):
-        seconds, why_not = (
-            mix_seconds(found, place),
-            {"": "seconds alone are predicted of several layouts in a step"},
-        )
+        seconds = mix_seconds(found, place)
         if seconds is None:
-            return Predicted({}, {"": "the lengths of the data are not known here"}, told)
-        return Predicted({"step_seconds": seconds}, why_not, told)
+            unknown = not_predicted("the lengths of the data are not known here").lines
+            return Predicted(lines=(*told, *unknown))
+        return Predicted({"step_seconds": seconds}, lines=(*told, ALONE))
     step, hardware = step_of(found), hardware_of(found)
     step = replace(step, sample=sample_of(found, place))
     options = options_of(found.recipe, found.layout)

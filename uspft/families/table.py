@@ -199,12 +199,13 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "hidden_size_per_layer_input": 256,
             "vocab_size_per_layer_input": 262144,
+            "intermediate_size": 9216,
+            "enable_moe_block": False,
         },
         ropes=("default", "proportional"),
         scalings=(),
-        refused={
-            "enable_moe_block": "experts beside an MLP",
-        },
+        routed=True,
+        balanced=False,
         bidirectional=("vision",),
         rope=_GEMMA_4_ROPES,
         projections=NORMED_HEADS,
@@ -310,7 +311,7 @@ FAMILIES: dict[str, Family] = {
 }
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What families call the number of a layer's experts, and MET that of those that a token meets."""
-MET = ("num_experts_per_tok", "moe_k")
+MET = ("num_experts_per_tok", "moe_k", "top_k_experts")
 NO_KEYS = 0
 """The sliding window of a layer without attention, in which a query sees no key."""
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
@@ -571,9 +572,18 @@ def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
     return rope
 
 
+def chosen_experts(full: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many experts a token meets, and how many a layer has, of a config as of
+    shared_features; 1 and 1 where it has none to choose among."""
+    met, every = (next((full[n] for n in names if full.get(n)), 1) for names in (MET, EXPERTS))
+    return int(met), int(every)
+
+
 def shared_features(full: Mapping[str, Any]) -> int:
     """Return how many inner features the experts have that every token meets, of a config with what
     transformers takes where a file has no such field; 0 without such experts."""
+    if full.get("enable_moe_block"):  # beside an MLP
+        return int(full["intermediate_size"])
     number = full.get("n_shared_experts") or full.get("moe_num_shared_experts") or 0
     whole = full.get("shared_expert_intermediate_size")
     return int(whole or number * (full.get("moe_intermediate_size") or 0))

@@ -14,7 +14,7 @@ from math import comb
 from typing import NamedTuple
 
 from uspft.families import ModelShape
-from uspft.planner.layer_kinds import LAYER_KINDS
+from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.operations import INDEX, WIDE
 from uspft.planner.products import layer_projections
 from uspft.sequence import Traffic
@@ -37,7 +37,7 @@ class RowSizes:
     @classmethod
     def of(cls, shape: ModelShape, element: int) -> RowSizes:
         """Return those of a model whose weights have so many bytes."""
-        score = WIDE if LAYER_KINDS[shape.model_type].wide_scores else element
+        score = WIDE if layer_kind(shape).wide_scores else element
         met, shared = shape.met_experts, bool(shape.shared_features)
         behind = shared and shape.model_type != "ernie4_5_moe"  # which meets shared ones first
         return cls(shape.hidden_size * element, met * score, met * CHOICE, behind)

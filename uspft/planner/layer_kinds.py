@@ -96,7 +96,14 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "phi3": LayerKind(fused=True, turned=turned_in_part),
     "gemma2": LayerKind(_GEMMA, wide_norms=True),
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
-    "gemma4_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, normed_values=True),
+    "gemma4_text": LayerKind(
+        _GEMMA,
+        wide_norms=True,
+        normed_heads=True,
+        normed_values=True,
+        router="router.proj",
+        wide_scores=True,
+    ),
     "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "qwen3_5_text": _GATED,
@@ -126,9 +133,15 @@ LAYER_KINDS: dict[str, LayerKind] = {
 }
 
 
+def layer_kind(shape: ModelShape) -> LayerKind:
+    """Return the kind of a model's layers, before what single ones have otherwise."""
+    kind = LAYER_KINDS[shape.model_type]
+    return kind if shape.routed else replace(kind, router="")
+
+
 def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of a model."""
-    raw, kind = {**shape.raw, **(shape.rope or {})}, LAYER_KINDS[shape.model_type]
+    raw, kind = {**shape.raw, **(shape.rope or {})}, layer_kind(shape)
     turned = raw.get("rotary_dim", kind.turned_share * shape.head_dim) / shape.head_dim
     share = float(raw.get("partial_rotary_factor", turned))
     kind = replace(kind, qkv_bias=shape.attention_bias, turned_share=share)

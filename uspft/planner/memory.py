@@ -23,7 +23,7 @@ from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.flops import cut_by_flops
 from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
+from uspft.planner.layer_kinds import layer_kind, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, inner_features, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
@@ -311,7 +311,8 @@ def unpredicted(
     found = {
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.shared_features)
-        and not inner_features(shape, 1),
+        and not (inner_features(shape, 1) or shape.beside_mlp),
+        "experts beside an MLP": shape.beside_mlp,
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "embeddings of each layer": bool(shape.layer_features),
         "layers that use the keys of others": bool(shape.borrowers),
@@ -488,7 +489,7 @@ def _sharing(
 
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
-    kind = LAYER_KINDS[shape.model_type]
+    kind = layer_kind(shape)
     down = layer_projections(shape)[-1].on(layout.tensor)
     if not kind.router:
         return None

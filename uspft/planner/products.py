@@ -78,7 +78,7 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
         ProductShape(heads, hidden, "inputs", dim),
     ]
     met, experts, inner = shape.met_experts, shape.experts, shape.intermediate_size
-    if FAMILIES[shape.model_type].routed:
+    if shape.routed:
         inner = int(shape.full.get("moe_intermediate_size") or inner)
         found.append(ProductShape(hidden, experts))
     found += [ProductShape(hidden, inner, "outputs", 1, met, experts)] * 2
@@ -92,7 +92,7 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
     if not inner:
         return {}
     one = bool(shape.full.get("shared_expert_intermediate_size"))
-    block = SHARED_EXPERT if one else SHARED_EXPERTS
+    block = SHARED_EXPERT if one else "mlp" if shape.beside_mlp else SHARED_EXPERTS
     into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
     named = {f"{block}.gate_proj": into, f"{block}.up_proj": into, f"{block}.down_proj": out}
     return named | ({SHARED_GATE: ProductShape(hidden, 1)} if one else {})
@@ -101,7 +101,7 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
 def inner_features(shape: ModelShape, tensor: int) -> int:
     """Return the features of the MLP, or of the one expert that every token meets, on a tensor
     rank; 0 where there is neither."""
-    if not FAMILIES[shape.model_type].routed:
+    if not shape.routed:
         return layer_projections(shape)[-1].on(tensor).inputs
     down = shared_projections(shape).get(f"{SHARED_EXPERT}.down_proj")
     return down.on(tensor).inputs if down else 0

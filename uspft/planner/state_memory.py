@@ -235,6 +235,9 @@ def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     state = float(WIDE * heads.values * heads.key_dim * heads.value_dim) / of.ulysses
     passes = state / heads.value_dim * heads.key_dim
     crossing = of.ring > 1
+    # Of two ranks one has the first and the last fragment, between which states are the other's,
+    # and that has one.
+    entered = (number if of.ring > 2 else 1) * (state + passes)
     # Of the others' fragments those that come before, or behind, one of this rank's; two neighbours
     # of one rank are one.
     others = max(1, FRAGMENTS * (of.ring - 2)) * (state + passes)
@@ -269,7 +272,7 @@ def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
         tape.new(state)
     output = tape.record(parts, (out,), backward, saves=True, keeps=parts, made=made)[0]
     if crossing and output.node and tape.keeps:
-        output.node.held += (tape.new(number * (state + passes)),)
+        output.node.held += (tape.new(entered),)
     return output
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families import ModelShape, layer_windows, state_layers, state_sizes
 from uspft.families.projections import STATE_LAYER, STATE_OWN
-from uspft.planner.layer_kinds import LAYER_KINDS, Norms
+from uspft.planner.layer_kinds import Norms, layer_kind
 from uspft.planner.products import (
     SHARED_EXPERT,
     SHARED_EXPERTS,
@@ -24,17 +24,24 @@ from uspft.planner.products import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
-    | {"per_layer_input_gate", "per_layer_projection"}
+    | {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "proj"}
     | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj", "shared_expert_gate"}
 )
 """The last words of the projections of a layer."""
-EXPERTS = "mlp.experts."
+EXPERTS, BESIDE_MLP = "mlp.experts.", "experts."
+"""How the names of experts begin, and those of Gemma 4's."""
+_BESIDE_MLP_VECTORS = (
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    *("pre_feedforward_layernorm_2", "router.scale"),
+)
+_OWN = (*STATE_OWN, "router.scale", "router.per_expert_scale")
+"""How the names of parameters end that stand in no module of their own."""
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
@@ -49,12 +56,19 @@ class Lora:
     parameters: tuple[str, ...] = ()
     """The names of what has one beside these: matrices of experts, and of routers."""
 
-    def adapts(self, name: str) -> bool:
+    def adapted(self, names: Collection[str]) -> list[str]:
+        """Return which modules of a layer have an adapter."""
+        beside = any(name.startswith(BESIDE_MLP) for name in names)
+        theirs = {"mlp.down_proj"} if beside else set()
+        return [name for name in names if self.adapts(name, theirs)]
+
+    def adapts(self, name: str, theirs: Collection[str] = ()) -> bool:
         """Tell whether a projection of a layer, its experts' or its router's, has an adapter; one
-        whose name experts have too is named as a parameter."""
+        whose name experts have too, as those of `theirs`, is named as a parameter."""
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
-        of_experts = name.startswith((EXPERTS, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}."))
+        shared = name.startswith((f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}."))
+        of_experts = shared or _of_experts(name) or name in theirs
         if of_experts or name.rpartition(".")[2] not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
@@ -82,7 +96,7 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
 
     state: whether of a layer with a state; else with attention.
     """
-    kind = LAYER_KINDS[shape.model_type]
+    kind = layer_kind(shape)
     query, key, value, out, *router, gate, up, down = layer_projections(shape)
     found = {"self_attn.q_proj": query}
     made = {"self_attn.k_proj": key, "self_attn.v_proj": value}
@@ -94,8 +108,12 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
         found = {**state_projections(shape), **_state_modules(shape)}
     if kind.router:
         (found[kind.router],) = router
-        found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
+        at = BESIDE_MLP if shape.beside_mlp else EXPERTS
+        found |= {f"{at}gate_up_proj": _together(gate, up), f"{at}down_proj": down}
         found |= shared_projections(shape)
+        if shape.beside_mlp:
+            found |= {name: ProductShape(1, shape.hidden_size) for name in _BESIDE_MLP_VECTORS}
+            found["router.per_expert_scale"] = ProductShape(1, shape.experts)
     elif kind.fused:
         found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:
@@ -172,7 +190,7 @@ def _trained(
     for number, kind in enumerate(numbers):
         at, names = f"model.layers.{number}", kinds[kind]
         weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
-        adapted = [n for n in names if lora and lora.adapts(n)]
+        adapted = lora.adapted(names) if lora else []
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
         one = Trained(frozenset(weights), frozenset(adapted))
         found.append(found[-1] if found and found[-1] == one else one)
@@ -181,12 +199,12 @@ def _trained(
 
 def _parameter(name: str) -> str:
     """Return the name of a module's weight; experts are parameters themselves, and so are gates."""
-    own = name.startswith(EXPERTS) or name.endswith(STATE_OWN)
+    own = _of_experts(name) or name.endswith(_OWN)
     return name if own else f"{name}.weight"
 
 
 def _of_experts(name: str) -> bool:
-    return name.startswith(EXPERTS)
+    return name.startswith((EXPERTS, BESIDE_MLP))
 
 
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
@@ -254,14 +272,13 @@ def counts_of(
     met = [(one, held[kind], number) for (one, kind), number in layers.items()]
     trained = sum(number * sum(here.sizes_of(one)) for one, here, number in met)
     trained += mine.last * outside[LAST_NORM] * shape.hidden_size
-    more = {name: one.parameters for name, one in outside_modules(shape).items()}
-    train = [size for n, size in more.items() if not lora and not _frozen(f"{n}.weight", freeze)]
+    more, train = outside_counts(shape, lora, freeze)
     trained += sum(train)
     tables = [outside[EMBEDDING]] * mine.first
     tables += [outside[HEAD]] * (mine.last and not shape.tied)
     trained += sum(tables) * head
     every = len(tables) * head + mine.last * shape.hidden_size
-    every += sum(held[numbers[number]].every for number in mine.layers) + sum(more.values())
+    every += sum(held[numbers[number]].every for number in mine.layers) + more
     sizes = [size for one, here, _ in met for size in here.sizes_of(one)]
     sizes += [head] * any(tables) + train
     head *= mine.first or mine.last
@@ -277,6 +294,21 @@ def counts_of(
         sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
         any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
     )
+
+
+def outside_counts(
+    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
+) -> tuple[int, list[int]]:
+    """Count the parameters that make the embeddings of each layer, adapters among them, and each of
+    these that trains."""
+    every, trained = 0, list[int]()
+    for name, one in outside_modules(shape).items():
+        adapter = lora.rank * (one.inputs + one.outputs) if lora and lora.adapts(name) else 0
+        every += one.parameters + adapter
+        own = adapter if lora else one.parameters
+        kind = "lora_A.weight" if lora else "weight"
+        trained += [own] if own and not _frozen(f"{name}.{kind}", freeze) else []
+    return every, trained
 
 
 @dataclass(frozen=True)
@@ -298,7 +330,7 @@ class _Held:
             modules[name] = replace(modules[name], copies=modules[name].copies // experts)
         rank = lora.rank if lora else 0
         adapters = {n: rank * (m.inputs + m.outputs) * m.copies for n, m in modules.items()}
-        return cls(modules, adapters, frozenset(n for n in kind if lora and lora.adapts(n)))
+        return cls(modules, adapters, frozenset(lora.adapted(kind) if lora else ()))
 
     def sizes_of(self, trained: Trained) -> list[int]:
         """Return the sizes of the parameters that train."""

@@ -295,9 +295,12 @@ def test_what_is_predicted_is_what_plan_says(
     memory = f"{own['memory_bytes'] / (1 << 20):.4g} MiB"
     assert f"(measured: what is resident)</td><td>{memory}</td><td>3 GiB</td><td>–</td>" in text
     assert "<td>MFU</td><td>–</td><td>–</td><td>–</td><td>no maker says" in text
+    assert text.count("<td>the planner does not count it, ") == 1, "a kind of its own"
     assert "<td>3</td><td>4 of 4</td>" in text, "the last rank's tokens"
     (folder / "recipe.yaml").write_text("seed: 1\n")
-    assert "<td>seconds of a step</td><td>–</td><td>0.5</td><td>–</td><td>" in page(folder)
+    text = page(folder)
+    assert "<td>seconds of a step</td><td>–</td><td>0.5</td><td>–</td><td></td>" in text
+    assert text.count("training.global_batch_size: is missing") == 1, "why, once"
 
 
 def test_a_step_of_several_layouts_is_predicted_as_plan_does(
@@ -316,7 +319,7 @@ def test_a_step_of_several_layouts_is_predicted_as_plan_does(
     folder = fill(tmp_path / "run", [json.dumps(record(1))])
     (folder / "recipe.yaml").write_text(json.dumps(tree))
     (folder / "environment.json").write_text(json.dumps({"ranks": 2}))
-    assert "lengths of the data are not known here</td>" in page(folder)
+    assert "not predicted: the lengths of the data are not known here</div>" in page(folder)
     assert main(["preprocess", str(folder / "recipe.yaml")]) == 0
     text = page(folder)
     capsys.readouterr()
@@ -324,7 +327,7 @@ def test_a_step_of_several_layouts_is_predicted_as_plan_does(
     (own,) = re.findall(r"^switching +([\d.]+)$", capsys.readouterr().out, re.M)
     (guess,) = re.findall(r"<td>seconds of a step</td><td>([\d.]+)</td><td>0.5</td>", text)
     assert f"{float(guess):.3g}" == own
-    assert "<td>seconds alone are predicted of several layouts in a step</td>" in text
+    assert "not predicted: of several layouts in a step other numbers" in text
 
 
 def test_a_run_that_went_well_does_not_fail_by_its_report(output: Path) -> None:

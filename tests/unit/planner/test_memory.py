@@ -289,7 +289,7 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
     found = spawn(1, counted, full, tmp_path)[0]
     for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES)):
         assert {case[number] for case in found} == set(values)
-    off = {}
+    off: dict[Case, Any] = {}
     for case, one in found.items():
         shape = read_shape(ModelBlock(config=tmp_path / case.model), CONFIGS)
         assert isinstance(shape, ModelShape)
@@ -298,7 +298,8 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
         ratio = want.activation_bytes / one.most_bytes["all"]
         if abs(ratio - 1) > 0.02:
             off[case] = ratio
-        assert want.host_bytes == pytest.approx(one.host_bytes, rel=1e-3), case
+        if want.host_bytes != pytest.approx(one.host_bytes, rel=1e-3):
+            off[case] = want.host_bytes, one.host_bytes
         if not full:  # where the loss is not all there is, another type is found out
             other = case._replace(dtype="float32" if case.dtype == "bfloat16" else "bfloat16")
             unlike = predicted_of(other, shape).activation_bytes / one.most_bytes["all"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shapes import MIXTRAL, QWEN3, SHARED, TINY, hub, shape
+from tests.support.models import BESIDE_MLP
+from tests.support.shapes import GEMMA4, JOINED, MIXTRAL, QWEN3, SHARED, TINY, hub, shape
 from uspft.planner.products import (
     head_projection,
     layer_projections,
@@ -54,17 +55,26 @@ def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> 
     assert 2 * half - whole == 2 * model.hidden_size, "norms alone are whole on both"
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "olmo_hybrid", "qwen3_next", "qwen2_moe"])
-def test_projections_of_a_hybrid_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+OWN = {
+    **{"qwen3_5_text": {}, "olmo_hybrid": {}, "qwen3_next": SHARED, "qwen2_moe": SHARED},
+    "gemma4_text": {**GEMMA4, **BESIDE_MLP, "num_experts": 6},
+    "gemma4_text joined": {**GEMMA4, **JOINED},
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_projections_of_several_kinds_of_layers_are_those_of_transformers(
+    kind: str, tmp_path: Path
+) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "pad_token_id": 0}
-    sizes |= SHARED if kind in ("qwen3_next", "qwen2_moe") else {}
-    model = shape(tmp_path, {**TINY, **sizes, "model_type": kind, "num_hidden_layers": 8})
+    sizes |= OWN[kind] | {"model_type": kind.split()[0], "num_hidden_layers": 8}
+    model = shape(tmp_path, {**TINY, **sizes})
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    linears = [one for one in net.model.layers.modules() if isinstance(one, torch.nn.Linear)]
+    linears = [one for one in net.model.modules() if isinstance(one, torch.nn.Linear)]
     met = sum(one.weight.numel() for one in [*linears, net.lm_head])
     for name, one in net.named_parameters():  # of six experts a token meets two
         met += one.numel() // 3 * (".experts." in name) + one.numel() * ("mlp.gate.w" in name)

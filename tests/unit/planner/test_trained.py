@@ -1,4 +1,5 @@
-"""How many parameters of hybrids train and are held, beside transformers' models."""
+"""How many parameters train and are held of models whose layers are of several kinds, beside
+transformers' models."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.shapes import SHARED, TINY, shape
+from tests.support.models import BESIDE_MLP
+from tests.support.shapes import GEMMA4, JOINED, SHARED, TINY, shape
 from uspft.layout import Layout
 from uspft.model.parallel import shards_of
 from uspft.planner.trained import Lora, StageLayers, counts_of
@@ -23,11 +25,20 @@ SIZES = {
 }
 
 
-@pytest.fixture(params=["qwen3_5_text", "olmo_hybrid", "qwen3_next"])
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "olmo_hybrid": {},
+    "qwen3_next": SHARED,
+    "gemma4_text": {**GEMMA4, **BESIDE_MLP},
+    "gemma4_text joined": {**GEMMA4, **JOINED},
+}
+
+
+@pytest.fixture(params=KINDS)
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
     """A shape, and its model on meta."""
-    experts = SHARED if request.param == "qwen3_next" else {}
-    model = shape(tmp_path, {**TINY, **SIZES, **experts, "model_type": request.param})
+    own = KINDS[request.param] | {"model_type": request.param.split()[0]}
+    model = shape(tmp_path, {**TINY, **SIZES, **own})
     with torch.device("meta"):
         return model, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
 
@@ -39,6 +50,8 @@ def test_every_parameter_is_counted(both: tuple[Any, Any]) -> None:
     frozen = counts_of(model, 1, None, (r"linear_attn\.(conv1d|A_log)",))
     without = [p for n, p in net.named_parameters() if "conv1d" not in n and "A_log" not in n]
     assert frozen.trained == sum(p.numel() for p in without)
+    if model.joined_layers:
+        return
     stages = [tuple(range(0, 3)), tuple(range(3, 8))]
     parts = [StageLayers(one, first=n == 0, last=n == 1) for n, one in enumerate(stages)]
     assert sum(counts_of(model, 1, None, (), one).every for one in parts) == every.every
@@ -61,9 +74,10 @@ def test_a_tensor_rank_holds_some_key_heads_with_their_value_heads(both: tuple[A
 def test_adapters_stand_beside_every_projection(both: tuple[Any, Any]) -> None:
     """But for those of a shared expert, whose names are experts' too, and which are named apart."""
     model, net = both
-    named = net.model.layers.named_modules()
+    named = net.model.named_modules()
     every = {name: m for name, m in named if isinstance(m, torch.nn.Linear)}
-    linear = [m for name, m in every.items() if "shared_expert." not in name]
+    theirs = ["shared_expert.", *["mlp.down_proj"] * model.beside_mlp]
+    linear = [m for name, m in every.items() if not any(one in name for one in theirs)]
     found = counts_of(model, 1, Lora(4), ())
     assert found.trained == sum(4 * (m.in_features + m.out_features) for m in linear)
     shared = [m for name, m in every.items() if name.endswith("shared_expert.down_proj")]
