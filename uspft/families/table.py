@@ -115,6 +115,8 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
 _SHARED_HYBRID = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+"""What says of Qwen's layers which have experts."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -129,6 +131,8 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
+            "intermediate_size": 5632,
+            **_SPARSE,
         },
         qkv_bias=True,
         routed=True,
@@ -143,6 +147,8 @@ FAMILIES: dict[str, Family] = {
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
+            "intermediate_size": 6144,
+            **_SPARSE,
         },
         routed=True,
         projections=ROUTED_NORMED_HEADS,
@@ -263,6 +269,7 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1408,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
+            "intermediate_size": 10944,
         },
         routed=True,
         balanced=False,
@@ -278,6 +285,8 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1536,
             "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "intermediate_size": 12288,
         },
         routed=True,
         refused={"use_bias": "biases of all projections and of the head"},
@@ -302,6 +311,8 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 2,
             "num_experts": 512,
             "num_experts_per_tok": 10,
+            "intermediate_size": 5632,
+            **_SPARSE,
             **_SHARED_HYBRID,
         },
         routed=True,

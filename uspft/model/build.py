@@ -31,7 +31,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
-    _hold_corrections(model)
+    hold_corrections(model)
     bind_linear_layers(model)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
@@ -41,7 +41,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     return model
 
 
-def _hold_corrections(model: nn.Module) -> None:
+def hold_corrections(model: nn.Module) -> None:
     """Make buffers of corrections that transformers has as parameters, and trains no more than
     those: a parameter would be rounded to the model's type, and partitioned."""
     for module in model.modules():

@@ -32,6 +32,7 @@ from uspft.planner.operations import (
     rms_norm,
     sliced,
     tiled,
+    turned_in_pairs,
     viewed,
 )
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
@@ -136,12 +137,12 @@ class LayerSizes:
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
         into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
-        return into | ({SHARED_GATE: 1} if self.experts else {})
+        return into | ({SHARED_GATE: 1} if self.mlp == SHARED_EXPERT else {})
 
     @property
     def mlp(self) -> str:
         """The name of what every token meets."""
-        return SHARED_EXPERT if self.experts else "mlp"
+        return self.kind.shared if self.experts else "mlp"
 
 
 OUT = "self_attn.o_proj"
@@ -166,6 +167,9 @@ class Layer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
+        alone = self.sizes.tensor > 1 and norms.behind_attention
+        if self.groups and not alone and not hidden.node and self._any_trains():
+            hidden = self.tape.leaf(hidden.size, hidden.storage)  # model/head_groups.py's halves
         if self.groups and self.sizes.in_halves:
             between = self.groups(hidden, trains=self._first_trains)
             self.below = None
@@ -190,6 +194,10 @@ class Layer:
 
     def _trains(self, name: str) -> bool:
         return name in self.sizes.trained
+
+    def _any_trains(self, prefix: str = "") -> bool:
+        """Tell whether any weight or adapter does of modules whose names begin so."""
+        return any(one.startswith(prefix) for one in self.sizes.trained | self.sizes.adapted)
 
     @property
     def _first_trains(self) -> bool:
@@ -390,7 +398,9 @@ class Layer:
             query = self._normed(self._project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
             key, value = self._key_and_value(x)
         if s.kind.turned:
-            by = Angles(s.wide, s.kind.turned_share)
+            again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
+            own = tape.new(again) if s.kind.turned is turned_in_pairs else None
+            by = Angles(s.wide, s.kind.turned_share, own)
             query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
@@ -441,16 +451,20 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
-        every = self._of_every(x) if s.inner else None
         if not s.experts:
-            assert every
-            return every
+            return self._of_every(x)
+        if not x.node and x.storage and self._any_trains("mlp."):  # as model/experts.py has it
+            x = tape.leaf(x.size, x.storage)
+        last = s.kind.shared_last
+        every = self._of_every(x) if s.inner and not last else None
         # Their router sees tokens as they are between blocks.
         made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
         made = self._leave(made)
-        if not every:
+        if not s.inner:
             return made
-        every = multiplied(tape, every, gated(tape, self._project(x, SHARED_GATE)))
+        every = every or self._of_every(x)
+        if s.mlp == SHARED_EXPERT:
+            every = multiplied(tape, every, gated(tape, self._project(x, SHARED_GATE)))
         return added(tape, made, every)
 
     def _of_every(self, x: Tensor) -> Tensor:
@@ -460,7 +474,7 @@ class Layer:
         if not s.tile or s.tile >= s.sharing.tokens:
             return self._leave(self._dense(inner))
         share = s.tile / s.sharing.tokens
-        trains = any(name.startswith(f"{s.mlp}.") for name in s.trained | s.adapted)
+        trains = self._any_trains(f"{s.mlp}.")
         run = lambda parts: self._dense(parts[0])  # noqa: E731
         return self._leave(tiled(tape, [inner], run, share, s.wide, trains=trains))
 
@@ -525,12 +539,15 @@ class LayerBytes:
     """What is alive at the most while it runs, with what it keeps."""
     held: float = 0.0
     """What of it stays on the device in any case."""
+    lets_go: bool = False
+    """Whether nothing that it keeps has its input, where it is not checkpointed."""
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(sizes: LayerSizes, *, reached: bool = True, first: bool = False) -> LayerBytes:
-    """Return what a layer takes. reached: whether the gradient goes on below it. first: whether it
-    is the model's, and what it takes nobody else's."""
+def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True) -> LayerBytes:
+    """Return what a layer takes. reached: whether the gradient goes on below it. beside: whether
+    what the model's first layer takes is there by itself, which transformers holds until the last
+    is done."""
     tape = Tape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
@@ -541,14 +558,12 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, first: bool = False)
         out = layer(hidden[0])
         before, forward = tape.live, tape.most
         hidden.clear()
-        kept = tape.live - out.size
-        # transformers holds what the first layer takes, which nothing else may.
-        alone = tape.live < before and not first
-        forward += size * (alone + (sizes.kind.scaled and sizes.element < WIDE))
+        kept, lets_go = tape.live - out.size, tape.live < before
+        forward += size * (beside + (sizes.kind.scaled and sizes.element < WIDE))
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))
-        return LayerBytes(kept, max(forward, tape.most))
+        return LayerBytes(kept, max(forward, tape.most), lets_go=lets_go)
     with tape.first_run():
         out = layer(hidden[0])
     trains = out.node is not None

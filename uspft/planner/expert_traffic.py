@@ -16,7 +16,7 @@ from typing import NamedTuple
 from uspft.families import ModelShape
 from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.operations import INDEX, WIDE
-from uspft.planner.products import layer_projections
+from uspft.planner.products import expert_parameters
 from uspft.sequence import Traffic
 
 CHOICE = 4
@@ -113,8 +113,7 @@ def crossover_tokens(shape: ModelShape, ranks: int, zero_bytes: float, token_byt
     zero_bytes: that it moves of a parameter for each forward and backward. token_bytes: that a
     token's dispatch sends in a layer (`token_cost`).
     """
-    matrices = sum(one.parameters for one in layer_projections(shape)[-3:])
-    return zero_bytes * matrices * (1 - 1 / ranks) / token_bytes
+    return zero_bytes * expert_parameters(shape) * (1 - 1 / ranks) / token_bytes
 
 
 def token_cost(shape: ModelShape, element: int, ranks: int, forwards: int = 1) -> float:

@@ -23,7 +23,7 @@ from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.flops import cut_by_flops
 from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import layer_kind, layer_kinds
+from uspft.planner.layer_kinds import LayerKind, layer_kind, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, inner_features, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
@@ -37,6 +37,7 @@ from uspft.planner.trained import (
     LAST_NORM,
     Lora,
     StageLayers,
+    Trained,
     counts_of,
     outside_trains,
     trained_layers,
@@ -293,8 +294,23 @@ def state_in(
     counts = counts_of(shape, *held, stage, layout.experts)
     if layout.mesh_rows > 1:
         counts = counts.divided(layout.mesh_rows)
-    matrix = shape.hidden_size * shape.intermediate_size
-    state = state_of(Zero(options, layout, matrix), counts)
+    zero = Zero(
+        stage=options.zero_stage,
+        ranks=layout.copies,
+        alike=layout.alike,
+        element=options.element,
+        crossing=2 if options.gradient_reduction == "bfloat16" else 4,
+        bucket=options.bucket,
+        live=options.live,
+        reuse=options.reuse,
+        again=options.checkpointing,
+        two_buckets=options.two_buckets,
+        matrix=shape.hidden_size * shape.intermediate_size,
+        several=options.several(layout),
+        optimizer_away=options.offload_optimizer,
+        weights_away=options.offload_weights,
+    )
+    state = state_of(zero, counts)
     if options.saves_beside:  # ranks that hold the same parts deal them out evenly
         state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
     if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
@@ -309,9 +325,6 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        "layers without experts beside others": _mixed(shape),
-        "an expert that every token meets": bool(shape.shared_features)
-        and not (inner_features(shape, 1) or shape.beside_mlp),
         "experts beside an MLP": shape.beside_mlp,
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "embeddings of each layer": bool(shape.layer_features),
@@ -321,21 +334,14 @@ def unpredicted(
     return tuple(what for what, here in found.items() if here)
 
 
-def _mixed(shape: ModelShape) -> bool:
-    """Tell whether only some layers of a model have experts."""
-    full, steps = shape.full, ("decoder_sparse_step", "moe_layer_interval")
-    first = ("mlp_only_layers", "first_k_dense_replace", "moe_layer_start_index")
-    last = full.get("moe_layer_end_index", -1) not in (-1, shape.layers - 1)
-    return any(map(full.get, first)) or last or any(full.get(one, 1) != 1 for one in steps)
-
-
 def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], float]:
     """Return the bytes of activations by part at their peak, and those that wait on the host. one,
     batch: what one micro-batch takes, and its batch, where all layers are one stage."""
-    own = one.routers
-    waiting = ((each.held if one.offloads else each.kept) + own for each in one.layers)
+    layers = list(zip(one.layers, one.routers, strict=True))
+    waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]
-    peaks = [(kept + own + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
+    every = zip(below, layers, strict=False)
+    peaks = [(kept + own + each.most, kept) for kept, (each, own) in every]
     peaks.append((below[-1] + one.head.most, below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
@@ -349,11 +355,11 @@ def pass_bytes(
     kinds = _layers(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
-    reached, each = outside[EMBEDDING] or options.checkpointing, []
+    reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
     known: dict[tuple[int, bool, bool], LayerBytes] = {}
-    for number, sizes in enumerate(kinds):
-        key = id(sizes), reached, not (number or reached)
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, first=key[2])
+    for sizes in kinds:
+        key = id(sizes), reached, bool(each) and each[0].lets_go
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=key[2])
         each.append(known[key])
         reached = reached or bool(sizes.trained or sizes.adapted)
     head = HeadSizes(
@@ -381,8 +387,8 @@ def pass_bytes(
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    routers = router_bytes(shape.full, kinds[0])
-    balanced = max(loss.most, balance_bytes(head, [routers] * shape.layers))
+    routers = tuple(router_bytes(shape.full, sizes) for sizes in kinds)
+    balanced = max(loss.most, balance_bytes(head, routers))
     one = PassBytes(
         tuple(each),
         LayerBytes(loss.kept, balanced),
@@ -404,7 +410,7 @@ def _layers(
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
     experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
-    everywhere, inner = len(set(windows)) == 1, inner_features(shape, layout.mesh_columns)
+    everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
     known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
@@ -425,22 +431,13 @@ def _layers(
                     behind=behind,
                 ),
                 shape.hidden_size,
-                inner,
+                inner_features(shape, layout.mesh_columns, experts=bool(kind.router)),
                 kind,
                 layout.mesh_columns,
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
-                experts=experts
-                and replace(
-                    experts,
-                    rank=options.lora.rank if options.lora else 0,
-                    adapted=tuple(
-                        f"{EXPERTS}{one}" in trained.adapters
-                        for one in ("gate_up_proj", "down_proj")
-                    ),
-                    adapts_router=kind.router in trained.adapters,
-                ),
+                experts=_adapted(experts, kind, trained, options) if experts else None,
                 trained=trained.weights,
                 adapted=trained.adapters,
                 rank=options.lora.rank if options.lora else 0,
@@ -453,6 +450,21 @@ def _layers(
             )
         found.append(known[key])
     return found
+
+
+def _adapted(
+    experts: Experts, kind: LayerKind, trained: Trained, options: Options
+) -> Experts | None:
+    """Return a model's experts with the adapters of a layer; None where this has none."""
+    if not kind.router:
+        return None
+    matrices = (f"{EXPERTS}{one}" for one in ("gate_up_proj", "down_proj"))
+    return replace(
+        experts,
+        rank=options.lora.rank if options.lora else 0,
+        adapted=tuple(name in trained.adapters for name in matrices),
+        adapts_router=kind.router in trained.adapters,
+    )
 
 
 def _checkpointed(
@@ -502,6 +514,7 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -
         down.copies,
         down.per_token,
         kind.router,
+        kind.wide_router,
         kind.wide_scores,
         kind.probabilities,
         kind.clamped,

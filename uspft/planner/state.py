@@ -8,8 +8,6 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from uspft.layout import Layout
-    from uspft.planner.memory import Options
     from uspft.planner.trained import ParameterCounts
 
 ADAM = 8
@@ -28,15 +26,31 @@ NORM = 8
 class Zero:
     """What decides the state of a rank beside its parameters."""
 
-    options: Options
-    layout: Layout
+    stage: int
+    ranks: int
+    """That hold the same parameters, and divide their state."""
+    alike: int
+    """Of them those that hold the same experts too, where these are divided."""
+    element: int
+    """Of weights, in bytes."""
+    crossing: int
+    """Of gradients as they cross ranks, in bytes."""
+    bucket: int
+    """In elements; DeepSpeed is told of no more than there are gradients of."""
+    two_buckets: bool
+    """Whether one is filled while another crosses, at stages 1 and 2."""
+    live: int
+    """The gathered elements up to which stage 3 fetches weights ahead."""
+    reuse: int
+    """The elements of weights within which stage 3 keeps those that come again."""
+    again: bool
+    """Whether layers run forward once more before their backward."""
     matrix: int
     """The elements of the largest matrix of a layer."""
-
-    @property
-    def crossing(self) -> int:
-        """The bytes of an element of gradients as they cross ranks."""
-        return 2 if self.options.gradient_reduction == "bfloat16" else WIDE
+    several: bool = False
+    """Whether a step has more than one backward."""
+    optimizer_away: bool = False
+    weights_away: bool = False
 
     def cast(self, element: int) -> int:
         """Return the bytes of a gradient's copy in the type that crosses ranks. element: of the
@@ -46,7 +60,7 @@ class Zero:
     def over(self, every: int, experts: int) -> float:
         """Return what a rank has of parameters whose state is divided. experts: how many of them
         are those of divided experts."""
-        return (every - experts) / self.layout.copies + experts / self.layout.alike
+        return (every - experts) / self.ranks + experts / self.alike
 
 
 @dataclass
@@ -71,10 +85,9 @@ class State:
 
 def state_of(zero: Zero, counts: ParameterCounts) -> State:
     """Return what a rank has of the model's state, and of the buckets in which gradients cross."""
-    stage = zero.options.zero_stage
-    if stage == 0:
+    if zero.stage == 0:
         return _whole(zero, counts)
-    return _gathered(zero, counts) if stage == 3 else _divided(zero, counts)
+    return _gathered(zero, counts) if zero.stage == 3 else _divided(zero, counts)
 
 
 def moving_state_bytes(
@@ -92,7 +105,7 @@ def moving_state_bytes(
 
 def _whole(zero: Zero, counts: ParameterCounts) -> State:
     """Stage 0, whose optimizer takes gradients in float32."""
-    e, trained = zero.options.element, float(counts.trained)
+    e, trained = zero.element, float(counts.trained)
     master, copy = (0, NORM * counts.largest_trained) if e == WIDE else (WIDE, WIDE * trained)
     device = {
         "weights": float(e * counts.every),
@@ -108,25 +121,26 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
 
     Sums of gradients in 16 bits, at stage 2 or of an optimizer on the host, lie flat in float32.
     """
-    asked, trained = zero.options, counts.trained
-    e, away, several = asked.element, asked.offload_optimizer, asked.several(zero.layout)
+    e, trained, away = zero.element, counts.trained, zero.optimizer_away
     own = zero.over(trained, counts.experts_trained)
     device = {"weights": float(e * counts.every)}
     optimizer = (WIDE + ADAM) * own
-    if asked.zero_stage == 1 and e < WIDE and not away:
+    if zero.stage == 1 and e < WIDE and not away:
         # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
         device |= {"gradients": float((e + WIDE) * trained), "optimizer": optimizer}
         return State(device, beyond={"reduction": _summed(zero, counts)})
-    bucket, each = min(asked.bucket, trained), 2 if asked.two_buckets else 1
+    bucket, each = min(zero.bucket, trained), 2 if zero.two_buckets else 1
     norm = NORM * min(counts.largest_trained, own)
-    if asked.zero_stage == 2:
+    if zero.stage == 2:
         # Laid flat once more, and cast, while the gradient that is next waits.
         matrix = float(e * min(zero.matrix, counts.largest_trained))
         device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
-        # Those in float32 are summed with those of the backwards before.
-        again = 1 + several if e == WIDE else 1
-        device["gradients"] = again * WIDE * own if e < WIDE or not away else 0.0
+        device["gradients"] = WIDE * own if e < WIDE or not away else 0.0
         more = {"update": norm if e < WIDE or away else max(WIDE * own, norm)}
+        if zero.several and e == WIDE and not away:
+            # They come beside the sums of the backwards before, which alone the update has.
+            device["gradients"] += WIDE * own
+            more["update"] -= WIDE * own
     else:
         device |= {"buckets": float(WIDE * bucket * each), "gradients": float(WIDE * trained)}
         # What fills the first bucket lies in it, and then beside it for the owner.
@@ -136,11 +150,11 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     beyond = {name: size - device["buckets"] for name, size in more.items()}
     if not away:
         return State({**device, "optimizer": optimizer}, beyond=beyond)
-    # The host also has gradients, their sums over several backwards, and new weights of its part;
-    # both sides a buffer for one gradient.
+    # The host also has gradients, at stage 2 their sums over several backwards, and new weights of
+    # its part; both sides a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
     device["buckets"] += buffer
-    optimizer += (WIDE * (1 + several) + e) * own + buffer
+    optimizer += (WIDE * (1 + (zero.several and zero.stage == 2)) + e) * own + buffer
     return State(device, {"optimizer": optimizer}, beyond)
 
 
@@ -164,11 +178,11 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     Where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
     grad_partitions_flat_buffer), and stay there once more as the update takes them.
     """
-    asked, own = zero.options, zero.over(counts.trained, counts.experts_trained)
-    e, bucket = asked.element, float(zero.crossing * min(asked.bucket, counts.trained))
-    live = min(counts.every, max(asked.live, max(counts.layer, counts.head) + counts.largest))
-    kept = min(counts.every, _kept(asked, counts))
-    gone = counts.every * min(1.0, asked.bucket / max(1, counts.trained))
+    e, own = zero.element, zero.over(counts.trained, counts.experts_trained)
+    bucket = float(zero.crossing * min(zero.bucket, counts.trained))
+    live = min(counts.every, max(zero.live, max(counts.layer, counts.head) + counts.largest))
+    kept = min(counts.every, _kept(zero, counts))
+    gone = counts.every * min(1.0, zero.bucket / max(1, counts.trained))
     beside = max(min(live, counts.every - gone), kept - gone)
     device = {
         "weights": e * zero.over(counts.every, counts.experts),
@@ -178,19 +192,19 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
         "buckets": bucket,
     }
     host: dict[str, float] = {}
-    if asked.offload_optimizer:
+    if zero.optimizer_away:
         host |= {name: device.pop(name) for name in ("gradients", "optimizer")}
         host["update"] = WIDE * own
-    if asked.offload_weights:
+    if zero.weights_away:
         host["weights"] = device.pop("weights")
     # The gradients of one of DeepSpeed's groups of parameters, as wide as the optimizer's.
-    group = WIDE * min(own, SUB_GROUP) if e < WIDE and not asked.offload_optimizer else 0.0
+    group = WIDE * min(own, SUB_GROUP) if e < WIDE and not zero.optimizer_away else 0.0
     return State(device, host, {"update": group - device["gathered"]})
 
 
-def _kept(asked: Options, counts: ParameterCounts) -> float:
+def _kept(zero: Zero, counts: ParameterCounts) -> float:
     """Return the elements that stay from the end of a forward for the backward: those of the head
     and of the last layers, between which and their next use DeepSpeed meets less than its reuse
     distance: the head twice, layers behind them in each pass."""
-    passes, far = 3 if asked.checkpointing else 2, asked.reuse - 2 * counts.head
+    passes, far = 3 if zero.again else 2, zero.reuse - 2 * counts.head
     return counts.head + counts.layer * ceil(far / (passes * counts.layer)) if far > 0 else 0.0

@@ -54,6 +54,8 @@ TWO_SIZES |= {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 SHARED = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 320}
 SHARED |= {"shared_expert_intermediate_size": 448}
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320}
+ERNIE = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 320}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "many words": ("Llama", {"vocab_size": 8192}),
@@ -81,10 +83,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**STATES, "rope_parameters": None, "pad_token_id": None},
     ),
     "shared": ("Qwen2Moe", SHARED),
+    "glm": ("Glm4Moe", {**GLM, **MANY, "use_qk_norm": True, "num_hidden_layers": 3}),
+    "ernie": ("Ernie4_5_Moe", {**ERNIE, **MANY, "num_hidden_layers": 3}),
 }
 GATED = ("mixtral", "qwen3 moe")
 HYBRIDS = ("states", "states by groups", "states, experts", "states, norms behind")
-ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", *HYBRIDS[1:3])
+ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", "glm", "ernie", *HYBRIDS[1:3])
 FUSED = ("phi3",)
 WHOLE_HEADS = (*HYBRIDS, "gemma4")
 """Whose matrices lie on no mesh, and whose heads are attended with all at once."""
@@ -199,6 +203,10 @@ FEW = [
     Case("qwen3 moe", "experts 2", "nothing", "experts lora", "bfloat16"),
     Case("gpt-oss", "tensor, experts", "attention, tiles", "experts lora", "bfloat16"),
     Case("mixtral", "ring 2", "none", "router lora", "bfloat16"),
+    Case("glm", "tensor, experts", "attention, tiles", "all", "bfloat16"),
+    Case("glm", "whole", "none", "experts lora", "bfloat16"),
+    Case("ernie", "experts 2", "none, tiles", "all", "bfloat16"),
+    Case("ernie", "tensor, tokens", "nothing", "lora", "bfloat16"),
     Case("states", "planned 4", "exchange", "all", "bfloat16"),
     Case("states by groups", "ulysses 4", "exchange", "all", "bfloat16"),
     Case("states, experts", "tensor", "none, tiles", "lora", "bfloat16"),
@@ -362,8 +370,8 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
-    mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
-    assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
+    granite = replace(shape, model_type="granitemoe")
+    assert unpredicted(granite, Layout(), 4096) == ("experts in other blocks than mlp",)
 
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

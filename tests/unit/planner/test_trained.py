@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.models import BESIDE_MLP
-from tests.support.shapes import GEMMA4, JOINED, SHARED, TINY, shape
+from tests.support.shapes import GEMMA4, JOINED, SHARED, SOME_DENSE, TINY, shape
 from uspft.layout import Layout
+from uspft.model.build import empty_model
 from uspft.model.parallel import shards_of
 from uspft.planner.trained import Lora, StageLayers, counts_of
 
@@ -86,3 +87,35 @@ def test_adapters_stand_beside_every_projection(both: tuple[Any, Any]) -> None:
     assert counts_of(model, 1, apart, ()).trained == expected
     some = counts_of(model, 1, Lora(4, ("o_proj", "out_proj")), ())
     assert 0 < some.trained < found.trained
+
+
+@pytest.mark.parametrize("kind", SOME_DENSE)
+def test_layers_without_experts_are_counted_as_they_are(kind: str, tmp_path: Path) -> None:
+    model = shape(tmp_path, {**TINY, **SIZES, **SOME_DENSE[kind], "model_type": kind})
+    net = empty_model(AutoConfig.from_pretrained(tmp_path), torch.float32)
+    named = {name: one for name, one in net.named_parameters() if not name.endswith(".bias")}
+    sizes = {name: one.numel() for name, one in named.items()}
+    every = counts_of(model, 1, None, ())
+    assert every.every == every.trained == sum(sizes.values())
+    frozen = counts_of(model, 1, None, (r"mlp\.down_proj", r"layers\.0\."))
+    kept = [n for name, n in sizes.items() if "mlp.down_proj" not in name and ".0." not in name]
+    assert frozen.trained == sum(kept)
+    experts = [n for name, n in sizes.items() if ".experts." in name]
+    for degree in (2, 3):
+        held = counts_of(model, 1, None, (), experts=degree)
+        assert held.experts == held.experts_trained == sum(experts) // degree
+        assert held.every == every.every - sum(experts) + held.experts
+    stages = [(0,), tuple(range(1, 8))]
+    parts = [StageLayers(one, first=n == 0, last=n == 1) for n, one in enumerate(stages)]
+    first, rest = (counts_of(model, 1, None, (), one, 2) for one in parts)
+    own = sum(n for name, n in sizes.items() if ".layers.0." in name)
+    assert first.every == own + sizes["model.embed_tokens.weight"] and first.layer == own
+    assert first.experts == 0 and rest.experts == sum(experts) // 2
+    assert first.every + rest.every == every.every - rest.experts
+    # An adapter stands beside no matrix whose name experts have, but for those named apart.
+    lora = counts_of(model, 1, Lora(4, ("q_proj", "up_proj")), ())
+    queries = [one for name, one in named.items() if name.endswith(".q_proj.weight")]
+    assert lora.trained == 4 * sum(sum(one.shape) for one in queries)
+    apart = counts_of(model, 1, Lora(4, (), parameters=("mlp.up_proj.weight",)), ())
+    ups = [one for name, one in named.items() if name.endswith("mlp.up_proj.weight")]
+    assert apart.trained == 4 * sum(sum(one.shape) for one in ups) > 0

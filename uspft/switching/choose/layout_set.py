@@ -284,5 +284,5 @@ class Static:
 
 
 def _parameters(step: StepShape, tensor: int) -> float:
-    outside, layer = parameters_of(step.model, tensor)
-    return outside + step.model.layers * layer
+    every = parameters_of(step.model, tensor)
+    return every.outside + every.layers
