@@ -114,9 +114,9 @@ def recorded() -> Iterator[Moves]:
     """Keep what is moved meanwhile, in order, with the group that it is moved in."""
     found: Moves = []
 
-    def kept(moves: Sequence[Move], group: Any, kind: str) -> Any:
+    def kept(moves: Sequence[Move], group: Any, kind: str, *expected: Any) -> Any:
         found.append((moves, group))
-        return shift(moves, group, kind)
+        return shift(moves, group, kind, *expected)
 
     with patch(SHIFT, kept):
         yield found
@@ -126,7 +126,7 @@ def recorded() -> Iterator[Moves]:
 def nothing_moves() -> Iterator[None]:
     """Let transfers come at once, with what happens to lie there."""
 
-    def at_once(moves: Sequence[Move], group: Any, kind: str) -> list[Callable[[], None]]:
+    def at_once(moves: Sequence[Move], group: Any, kind: str, *_: Any) -> list[Callable[[], None]]:
         return [lambda: None for _ in moves]
 
     with patch(SHIFT, at_once):
@@ -139,8 +139,10 @@ def nothing_waits() -> Iterator[None]:
     with what happens to lie there."""
     under_way: list[Callable[[], None]] = []
 
-    def begun(moves: Sequence[Move], group: Any, kind: str) -> list[Callable[[], None]]:
-        under_way.extend(shift(moves, group, kind))
+    def begun(
+        moves: Sequence[Move], group: Any, kind: str, *expected: Any
+    ) -> list[Callable[[], None]]:
+        under_way.extend(shift(moves, group, kind, *expected))
         return [lambda: None for _ in moves]
 
     with patch(SHIFT, begun):

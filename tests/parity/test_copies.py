@@ -99,18 +99,18 @@ def logged() -> Iterator[list[tuple[str, int]]]:
     """A log of transfers of copies, begun and awaited, of products forward and backward, and of
     those whose gradients of weights were put off."""
     log: list[tuple[str, int]] = []
-    numbers: dict[int, int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     start, finish, product = Crossing.start, Crossing.finish, PartLinear.forward
     make = GradientSum.make
 
-    def started(self: Crossing, x: Any, *, backward: bool) -> None:
-        log.append(("begin", numbers.setdefault(id(self), len(numbers))))
+    def started(self: Crossing, x: Any, copy: int, *, backward: bool) -> None:
+        log.append(("begin", numbers.setdefault((id(self), copy), len(numbers))))
         keep.append(self)
-        start(self, x, backward=backward)
+        start(self, x, copy, backward=backward)
 
-    def finished(self: Crossing, *, backward: bool) -> Any:
-        found = finish(self, backward=backward)
-        log.append(("await", numbers[id(self)]))
+    def finished(self: Crossing, copy: int, *, backward: bool) -> Any:
+        found = finish(self, copy, backward=backward)
+        log.append(("await", numbers[id(self), copy]))
         return found
 
     def made(self: GradientSum, rows: Any, x: Any) -> None:

@@ -67,7 +67,7 @@ class Case:
 def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[str, Any]:
     strategies = [
         {"max_length": bound, **layout}
-        for bound, layout in zip(BOUNDS, MIXES[case.layouts], strict=True)
+        for bound, layout in zip(BOUNDS, MIXES[case.mix], strict=True)
     ]
     adapter = {"type": "lora", "rank": RANK, "alpha": ALPHA}
     steps = {} if "epochs" in training else {"steps": STEPS}

@@ -4,9 +4,12 @@ Only the few numbers that `total` and `largest` reduce are not counted.
 """
 
 from uspft.comm.collectives import (
+    Expected,
     Move,
     Waited,
     all_to_all,
+    expect_gather,
+    expect_parts,
     gather_over,
     largest,
     max_over,
@@ -25,11 +28,14 @@ from uspft.comm.group import KINDS, Books, Group, deadline, limit_of, set_deadli
 __all__ = [
     "KINDS",
     "Books",
+    "Expected",
     "Group",
     "Move",
     "Waited",
     "all_to_all",
     "deadline",
+    "expect_gather",
+    "expect_parts",
     "gather_over",
     "largest",
     "limit_of",

@@ -86,8 +86,23 @@ class Transfer:
         self._books.end(self)
 
 
-def shift(moves: Sequence[Move], group: Group, kind: str) -> list[Callable[[], None]]:
+class Expected(NamedTuple):
+    """Receives that have started before what this rank sends is there.
+
+    Messages of two ranks come in the order in which they are expected and sent.
+    """
+
+    out: Tensor
+    """What they fill; a rank's own part is still to be written."""
+    works: list[list[dist.Work]]
+
+
+def shift(
+    moves: Sequence[Move], group: Group, kind: str, expected: Expected | None = None
+) -> list[Callable[[], None]]:
     """Start all moves, and return for each the function that waits for it, which must be called.
+
+    expected: the receives, where they have started.
 
     gloo announces a receive on the connection by which its own data leaves. There all receives are
     started first; else what another rank has for this one waits until this one has sent, and a
@@ -103,7 +118,8 @@ def shift(moves: Sequence[Move], group: Group, kind: str) -> list[Callable[[], N
         if x.numel():
             group.books.add(kind, x.numel() * x.element_size())
     if all(move.x.is_cpu for move in moves):
-        arriving, leaving = ([_started(ops) for ops in way] for way in (receives, sends))
+        arriving = expected.works if expected else [_started(ops) for ops in receives]
+        leaving = [_started(ops) for ops in sends]
         works = [a + b for a, b in zip(arriving, leaving, strict=True)]
     else:
         works = [_started(a + b) for a, b in zip(receives, sends, strict=True)]
@@ -162,9 +178,37 @@ def _turned(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.unflatten(0, (rows, columns, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def start_gather(x: Tensor, group: Group, kind: str) -> Waited:
+def expect_gather(x: Tensor, rows: int, group: Group) -> Expected | None:
+    """Start the receives of a `start_gather` of so many rows like those of x; None where it has
+    none of its own."""
+    if not x.is_cpu or group.size != 2 or group.hosts:
+        return None
+    out = x.new_empty((2 * rows, *x.shape[1:]))
+    return _expected(out, [(out.chunk(2)[1 - group.index], 1)], group)
+
+
+def expect_parts(x: Tensor, rows: int, group: Group) -> Expected | None:
+    """Start the receives of a `start_sum_parts` that leaves so many rows like those of x; None
+    where it has none of its own."""
+    if not x.is_cpu or group.size == 1 or group.hosts:
+        return None
+    parts = x.new_empty((group.size, rows, *x.shape[1:]))
+    others = [(parts[group.index - d], d) for d in range(1, group.size)]
+    return _expected(parts, others, group)
+
+
+def _expected(out: Tensor, parts: Sequence[tuple[Tensor, int]], group: Group) -> Expected:
+    sources = [group.ranks[(group.index - offset) % group.size] for _, offset in parts]
+    ops = (
+        _operation(dist.irecv, part, at, group)
+        for (part, _), at in zip(parts, sources, strict=True)
+    )
+    return Expected(out, [_started(each) for each in ops])
+
+
+def start_gather(x: Tensor, group: Group, kind: str, expected: Expected | None = None) -> Waited:
     """Start what `gather_over` does, and return the function that waits for it, which must be
-    called.
+    called. expected: its receives, where they have started.
 
     x must not change until then. In a group of one, and of tensors without elements, nothing moves.
     gloo's ring of two ranks has both its ways on one connection, which works one way at a time:
@@ -172,22 +216,22 @@ def start_gather(x: Tensor, group: Group, kind: str) -> Waited:
     """
     if group.size == 1:
         return lambda: x
-    out = x.new_empty((group.size * len(x), *x.shape[1:]))
+    out = expected.out if expected else x.new_empty((group.size * len(x), *x.shape[1:]))
     if not x.numel():
         return lambda: out
     if x.is_cpu and group.size == 2:
         parts = out.chunk(2)
         parts[group.index].copy_(x)
         moves = [Move(x, parts[1 - group.index], 1)]
-        return partial(_arrived, shift(moves, group, kind), out)
+        return partial(_arrived, shift(moves, group, kind, expected), out)
     group.books.add(kind, (group.size - 1) * x.numel() * x.element_size(), group.size - 1)
     work = dist.all_gather_into_tensor(out, x, group=group.handle, async_op=True)
     return partial(_arrived, [Transfer([work], f"{kind}, an all-gather", (x, out), group)], out)
 
 
-def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
+def start_sum_parts(x: Tensor, group: Group, kind: str, expected: Expected | None = None) -> Waited:
     """Start what `sum_parts` does, and return the function that waits for it, which must be
-    called.
+    called. expected: its receives, where they have started.
 
     x must not change until then. In a group of one, and of tensors without elements, nothing moves.
     gloo's own reduce-scatter is an all-reduce, which sends twice as much, and its all-to-all works
@@ -199,13 +243,14 @@ def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
     if not x.numel():
         return lambda: out
     if x.is_cpu:
-        own, parts = (y.unflatten(0, (group.size, -1)) for y in (x, torch.empty_like(x)))
+        own = x.unflatten(0, (group.size, -1))
+        parts = expected.out if expected else torch.empty_like(own)
         parts[group.index].copy_(own[group.index])
         moves = [
             Move(own[(group.index + d) % group.size], parts[group.index - d], d)
             for d in range(1, group.size)
         ]
-        waits = shift(moves, group, kind)
+        waits = shift(moves, group, kind, expected)
         return lambda: _added(_arrived(waits, parts))
     group.books.add(kind, (group.size - 1) * out.numel() * x.element_size(), group.size - 1)
     work = dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True)

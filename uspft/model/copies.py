@@ -12,7 +12,7 @@ size, f features of a projection on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,9 +38,6 @@ from uspft.tensor.put_off import PutOff
 if TYPE_CHECKING:
     from uspft.model.attention import Bound
     from uspft.model.divided import Call
-
-BEHIND = 2
-"""So many turns after its last work a copy is taken up again; meanwhile others are."""
 
 
 class LayerInCopies:
@@ -80,42 +77,43 @@ class LayerInCopies:
     def _by_turns(self, x: Tensor, ways: _Ways, kwargs: dict[str, Any]) -> Tensor:
         layer, halves, again = self._layer, self._halves, self._call.again
         run = own_forward(layer)
-        residual = [part[None] for part in x[0].split(ways.sizes(x.shape[1]))]
-        entering = [ways.into(_through(layer, halves.norms_in, part)) for part in residual]
+        sizes = ways.sizes(x.shape[1])
+        numbers = range(len(sizes))
+        residual = [part[None] for part in x[0].split(sizes)]
+        entering = ways.into(sizes)
+        for copy in numbers:
+            entering.begin(copy, _through(layer, halves.norms_in, residual[copy]))
         attended = self._attended(x, ways, entering, kwargs)
-        under_way: list[_UnderWay] = []
+        leaving, into_mlp, out_of_mlp = ways.out(sizes), ways.into(sizes), ways.out(sizes)
+        last = layer.get_submodule(halves.attention).get_submodule(self._last)
+        for copy in numbers:
+            leaving.begin(copy, last(attended[copy][None]))
+        for copy in numbers:
+            residual[copy] = first_half(layer, halves, run, residual[copy], leaving.arrived(copy))
+            into_mlp.begin(copy, _through(layer, halves.norms_of_mlp, residual[copy]))
         held: list[Tensor] = []
-
-        def leave_attention(copy: int) -> None:
-            out = layer.get_submodule(halves.attention).get_submodule(self._last)
-            under_way.append(ways.out(out(attended[copy][None])))
-
-        def enter_mlp(copy: int) -> None:
-            arrived = under_way[copy].arrived()
-            residual[copy] = first_half(layer, halves, run, residual[copy], arrived)
-            under_way[copy] = ways.into(_through(layer, halves.norms_of_mlp, residual[copy]))
-
-        def leave_mlp(copy: int) -> None:
-            made = layer.get_submodule(halves.mlp)(under_way[copy].arrived())
+        for copy in numbers:
+            made = layer.get_submodule(halves.mlp)(into_mlp.arrived(copy))
             if again:  # it may end here: what is needed no more is not sent once more
                 held.append(made)
             else:
-                under_way[copy] = ways.out(made)
-
-        _take_turns((leave_attention, enter_mlp, leave_mlp), len(residual))
-        if again:
-            under_way = [ways.out(one) for one in held]
-        ends = zip(residual, under_way, strict=True)
-        return torch.cat([behind_mlp(layer, halves, run, y, one.arrived()) for y, one in ends], 1)
+                out_of_mlp.begin(copy, made)
+        for copy, made in enumerate(held):
+            out_of_mlp.begin(copy, made)
+        ends = (
+            behind_mlp(layer, halves, run, residual[copy], out_of_mlp.arrived(copy))
+            for copy in numbers
+        )
+        return torch.cat([*ends], dim=1)
 
     def _attended(
-        self, x: Tensor, ways: _Ways, entering: Sequence[_UnderWay], kwargs: dict[str, Any]
+        self, x: Tensor, ways: _Ways, entering: _UnderWay, kwargs: dict[str, Any]
     ) -> list[Tensor]:
         """Return of each copy [T, f] what attention hands to its projection out."""
         attention = self._layer.get_submodule(self._halves.attention)
         parts: dict[str, list[Tensor]] = {name: [] for name in self._columns}
-        for one in entering:
-            arrived = one.arrived()
+        for copy in range(len(entering.begun)):
+            arrived = entering.arrived(copy)
             for name, made in parts.items():
                 made.append(attention.get_submodule(name)(arrived)[0])
         whole = {name: ways.in_order(made)[None] for name, made in parts.items()}
@@ -129,14 +127,6 @@ class LayerInCopies:
         return ways.copies(out[0])
 
 
-def _take_turns(works: Sequence[Callable[[int], None]], copies: int) -> None:
-    """Let every copy go through works, one of them a turn."""
-    for turn in range(copies + BEHIND * (len(works) - 1)):
-        for number, work in reversed([*enumerate(works)]):
-            if 0 <= turn - BEHIND * number < copies:
-                work(turn - BEHIND * number)
-
-
 def _through(layer: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
     """Return what modules of a layer make of x, one after another."""
     for name in names:
@@ -148,15 +138,20 @@ def _instead(made: Tensor, _: Tensor) -> Tensor:
     return made
 
 
-class _UnderWay(NamedTuple):
-    """A copy on its way."""
+class _UnderWay:
+    """Copies on their way, each [1, tokens, d]."""
 
-    crossing: Crossing
-    begun: Tensor
+    def __init__(self, crossing: Crossing) -> None:
+        self._crossing = crossing
+        self.begun: dict[int, Tensor] = {}
 
-    def arrived(self) -> Tensor:
-        """Return it as [1, tokens, d], once it is there."""
-        return self.crossing.awaited(self.begun)[None]
+    def begin(self, copy: int, x: Tensor) -> None:
+        """Let a copy go."""
+        self.begun[copy] = self._crossing.begin(x[0], copy)
+
+    def arrived(self, copy: int) -> Tensor:
+        """Return a copy once it is there."""
+        return self._crossing.awaited(self.begun[copy], copy)[None]
 
 
 class _Ways(NamedTuple):
@@ -169,18 +164,17 @@ class _Ways(NamedTuple):
     def _splits_tokens(self) -> bool:
         return self.bound.world.tensor.splits_tokens
 
-    def _begun(self, way: Any, x: Tensor) -> _UnderWay:
-        columns = self.bound.world.mesh.columns
-        crossing = way(columns, splits_tokens=self._splits_tokens, put_off=self.put_off)
-        return _UnderWay(crossing, crossing.begin(x[0]))
+    def into(self, sizes: Sequence[int]) -> _UnderWay:
+        """Return the way of copies of so many tokens into a block."""
+        return self._way(into_block, sizes)
 
-    def into(self, x_1td: Tensor) -> _UnderWay:
-        """Begin to let a copy into a block."""
-        return self._begun(into_block, x_1td)
+    def out(self, sizes: Sequence[int]) -> _UnderWay:
+        """Return the way of copies of so many tokens of each rank out of a block."""
+        return self._way(out_of_block, sizes)
 
-    def out(self, x_1Td: Tensor) -> _UnderWay:
-        """Begin to let a copy out of a block."""
-        return self._begun(out_of_block, x_1Td)
+    def _way(self, way: Any, sizes: Sequence[int]) -> _UnderWay:
+        columns, splits = self.bound.world.mesh.columns, self._splits_tokens
+        return _UnderWay(way(columns, sizes, self.put_off, splits_tokens=splits))
 
     def sizes(self, tokens: int) -> list[int]:
         """Return how many tokens each copy has, as equal as can be, none without any."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters, reuse_distance
-from uspft.families import FAMILIES, NO_KEYS, layer_windows
+from uspft.families import NO_KEYS, layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -329,7 +329,6 @@ def unpredicted(
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "embeddings of each layer": bool(shape.layer_features),
         "layers that use the keys of others": bool(shape.borrowers),
-        "a state in groups of heads": bool(options.at_once) and FAMILIES[shape.model_type].states,
     }
     return tuple(what for what, here in found.items() if here)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.console import Console
 
-from uspft.config import Fault, Finding, InputError, Recipe
+from uspft.config import Fault, Finding, Recipe
 from uspft.config.algorithms import AUTO, OBJECTIVES
 from uspft.config.pipeline_rules import beside_stages
-from uspft.config.problems import COMMAND_LINE
+from uspft.config.problems import UsageError
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of
@@ -188,8 +188,8 @@ class Asked:
     def require_known(self) -> None:
         """Check that the fault is one that can be injected. Raises InputError where it is not."""
         if self.inject is not None and self.inject not in FAULTS:
-            what = f"unknown fault `{self.inject}`; write one of {', '.join(FAULTS)}"
-            raise InputError(f"{COMMAND_LINE}: --inject: {what}")
+            what = f"unknown fault `{self.inject}`"
+            raise UsageError("--inject", what, f"write one of {', '.join(FAULTS)}")
 
 
 def prepare_verify(

@@ -2,24 +2,29 @@
 pass while another's tokens are computed with, forward and backward.
 
 What begins a transfer and what awaits it are two functions of autograd: where the forward of one
-begins, the backward of the other does. Of several copies all begin first, so that backward the
-last to be awaited comes first, and each is under way while the copy before it is computed with.
+begins, the backward of the other does. Backward, the copy that was last comes first. When the first
+copy of a place leaves, the receives of all are started: gloo tells its peer of a receive on the
+connection by which its own data leaves, behind what is on its way there already.
 
 Shapes, as suffixes: t this rank's tokens of a copy, T those of all tensor ranks; d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from uspft.comm import (
+    Expected,
     Group,
     Waited,
+    expect_gather,
+    expect_parts,
     gather_over,
     start_gather,
     start_sum_over,
@@ -29,102 +34,124 @@ from uspft.comm import (
 from uspft.tensor.put_off import PutOff
 from uspft.tensor.sums import KIND
 
-Start = Callable[[Tensor, Group], Waited]
-"""A function that starts a transfer, and returns what waits for it."""
+
+class Passage(NamedTuple):
+    """How a copy crosses between what lies between blocks and a block, one way."""
+
+    start: Callable[[Tensor, Group, Expected | None], Waited]
+    """It starts the transfer, and returns what waits for it."""
+    expect: Callable[[Tensor, int, Group], Expected | None] = lambda *_: None
+    """It starts the receives of a copy of so many tokens of each rank."""
 
 
 class Crossing:
-    """One copy's way between what lies between blocks and a block, either way."""
+    """The place where copies go into a block or out of it, either way."""
 
-    def __init__(self, there: Start, back: Start, group: Group, put_off: PutOff) -> None:
-        """there: what is begun forward; back: backward, with the gradient. put_off: has products
-        that can be made while the gradient is awaited."""
-        self._there, self._back, self._group = there, back, group
-        self._put_off = put_off
-        self._waited: Waited | None = None
+    def __init__(
+        self, ways: tuple[Passage, Passage], group: Group, sizes: Sequence[int], put_off: PutOff
+    ):
+        """ways: there forward, and back backward, with the gradient. sizes: how many of each rank's
+        tokens every copy has. put_off: has products that can be made while one is awaited
+        backward."""
+        self._ways, self._group, self._sizes, self._put_off = ways, group, sizes, put_off
+        self._expected = deque[tuple[int, Expected | None]]()
+        self._waited: dict[int, Waited] = {}
 
-    def begin(self, x: Tensor) -> Tensor:
-        """Begin the transfer of x, and return what stands for it until it is awaited."""
-        found: Tensor = _Begun.apply(x, self)
+    def begin(self, x: Tensor, copy: int) -> Tensor:
+        """Begin the transfer of a copy x, and return what stands for it until it is awaited."""
+        found: Tensor = _Begun.apply(x, self, copy)
         return found
 
-    def awaited(self, begun: Tensor) -> Tensor:
+    def awaited(self, begun: Tensor, copy: int) -> Tensor:
         """Return what has come. begun: what `begin` returned."""
-        found: Tensor = _Awaited.apply(begun, self)
+        found: Tensor = _Awaited.apply(begun, self, copy)
         return found
 
-    def start(self, x: Tensor, *, backward: bool) -> None:
-        """Start the transfer one way."""
-        self._waited = (self._back if backward else self._there)(x, self._group)
+    def start(self, x: Tensor, copy: int, *, backward: bool) -> None:
+        """Start the transfer one way.
 
-    def finish(self, *, backward: bool) -> Tensor:
+        Raises RuntimeError where copies do not start in the order in which others expect them.
+        """
+        way = self._ways[backward]
+        if not self._expected:
+            for number in sorted(range(len(self._sizes)), reverse=backward):
+                expected = way.expect(x, self._sizes[number], self._group)
+                self._expected.append((number, expected))
+        number, expected = self._expected.popleft()
+        if number != copy:
+            raise RuntimeError(f"copy {copy} starts where copy {number} is expected")
+        self._waited[copy] = way.start(x, self._group, expected)
+
+    def finish(self, copy: int, *, backward: bool) -> Tensor:
         """Wait for the one under way."""
         if backward:
             self._put_off.one()
-        assert self._waited
-        waited, self._waited = self._waited, None
-        return waited()
+        return self._waited.pop(copy)()
 
 
 class _Begun(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        crossing.start(x.detach(), backward=False)
+    def forward(ctx: Any, x: Tensor, crossing: Crossing, copy: int) -> Tensor:
+        ctx.of = crossing, copy
+        crossing.start(x.detach(), copy, backward=False)
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.crossing.finish(backward=True), None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        crossing, copy = ctx.of
+        return crossing.finish(copy, backward=True), None, None
 
 
 class _Awaited(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        return crossing.finish(backward=False)
+    def forward(ctx: Any, begun: Tensor, crossing: Crossing, copy: int) -> Tensor:
+        ctx.of = crossing, copy
+        return crossing.finish(copy, backward=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.crossing.start(gradient, backward=True)
-        return gradient.new_empty(0), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        crossing, copy = ctx.of
+        crossing.start(gradient, copy, backward=True)
+        return gradient.new_empty(0), None, None
 
 
-def into_block(group: Group, *, splits_tokens: bool, put_off: PutOff) -> Crossing:
-    """Return a copy's way into a block: [t, d] → [T, d] where tokens are split, else the same
+def into_block(
+    group: Group, sizes: Sequence[int], put_off: PutOff, *, splits_tokens: bool
+) -> Crossing:
+    """Return copies' way into a block: [t, d] → [T, d] where tokens are split, else the same
     tokens, whose gradient is summed."""
-    if splits_tokens:
-        return Crossing(_gather, _sum_parts, group, put_off)
-    return Crossing(_as_it_is, _sum, group, put_off)
+    ways = (_GATHER, _SUM_PARTS) if splits_tokens else (_AS_IT_IS, _SUM)
+    return Crossing(ways, group, sizes, put_off)
 
 
-def out_of_block(group: Group, *, splits_tokens: bool, put_off: PutOff) -> Crossing:
-    """Return a copy's way out of a block: the sum over ranks, [T, d] → [t, d] where tokens are
+def out_of_block(
+    group: Group, sizes: Sequence[int], put_off: PutOff, *, splits_tokens: bool
+) -> Crossing:
+    """Return copies' way out of a block: the sum over ranks, [T, d] → [t, d] where tokens are
     split."""
-    if splits_tokens:
-        return Crossing(_sum_parts, _gather, group, put_off)
-    return Crossing(_sum, _as_it_is, group, put_off)
+    ways = (_SUM_PARTS, _GATHER) if splits_tokens else (_SUM, _AS_IT_IS)
+    return Crossing(ways, group, sizes, put_off)
 
 
-def _gather(x_td: Tensor, group: Group) -> Waited:
+def _gather(x_td: Tensor, group: Group, expected: Expected | None) -> Waited:
     if group.hosts:  # goes by hosts, one step after another, and hides nothing
         found = gather_over(x_td.contiguous(), group, KIND)
         return lambda: found
-    return start_gather(x_td.contiguous(), group, KIND)
+    return start_gather(x_td.contiguous(), group, KIND, expected)
 
 
-def _sum_parts(x_Td: Tensor, group: Group) -> Waited:
+def _sum_parts(x_Td: Tensor, group: Group, expected: Expected | None) -> Waited:
     if group.hosts:
         found = sum_parts(x_Td.contiguous(), group, KIND)
         return lambda: found
-    return start_sum_parts(x_Td.contiguous(), group, KIND)
+    return start_sum_parts(x_Td.contiguous(), group, KIND, expected)
 
 
-def _sum(x: Tensor, group: Group) -> Waited:
+def _sum(x: Tensor, group: Group, _: Expected | None) -> Waited:
     return start_sum_over(x.contiguous().clone(), group, KIND)
 
 
-def _as_it_is(x: Tensor, group: Group) -> Waited:
-    return lambda: x
+_GATHER, _SUM_PARTS = Passage(_gather, expect_gather), Passage(_sum_parts, expect_parts)
+_SUM, _AS_IT_IS = Passage(_sum), Passage(lambda x, _group, _expected: lambda: x)

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import spawn
-from uspft.comm import Group, Move, collectives, shift, start_gather, start_sum_parts, sum_over
+from uspft.comm import (
+    Group,
+    Move,
+    collectives,
+    expect_gather,
+    expect_parts,
+    shift,
+    start_gather,
+    start_sum_parts,
+    sum_over,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,27 @@ def test_gloo_hears_of_all_receives_before_anything_leaves(
     moves = [collectives.Move(x, x, 1), collectives.Move(x[:0], x[:0], 1)]
     collectives.shift([*moves, collectives.Move(x, x, 2)], Group(None, (10, 11, 12), 0), "ring")
     assert log == started
+
+
+def test_what_is_expected_is_received_before_any_of_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    torch_distributed = SimpleNamespace(
+        irecv="irecv",
+        isend="isend",
+        P2POp=lambda way, tensor, peer, group: f"{way} {tensor.shape[0]}",
+        batch_isend_irecv=lambda operations: log.extend(operations) or [],
+    )
+    monkeypatch.setattr(collectives, "dist", torch_distributed)
+    group, x = Group(None, (10, 11), 0), torch.zeros(4, 3)
+    of_gather, of_parts = expect_gather(x, 4, group), expect_parts(x, 2, group)
+    start_gather(x, group, "tensor", of_gather)
+    start_sum_parts(x, group, "tensor", of_parts)
+    assert log == ["irecv 4", "irecv 2", "isend 4", "isend 2"]
+    several, elsewhere = Group(None, (10, 11, 12), 0), x.to("meta")
+    assert expect_gather(x, 4, several) is expect_gather(elsewhere, 4, group) is None
+    assert expect_parts(elsewhere, 2, group) is None
 
 
 def shifted(x: torch.Tensor, group: Group, kind: str) -> Callable[[], object]:

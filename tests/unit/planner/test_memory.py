@@ -90,8 +90,6 @@ GATED = ("mixtral", "qwen3 moe")
 HYBRIDS = ("states", "states by groups", "states, experts", "states, norms behind")
 ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", "glm", "ernie", *HYBRIDS[1:3])
 FUSED = ("phi3",)
-WHOLE_HEADS = (*HYBRIDS, "gemma4")
-"""Whose matrices lie on no mesh, and whose heads are attended with all at once."""
 
 
 def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
@@ -222,6 +220,9 @@ FEW = [
     Case("olmo2", "whole", "groups", "all", "bfloat16"),
     Case("phi3", "ulysses 4", "groups kept", "all", "float32"),
     Case("many heads", "tensor", "groups", "lora", "bfloat16"),
+    Case("states", "hybrid", "groups", "all", "bfloat16"),
+    Case("states by groups", "ring 2", "groups kept", "all", "bfloat16"),
+    Case("states, norms behind", "ulysses 16", "groups, whole", "all", "float32"),
 ]
 """Every value of each is among them."""
 
@@ -247,7 +248,9 @@ def legal(traits: tuple[Any, ...]) -> bool:
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
         return False
-    if case.model in WHOLE_HEADS and ("mesh" in case.layout or grouped):
+    if case.model in HYBRIDS and "mesh" in case.layout:
+        return False
+    if case.model == "gemma4" and ("mesh" in case.layout or grouped):
         return False
     return case.trained != "some lora" or case.model not in ROUTED + FUSED
 

@@ -23,7 +23,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
@@ -303,10 +302,3 @@ class MovingEngine(Engine):
         """Remove what the engine has hooked into the module."""
         for hook in self._hooks:
             hook.remove()
-
-
-def hosts_of_ranks(recipe: Recipe) -> list[int]:
-    """Return the number of the host that each rank is on."""
-    each = recipe.launch.processes
-    assert isinstance(each, int)  # settled before ranks start
-    return [rank // each for rank in range(dist.get_world_size())]
