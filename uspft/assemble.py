@@ -35,7 +35,7 @@ from uspft.pipeline.stages import stages_of
 from uspft.planner.chunks import cut_of
 from uspft.planner.stages import schedule_of
 from uspft.switching.deal.dealing import training_loader
-from uspft.switching.move.moving import MovingEngine, hosts_of_ranks
+from uspft.switching.move.moving import MovingEngine
 from uspft.world import World, live_worlds
 
 
@@ -128,7 +128,7 @@ def assemble(
             made = pipelined(parts, objective, here, one.mesh, order, groups, device, tied)
             staged[one.layout.pipeline] = made
     if moves:
-        hosts = hosts_of_ranks(recipe)
+        hosts = [groups.host_of(rank) for rank in range(layout.ranks)]
         engine = MovingEngine(module, recipe, holders, shards, device, staged=staged, hosts=hosts)
     else:
         passes = most_passes(recipe, world.layout)

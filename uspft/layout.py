@@ -247,11 +247,11 @@ def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
             f"(check and plan take --ranks {fixed.ranks} for another machine)",
         )
     if wanted not in ("auto", data):
+        asked = int(wanted) * fixed.ranks
         return (
             "parallel_config.data_parallel",
-            f"data_parallel {wanted} × {product} is {int(wanted) * fixed.ranks} processes, "
-            f"but this run has {ranks}",
-            f"write auto, or {data}",
+            f"data_parallel {wanted} × {product} is {asked} processes, but this run has {ranks}",
+            f"write auto, or {data} (check and plan take --ranks {asked} for another machine)",
         )
     found, experts = replace(fixed, data=data), parallel.expert_parallel
     if found.copies % experts:

@@ -66,6 +66,10 @@ class Groups:
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._ways: dict[tuple[int, int], dist.ProcessGroup] = {}
 
+    def host_of(self, rank: int) -> int:
+        """Return the number of the host that a rank is on."""
+        return rank // self._ranks_per_host if self._ranks_per_host else 0
+
     @property
     def sets(self) -> list[tuple[int, ...]]:
         """The members of each group that has been made."""
@@ -125,7 +129,7 @@ class Groups:
         for ranks in every:
             hosts: dict[int, list[int]] = {}
             for rank in ranks:
-                hosts.setdefault(rank // self._ranks_per_host, []).append(rank)
+                hosts.setdefault(self.host_of(rank), []).append(rank)
             found.append(list(hosts.values()))
             sizes = {len(members) for members in found[-1]}
             if len(hosts) == 1 or len(sizes) > 1 or sizes == {1}:

@@ -115,9 +115,8 @@ def state(shape: ModelShape, ranks: int, *, offloads: bool, gradient_bytes: int)
     options = options_of(recipe.model_copy(update={"deepspeed": block}), layout)
     need = memory_of(shape, layout, 1024, options=replace(options, offload_activations=False))
     device, host = float(need.state_bytes), float(need.host_bytes)
-    outside, layer = parameters_of(shape)
-    less = 4 - gradient_bytes
-    sums = less * (outside + shape.layers * layer) / ranks
+    every, less = parameters_of(shape), 4 - gradient_bytes
+    sums = less * (every.outside + every.layers) / ranks
     device -= less * zero["reduce_bucket_size"] + (0 if "offload_optimizer" in zero else sums)
     host -= sums if "offload_optimizer" in zero else 0
     return {"state_bytes": device, "state_host_bytes": host}

@@ -32,12 +32,12 @@ from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model import linear
+from uspft.model.build import hold_corrections
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
-from uspft.model.parameter_adapter import adapters
 from uspft.model.staged import StagedModel, stage_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
@@ -200,7 +200,8 @@ def count_stages(
                 engine: Any = _Engine(module, device)
                 counting = counting_of(module)
                 host = patch.object(Copies, "to_host", _apart(counting))
-                with host, patch.object(linear, "in_pieces", returned), counting:
+                here = _even(config, world, _held(share), counting)
+                with host, here, patch.object(linear, "in_pieces", returned), counting:
                     pipeline(engine, batches, (1.0,))
                 found.append(counting.most["all"])
     return found
@@ -251,14 +252,13 @@ def count_here(
 ) -> Counted:
     """Count one row of one document as this rank holds it, in the world that is up."""
     share = world.share([Segments.single(tokens)])
-    held = sum(b - a for a, b in share.held)
     module = module_of(config, memory, world, groups or Groups(), trained)
     batch = _batch(world, share)
     counting = LiveBytes()
     with (
         patch.object(Copies, "to_host", _apart(counting)),
         patch.object(linear, "in_pieces", returned),
-        _even(config, world, held, counting),
+        _even(config, world, _held(share), counting),
     ):
         layers = module.parts.model.base_model.layers
         scales = (1.0,) * len(module.objective.terms)
@@ -322,16 +322,12 @@ def module_of(
     model = AutoModelForCausalLM.from_config(
         config, dtype=config.dtype, attn_implementation=NAME
     ).train()
+    hold_corrections(model)
     bind_linear_layers(model)
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
     model.to(config.dtype)  # adapters too
     held = Layout()
-    divides = world and world.layout.tensor * world.layout.experts > 1
-    if (
-        world
-        and groups
-        and (divides or any(True for one in model.modules() for _ in adapters(one)))
-    ):
+    if world and groups:
         held = world.layout
         shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
         holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))
@@ -352,8 +348,13 @@ def _split(model: Any, world: World, holders: Holders) -> None:
     divide_matrices(model, [world], holders)
 
 
+def _held(share: Share) -> int:
+    """Return the tokens of this rank."""
+    return sum(b - a for a, b in share.held)
+
+
 def _batch(world: World, share: Share) -> Batch:
-    held = sum(b - a for a, b in share.held)
+    held = _held(share)
     make: Callable[..., Tensor] = torch.zeros
     one, flat = (1, held), (held,)
     whole = torch.int64

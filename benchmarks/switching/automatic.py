@@ -59,7 +59,7 @@ def taken(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> Taken:
     one layout needs, and what is to be timed beside it."""
     choice = choice_of(found, hardware, lengths)
     static = [one.priced for one in choice.static if one.seconds is not None]
-    if not (choice.switches and choice.mix):
+    if not (choice.switches and choice.layouts):
         return Taken(_alone(static[0]), choice.why, _each(static))
     return Taken(_named(choice), choice.why, {_named(choice): _chosen(choice), **_each(static)})
 
@@ -76,14 +76,14 @@ def _each(static: list[PricedLayout]) -> dict[str, Contender]:
 
 
 def _named(choice: SwitchingChoice) -> str:
-    assert choice.mix
-    rows = ", ".join(f"{one.length} {one.name}" for one in choice.mix.buckets)
-    return f"{rows}; moving" if choice.mix.moves else rows
+    assert choice.layouts
+    rows = ", ".join(f"{one.length} {one.name}" for one in choice.layouts.buckets)
+    return f"{rows}; moving" if choice.layouts.moves else rows
 
 
 def _chosen(choice: SwitchingChoice) -> Contender:
-    assert choice.mix
-    buckets = choice.mix.buckets
+    assert choice.layouts
+    buckets = choice.layouts.buckets
     longest = max(one.length for one in buckets)
     strategies = {longest // one.length: keys_of(one.layout, one.row) for one in buckets}
-    return Contender(CHOSEN, "auto", strategies, moves=choice.mix.moves)
+    return Contender(CHOSEN, "auto", strategies, moves=choice.layouts.moves)

@@ -47,7 +47,7 @@ def formula(recipe: Path) -> int:
     found = examined.recipe
     config = model_config(found.model, found.data.sequence_length)
     assert examined.shape
-    return sizes_of(found, config, examined.shape, with_plain=False).need_bytes(LAYERS)
+    return sizes_of(found, config, examined.shape, with_plain=False).memory_bytes(LAYERS)
 
 
 def test_the_formula_grows_with_the_tokens(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ CASES = [
     Case("glm4_moe", 4, "zero3 whole", context=2, beside=("again", "exported")),
     Case("ernie4_5_moe", 2, "zero1", beside=("exported",)),
     Case("minimax_m2", 2, "zero2", "ulysses_cp", 2, beside=("tiles",)),
+    Case("gemma4_text", 2, "zero3 whole", "planned_cp", 2, beside=("tiles", "again", "exported")),
 ]
 STAGED = [
     Case("mixtral", 2, "zero1", beside=("stages",)),

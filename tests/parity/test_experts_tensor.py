@@ -46,6 +46,7 @@ CASES = [
     Case("glm4_moe", 2, "zero1", tensor=2, tokens=True, beside=("exported",)),
     Case("ernie4_5_moe", 1, "zero3 whole", tensor=2, beside=("again",)),
     Case("minimax_m2", 2, "zero3 whole", tensor=2, beside=("exported",)),
+    Case("gemma4_text", 2, "zero1", tensor=2, tokens=True, beside=("exported",)),
     Case("gpt_oss", 1, "zero1", rows=5, beside=("tensors",)),
     Case("qwen3_moe", 1, "zero3 whole", rows=5, beside=("tensors", "again")),
     Case("qwen3_moe", 1, "zero1", rows=5, beside=("tensors", "moved")),

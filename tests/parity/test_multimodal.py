@@ -68,6 +68,7 @@ CASES = [
     Case("gemma4", "zero1", context("ring_cp"), {"freeze": [r"layers\.0\.", "embed_tokens"]}),
     Case("mistral3", "zero3 whole", context("ulysses_cp"), {}),
     Case("gemma3", "zero3 whole", {}, {"adapter": LORA}),
+    Case("gemma4", "zero2", {"model_parallel": 2}, {"adapter": LORA}),
     Case("mistral3", "zero1", {}, {"freeze": [r"layers\.0\.", "embed_tokens"]}),
 ]
 
@@ -196,7 +197,8 @@ def saved(case: Case, setting: Setting) -> Checkpoint:
 def moves(case: Case, own: str) -> bool:
     """Whether a tensor of the language model is one that a case trains."""
     if "adapter" in case.model:
-        return "_proj." in own
+        added = "layer_input_gate", "layer_projection.", "layer_model_projection"
+        return any(one in own for one in ("_proj.", *added))
     if own.endswith(UNTRAINED):
         return False
     return "freeze" not in case.model or not ("layers.0." in own or "embed_tokens" in own)

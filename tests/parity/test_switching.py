@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.models import Documents, make_documents, make_model, reference
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, run_recipe
+from tests.support.runs import GROUPS, prepared, run_recipe
 from tests.support.switching import (
     BATCH,
     BOUNDS,
@@ -165,11 +165,13 @@ def switched(folder: Path, data: Documents) -> tuple[tuple[int, int], tuple[floa
     result = engine.step(batches, RATE, stop=False)
     sent = everyone.books.close()["switch"]
     shapes, rank, planned = engine.owners.shapes, engine.holders.rank, 0
-    home = engine.holders.shards
+    home, hosts = engine.holders.shards, tuple(GROUPS.host_of(each) for each in range(4))
+    assert hosts == (0, 0, 1, 1)
     owned = {name: owned_parts(home, name, shape) for name, shape in shapes.items()}
     assert len({batch.world.layout.held for batch in batches}) == 3
     for shards in engine.every.values():
-        for one in plan_moves(owned, stock_of(shards, shapes), (0,) * 4).deliveries:
+        moves = plan_moves(owned, stock_of(shards, shapes), hosts, once_into_hosts=True)
+        for one in moves.deliveries:
             planned += 4 * one.elements * ((one.sender == rank) + (one.receiver == rank))
     engine.close()
     return (sent, planned), (result.loss, loss / result.counts["target_tokens"])
@@ -221,7 +223,7 @@ def test_a_table_whose_ends_count_as_one_is_seen(
 
 
 def test_what_stages_move_is_what_was_planned(answers: dict[Any, Any]) -> None:
-    """Weights to who needs them and gradients back, in float32, by HotSPa's planner."""
+    """Weights to who needs them and gradients back, in float32, once into each of two hosts."""
     (sent, planned), (loss, evaluated) = answers["switch"]
     assert sent == planned > 0
     assert evaluated == pytest.approx(loss, rel=1e-6), "each row under its own layout"

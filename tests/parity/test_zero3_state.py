@@ -19,6 +19,11 @@ CASES = {
     "some": Case(WHOLE),
     "wide": Case(WHOLE, dtype="float32"),
     "halves": Case(WHOLE, "bfloat16"),
+    "kept for the backward": Case(
+        {**WHOLE, "stage3_max_reuse_distance": 1_600_000}, dtype="float32"
+    ),
+    "all ahead": Case({**WHOLE, "stage3_max_live_parameters": 1_000_000}, dtype="float32"),
+    "one bucket": Case(LAYERS, dtype="float32"),
     "one bucket, lora": Case(LAYERS, trained=LORA),
     "one bucket, lora, wide": Case(LAYERS, dtype="float32", trained=LORA),
 }

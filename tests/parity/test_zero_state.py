@@ -28,6 +28,7 @@ FEW = {
     "1, away, halves": Case({**ONE, **AWAY}, "bfloat16"),
     "2, lora": Case(TWO, trained=LORA),
     "2, wide": Case(TWO, dtype="float32"),
+    "2, wide, thrice": Case(TWO, dtype="float32", passes=3),
     "2, away": Case({**TWO, **AWAY}),
     "3, away, wide": Case({**THREE, **AWAY}, dtype="float32"),
 }
@@ -49,6 +50,15 @@ MORE = {
     "2, away, wide": Case({**TWO, **AWAY}, dtype="float32"),
     "2, away, lora": Case({**TWO, **AWAY}, trained=LORA),
     "3, away": Case({**THREE, **AWAY}),
+    "0, wide, thrice": Case({"stage": 0}, dtype="float32", passes=3),
+    "1, thrice": Case(ONE, passes=3),
+    "1, wide, thrice": Case(ONE, dtype="float32", passes=3),
+    "1, away, wide, thrice": Case({**ONE, **AWAY}, dtype="float32", passes=3),
+    "2, thrice": Case(TWO, passes=3),
+    "2, halves, twice": Case(TWO, "bfloat16", passes=2),
+    "2, wide, lora, twice": Case(TWO, dtype="float32", trained=LORA, passes=2),
+    "2, away, wide, thrice": Case({**TWO, **AWAY}, dtype="float32", passes=3),
+    "3, away, thrice": Case({**THREE, **AWAY}, passes=3),
 }
 
 

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import peft_adapter
-from tests.support.models import Documents, make_model, trained_of
+from tests.support.models import BESIDE_MLP, Documents, make_model, trained_of
 from tests.support.quantised import quantise
 from tests.support.ranks import spawn
 from tests.support.routers import (
@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_layer_start_index": 1}),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 4}),
+    "gemma4_text": ("gemma4_text", BESIDE_MLP),
     "quantised": ("gpt_oss", {}),
     "forced": ("gpt_oss", {}),
 }

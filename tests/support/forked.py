@@ -145,6 +145,8 @@ def _command(
 ) -> None:
     from uspft.launcher import processes
 
+    # It ends with the tests, and yet is a command, whose ranks have a process beside them.
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
     streams = [path.open("w") for path in shown]
     _show(dict(enumerate(streams, start=1)))
     os.chdir(place)

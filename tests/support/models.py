@@ -29,6 +29,13 @@ _EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
+BESIDE_MLP: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+"""Of a Gemma 4 whose layers have experts too."""
 _TURNED = {"rope_type": "default", "rope_theta": 1e4}
 MROPE = {
     "rope_type": "default",

@@ -58,6 +58,42 @@ SHARED: dict[str, Any] = {
     "shared_expert_intermediate_size": 24,
 }
 """Of experts, and of one that every token meets."""
+SOME_DENSE: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 2,
+        "use_qk_norm": True,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 40,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 6,
+        "moe_layer_interval": 2,
+    },
+    "qwen2_moe": {**SHARED, "decoder_sparse_step": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [0, 3],
+    },
+    "qwen3_next": {**SHARED, "mlp_only_layers": [0, 3]},
+}
+"""Of experts in some layers, by model type; the others have an MLP."""
+GEMMA4: dict[str, Any] = {
+    **{"sliding_window": 8, "head_dim": 8, "global_head_dim": 12, "hidden_size_per_layer_input": 0},
+    **{"num_global_key_value_heads": 2, "attention_k_eq_v": True},
+}
+JOINED: dict[str, Any] = {
+    **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97},
+    **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False},
+}
+"""Of Gemma 4's layers, with heads of two sizes; of such with embeddings and borrowed keys."""
 PLAIN = {key: QWEN3[key] for key in list(QWEN3)[1:9] if key not in ("head_dim",)}
 GEMMA2 = {**PLAIN, "model_type": "gemma2", "attn_logit_softcapping": None}
 PHI3 = {**PLAIN, "model_type": "phi3", "rope_theta": 10000.0}

@@ -8,7 +8,7 @@ from typing import Any
 from uspft.config import Recipe
 from uspft.planner.layouts import Candidate, candidates
 from uspft.prepare.layout_findings import layout_findings
-from uspft.verify.result import Difference, Measured, Result
+from uspft.verify.work import Difference, Measured, Result
 
 
 def recipe(folder: Path = Path("model"), **blocks: Any) -> Recipe:

@@ -47,6 +47,8 @@ class Case(NamedTuple):
     trained: dict[str, Any] | None = None
     flat: int = int(LAID_FLAT)
     """The elements of gradients that DeepSpeed lays flat at once."""
+    passes: int = 1
+    """Micro-batches of a rank in a step."""
 
     def recipe(self, folder: Path) -> dict[str, Any]:
         return small_recipe(
@@ -56,7 +58,7 @@ class Case(NamedTuple):
             model={"dtype": self.dtype, **(self.trained or {})},
             memory={"gradient_reduction": self.reduction},
             deepspeed={"zero_optimization": self.zero},
-            training={"steps": 2, "global_batch_size": 2},
+            training={"steps": 2, "global_batch_size": 2 * self.passes},
         )
 
     def predicted(self, folder: Path) -> Memory:

@@ -87,8 +87,7 @@ def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool
     from uspft.prepare.make_verify_job import with_layers
     from uspft.verify.ranks import run_layouts
     from uspft.verify.report import Report
-    from uspft.verify.result import results
-    from uspft.verify.work import LAYOUTS, PLAIN, REFERENCE
+    from uspft.verify.work import LAYOUTS, PLAIN, REFERENCE, results
 
     found = {}
     for case, fault in product(CASES, [None, *FAULTS]):
@@ -135,7 +134,7 @@ def holds_one_layer() -> None:
         shape = read_shape(recipe.model, CONFIGS)
         assert isinstance(shape, ModelShape)
         sizes = sizes_of(recipe, config, shape, with_plain=True)
-        return int(sizes.need_bytes(1) / USABLE_SHARE) + 1
+        return int(sizes.memory_bytes(1) / USABLE_SHARE) + 1
 
     preparing.memory_here = pretended
 

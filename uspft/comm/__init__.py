@@ -23,8 +23,7 @@ from uspft.comm.collectives import (
     sum_parts,
     total,
 )
-from uspft.comm.deadline import deadline, limit_of, set_deadline
-from uspft.comm.group import KINDS, Books, Group
+from uspft.comm.group import KINDS, Books, Group, deadline, limit_of, set_deadline
 
 __all__ = [
     "KINDS",

@@ -1,11 +1,15 @@
-"""A process group as a value that functions are given, with the books of what it sends."""
+"""A process group as a value that functions are given, with the books of what it sends; and how
+long a collective waits for other ranks, for which torch 2.11 to 2.13 have no public name."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
 
 KINDS = (
     *("all_to_all", "ring", "gather", "state", "tensor", "pipeline", "switch", "experts"),
@@ -71,3 +75,28 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+
+FIRST_STEP = 3
+"""How many times as long collectives may wait before the first step has ended: ranks load weights,
+choose kernels and compile at speeds of their own."""
+
+
+def deadline(minutes: float, *, first_step: bool = False) -> timedelta:
+    """Return how long a collective may wait, by `launch.timeout_minutes`."""
+    return timedelta(minutes=minutes * (FIRST_STEP if first_step else 1))
+
+
+def set_deadline(limit: timedelta) -> None:
+    """Let collectives wait so long at most, in every process group that this process has now.
+
+    DeepSpeed's groups are among them. A wait that has begun keeps the limit that it began with.
+    """
+    for handle in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(limit, handle)
+
+
+def limit_of(handle: ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a wait of a process group lasts at most, for tensors of a device."""
+    limit: timedelta = handle._get_backend(device).options._timeout
+    return limit

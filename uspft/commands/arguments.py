@@ -1,16 +1,24 @@
-"""Parsing of argv into one command; nothing below this module reads argv or the environment."""
+"""Parsing of argv into one command; nothing below this module reads argv or the environment. Before
+a command is imported, the versions of libraries are checked: another generation of transformers
+fails in words of its own."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packaging.requirements import Requirement
+
 from uspft.called import to_type
+from uspft.config import InputError
 from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 
@@ -96,7 +104,6 @@ def command_of(
         program, tool, force = to_type(os.environ), options.get("--from"), "--force" in options
         return lambda: convert(target, overrides, to, there, tool, program, force=force)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
-    from uspft.commands.versions import require_versions
     from uspft.prepare.invocation import Invocation
 
     require_versions()
@@ -231,3 +238,43 @@ def _whole(name: str, options: dict[str, str]) -> int | None:
         what = f"`{value}` is no number of {name.lstrip('-')}"
         raise UsageError(name, what, f"write {name} 8")
     return int(value)
+
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def require_versions(
+    wanted: Callable[[str], list[str] | None] = requires, installed: Callable[[str], str] = version
+) -> None:
+    """Check that every dependency is here, in a version that pyproject.toml allows.
+
+    wanted: gives a package's requirements; where uspft is not installed as one, they come from the
+    pyproject.toml beside it. installed: gives a package's version. Raises InputError with a line
+    for each dependency that is missing or outside its range.
+    """
+    problems = []
+    for requirement in map(Requirement, _stated(wanted)):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = installed(requirement.name)
+        except PackageNotFoundError:
+            what = "is not installed"
+        else:
+            if found in requirement.specifier:
+                continue
+            what = f"is {found}, and uspft is written for {requirement.specifier}"
+        remedy = f"{sys.executable} -m pip install '{requirement}'"
+        problems.append(f"{requirement.name}: {what}; {remedy}")
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _stated(wanted: Callable[[str], list[str] | None]) -> list[str]:
+    try:
+        return wanted("uspft") or []
+    except PackageNotFoundError:
+        if not PROJECT.exists():
+            return []
+        found: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+        return found

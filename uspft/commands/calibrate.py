@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from uspft.calibration.points import Points
 from uspft.calibration.sweeps import SIZES, Bench, Says, measure
 from uspft.comm import said_by_all
 from uspft.commands.rank import joined, ranks_of_host, start_ranks
-from uspft.config import InputError, Recipe, dump, load
-from uspft.config.problems import COMMAND_LINE
+from uspft.config import Recipe, dump, load
+from uspft.config.problems import UsageError
 from uspft.durable import write_text
 from uspft.families import ModelShape, read_shape
 from uspft.kernels import believed_kernel
@@ -27,6 +27,7 @@ from uspft.launcher import Waiting
 from uspft.mesh import Groups
 from uspft.planner.machine import read_hardware
 from uspft.prepare.examine import examine
+from uspft.prepare.files import not_writable
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import CONFIGS, Invocation
 from uspft.prepare.known import STANDS_IN, shipped
@@ -80,35 +81,32 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 def _without_to(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
     """Return the recipe's overrides, and the file of `to=FILE`. Raises InputError."""
     named = [word.removeprefix(TO) for word in overrides if word.startswith(TO)]
-    if len(named) > 1 or "" in named:
-        what = "is given twice; write it once" if len(named) > 1 else "names no file; write to=FILE"
-        raise InputError(f"{COMMAND_LINE}: to: {what}")
+    if len(named) > 1:
+        raise UsageError("to", "is given twice", "write it once")
+    if "" in named:
+        raise UsageError("to", "names no file", "write to=FILE")
     rest = [word for word in overrides if not word.startswith(TO)]
     return rest, Path(named[0]) if named else None
 
 
 def _require_new(file: Path) -> None:
-    """Raise InputError where the file is there, or could not be written."""
+    """Raise UsageError where the file is there, or could not be written."""
     if os.path.lexists(file):
         what = f"`{file}` is there already, and what was measured before would be lost"
-        raise InputError(f"{COMMAND_LINE}: to: {what}; write to=ANOTHER.yaml, or delete it")
-    nearest = file.absolute().parent
-    while not os.path.lexists(nearest):
-        nearest = nearest.parent
-    if not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
-        what = f"`{file}` cannot be written: {nearest} is no folder that may be written to"
-        raise InputError(f"{COMMAND_LINE}: to: {what}; write to=FILE in another")
+        raise UsageError("to", what, "write to=ANOTHER.yaml, or delete it")
+    if wrong := not_writable("to", file.parent):
+        raise UsageError("to", wrong[1], "write to=FILE in another")
 
 
 UNKNOWN_HEADS = (8, 8, 64)
 """Query heads, KV heads and head dim that are measured where the model's config is not here."""
 
 
-def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
+def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     """Be one rank; the first leaves what was measured in `folder`."""
     recipe = load(folder / "recipe.yaml").recipe
-    here = ranks_of_host(place.environment)
-    with joined(recipe.launch, place.environment, trains=False) as device:
+    here = ranks_of_host(environment)
+    with joined(recipe.launch, environment, trains=False) as device:
         waiting.close()
         dtype = getattr(torch, recipe.model.dtype)
         bench = Bench(device, dtype, Groups(), here, SIZES[device.type])

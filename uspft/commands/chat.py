@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import TextStreamer
 
-from uspft.config import InputError, ModelBlock
-from uspft.config.problems import COMMAND_LINE, Fault, said
+from uspft.config import ModelBlock
+from uspft.config.problems import Fault, UsageError, said, settings_of
 from uspft.families.multimodal import loading_class
 from uspft.model.fetch import fetch_model
 from uspft.prepare.gpus import usable
@@ -106,6 +106,9 @@ ANSWER_TOKENS = 1024
 """The most tokens of an answer where the command line says no other number."""
 
 
+SETTINGS = {"system": "TEXT", "max_new_tokens": "N", "base": "PLACE"}
+
+
 def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Answer what is typed, or read from stdin, line by line until its end.
 
@@ -113,9 +116,11 @@ def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     overrides: `system=TEXT`, `max_new_tokens=N`, and `base=PLACE` for an adapter whose base model
     is elsewhere now. Raises InputError, also where stdin is closed.
     """
-    asked = _asked(overrides)
+    asked = settings_of("chat", overrides, SETTINGS)
+    if not _is_text(asked.get("system", "")):
+        raise UsageError("system", "holds bytes that are not UTF-8", "write it in UTF-8")
     if sys.stdin is None or sys.stdin.closed:
-        raise wrong("chat", "there is no stdin to read questions from", "run it in a terminal")
+        raise UsageError("chat", "there is no stdin to read questions from", "run it in a terminal")
     limit = _limit(asked.get("max_new_tokens"))
     folder = _folder(target, place)
     talker = load_talker(folder, asked.get("base"))
@@ -154,7 +159,9 @@ def _lines() -> Iterator[str]:
             return
         if not _is_text(line):
             what = f"line {number} of stdin holds bytes that are not UTF-8"
-            raise wrong("chat", what, "write it in UTF-8: iconv -f LATIN1 -t UTF-8 makes it so")
+            raise UsageError(
+                "chat", what, "write it in UTF-8: iconv -f LATIN1 -t UTF-8 makes it so"
+            )
         if line.strip():
             yield line
 
@@ -182,7 +189,7 @@ def _answer(talker: Talker, turns: list[dict[str, str]], limit: int, target: Pat
         ).to(talker.model.device)
     except (TemplateError, TypeError, ValueError) as error:
         what = f"the chat template refuses the conversation: {said(error)}"
-        raise wrong(str(target), what, "leave system= out where it knows none") from error
+        raise UsageError(str(target), what, "leave system= out where it knows none") from error
     answer = Answer(talker.tokenizer)
     try:
         with torch.inference_mode():
@@ -211,34 +218,18 @@ def _folder(target: Path, place: Invocation) -> Path:
         if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             return folder
     if not target.exists():
-        raise wrong(str(target), "does not exist", "name a run's output folder")
+        raise UsageError(str(target), "does not exist", "name a run's output folder")
     if (target / "checkpoints").is_dir():
         remedy = f"write {place.to_type('export', str(target))}"
-        raise wrong(str(target), "holds no trained model yet", remedy)
-    raise wrong(str(target), "holds no hf, adapter or model", "name a run's output folder")
-
-
-def _asked(words: Sequence[str]) -> dict[str, str]:
-    """Return what the command line asks for, by name. Raises InputError."""
-    asked: dict[str, str] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in ("system", "max_new_tokens", "base") or not value:
-            what = "chat takes system=TEXT, max_new_tokens=N and base=PLACE and nothing else"
-            raise wrong(word, what, "write one of them or leave it out")
-        if key in asked:
-            raise wrong(key, "is given twice", "write it once")
-        if key == "system" and not _is_text(value):
-            raise wrong(key, "holds bytes that are not UTF-8", "write it in UTF-8")
-        asked[key] = value
-    return asked
+        raise UsageError(str(target), "holds no trained model yet", remedy)
+    raise UsageError(str(target), "holds no hf, adapter or model", "name a run's output folder")
 
 
 def _limit(value: str | None) -> int:
     if value is None:
         return ANSWER_TOKENS
     if not (value.isascii() and value.isdigit() and int(value)):
-        raise wrong("max_new_tokens", f"`{value}` is no number of tokens", "write 512")
+        raise UsageError("max_new_tokens", f"`{value}` is no number of tokens", "write 512")
     return int(value)
 
 
@@ -261,7 +252,7 @@ def load_talker(folder: Path, base: str | None) -> Talker:
     logging.disable_progress_bar()
     adapter = (folder / "adapter_config.json").is_file()
     if base and not adapter:
-        raise wrong("base", f"{folder} is a whole model", "leave it out")
+        raise UsageError("base", f"{folder} is a whole model", "leave it out")
     at = _base(folder, base) if adapter else str(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -280,11 +271,11 @@ def load_talker(folder: Path, base: str | None) -> Talker:
             model.generation_config = _generation(folder, model)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         remedy = "write base=PLACE, where its base model is" if adapter else "write it anew: export"
-        raise wrong(str(folder), f"cannot be loaded: {said(error)}", remedy) from error
+        raise UsageError(str(folder), f"cannot be loaded: {said(error)}", remedy) from error
     if tokenizer.chat_template is None:
         what = f"{folder} has no chat template, so the model was not trained on conversations"
         remedy = "train on messages, or take the model into a program that goes on with text"
-        raise wrong("chat", what, remedy)
+        raise UsageError("chat", what, remedy)
     device = "cuda" if usable() else "cpu"
     return Talker(model.to(device).eval(), tokenizer)
 
@@ -311,7 +302,7 @@ def _base(folder: Path, given: str | None) -> str:
     )
     if not named:
         what = f"{folder} is an adapter of random weights, which are nowhere"
-        raise wrong("base", what, "talk to the merged model: export.huggingface: true")
+        raise UsageError("base", what, "talk to the merged model: export.huggingface: true")
     block = ModelBlock(name_or_path=str(named))
     try:
         return fetch_model(block).get("name_or_path", str(named))
@@ -321,9 +312,4 @@ def _base(folder: Path, given: str | None) -> str:
         if not given:
             what = f"{folder} is an adapter, and its base model is not where it was: {what}"
             remedy = "put it back, or write base=PLACE, where it is now"
-        raise wrong("base", what, remedy) from fault
-
-
-def wrong(word: str, what: str, remedy: str) -> InputError:
-    """Return the error that a word of the command line is wrong."""
-    return InputError(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
+        raise UsageError("base", what, remedy) from fault

@@ -49,7 +49,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         look = first_look(recipe.data, tokenizer, vocabulary)
         found.not_checked.extend(look.not_read)
         if shape and found.is_open:
-            found = weighed_here(found, place, look.lengths)
+            found = weighed_here(found, place, tokenizer, look.lengths)
             recipe = found.recipe
         disk = _disk(recipe, examined) if examined else []
     if not examined:
@@ -86,9 +86,13 @@ def _model(found: Examined, examined: ExaminedModel | None) -> list[str]:
     lines, shape, recipe = [], found.shape, found.recipe
     if shape:
         of = f", the language model of {shape.whole_type}" if shape.whole_type else ""
+        heads = f"{shape.heads} query and {shape.kv_heads} KV heads"
+        if shape.seeing_all:
+            kv_heads, dim = shape.seeing_all
+            heads += f" of {shape.head_dim}, {kv_heads} of {dim} in layers that see all"
         lines.append(
             f"model: {shape.model_type}{of}, {shape.layers} layers × {shape.hidden_size}, "
-            f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
+            f"{heads}, vocabulary {shape.vocab_size}"
         )
     if examined:
         lines.append(f"parameters: {_parameters(examined, recipe.model.dtype)}")

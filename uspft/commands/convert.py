@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config import InputError, RecipeError, load
-from uspft.config.problems import COMMAND_LINE, UsageError
+from uspft.config.problems import UsageError
 from uspft.config.yaml.document import bare, parse
 from uspft.convert import CONVERTERS, Outcome, convert_theirs, read_theirs
 
@@ -35,7 +35,7 @@ def convert(
     to = to or Path(f"{target.stem}-uspft.yaml")
     if to.exists() and not force:
         what = "is there already, and nothing is overwritten"
-        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another with -o, or add --force")
+        raise UsageError(str(to), what, "name another with -o, or add --force")
     if tool is not None and tool not in CONVERTERS:
         what = f"`{tool}` is no tool whose configurations are read"
         raise UsageError("--from", what, f"write one of {', '.join(CONVERTERS)}")
@@ -52,7 +52,7 @@ def convert(
         to.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
-        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another with -o") from error
+        raise UsageError(str(to), what, "name another with -o") from error
     print(f"written: {to}\nnext: {program} check {shlex.quote(str(to))}")
     return 0
 

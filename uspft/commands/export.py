@@ -12,7 +12,7 @@ from uspft.checkpoint.folder import Checkpoint, CheckpointError, folder_of, name
 from uspft.checkpoint.hf_folder import write_exports
 from uspft.checkpoint.whole_model import WholeModel, whole_model
 from uspft.config import Fault, InputError, load
-from uspft.config.problems import COMMAND_LINE
+from uspft.config.problems import COMMAND_LINE, UsageError, settings_of
 from uspft.metrics import Best, Journal
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.output import held_output
@@ -30,18 +30,10 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     twice, and for a folder that holds something already, which would be replaced; CheckpointError
     for a target without a whole checkpoint.
     """
-    asked = {}
-    for word in overrides:
-        key, _, value = word.partition("=")
-        if key not in ("to", "base") or not value:
-            what = "export takes to=FOLDER and base=PLACE and nothing else"
-            raise InputError(f"command line: {word}: {what}; write one of them or leave it out")
-        if key in asked:
-            raise InputError(f"command line: {key}: is given twice; write it once")
-        asked[key] = value
+    asked = settings_of("export", overrides, {"to": "FOLDER", "base": "PLACE"})
     to = Path(asked["to"]).resolve() if "to" in asked else None
     if to:
-        _require_room(to)
+        _require_new(to)
     checkpoint = _open(target)
     if not (checkpoint.model / "config.json").is_file():
         what = f"{checkpoint.model} holds no config.json"
@@ -58,7 +50,7 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             export_beside(whole, checkpoint, output)
     except Fault as fault:
         _, what, remedy = fault.findings[0]
-        raise InputError(f"{COMMAND_LINE}: {target}: {what}; {remedy}, or to=FOLDER") from fault
+        raise UsageError(str(target), what, f"{remedy}, or to=FOLDER") from fault
     return 0
 
 
@@ -87,16 +79,16 @@ def _writing(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{place} cannot be written: {error.strerror}"
-        raise InputError(f"{COMMAND_LINE}: to: {what}; write to=FOLDER") from error
+        raise UsageError("to", what, "write to=FOLDER") from error
 
 
 def _tell(checkpoint: Checkpoint, made: Path) -> None:
     print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {made}")
 
 
-def _require_room(to: Path) -> None:
+def _require_new(to: Path) -> None:
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise InputError(f"command line: to: {to} is there already; name a new folder")
+        raise UsageError("to", f"{to} is there already", "name a new folder")
 
 
 def _open(target: Path) -> Checkpoint:

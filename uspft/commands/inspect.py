@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from uspft.commands.inspect_pages import page_of, show
-from uspft.config.problems import InputError
+from uspft.config.problems import UsageError
 from uspft.data import load_tokeniser, read_report
 from uspft.data.corpus.tokenise import holds_tokenizer
 from uspft.durable import write_text
@@ -73,7 +73,7 @@ def _require_writable(page: Path) -> None:
     """Check that the page replaces nothing but a page. Raises InputError."""
     if page.is_dir() or (page.exists() and page.suffix.lower() not in (".html", ".htm")):
         what = f"{page} is there already, and no page"
-        raise InputError(f"command line: --html: {what}; name another file")
+        raise UsageError("--html", what, "name another file")
     if not page.absolute().parent.is_dir():
         what = f"there is no folder {page.absolute().parent}"
-        raise InputError(f"command line: --html: {what}; make it, or name another file")
+        raise UsageError("--html", what, "make it, or name another file")

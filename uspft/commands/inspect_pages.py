@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from uspft.commands.pages import html_page
+from uspft.config.problems import on_one_line
 from uspft.prepare.inspection import (
     Bin,
     Filling,
@@ -182,8 +183,7 @@ def _append_run(text: Text, run: Stretch) -> None:
 
 def visible(text: str) -> str:
     """Return a text on one line, in which nothing is unseen and nothing moves the cursor."""
-    text = text.replace("\n", "↵").replace("\t", "⇥")
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return on_one_line(text.replace("\n", "↵").replace("\t", "⇥"))
 
 
 _PAGE_HEAD, _PAGE_TAIL, _PAGE_SPANS = 1600, 200, 16

@@ -125,8 +125,6 @@ def _command(words: list[str], meeting: Meeting, losses: Sequence[Loss]) -> int:
 
 def _rank(words: Sequence[str]) -> int:
     """Be one rank and return its exit code; an error is left for the supervisor to print once."""
-    from uspft.prepare.invocation import Invocation
-
     if ERROR_FILE not in os.environ or not words:
         train = to_type(os.environ, "train", "RECIPE.yaml")
         print(f"command line: rank: is what train starts; write {train}", file=sys.stderr)
@@ -142,7 +140,7 @@ def _rank(words: Sequence[str]) -> int:
             from uspft.commands.calibrate import rank
         else:
             from uspft.commands.rank import rank
-        code = rank(Path(words[0]), Invocation("rank", dict(os.environ)), waiting)
+        code = rank(Path(words[0]), os.environ, waiting)
     except BaseException as error:
         waiting.close()
         code = 2 if isinstance(error, InputError) else 1

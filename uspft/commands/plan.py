@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
             sizes, recipe = step_of(found).model, found.here
             with tokenizer_here(recipe) as tokenizer:
                 look = first_look(recipe.data, tokenizer, sizes.vocab_size)
-            found = weighed_here(found, place, look.lengths)
+                found = weighed_here(found, place, tokenizer, look.lengths)
         step = step_of(found)
         if not has_strategies(found):
             step = replace(step, sample=sample_of(found, place))
@@ -110,6 +111,11 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
         print("\n".join([*found.settled, _several(found.known.weighed)]))
         return 0
     order, hardware = ranking_of(found, step), hardware_of(found)
+    taken = asked.take and _taken(order, asked.take)
+    if taken and taken.layout.pipeline == 1 and asked.picture:
+        what = f"is {asked.take}, and {taken.name} has one stage"
+        raise UsageError("--take", what, "write the number of a layout of several stages")
+    drawn = asked.picture and (taken or _first_pipeline(order))
     every = shown(order, asked.top or TOP, asked.only)
     if asked.as_json:
         whole = shown(order, asked.top, asked.only)
@@ -117,18 +123,13 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
         print(json.dumps(told, indent=1))
     else:
         print("\n".join(_page(found, step, order, every, hardware)))
-    taken = asked.take and _taken(order, asked.take)
-    if taken and taken.layout.pipeline == 1 and asked.picture:
-        what = f"is {asked.take}, and {taken.name} has one stage"
-        raise UsageError("--take", what, "write the number of a layout of several stages")
+    beside = sys.stderr if asked.as_json else sys.stdout  # which then is data alone
     if taken and asked.file:
         _write(asked.file, "-o", dump(in_recipe(found.loaded.recipe, taken.way)))
-        print(f"written: {taken.name} to {asked.file}")
-    if asked.picture:
-        one = taken or _first_pipeline(order)
-        drawn = timeline_of(one, hardware)
-        _write(asked.picture, "--timeline", as_picture(drawn, one.name))
-        print(f"drawn: {one.name} in {asked.picture}")
+        print(f"written: {taken.name} to {asked.file}", file=beside)
+    if drawn and asked.picture:
+        _write(asked.picture, "--timeline", as_picture(timeline_of(drawn, hardware), drawn.name))
+        print(f"drawn: {drawn.name} in {asked.picture}", file=beside)
     return 0
 
 

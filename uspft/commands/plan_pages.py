@@ -232,18 +232,18 @@ MOVED_LEGEND = (
 def switching_lines(found: SwitchingChoice, drawn: DrawnSteps) -> list[str]:
     """Return the lines for a recipe's strategies, or for those that `auto` weighed."""
     lines = []
-    if found.mix:
-        lines += [_buckets(found.mix, drawn), _switches(found.mix)]
+    if found.layouts:
+        lines += [_buckets(found.layouts, drawn), _switches(found.layouts)]
     lines += [_steps(found), MOVED_LEGEND]
     left = len(found.static) - STATIC_LINES
     return [*lines, f"and {left} more static layouts"] if left > 0 else lines
 
 
-def _buckets(mix: LayoutSet, drawn: DrawnSteps) -> str:
+def _buckets(layouts: LayoutSet, drawn: DrawnSteps) -> str:
     """Return a line for each bucket, those of shorter rows first."""
     lines = [["rows of", "layout", "ranks of a group", "rows a step", "seconds a row", "memory"]]
-    steps = [drawn.rows(step, mix.bounds) for step in range(len(drawn.steps))]
-    for number, (one, share) in enumerate(zip(mix.buckets, mix.shares, strict=True)):
+    steps = [drawn.rows(step, layouts.bounds) for step in range(len(drawn.steps))]
+    for number, (one, share) in enumerate(zip(layouts.buckets, layouts.shares, strict=True)):
         rows = fmean(sum(row.bucket == number for row in step) for step in steps)
         seconds = one.seconds[0] + one.beside
         lines.append(
@@ -259,15 +259,17 @@ def _buckets(mix: LayoutSet, drawn: DrawnSteps) -> str:
     return aligned(lines)
 
 
-def _switches(mix: LayoutSet) -> str:
+def _switches(layouts: LayoutSet) -> str:
     """Return what a rank receives for each switch of layouts."""
-    if mix.moves:
+    if layouts.moves:
         each = [
             f"{_weights_of(layout)}: {as_size(int(moved))} in {seconds:.3g} s"
-            for layout, (moved, seconds) in zip(mix.held_in_turn, mix.transfers, strict=True)
+            for layout, (moved, seconds) in zip(
+                layouts.held_in_turn, layouts.transfers, strict=True
+            )
         ]
         return f"switches by moving weights and gradients, a rank receives: {', '.join(each)}"
-    if padded := mix.padding_bytes:
+    if padded := layouts.padding_bytes:
         return (
             "switches in place: no weight moves; of the gradients' sum on a rank up to "
             f"{as_size(int(padded))} are padding"
@@ -281,11 +283,11 @@ def _weights_of(layout: Layout) -> str:
 
 
 def _steps(found: SwitchingChoice) -> str:
-    """Return the predicted step of the mix and of static layouts, the fastest first."""
+    """Return the predicted step of several layouts and of static layouts, the fastest first."""
     lines = [["step of as many samples", "seconds"]]
-    if found.mix:
+    if found.layouts:
         taken = " (chosen)" if found.switches else ""
-        lines.append([f"switching{taken}", f"{found.mix_seconds:.3g}"])
+        lines.append([f"switching{taken}", f"{found.switching_seconds:.3g}"])
     for number, one in enumerate(found.static[:STATIC_LINES]):
         taken = " (chosen)" if not number and not found.switches and one.seconds else ""
         seconds = "does not fit" if one.seconds is None else f"{one.seconds:.3g}"

@@ -27,8 +27,6 @@ from uspft.durable import write_text
 from uspft.job import Job
 from uspft.launcher import Hosts, LocalRanks, Restart, Waiting, Watch, run_ranks
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.known import Known
-from uspft.prepare.resolve import resolve
 from uspft.written import RECIPE
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -234,7 +232,7 @@ def _missing(paths: list[Path]) -> set[Path]:
         time.sleep(LOOK_SECONDS)
 
 
-def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
+def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     """Be one rank of the job in `folder`, and return its exit code. Raises what the run raises.
 
     waiting: says what this rank waits for until the run has a display of its own.
@@ -243,13 +241,13 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
     with (
         searching_beside() if splits_rows(job.recipe) else nullcontext() as orders,
-        joined(job.recipe.launch, place.environment, talks=logs_transfers) as device,
+        joined(job.recipe.launch, environment, talks=logs_transfers) as device,
     ):
         assert job.recipe.output_dir is not None
-        require_shared(job.recipe.output_dir, place.environment)
+        require_shared(job.recipe.output_dir, environment)
         renewed = job.lease.renewed() if job.lease and dist.get_rank() == 0 else nullcontext()
         with renewed:
-            code = _run(job, device, waiting, orders, place.environment)
+            code = _run(job, device, waiting, orders, environment)
         if logs_transfers:
             import deepspeed
 
@@ -303,7 +301,8 @@ def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
 
     refused: a line for each kernel that is installed and was tried before, in vain.
     """
-    recipe = resolve(job.recipe, Known(kernel=kernel))
+    model = job.recipe.model.model_copy(update={"attention": kernel})
+    recipe = job.recipe.model_copy(update={"model": model})
     assert recipe.output_dir is not None
     write_text(recipe.output_dir / RECIPE, dump(recipe, job.comments))
     for line in refused:

@@ -12,9 +12,9 @@ from pathlib import Path
 import yaml
 
 from uspft.called import to_type
-from uspft.config import InputError, Recipe, load
+from uspft.config import Recipe, load
 from uspft.config.messages import closest
-from uspft.config.problems import COMMAND_LINE, UsageError
+from uspft.config.problems import UsageError
 from uspft.config.strategies import layouts_of
 from uspft.data.files.sources import STDLIB
 from uspft.prepare.invocation import CONFIGS
@@ -109,10 +109,10 @@ def copy(recipe: Path, to: Path, program: str) -> None:
             file.write(changed)
     except FileExistsError as error:
         what = "is there already, and nothing is overwritten"
-        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another FILE") from error
+        raise UsageError(str(to), what, "name another FILE") from error
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
-        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another FILE") from error
+        raise UsageError(str(to), what, "name another FILE") from error
 
 
 def _paths(node: yaml.Node | None, folder: Path) -> Iterator[tuple[int, int, Path]]:

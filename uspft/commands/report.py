@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from uspft.commands.report_pages import MARK, page_of
-from uspft.commands.report_runs import Predicted, predicted, predicted_of, read_runs
+from uspft.commands.report_runs import not_predicted, predicted, predicted_of, read_runs
 from uspft.config.problems import InputError, UsageError, said
 from uspft.durable import write_text
 from uspft.prepare.examine import Examined
@@ -74,7 +74,7 @@ def leave_report(found: Examined, place: Invocation) -> str:
         try:
             guess = predicted(found, place)
         except InputError as error:
-            guess = Predicted(why_not={"": str(error)})
+            guess = not_predicted(str(error))
         _write(output / REPORT, page_of(read_runs([output]), [guess]))
     except Exception as error:
         return f"warning: no {REPORT}: {said(error)}"

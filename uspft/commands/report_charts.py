@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
-from typing import TypeVar
 
-Listed = TypeVar("Listed")
 Point = tuple[float, float]
 WIDTH, HEIGHT = 640, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 24
@@ -99,13 +97,12 @@ def figure(chart: Chart) -> str:
         for style, line in zip(styles, lines, strict=True)
     )
     unit = f" ({escape(chart.unit)})" if chart.unit else ""
-    steps = _columns(drawn, POINTS)
     shapes = [
         *_grid(chart, x, y),
         *_marks(chart, x),
         *(_level(one, y) for one in chart.levels),
         *(_line(one, points, x, y) for one, points in zip(series, drawn, strict=True)),
-        *_hits(series, drawn, steps, x),
+        *_hits(chart, series, drawn, x),
     ]
     return (
         f"<figure><figcaption><b>{escape(chart.title)}</b>{unit} {legend}</figcaption>"
@@ -184,12 +181,12 @@ def _grid(chart: Chart, x: _Axis, y: _Axis) -> Iterator[str]:
 
 
 def _marks(chart: Chart, x: _Axis) -> Iterator[str]:
-    for step, what in _some(chart.marks, MARKS):
-        at = min(max(x.place(step), LEFT), WIDTH - RIGHT)
-        yield (
-            f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}">'
-            f"<title>{escape(what)}</title></path>"
-        )
+    for step, _ in chart.marks[:MARKS]:
+        yield f'<path class="mark" d="M{_within(x, step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
+
+
+def _within(x: _Axis, step: float) -> float:
+    return min(max(x.place(step), LEFT), WIDTH - RIGHT)
 
 
 def _level(one: Series, y: _Axis) -> str:
@@ -208,37 +205,33 @@ def _line(one: Series, points: Sequence[Point], x: _Axis, y: _Axis) -> str:
 
 
 def _hits(
-    series: Sequence[Series], drawn: Sequence[Sequence[Point]], steps: Sequence[float], x: _Axis
+    chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], x: _Axis
 ) -> Iterator[str]:
-    """Yield for each step the column that tells its numbers where a mouse is over it."""
+    """Yield for each step the column that tells its numbers, and what happened, where a mouse is
+    over it."""
+    steps = _columns(drawn, POINTS)
+    marks = [(_within(x, step), text) for step, text in chart.marks]
     at = [x.place(step) for step in steps]
     middles = [LEFT, *((a + b) / 2 for a, b in pairwise(at)), WIDTH - RIGHT]
     by_step = [dict(points) for points in drawn]
     for number, step in enumerate(steps):
-        told = [
-            f"{one.name} {shown(values[step])}"
-            for one, values in zip(series, by_step, strict=True)
-            if step in values
-        ]
+        told = [f"step {step:,.0f}"]
+        for one, values in zip(series, by_step, strict=True):
+            told += [f"{one.name} {shown(values[step])}"] if step in values else []
         left, right = middles[number], middles[number + 1]
+        ends = right + (number == len(steps) - 1)
+        told += [text for place, text in marks if left <= place < ends]
         yield (
             f'<rect class="hit" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" '
-            f'height="{HEIGHT - BOTTOM - TOP}"><title>{escape(_at(step, told))}</title></rect>'
+            f'height="{HEIGHT - BOTTOM - TOP}"><title>{escape(chr(10).join(told))}</title></rect>'
         )
 
 
-def _at(step: float, told: Iterable[str]) -> str:
-    return "\n".join([f"step {step:,.0f}", *told])
-
-
 def _columns(drawn: Sequence[Sequence[Point]], most: int) -> list[float]:
-    return _some(sorted({x for points in drawn for x, _ in points}), most)
-
-
-def _some(every: Sequence[Listed], most: int) -> list[Listed]:
-    """Return at most so many of all, evenly spaced, the first and the last among them."""
+    """Return at most so many of the steps that are drawn, evenly spaced, with the ends."""
+    every = sorted({x for points in drawn for x, _ in points})
     if len(every) <= most:
-        return list(every)
+        return every
     return [every[n * (len(every) - 1) // (most - 1)] for n in range(most)]
 
 

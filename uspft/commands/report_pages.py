@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from uspft.commands.pages import BEGIN, html_page
 from uspft.commands.report_charts import Chart, Series, figure, load_map, shown, table
-from uspft.commands.report_runs import SENT, UNDER, JournalLine, Predicted, ReportedRun
+from uspft.commands.report_runs import NO_KIND, SENT, UNDER, JournalLine, Predicted, ReportedRun
 from uspft.layout import AXES, EXPERTS
 from uspft.metrics import as_size
 
@@ -112,18 +112,13 @@ def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> li
                 if points := run.of(name):
                     series.append(Series(told, points, colour, dash))
             value = guess.numbers.get(chart.names[0])
-            if value is not None and not (chart.unit == "bytes" and _on_cpu(run)):
+            if value is not None and not (chart.unit == "bytes" and not run.gpu):
                 levels.append(Series(f"{before}predicted", [(0, value)], place * several, 2))
         marks = [] if several else runs[0].marks
         if series:
             axis = chart.unit, chart.zero, chart.log
             found.append(Chart(chart.title, series, *axis, levels, marks))
     return found
-
-
-def _on_cpu(run: ReportedRun) -> bool:
-    """Tell whether a run was on CPUs, where its memory is all that a process has resident."""
-    return not run.environment.get("gpus")
 
 
 def _overview(runs: Sequence[ReportedRun]) -> str:
@@ -149,8 +144,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
     layouts = [name for name, _ in groupby(str(one.get("strategy", "")) for one in run.steps)]
     found["layout"] = ", then ".join(layouts[:LINES])
     found["logged steps"] = f"{tokens:,.0f} tokens in {seconds:,.0f} s"
-    gpus = environment.get("gpus") or []
-    found["ranks"] = f"{environment.get('ranks', '?')}, {gpus[0] if gpus else 'on CPU'}"
+    found["ranks"] = f"{environment.get('ranks', '?')}, {run.gpu or 'on CPU'}"
     versions = environment.get("versions")
     told = versions.items() if isinstance(versions, dict) else ()
     found["versions"] = ", ".join(f"{name} {version}" for name, version in told)
@@ -194,7 +188,7 @@ def _words(record: JournalLine) -> str:
 
 def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
     """Yield a line for each number that is predicted or may be."""
-    resident = _on_cpu(run)
+    resident = not run.gpu
     rows = {
         "step_seconds": "seconds of a step",
         "tokens_per_second": "tokens per second",
@@ -202,8 +196,10 @@ def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
         "peak_memory_bytes": "memory of a rank" + " (measured: what is resident)" * resident,
     }
     told = [name for name in predicted.numbers if name.startswith(SENT)]
-    kinds = dict.fromkeys([*run.names(SENT), *told])
-    rows |= {name: f"sent: {name.removeprefix(SENT)}" for name in kinds}
+    sent = dict.fromkeys([*run.names(SENT), *told])
+    rows |= {name: f"sent: {name.removeprefix(SENT)}" for name in sent}
+    uncounted = {name: NO_KIND for name in sent if predicted.parts and name not in told}
+    why_not = uncounted | dict(predicted.why_not)
     for name, label in rows.items():
         values = [value for _, value in run.of(name)]
         guess, here = predicted.numbers.get(name), median(values) if values else None
@@ -211,7 +207,7 @@ def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
         alike = not (resident and name == "peak_memory_bytes")
         ratio = shown(here / guess) if guess and here is not None and alike else "–"
         cells = ["–" if one is None else as_text(one) for one in (guess, here)]
-        yield [label, *cells, ratio, "" if guess is not None else predicted.reason(name)]
+        yield [label, *cells, ratio, why_not.get(name, "")]
 
 
 def _loads(run: ReportedRun) -> Iterator[str]:

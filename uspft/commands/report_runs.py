@@ -28,6 +28,15 @@ from uspft.written import ENVIRONMENT, INCIDENTS, METRICS, RECIPE
 JournalLine = Mapping[str, Any]
 UNDER = "seconds_under/"
 """What stands before a strategy's name in the name of its seconds."""
+HAPPENED = {
+    "resumed_from_step": "resumed from step",
+    "after_step": "started again after step",
+    "step": "bad step",
+}
+"""What a record tells that has a field, and what it is called; a save, which has a step too, tells
+no reason."""
+MOST = 1e100
+"""What numbers are less than that are drawn."""
 REMEDY = "name the output folder of a run that has taken a step"
 
 
@@ -51,10 +60,10 @@ class ReportedRun:
     """What could not be read, for a person."""
 
     def of(self, name: str) -> list[tuple[float, float]]:
-        """Return a number by step, such as `comm_bytes/ring`; what is null, text or not finite is
-        left out."""
+        """Return a number by step, such as `comm_bytes/ring`; what is null, text, not finite or
+        beyond any axis is left out."""
         pairs = ((step, told.get(name, math.nan)) for step, told in self._numbers)
-        return [(step, float(value)) for step, value in pairs if math.isfinite(value)]
+        return [(step, float(value)) for step, value in pairs if abs(value) < MOST]
 
     def names(self, name: str) -> list[str]:
         """Return a name, or where it ends in `/` all that begin so, in the order they come."""
@@ -68,24 +77,21 @@ class ReportedRun:
         return [(one["step"], numbers(one)) for one in (*self.steps, *self.evaluations)]
 
     @property
+    def gpu(self) -> str:
+        """The first GPU's name; empty on CPUs, where memory is all that a process has resident."""
+        gpus = self.environment.get("gpus")
+        return str(gpus[0]) if isinstance(gpus, list) and gpus else ""
+
+    @property
     def marks(self) -> list[tuple[float, str]]:
-        """The steps at which something happened, and what; those of the same kind, once each."""
-        found = []
+        """The steps at which something happened, and what."""
+        found = set()
         for record in (*self.events, *self.incidents):
-            if "resumed_from_step" in record:
-                found.append((record["resumed_from_step"], "resumed from step {}"))
-            elif "after_step" in record:
-                found.append(
-                    (record["after_step"], f"started again after step {{}}: {_why(record)}")
-                )
-            elif "why" in record and "step" in record:
-                found.append((record["step"], f"bad step {{}}: {_why(record)}"))
-        known = {(n, text.format(n)) for n, text in found if isinstance(n, int | float)}
-        return sorted(known)
-
-
-def _why(record: JournalLine) -> str:
-    return str(record.get("why", "")).replace("{", "{{").replace("}", "}}")
+            key = next((key for key in HAPPENED if key in record), None)
+            if key and _is_step(record, key) and (key != "step" or "why" in record):
+                why = f": {record['why']}" if "why" in record else ""
+                found.add((record[key], f"{HAPPENED[key]} {record[key]}{why}"))
+        return sorted(found)
 
 
 def read_runs(outputs: Sequence[Path]) -> list[ReportedRun]:
@@ -112,14 +118,15 @@ def _read(output: Path, name: str) -> ReportedRun:
     events = [r for r in records if "learning_rate" not in r and "eval_loss" not in r]
     incidents: list[JournalLine] = []
     if (output / INCIDENTS).is_file():
-        incidents, more = _records(output / INCIDENTS)
+        every, more = _records(output / INCIDENTS)
+        incidents = [one for one in every if "resumed_from_step" not in one]  # as in the journal
         notes += more
     environment, recipe = {}, ""
     try:
         found = json.loads((output / ENVIRONMENT).read_text("utf-8"))
         environment = found if isinstance(found, dict) else {}
     except (OSError, ValueError) as error:
-        notes.append(f"{ENVIRONMENT} cannot be read: {error}")
+        notes.append(f"{ENVIRONMENT} cannot be read: {getattr(error, 'strerror', error)}")
     try:
         recipe = (output / RECIPE).read_text("utf-8", errors="replace")
     except OSError as error:
@@ -138,8 +145,9 @@ def _flat(record: JournalLine) -> JournalLine:
     return {**record, UNDER.removesuffix("/"): under}
 
 
-def _is_step(record: JournalLine) -> bool:
-    return isinstance(record.get("step"), int) and not isinstance(record["step"], bool)
+def _is_step(record: JournalLine, key: str = "step") -> bool:
+    value = record.get(key)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
 
 
 def _records(file: Path) -> tuple[list[JournalLine], list[str]]:
@@ -173,6 +181,7 @@ KINDS["state"] = "states"
 """The kinds of comm_bytes that the planner counts as the busiest rank sends them, and the name of
 the part of a step that has them."""
 NO_KIND = "the planner does not count it, or not as the busiest rank sends it"
+ALONE = "not predicted: of several layouts in a step other numbers than its seconds"
 
 
 @dataclass(frozen=True)
@@ -181,46 +190,43 @@ class Predicted:
 
     numbers: Mapping[str, float] = field(default_factory=dict)
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """By name why a number is not predicted; "" stands for all others."""
+    """By name why a number is not predicted."""
     lines: tuple[str, ...] = ()
-    """The layout and the hardware, for a person."""
+    """The layout, the hardware, and why nothing more is predicted, for a person."""
     parts: str = ""
     """The predicted step by part, as `plan` prints it."""
     layout: Layout | None = None
     experts: int = 1
     """Experts of a layer."""
 
-    def reason(self, name: str) -> str:
-        """Return why a number is not predicted."""
-        if name.startswith(SENT) and self.numbers and "" not in self.why_not:
-            return NO_KIND
-        return self.why_not.get(name) or self.why_not.get("", "")
-
 
 def predicted_of(run: ReportedRun, place: Invocation) -> Predicted:
     """Return what is predicted of a run by what stands in its folder; nothing is written."""
     file, ranks = run.output / RECIPE, run.environment.get("ranks")
     if not run.recipe or not isinstance(ranks, int):
-        return Predicted(why_not={"": f"{RECIPE} or the number of ranks is not there"})
+        return not_predicted(f"{RECIPE} or the number of ranks is not there")
     try:
         processes = read(file, ()).loaded.recipe.launch.processes
         hosts = ranks // processes if isinstance(processes, int) else 1
         return predicted(examine_for_plan(file, (), max(1, hosts), ranks), place)
     except InputError as error:
-        return Predicted(why_not={"": str(error)})
+        return not_predicted(str(error))
+
+
+def not_predicted(why: str) -> Predicted:
+    """Return that nothing is predicted, and why."""
+    return Predicted(lines=tuple(f"not predicted: {line}" for line in why.splitlines()))
 
 
 def predicted(found: Examined, place: Invocation) -> Predicted:
     """Return what is predicted of a recipe's step. Raises InputError."""
     told = tuple(found.settled)
     if strategies_of(found.recipe):
-        seconds, why_not = (
-            mix_seconds(found, place),
-            {"": "seconds alone are predicted of several layouts in a step"},
-        )
+        seconds = mix_seconds(found, place)
         if seconds is None:
-            return Predicted({}, {"": "the lengths of the data are not known here"}, told)
-        return Predicted({"step_seconds": seconds}, why_not, told)
+            unknown = not_predicted("the lengths of the data are not known here").lines
+            return Predicted(lines=(*told, *unknown))
+        return Predicted({"step_seconds": seconds}, lines=(*told, ALONE))
     step, hardware = step_of(found), hardware_of(found)
     step = replace(step, sample=sample_of(found, place))
     options = options_of(found.recipe, found.layout)

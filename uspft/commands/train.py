@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -66,7 +65,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
     with found.placed(), _held(found.recipe, hosts, screen) as lease:
-        found, job, checkpoint, damaged, needed = prepare_job(found, place, screen)
+        found, job, checkpoint, damaged, needed = prepare_job(found, place, screen, lease)
         recipe = found.recipe
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
@@ -81,7 +80,6 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             moved = open_output(recipe, checkpoint, hosts, place, job.comments)
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
-            job = replace(job, lease=lease)
             _note(recipe, place, damaged)
         for line in found.settled:
             screen.print(line, markup=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_verify_job import Asked, clear_results, prepare_verify
 from uspft.verify.report import Report
-from uspft.verify.result import results
-from uspft.verify.work import GRADIENT_FILES, LAYOUTS, PLAIN, REFERENCE, REPORT, VerifyJob
+from uspft.verify.work import GRADIENT_FILES, LAYOUTS, PLAIN, REFERENCE, REPORT, VerifyJob, results
 
 
 def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Asked) -> int:
@@ -89,12 +88,12 @@ def _start(work: VerifyJob, hosts: Hosts, place: Invocation, logs: str) -> int:
         )
 
 
-def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
+def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     """Be one rank of the job that `verify` left in `folder`. Raises what the run raises."""
     from uspft.verify.work import VerifyJob
 
     work = VerifyJob.read(folder)
-    with joined(work.job.recipe.launch, place.environment) as device:
+    with joined(work.job.recipe.launch, environment) as device:
         waiting.close()
         from uspft.verify.ranks import run_layouts, run_reference
 
@@ -102,9 +101,9 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
         if work.is_reference:
             run_reference(work, device)
         else:
-            require_shared(work.folder, place.environment)
+            require_shared(work.folder, environment)
             say = _say if dist.get_rank() == 0 else _silent
-            run_layouts(work, device, say, ranks_of_host(place.environment))
+            run_layouts(work, device, say, ranks_of_host(environment))
     return 0
 
 

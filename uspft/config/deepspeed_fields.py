@@ -123,14 +123,20 @@ class FlopsProfiler(TypedDict, total=False):
 REDUCE_BUCKET = 50_000_000
 """The elements of reduce_bucket_size where a recipe says none. DeepSpeed's own are ten times as
 many: in float32 2 GB, which stage 3 lays out once more as it sums them."""
-PREFETCH_BUCKET, LIVE_PARAMETERS = 50_000_000, 1_000_000_000
-"""DeepSpeed's elements of stage3_prefetch_bucket_size and stage3_max_live_parameters."""
+PREFETCH_BUCKET, LIVE_PARAMETERS, REUSE_DISTANCE = 50_000_000, 1_000_000_000, 1_000_000_000
+"""DeepSpeed's elements of stage3_prefetch_bucket_size, stage3_max_live_parameters and
+stage3_max_reuse_distance."""
 
 
 def live_parameters(zero: Mapping[str, Any]) -> int:
-    """Return how many elements of weights stay gathered at once under ZeRO-3."""
+    """Return up to how many gathered elements ZeRO-3 fetches weights ahead."""
     live = zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)
     return int(live) + int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
+
+
+def reuse_distance(zero: Mapping[str, Any]) -> int:
+    """Return within how many elements of the weights that follow ZeRO-3 keeps what comes again."""
+    return int(zero.get("stage3_max_reuse_distance", REUSE_DISTANCE))
 
 
 # DeepSpeed reads both names; the recipe holds the documented one.

@@ -25,6 +25,11 @@ def said(error: Exception) -> str:
     return text if len(text) <= MAX_SAID else text[: MAX_SAID - 1] + "…"
 
 
+def on_one_line(text: str) -> str:
+    """Return a text in which nothing is unseen: a name or a value may hold a line break."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One problem of a recipe; its text is one line, `FILE:LINE: key.path: what; remedy`."""
@@ -38,8 +43,7 @@ class Problem:
         text = ": ".join(
             part for part in (self.where, self.key, f"{self.what}; {self.remedy}") if part
         )
-        # A name or a value may hold a line break, and a problem is one line.
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        return on_one_line(text)
 
 
 class InputError(ValueError):
@@ -59,6 +63,24 @@ class UsageError(InputError):
 
     def __init__(self, word: str, what: str, remedy: str) -> None:
         super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
+
+
+def settings_of(verb: str, words: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return what the words key=value behind a verb say, by key. Raises UsageError.
+
+    known: for each key that the verb takes what a value is, such as FOLDER.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in known or not value:
+            *rest, last = (f"{name}={what}" for name, what in known.items())
+            what = f"{verb} takes {', '.join(rest)} and {last} and nothing else"
+            raise UsageError(word, what, "write one of them or leave it out")
+        if key in found:
+            raise UsageError(key, "is given twice", "write it once")
+        found[key] = value
+    return found
 
 
 class RunFailed(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from uspft.config.problems import Finding, InputError
+from uspft.config.problems import Finding, InputError, on_one_line
 
 SHOWN_LINES, SHOWN_PLACES = 20, 3
 _OWN = re.compile(r"'[^']*'|0x[0-9a-f]{2}|\d[\d,.]*|(?<= the fields )[^;]*|(?<=, but )[^;]*")
@@ -121,9 +121,7 @@ class _Group:
         what, _, remedy = self.what.partition("; ")
         if self.count > 1:
             what += f" ({self.count:,} such: {self._where()})"
-        # A name or a value may hold a line break, and a fault is one line.
-        text = "; ".join([f"{self.places[0]}: {what}", *([remedy] if remedy else [])])
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        return on_one_line("; ".join(filter(None, (f"{self.places[0]}: {what}", remedy))))
 
     def _where(self) -> str:
         files = [place.rpartition(":") for place in self.places]

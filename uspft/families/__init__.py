@@ -1,5 +1,6 @@
 """What is known of each model type, and which models are refused; no torch."""
 
+from uspft.families.blocks import Blocks, expert_layers, layer_blocks
 from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
 from uspft.families.states import StateSizes, state_layers, state_sizes
@@ -9,9 +10,12 @@ from uspft.families.windows import layer_windows
 __all__ = [
     "FAMILIES",
     "NO_KEYS",
+    "Blocks",
     "ModelShape",
     "StateSizes",
     "check_length",
+    "expert_layers",
+    "layer_blocks",
     "layer_windows",
     "read_shape",
     "state_layers",

@@ -21,6 +21,9 @@ value head. A key head is divided with the value heads that share it, as one uni
 STATE_GROUP, STATE_GATES = "state group", "state gates"
 """The same where a unit's features stand together: those of query, key, value and the output's
 gate; two numbers of each value head."""
+BEFORE, BEHIND = "before", "behind"
+"""What features of a projection are for: what attention, or the rule of a layer with a state, takes
+of each token; or what is done with what that gives, before the last projection."""
 COLUMNS, ROWS = 0, 1
 """The dimension of a weight, [gives, takes], along which it is divided."""
 

@@ -17,10 +17,9 @@ from uspft.config.recipe import ModelBlock
 from uspft.families.by_layer import PER_LAYER, one_form
 from uspft.families.multimodal import is_multimodal, language_model, media_tokens
 from uspft.families.table import (
-    EXPERTS,
     FAMILIES,
-    MET,
     Family,
+    chosen_experts,
     rope_of,
     shared_features,
     unsupported,
@@ -90,6 +89,11 @@ class ModelShape:
         return int(self.full.get("num_kv_shared_layers") or 0) if two_sizes else 0
 
     @property
+    def beside_mlp(self) -> bool:
+        """Whether layers have experts beside an MLP."""
+        return self.routed and "enable_moe_block" in self.full
+
+    @property
     def joined_layers(self) -> str:
         """What layers have that they cannot be stages of a pipeline with; empty where nothing."""
         if self.borrowers:
@@ -105,26 +109,27 @@ class ModelShape:
     @property
     def experts(self) -> int:
         """The number of experts of a layer; 1 where tokens do not choose among any."""
-        return self._of_experts(EXPERTS)
+        return chosen_experts(self.full)[1] if self.routed else 1
 
     @property
     def met_experts(self) -> int:
         """The number of experts that a token meets; 1 where it does not choose."""
-        return self._of_experts(MET)
+        return chosen_experts(self.full)[0] if self.routed else 1
 
     @property
     def shared_features(self) -> int:
         """The inner features of the experts that every token meets."""
-        return shared_features(self.full) if FAMILIES[self.model_type].routed else 0
+        return shared_features(self.full) if self.routed else 0
 
     @property
     def full(self) -> dict[str, Any]:
         """The config, with what transformers takes where the file has no such field."""
         return {**FAMILIES[self.model_type].defaults, **self.raw}
 
-    def _of_experts(self, names: tuple[str, ...]) -> int:
-        found = [self.full[name] for name in names if self.full.get(name)]
-        return int(found[0]) if found and FAMILIES[self.model_type].routed else 1
+    @property
+    def routed(self) -> bool:
+        """Whether tokens choose experts."""
+        return FAMILIES[self.model_type].routed and bool(self.full.get("enable_moe_block", True))
 
     @property
     def window(self) -> int | None:

@@ -115,6 +115,8 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
 _SHARED_HYBRID = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+"""What says of Qwen's layers which have experts."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -129,6 +131,8 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
+            "intermediate_size": 5632,
+            **_SPARSE,
         },
         qkv_bias=True,
         routed=True,
@@ -143,6 +147,8 @@ FAMILIES: dict[str, Family] = {
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
+            "intermediate_size": 6144,
+            **_SPARSE,
         },
         routed=True,
         projections=ROUTED_NORMED_HEADS,
@@ -199,12 +205,13 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "hidden_size_per_layer_input": 256,
             "vocab_size_per_layer_input": 262144,
+            "intermediate_size": 9216,
+            "enable_moe_block": False,
         },
         ropes=("default", "proportional"),
         scalings=(),
-        refused={
-            "enable_moe_block": "experts beside an MLP",
-        },
+        routed=True,
+        balanced=False,
         bidirectional=("vision",),
         rope=_GEMMA_4_ROPES,
         projections=NORMED_HEADS,
@@ -262,6 +269,7 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1408,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
+            "intermediate_size": 10944,
         },
         routed=True,
         balanced=False,
@@ -277,6 +285,8 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1536,
             "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "intermediate_size": 12288,
         },
         routed=True,
         refused={"use_bias": "biases of all projections and of the head"},
@@ -301,6 +311,8 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 2,
             "num_experts": 512,
             "num_experts_per_tok": 10,
+            "intermediate_size": 5632,
+            **_SPARSE,
             **_SHARED_HYBRID,
         },
         routed=True,
@@ -310,7 +322,7 @@ FAMILIES: dict[str, Family] = {
 }
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What families call the number of a layer's experts, and MET that of those that a token meets."""
-MET = ("num_experts_per_tok", "moe_k")
+MET = ("num_experts_per_tok", "moe_k", "top_k_experts")
 NO_KEYS = 0
 """The sliding window of a layer without attention, in which a query sees no key."""
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
@@ -571,9 +583,18 @@ def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
     return rope
 
 
+def chosen_experts(full: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many experts a token meets, and how many a layer has, of a config as of
+    shared_features; 1 and 1 where it has none to choose among."""
+    met, every = (next((full[n] for n in names if full.get(n)), 1) for names in (MET, EXPERTS))
+    return int(met), int(every)
+
+
 def shared_features(full: Mapping[str, Any]) -> int:
     """Return how many inner features the experts have that every token meets, of a config with what
     transformers takes where a file has no such field; 0 without such experts."""
+    if full.get("enable_moe_block"):  # beside an MLP
+        return int(full["intermediate_size"])
     number = full.get("n_shared_experts") or full.get("moe_num_shared_experts") or 0
     whole = full.get("shared_expert_intermediate_size")
     return int(whole or number * (full.get("moe_intermediate_size") or 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from uspft.families.by_layer import layer_types
 from uspft.families.shape import ModelShape
 from uspft.families.states import state_layers
 from uspft.families.table import FAMILIES, NO_KEYS
@@ -18,8 +17,6 @@ def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
     one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
     if window is None or (one_for_all and not types):
         return (window,) * shape.layers
-    if family.two_sizes:
-        types = layer_types(shape.full)
     if types:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.windows == "switched":

@@ -118,12 +118,17 @@ def _environment_of_workers() -> Iterator[None]:
 
 
 def _initialised(initialise: Callable[..., object], given: Sequence[Any]) -> None:
-    """Begin a process's work; it ends when the one that it works for does."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Begin a process's work."""
+    end_with_parent()
     initialise(*given)
 
 
-def _end_with_parent() -> None:
-    if parent := parent_process():
-        parent.join()
-    os._exit(1)
+def end_with_parent() -> None:
+    """Have this process end when the one that it works for does, even where that one is killed."""
+
+    def watch() -> None:
+        if parent := parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,16 +1,21 @@
-"""The file metrics.jsonl, in which each logged step is one object, appended once; and its best
-evaluation."""
+"""The file metrics.jsonl, in which each logged step is one object, appended once; its best
+evaluation, and the peak memory that it tells of."""
 
 from __future__ import annotations
 
 import json
 import math
+import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uspft.durable import sync, write_text
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Journal:
@@ -94,3 +99,22 @@ class Best:
         if loss is not None and loss < self.loss:
             return Best(record["step"], loss)
         return Best(self.step, self.loss, self.since + 1)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak of the allocated device memory, or on CPU the largest resident set so far."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def as_size(byte_count: float) -> str:
+    """Return a byte count as four digits and a binary unit, such as `1.234 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if byte_count < 1024:
+            return f"{byte_count:.4g} {unit}"
+        byte_count /= 1024
+    return f"{byte_count:.4g} GiB"

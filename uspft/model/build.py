@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from uspft.config.problems import Fault, said
+from uspft.families.table import chosen_experts
 from uspft.model.attention import NAME
 from uspft.model.linear import bind_linear_layers
 from uspft.parameters.experts import CORRECTION, corrections, is_experts, is_router
@@ -30,7 +31,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
-    _hold_corrections(model)
+    hold_corrections(model)
     bind_linear_layers(model)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
@@ -40,7 +41,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     return model
 
 
-def _hold_corrections(model: nn.Module) -> None:
+def hold_corrections(model: nn.Module) -> None:
     """Make buffers of corrections that transformers has as parameters, and trains no more than
     those: a parameter would be rounded to the model's type, and partitioned."""
     for module in model.modules():
@@ -69,9 +70,8 @@ def parameter_count(
     }
     for name, parameter in model.named_parameters() if active_only else ():
         if is_experts(name) and id(parameter) in counts:
-            met: Any = model.config
-            experts = getattr(met, "num_local_experts", None) or met.num_experts
-            counts[id(parameter)] = counts[id(parameter)] * met.num_experts_per_tok // experts
+            met, experts = chosen_experts(vars(model.config))
+            counts[id(parameter)] = counts[id(parameter)] * met // experts
     if not embedding:
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         for table in model.modules():

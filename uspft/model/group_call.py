@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,11 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from uspft.families.projections import ROWS
+from uspft.families.projections import BEFORE, BEHIND, ROWS
 from uspft.model.head_turns import pick
 from uspft.model.some_heads import (
-    BEFORE,
-    BEHIND,
     Given,
     Hook,
     SomeHeads,
@@ -168,6 +167,18 @@ class BlockCall(ABC):
         return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
 
 
+@contextmanager
+def frozen(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Let nothing be kept for the gradients of leaves within the `with` block."""
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            leaf.requires_grad_()
+
+
 class BlockBackward(ABC):
     """The backward of a call, in its order."""
 
@@ -243,14 +254,15 @@ class BlockBackward(ABC):
                 out = pick(self._out[tile], queries).detach().requires_grad_()
             else:
                 out = slope.new_empty(slope.shape[1], width, dim).requires_grad_()
-            with told, torch.enable_grad():
-                taken = call.taken(self._x[:, tile], tile, out, (queries, keys))
+            with told, torch.enable_grad(), frozen(self.leaves):
+                taken = call.taken(self._x[:, tile].detach(), tile, out, (queries, keys))
                 with seeing_some(call.block.last, columns), standing_in(places):
                     of_all = projection.table[projection.name]
                     module = how.attention._modules[how.some.last]
                     made = (of_all if module is of_all else module.forward)(taken)
+                del taken
                 (found[tile],) = torch.autograd.grad(made, out, slope)
-            del made, out, taken
+            del made, out
         return found
 
     def _slope(self, tile: slice) -> Tensor:
@@ -293,6 +305,7 @@ class BlockBackward(ABC):
                 of_gates = None if gates is None else gates[:, tile]
                 every = [one for one in (residual, found[0], of_gates) if one is not None]
                 dx[:, tile] = sum(every[1:], every[0])
+                del residual, of_gates, every
             add_up(self.sums, found[wanted:])
             del part, found
         return dx if wanted else None

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from uspft.families.projections import (
+    BEFORE,
+    BEHIND,
     COLUMNS,
     GATED_QUERY,
     KV,
@@ -116,7 +118,7 @@ def some_of(
     of an adapter that has these too. gaps: as of SomeProduct."""
     module: Any = owner.get_submodule(name)
     places: list[tuple[Any, str]] = [(owner, name)]
-    if hasattr(module, "base_layer"):
+    if hasattr(module, "base_layer") and ranges:
         thin = module.lora_B if dim == COLUMNS else module.lora_A
         places = [(module, "base_layer"), *((thin, adapter) for adapter in thin.keys())]  # noqa: SIM118
     return [
@@ -168,11 +170,6 @@ class _Scaled:
         weight = norm.here() if isinstance(norm, SplitNorm) else norm.weight
         scaled = x.to(wide(x)) * self._scale[:, self.tile]
         return (cut(weight, [self._ranges]) * scaled).to(x.dtype)
-
-
-BEFORE, BEHIND = "before", "behind"
-"""What features of a projection are for: what attention, or the rule of a layer with a state, takes
-of each token; or what is done with what it gives, before the last projection."""
 
 
 _OUTPUT_GATES = ("in_proj_z", "g_proj")

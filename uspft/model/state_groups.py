@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
 from uspft.model.head_turns import put
-from uspft.model.some_heads import BEFORE, Hook, joined, standing_in
+from uspft.model.some_heads import Hook, joined, standing_in
 from uspft.model.tiles import add_up
 from uspft.sequence import Heads
 from uspft.sequence.mixing import StateExchange
@@ -156,17 +157,20 @@ class StateBackward(BlockBackward):
         made = [one.requires_grad_() for one in call.made(x, keys)]
         with torch.enable_grad():
             inside = exchange.there(call.mixed(made, keys))
+        made[0].data = made[0].data.new_empty(0)  # of which the graph has what it needs
+        ways = [*map(torch.autograd.graph.get_gradient_edge, inside)]
+        taken = Mixed(*(one.detach() for one in inside))
+        del inside
         dout = exchange.slope_there(self.out_slope([values], range(*keys)))
         if exchange.own:
-            taken = Mixed(*(one.detach() for one in inside))
             kept = [self._kept.pop(0) for _ in range(kept_of(call.bound.share.chains))]
             slopes = mixed_backward(taken, kept, dout, *call.rule)
-            del taken, kept
+            del kept
         else:
-            slopes = tuple(map(torch.zeros_like, inside))
-        del dout
-        found = [*torch.autograd.grad(inside, [*made, *convolution], slopes)]
-        del inside, slopes, made
+            slopes = tuple(map(torch.zeros_like, taken))
+        del dout, taken
+        found = [*torch.autograd.grad(ways, [*made, *convolution], slopes)]
+        del ways, slopes, made
         dqkv, *gates = found[:3]
         places = self.leaves_of(call.block.how.attention.conv1d)
         by_place = dict(zip(places, found[3:], strict=True))

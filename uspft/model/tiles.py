@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from uspft.families.table import chosen_experts
 from uspft.model.divided import SplitNorm
 from uspft.model.dropout import TokenDropout
 
@@ -29,7 +30,7 @@ TOKENS = -2
 
 def inner_features(config: Any) -> int:
     """Return how many inner features an MLP, or the experts that a token meets, make of it."""
-    met = getattr(config, "num_experts_per_tok", None) or 1
+    met, _ = chosen_experts(vars(config))
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return int(met * inner)
 
@@ -44,11 +45,12 @@ def work_in_tiles(model: Any, tile: int) -> None:
     for layer in model.base_model.layers:
         modules += _norms(layer)
         mlp = getattr(layer, "mlp", None) or layer.block_sparse_moe
-        block = getattr(mlp, "experts", mlp)
-        if held := getattr(block, "uspft", None):  # whose rows come from other ranks
-            held.compute = Tiled(block, tile, plain=held.compute)
-        else:
-            modules.append(block)
+        beside = getattr(layer, "experts", None)
+        for block in filter(None, (getattr(mlp, "experts", mlp), beside)):
+            if held := getattr(block, "uspft", None):  # whose rows come from other ranks
+                held.compute = Tiled(block, tile, plain=held.compute)
+            else:
+                modules.append(block)
         shared = (getattr(mlp, name, None) for name in ("shared_expert", "shared_experts"))
         modules += filter(None, shared)
         if attention := getattr(layer, "self_attn", None):  # else it has a state

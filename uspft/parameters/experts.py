@@ -24,7 +24,7 @@ UNTRAINED = (CORRECTION, "layer_scalar")
 """How the names of numbers end that a model has and nobody trains: those, and what Gemma 4
 multiplies the hidden states of a layer by."""
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
-_STACKED = re.compile(r".*\.(mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?")
+_STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _CONVOLUTION = re.compile(r"(?P<block>.*\.linear_attn)\.conv1d\.weight")
 _RENAMED = {
     "olmo_hybrid": {

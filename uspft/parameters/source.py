@@ -291,6 +291,8 @@ class RandomWeights:
                 value[padding] = 0.0
             return value
         of = type(module).__name__.lower()
+        if kind.endswith("scale") and of.endswith("router"):
+            return torch.ones(shape)
         if len(shape) == 1 and "norm" in of:
             return torch.full(shape, 1.0 if of.endswith("gated") else self._norm)
         what = f"no rule to initialise {name} of {type(module).__name__}"

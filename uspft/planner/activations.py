@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from uspft.families.projections import STATE_LAYER
+from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
-from uspft.planner.group_memory import GroupMemory, GroupSizes, GroupTiles
+from uspft.planner.group_tiles import in_groups
 from uspft.planner.layer_kinds import LLAMA, LayerKind
 from uspft.planner.mesh_memory import MeshOperation, inward, outward
 from uspft.planner.operations import (
@@ -26,16 +26,23 @@ from uspft.planner.operations import (
     dropped,
     gated,
     halves,
+    joined,
     linear,
     multiplied,
     remade,
     rms_norm,
     sliced,
     tiled,
+    turned_in_pairs,
     viewed,
 )
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.state_memory import StateHeads, state_block
+from uspft.planner.state_memory import (
+    StateHeads,
+    before_rule,
+    normed_by_head,
+    state_block,
+)
 from uspft.planner.tape import Storage, Tape, Tensor
 
 
@@ -74,6 +81,11 @@ class LayerSizes:
     recompute: str | None = None
     """What of attention is made again; None where the layer is not checkpointed."""
     offloads: bool = False
+    some_heads: bool = False
+    """Whether norms over all heads see those of a tensor rank, where `tensor` does not say so."""
+    use: str = ""
+    """BEFORE or BEHIND, where projections make features for what attention takes, or for what
+    follows it, and zeros for the rest; empty where for both."""
 
     @property
     def element(self) -> int:
@@ -101,12 +113,17 @@ class LayerSizes:
         alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
         return bool(self.at_once) and not (self.tensor > 1 and alone)
 
-    def of_tile(self, sharing: Sharing | None = None) -> LayerSizes:
-        """Return the layer as it takes a tile of tokens, with other heads where they are given."""
+    def of_tile(
+        self, sharing: Sharing | None = None, state: StateHeads | None = None, use: str = ""
+    ) -> LayerSizes:
+        """Return the layer as it takes a tile of tokens, with other heads where they are given.
+        use: what projections make features for."""
         sharing = sharing or self.sharing
         tokens = min(self.tile or sharing.tokens, sharing.tokens)
-        of = replace(sharing, tokens=tokens)
-        return replace(self, sharing=of, tile=None, tensor=1, splits_tokens=False, at_once=None)
+        of, state = replace(sharing, tokens=tokens), state or self.state
+        state = state and replace(state, tokens=tokens)
+        alone = replace(self, sharing=of, state=state, tile=None, tensor=1, splits_tokens=False)
+        return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
     def weights(self, name: str, takes: int, gives: int) -> float:
         """Return the bytes of those weights of a projection that train."""
@@ -136,12 +153,23 @@ class LayerSizes:
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
         into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
-        return into | ({SHARED_GATE: 1} if self.experts else {})
+        return into | ({SHARED_GATE: 1} if self.mlp == SHARED_EXPERT else {})
+
+    def made_share(self, name: str) -> float:
+        """Return the share of a projection's features that are made and not zeros."""
+        if not self.use or name in (OUT, self.state and self.state.out):
+            return 1.0
+        behind = float(name in (f"{STATE_LAYER}.in_proj_z", f"{STATE_LAYER}.g_proj"))
+        if name == "self_attn.q_proj" and self.kind.gated:
+            behind = 0.5
+        elif name == f"{STATE_LAYER}.in_proj_qkvz" and self.state:
+            behind = self.state.values / dict(self.state.into)[name]
+        return behind if self.use == BEHIND else 1.0 - behind
 
     @property
     def mlp(self) -> str:
         """The name of what every token meets."""
-        return SHARED_EXPERT if self.experts else "mlp"
+        return self.kind.shared if self.experts else "mlp"
 
 
 OUT = "self_attn.o_proj"
@@ -159,13 +187,16 @@ class Layer:
         """The input of the layer below, where it waits on the host and has come."""
         self._made: dict[str, Tensor] = {}
         """What projections into a block on a mesh have made together."""
-        self.groups = self._in_groups() if sizes.at_once else None
+        self.groups = in_groups(self, partial(Layer, tape)) if sizes.at_once else None
         if sizes.recompute in ("nothing", "exchange") and not sizes.at_once:
             exchanges = sizes.sharing.ulysses > 1 and sizes.recompute == "nothing"
             self._remembered = Remembered(tape, wanted=not exchanges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
+        alone = self.sizes.tensor > 1 and norms.behind_attention
+        if self.groups and not alone and not hidden.node and self._any_trains():
+            hidden = self.tape.leaf(hidden.size, hidden.storage)  # model/head_groups.py's halves
         if self.groups and self.sizes.in_halves:
             between = self.groups(hidden, trains=self._first_trains)
             self.below = None
@@ -178,91 +209,29 @@ class Layer:
         self, residual: Tensor, block: Callable[[Tensor], Tensor], norms: Sequence[str]
     ) -> Tensor:
         """Return what goes into a block, with what this makes of it. norms: before and behind."""
-        hidden = self._norm(residual, norms[0])
-        hidden = self._norm(block(hidden), norms[1])
+        hidden = self.norm(residual, norms[0])
+        hidden = self.norm(block(hidden), norms[1])
         if self.sizes.kind.scaled:
             hidden = remade(self.tape, hidden)
         return added(self.tape, residual, hidden)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+    def norm(self, x: Tensor, name: str) -> Tensor:
         s = self.sizes
         return norm(self.tape, s, x, s.between, trains=self._trains(name)) if name else x
 
     def _trains(self, name: str) -> bool:
         return name in self.sizes.trained
 
+    def _any_trains(self, prefix: str = "") -> bool:
+        """Tell whether any weight or adapter does of modules whose names begin so."""
+        return any(one.startswith(prefix) for one in self.sizes.trained | self.sizes.adapted)
+
     @property
     def _first_trains(self) -> bool:
         """Whether any weight of the first half does."""
         names, norms = self.sizes.trained | self.sizes.adapted, self.sizes.kind.norms[:2]
-        return any(one.startswith("self_attn.") or one in norms for one in names)
-
-    def _in_groups(self) -> GroupMemory:
-        """Return attention in groups of heads, with its norm and residual where that is one."""
-        tape, s = self.tape, self.sizes
-        how, halves = s.sharing, s.in_halves
-        whole, features = s.of_tile(), how.heads * how.dim
-        size, out = whole.between_bytes(), whole.sharing.bytes(how.heads)
-        before, behind = s.kind.norms[:2] if halves else ("", "")
-
-        def qkv(layer: Layer, x: Tensor) -> list[Tensor]:
-            return layer._qkv(layer._norm(x, before), [])
-
-        def last() -> None:
-            with tape.no_gradient():
-                layer = Layer(tape, whole)
-                made = layer._norm(layer._project(Tensor(out, None, None, 0), OUT), behind)
-                if halves:
-                    added(tape, made, made)
-
-        def last_gradients() -> None:
-            with tape.apart(collects=True):
-                layer = Layer(tape, whole)
-                made = layer._project(Tensor(out, None, None, 0), OUT)
-                if behind:
-                    normed = layer._norm(tape.leaf(made.size, made.storage), behind)
-                    tape.backward(normed, tape.new(0.0))
-                    del normed
-                if made.node:
-                    tape.backward(made, tape.new(made.size))
-
-        def first(some: Sharing) -> None:
-            with tape.no_gradient():
-                qkv(Layer(tape, s.of_tile(some)), Tensor(size, None, None, 0))
-
-        def first_gradients() -> None:
-            with tape.apart(collects=True):
-                made = qkv(Layer(tape, whole), tape.leaf(size, tape.new(0.0)))
-                # The queries' gradient is a copy, since the input's takes its place; behind that
-                # of the row each is one more.
-                slope, sizes = tape.new(made[0].size), [one.size for one in made]
-                slopes = lambda: lambda grads: [tape.new(one) for one in sizes]  # noqa: E731
-                (every,) = tape.record(made, (0.0,), slopes)
-                tape.backward(every, tape.new(0.0))
-                del made, slope
-
-        def out_slope(heads: int) -> None:
-            sizes = *[size] * (1 if behind else 2), *[whole.sharing.bytes(heads)] * 2
-            held = [tape.new(one) for one in sizes]
-            del held
-
-        products = s.outputs("self_attn").items()
-        return GroupMemory(
-            tape,
-            GroupSizes(
-                how,
-                s.at_once or 1,
-                s.inside_bytes(),
-                sum(s.weights(name, s.hidden, gives) for name, gives in products),
-                s.weights(OUT, features, s.hidden),
-                s.between_bytes() if s.offloads else 0.0,
-                s.recompute == "nothing",
-                WIDE * how.tokens * s.kind.normed_together,
-                bool(behind),
-                1 if whole.sharing.tokens == how.tokens else 2,
-            ),
-            GroupTiles(first, last, last_gradients, out_slope, first_gradients),
-        )
+        of = f"{STATE_LAYER if self.sizes.state else 'self_attn'}."
+        return any(one.startswith(of) or one in norms for one in names)
 
     def _second_half(self, between: Tensor) -> Tensor:
         """Return what the MLP with its norm and residual makes of what is between."""
@@ -280,7 +249,7 @@ class Layer:
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
 
-    def _project(self, x: Tensor, name: str) -> Tensor:
+    def project(self, x: Tensor, name: str) -> Tensor:
         """Return a projection of x, with its adapter's."""
         tape, s = self.tape, self.sizes
         block = name.partition(".")[0]
@@ -289,11 +258,20 @@ class Layer:
             takes, gives = s.features, inside[name]
         else:
             takes, gives = self._inside(block), s.features
-        size = x.size / takes * gives
-        made = self._product(x, name, takes, gives)
+        share = s.made_share(name)
+        size, made = x.size / takes * gives, round(share * gives)
+        if not made:
+            return Tensor(size, tape.new(0.0), None, 0)
+
+        def among_zeros(found: Tensor) -> Tensor:
+            rest = Tensor(size - found.size, None, None, 0)
+            return joined(tape, [found, rest]) if made < gives else found
+
+        found = among_zeros(self._product(x, name, takes, made))
         if name not in s.adapted:
-            return made
-        return added(tape, made, remade(tape, self._adapted(x, takes, size, gives)))
+            return found
+        part = x.size / takes * made
+        return added(tape, found, remade(tape, among_zeros(self._adapted(x, takes, part, made))))
 
     def _inside(self, block: str) -> int:
         """Return the features that the projection out of a block takes."""
@@ -349,18 +327,52 @@ class Layer:
             return copied(tape, x)
         return remade(tape, viewed(tape, x), s.between_bytes())
 
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what attention, or the
+        rule, gives."""
+        tape, s = self.tape, self.sizes
+        if s.state:
+            _, gate, *held = self._before_rule(x, lambda every: every)
+            gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
+            trains = self._trains(f"{STATE_LAYER}.{s.state.norm}")
+            found = normed_by_head(tape, out, gate, s.state, trains)
+            del held
+            return found
+        if not s.kind.gated:
+            return out
+        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
+        gate = remade(tape, other)
+        del other
+        if s.kind.turned:
+            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
+        return multiplied(tape, out, gated(tape, gate))
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what attention, or the convolution before the rule, takes of an input."""
+        if not self.sizes.state:
+            return self._qkv(x, [])
+        found, *held = self._before_rule(x, lambda every: every)
+        del held
+        return found
+
+    def _before_rule(
+        self, x: Tensor, convolve: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        assert self.sizes.state
+        return before_rule(self.tape, x, self.sizes.state, self.project, self._trains, convolve)
+
     def _attention(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
         inner = x if s.mesh_rows else enter(tape, s, x)
         if self.groups:
             return self._leave(self.groups(inner, trains=self._first_trains))
         if s.state:
-            return self._leave(self._project(self._mixed(inner), s.state.out))
+            return self._leave(self.project(self._mixed(inner), s.state.out))
         gate: list[Tensor] = []
         out = self._attend(self._qkv(inner, gate))
         if gate:
             out = multiplied(tape, out, gated(tape, gate.pop()))
-        return self._leave(self._project(out, OUT))
+        return self._leave(self.project(out, OUT))
 
     def _mixed(self, x: Tensor) -> Tensor:
         """Return what a state makes of x."""
@@ -370,7 +382,7 @@ class Layer:
             self.tape,
             x,
             s.state,
-            self._project,
+            self.project,
             self._trains,
             self._remembered,
             inside=s.recompute == "exchange",
@@ -381,16 +393,18 @@ class Layer:
         """Return queries, keys and values. gate: gets what gates the output, if anything."""
         tape, s = self.tape, self.sizes
         if s.kind.fused:
-            every = self._project(x, "self_attn.qkv_proj")
+            every = self.project(x, "self_attn.qkv_proj")
             heads, kv = s.sharing.heads, s.sharing.kv_heads
             each = every.size / (heads + 2 * kv)
             query, key, value = (sliced(tape, every, n * each) for n in (heads, kv, kv))
             del every
         else:
-            query = self._normed(self._project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
+            query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
             key, value = self._key_and_value(x)
         if s.kind.turned:
-            by = Angles(s.wide, s.kind.turned_share)
+            again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
+            own = tape.new(again) if s.kind.turned is turned_in_pairs else None
+            by = Angles(s.wide, s.kind.turned_share, own)
             query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
@@ -398,10 +412,10 @@ class Layer:
         tape, s = self.tape, self.sizes
         heads, name = s.sharing.kv_heads, "self_attn.v_proj"
         if not s.kind.normed_values:
-            key = self._normed(self._project(x, "self_attn.k_proj"), "k", heads)
-            return key, viewed(tape, self._project(x, name))
-        made = self._project(x, "self_attn.k_proj")
-        value = viewed(tape, made if s.kind.keys_are_values else self._project(x, name))
+            key = self._normed(self.project(x, "self_attn.k_proj"), "k", heads)
+            return key, viewed(tape, self.project(x, name))
+        made = self.project(x, "self_attn.k_proj")
+        value = viewed(tape, made if s.kind.keys_are_values else self.project(x, name))
         key = self._normed(made, "k", heads)
         del made
         number = s.sharing.tokens * heads
@@ -415,7 +429,8 @@ class Layer:
         name = f"self_attn.{kind}_norm"
         trains, tokens = self._trains(name), s.sharing.tokens
         if s.kind.normed_together:
-            found = norm(tape, s, found, tokens, trains=trains, split=s.tensor > 1)
+            some = s.some_heads or s.tensor > 1
+            found = norm(tape, s, found, tokens, trains=trains, split=some)
         if s.kind.gated and gate is not None:
             found, other = halves(tape, found)
             gate.append(remade(tape, other))
@@ -441,16 +456,20 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
-        every = self._of_every(x) if s.inner else None
         if not s.experts:
-            assert every
-            return every
+            return self._of_every(x)
+        if not x.node and x.storage and self._any_trains("mlp."):  # as model/experts.py has it
+            x = tape.leaf(x.size, x.storage)
+        last = s.kind.shared_last
+        every = self._of_every(x) if s.inner and not last else None
         # Their router sees tokens as they are between blocks.
         made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
         made = self._leave(made)
-        if not every:
+        if not s.inner:
             return made
-        every = multiplied(tape, every, gated(tape, self._project(x, SHARED_GATE)))
+        every = every or self._of_every(x)
+        if s.mlp == SHARED_EXPERT:
+            every = multiplied(tape, every, gated(tape, self.project(x, SHARED_GATE)))
         return added(tape, made, every)
 
     def _of_every(self, x: Tensor) -> Tensor:
@@ -460,21 +479,21 @@ class Layer:
         if not s.tile or s.tile >= s.sharing.tokens:
             return self._leave(self._dense(inner))
         share = s.tile / s.sharing.tokens
-        trains = any(name.startswith(f"{s.mlp}.") for name in s.trained | s.adapted)
+        trains = self._any_trains(f"{s.mlp}.")
         run = lambda parts: self._dense(parts[0])  # noqa: E731
         return self._leave(tiled(tape, [inner], run, share, s.wide, trains=trains))
 
     def _dense(self, x: Tensor) -> Tensor:
         tape, name = self.tape, self.sizes.mlp
         if self.sizes.kind.fused:
-            gate, up = halves(tape, self._project(x, "mlp.gate_up_proj"))
+            gate, up = halves(tape, self.project(x, "mlp.gate_up_proj"))
             up = multiplied(tape, up, bent(tape, gate))
-            return self._project(up, "mlp.down_proj")
-        return self._project(
+            return self.project(up, "mlp.down_proj")
+        return self.project(
             multiplied(
                 tape,
-                bent(tape, self._project(x, f"{name}.gate_proj")),
-                self._project(x, f"{name}.up_proj"),
+                bent(tape, self.project(x, f"{name}.gate_proj")),
+                self.project(x, f"{name}.up_proj"),
             ),
             f"{name}.down_proj",
         )
@@ -525,12 +544,15 @@ class LayerBytes:
     """What is alive at the most while it runs, with what it keeps."""
     held: float = 0.0
     """What of it stays on the device in any case."""
+    lets_go: bool = False
+    """Whether nothing that it keeps has its input, where it is not checkpointed."""
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(sizes: LayerSizes, *, reached: bool = True, first: bool = False) -> LayerBytes:
-    """Return what a layer takes. reached: whether the gradient goes on below it. first: whether it
-    is the model's, and what it takes nobody else's."""
+def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True) -> LayerBytes:
+    """Return what a layer takes. reached: whether the gradient goes on below it. beside: whether
+    what the model's first layer takes is there by itself, which transformers holds until the last
+    is done."""
     tape = Tape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
@@ -541,14 +563,12 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, first: bool = False)
         out = layer(hidden[0])
         before, forward = tape.live, tape.most
         hidden.clear()
-        kept = tape.live - out.size
-        # transformers holds what the first layer takes, which nothing else may.
-        alone = tape.live < before and not first
-        forward += size * (alone + (sizes.kind.scaled and sizes.element < WIDE))
+        kept, lets_go = tape.live - out.size, tape.live < before
+        forward += size * (beside + (sizes.kind.scaled and sizes.element < WIDE))
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))
-        return LayerBytes(kept, max(forward, tape.most))
+        return LayerBytes(kept, max(forward, tape.most), lets_go=lets_go)
     with tape.first_run():
         out = layer(hidden[0])
     trains = out.node is not None

@@ -84,7 +84,9 @@ def recommend(
             continue
         others.append(ranked(given, way, hardware, options))
     more = len(found) > LOOKED
-    return Choice(first.way, why, {key: _reason(key, first, others, more) for key in asked})
+    closed = {"parallel_config.expert_parallel"} if space.experts == {1} else set[str]()
+    reasons = {key: _reason(key, first, others, more and key not in closed) for key in asked}
+    return Choice(first.way, why, reasons)
 
 
 def _only(space: Space, way: Way) -> Space:

@@ -34,6 +34,7 @@ class Experts:
     met: int
     """How many of them a token meets."""
     router: str
+    wide_router: bool
     wide_scores: bool
     probabilities: bool
     clamped: bool
@@ -60,6 +61,11 @@ class Experts:
         return self.tokens * self.met_ranks * self.ranks / max(1, self.ranks - 1)
 
     @property
+    def logit(self) -> int:
+        """The bytes of what a router says of an expert."""
+        return WIDE if self.wide_router else self.element
+
+    @property
     def score(self) -> int:
         """The bytes of what an expert's output is multiplied by."""
         return WIDE if self.wide_scores else self.element
@@ -79,15 +85,17 @@ def routed(
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)
     divides = of.ranks > 1 or of.tensor > 1 or any(of.adapted)
-    grows = any((into, out, trains(of.router), of.adapts_router, *of.adapted))
-    beside = divides or of.adapts_router
-    if beside and grows and not x.node and x.storage:  # as model/experts.py has such blocks
-        x = tape.leaf(x.size, x.storage)
     weight, seen = float(of.element * of.number * of.hidden), replace(of, tokens=of.between)
-    size = of.element * seen.tokens * of.number
+    size, wide = of.logit * seen.tokens * of.number, of.logit / of.element
     matrix = _formed(tape, weight, of) if of.adapts_router else None
-    logits = linear(tape, x, size, weight, trains=trains(of.router), matrix=matrix)
-    del matrix
+    tokens = x
+    if wide > 1:  # tokens and matrix alike
+        tokens = remade(tape, x, wide * x.size)
+        plain = matrix or Tensor(weight, None, tape.parameter(trains(of.router)).node, 0)
+        matrix = remade(tape, plain, wide * weight)
+        del plain
+    logits = linear(tape, tokens, size, wide * weight, trains=trains(of.router), matrix=matrix)
+    del matrix, tokens
     index, scores = _chosen(tape, logits, seen)
     del logits
     if of.tensor > 1:

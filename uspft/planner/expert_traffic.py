@@ -14,9 +14,9 @@ from math import comb
 from typing import NamedTuple
 
 from uspft.families import ModelShape
-from uspft.planner.layer_kinds import LAYER_KINDS
+from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.operations import INDEX, WIDE
-from uspft.planner.products import layer_projections
+from uspft.planner.products import expert_parameters
 from uspft.sequence import Traffic
 
 CHOICE = 4
@@ -37,7 +37,7 @@ class RowSizes:
     @classmethod
     def of(cls, shape: ModelShape, element: int) -> RowSizes:
         """Return those of a model whose weights have so many bytes."""
-        score = WIDE if LAYER_KINDS[shape.model_type].wide_scores else element
+        score = WIDE if layer_kind(shape).wide_scores else element
         met, shared = shape.met_experts, bool(shape.shared_features)
         behind = shared and shape.model_type != "ernie4_5_moe"  # which meets shared ones first
         return cls(shape.hidden_size * element, met * score, met * CHOICE, behind)
@@ -113,8 +113,7 @@ def crossover_tokens(shape: ModelShape, ranks: int, zero_bytes: float, token_byt
     zero_bytes: that it moves of a parameter for each forward and backward. token_bytes: that a
     token's dispatch sends in a layer (`token_cost`).
     """
-    matrices = sum(one.parameters for one in layer_projections(shape)[-3:])
-    return zero_bytes * matrices * (1 - 1 / ranks) / token_bytes
+    return zero_bytes * expert_parameters(shape) * (1 - 1 / ranks) / token_bytes
 
 
 def token_cost(shape: ModelShape, element: int, ranks: int, forwards: int = 1) -> float:

@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from uspft.families import NO_KEYS, ModelShape
+from uspft.families import NO_KEYS, ModelShape, layer_blocks
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.products import head_projection, projections_of_layers
+from uspft.planner.products import block_projections, head_projection
 from uspft.segments import Segments
 from uspft.sequence.rows.chunks import Cut
 
@@ -89,13 +89,14 @@ def layer_flops(
     windows: the sliding window of each layer, or None where it sees all. The embedding is looked
     up, and costs none; so is the rule of a layer with a state left out, a hundredth of its layer.
     """
-    tokens, layers = rows.rows[0].length, list[float]()
-    for window in windows:
-        ((projections, _),) = projections_of_layers(model, [window])
-        met = sum(one.met for one in projections)
+    tokens, blocks = rows.rows[0].length, layer_blocks(model, windows)
+    known, kinds = {}, list(zip(windows, blocks, strict=True))
+    for window, one in dict.fromkeys(kinds):
+        met = sum(matrix.met for matrix in block_projections(model, one))
         heads = 1, model.heads, model.of_window(window).head_dim
-        layers.append(step_flops(met, tokens, int(rows.pairs(window)), heads))
-    return layers, step_flops(head_projection(model).met, tokens, 0, (1, model.heads, 1))
+        known[window, one] = step_flops(met, tokens, int(rows.pairs(window)), heads)
+    head = step_flops(head_projection(model).met, tokens, 0, (1, model.heads, 1))
+    return [known[kind] for kind in kinds], head
 
 
 def cut_by_flops(
@@ -103,10 +104,9 @@ def cut_by_flops(
 ) -> Cut:
     """Return how rows are cut into chunks of equal FLOPs, which is near to equal time on any
     hardware. windows: of each layer."""
-    kinds = Counter(windows)
     # Of padding alone no query sees a key.
-    one = layer_flops(model, [*kinds], DrawnRows((Segments((0,), 1),)))
-    token = one[1] + sum(f * count for f, count in zip(one[0], kinds.values(), strict=True))
+    layers, head = layer_flops(model, windows, DrawnRows((Segments((0,), 1),)))
+    kinds = Counter(windows)
     pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
     seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
-    return Cut(chunks, multiple, token, seen)
+    return Cut(chunks, multiple, head + sum(layers), seen)

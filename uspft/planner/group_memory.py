@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from uspft.planner.attention_memory import Sharing, forward_storages
 from uspft.planner.in_flight import BytesPerToken, backward_bytes, forward_bytes
@@ -35,22 +35,29 @@ class GroupSizes:
     """Whether a norm follows the last projection."""
     tiles: int = 2
     """1 where a tile is all tokens; of more the second stands for those that follow."""
+    gated: bool = False
+    """Whether anything that the input makes is for what follows attention."""
+    again: float = 0.0
+    """The bytes of the weights before attention that train, and make some of that."""
 
 
-@dataclass
-class GroupTiles:
+class GroupTiles(Protocol):
     """What a tile makes, within one call each; each lets go of what it made."""
 
-    first: Callable[[Sharing], None]
-    """Queries, keys and values of some heads."""
-    last: Callable[[], None]
-    """What follows attention."""
-    last_gradients: Callable[[], None]
-    """The gradients of the last projection's weights."""
-    out_slope: Callable[[int], None]
-    """The gradient of the output of so many heads."""
-    first_gradients: Callable[[], None]
-    """All that is before attention, and its gradients."""
+    def first(self, some: Any) -> None:
+        """Make what attention takes of some heads, as Sharing or StateHeads says of them."""
+
+    def last(self) -> None:
+        """Make what follows attention."""
+
+    def last_gradients(self) -> None:
+        """Make the gradients of the last projection's weights, and of what makes gates."""
+
+    def out_slope(self, heads: int) -> None:
+        """Make the gradient of the output of so many query heads, or value heads."""
+
+    def first_gradients(self) -> None:
+        """Make all that is before attention, and its gradients."""
 
 
 class _Turn(NamedTuple):
@@ -199,8 +206,9 @@ class GroupMemory:
         tape, s = self.tape, self.sizes
         how, wide = s.sharing, 4 / s.sharing.element
         out = saved.pop(0)
+        gates = tape.new(s.hidden) if s.gated and wanted else None
         slopes = [tape.new(s.hidden)] if s.normed_behind else []
-        sums = self._summed(s.last_weights, self.tiles.last_gradients)
+        sums = self._summed(s.last_weights + s.again, self.tiles.last_gradients)
         pair: list[Storage] = []  # of a group's keys and values, while its turns last
         found: list[Storage] = []
         of_keys: list[Storage] = []
@@ -247,18 +255,21 @@ class GroupMemory:
         if s.below:
             self.come = tape.new(s.below)
         # The queries' gradient lies in the output until the input's has been made of it.
-        dx = out if out.size == s.hidden else tape.new(s.hidden)
-        sums += self._summed(s.first_weights, self.tiles.first_gradients)
+        dx = gates or (out if out.size == s.hidden else tape.new(s.hidden))
+        sums += self._summed(s.first_weights, self.tiles.first_gradients, before=s.again)
         if wide > 1:
             sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
         return [dx if wanted else None, None]
 
-    def _summed(self, weights: float, tile: Callable[[], None]) -> list[Storage]:
-        """Return the sum of the gradients of weights, a tile's beside it. weights: their bytes."""
+    def _summed(
+        self, weights: float, tile: Callable[[], None], before: float = 0.0
+    ) -> list[Storage]:
+        """Return the sum of the gradients of weights, a tile's beside it. weights: their bytes.
+        before: those of them whose sum is there."""
         sums: list[Storage] = []
         for _ in range(self.sizes.tiles):
             tile()
             own = self.tape.new(weights)
-            sums = sums or [self.tape.new(weights * 4 / self.sizes.sharing.element)]
+            sums = sums or [self.tape.new((weights - before) * 4 / self.sizes.sharing.element)]
             del own
         return sums

@@ -107,7 +107,7 @@ def router_bytes(config: Mapping[str, Any], sizes: LayerSizes) -> float:
     for; later their gradient's. config: the model's."""
     of = sizes.experts
     asked = of and config.get("output_router_logits", False)
-    return float(of.element * of.tokens * of.number) if of and asked else 0.0
+    return float(of.logit * of.tokens * of.number) if of and asked else 0.0
 
 
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:

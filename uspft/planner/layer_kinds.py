@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from uspft.families import ModelShape, layer_windows, state_layers
+from uspft.families import ModelShape, expert_layers, layer_windows, state_layers
 from uspft.planner.operations import (
     WIDE,
     Angles,
     turned_by_halves,
+    turned_in_pairs,
     turned_in_part,
     turned_plainly,
     turned_wide,
 )
+from uspft.planner.products import SHARED_EXPERT, SHARED_EXPERTS
 from uspft.planner.tape import Tape, Tensor
 
 
@@ -59,12 +61,18 @@ class LayerKind:
     """Whether projections of queries, keys and values have one."""
     router: str = ""
     """The name of what chooses experts; empty where there are none."""
+    wide_router: bool = False
+    """Whether that computes in float32."""
     wide_scores: bool = False
     """Whether experts are weighted in float32."""
     probabilities: bool = True
     """Whether a router chooses by the probabilities of all experts, which it makes in float32."""
     clamped: bool = False
     """Whether experts have biases, and clamp what their gate multiplies."""
+    shared: str = SHARED_EXPERT
+    """The name of what every token meets beside experts; it is gated where it is one expert."""
+    shared_last: bool = False
+    """Whether that is made behind experts."""
     sinks: bool = False
     """Whether attention has sinks."""
     angles: float = 2.0
@@ -72,7 +80,7 @@ class LayerKind:
 
     def angle_bytes(self, dim: int, element: int) -> float:
         """Return the bytes of the cosines and sines of a token."""
-        size = WIDE if self.turned is turned_wide else element
+        size = WIDE if self.turned in (turned_wide, turned_in_pairs) else element
         return self.angles * self.turned_share * dim * size
 
 
@@ -96,7 +104,14 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "phi3": LayerKind(fused=True, turned=turned_in_part),
     "gemma2": LayerKind(_GEMMA, wide_norms=True),
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
-    "gemma4_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, normed_values=True),
+    "gemma4_text": LayerKind(
+        _GEMMA,
+        wide_norms=True,
+        normed_heads=True,
+        normed_values=True,
+        router="router.proj",
+        wide_scores=True,
+    ),
     "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "qwen3_5_text": _GATED,
@@ -108,9 +123,17 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "mixtral": LayerKind(router="mlp.gate", wide_scores=True),
     "qwen3_moe": LayerKind(router="mlp.gate", normed_heads=True),
     "glm4_moe": LayerKind(
-        turned=turned_in_part, turned_share=0.5, router="mlp.gate", wide_scores=True
+        turned=turned_in_part,
+        turned_share=0.5,
+        router="mlp.gate",
+        wide_router=True,
+        wide_scores=True,
+        shared=SHARED_EXPERTS,
+        shared_last=True,
     ),
-    "ernie4_5_moe": LayerKind(turned=turned_wide, router="mlp.gate"),
+    "ernie4_5_moe": LayerKind(
+        turned=turned_in_pairs, router="mlp.gate", wide_router=True, shared=SHARED_EXPERTS
+    ),
     "minimax_m2": LayerKind(
         normed_together=True, turned=turned_in_part, router="mlp.gate", wide_scores=True
     ),
@@ -126,12 +149,20 @@ LAYER_KINDS: dict[str, LayerKind] = {
 }
 
 
-def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer of a model."""
+def layer_kind(shape: ModelShape) -> LayerKind:
+    """Return the kind of a model's layers, before what single ones have otherwise."""
     raw, kind = {**shape.raw, **(shape.rope or {})}, LAYER_KINDS[shape.model_type]
     turned = raw.get("rotary_dim", kind.turned_share * shape.head_dim) / shape.head_dim
     share = float(raw.get("partial_rotary_factor", turned))
     kind = replace(kind, qkv_bias=shape.attention_bias, turned_share=share)
+    if shape.model_type == "glm4_moe":
+        kind = replace(kind, normed_heads=bool(raw.get("use_qk_norm")))
+    return kind if shape.routed else replace(kind, router="")
+
+
+def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer of a model."""
+    raw, kind = shape.raw, layer_kind(shape)
     if shape.seeing_all:
         windows, (_, dim) = layer_windows(shape), shape.seeing_all
         wider = {1.0 if window else dim / shape.head_dim for window in windows}
@@ -139,14 +170,13 @@ def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
         kind = replace(kind, turned_share=1.0, angles=kind.angles * sum(wider))
         alike = replace(kind, keys_are_values=shape.of_window(None).keys_are_values)
         return tuple(kind if window else alike for window in windows)
-    if shape.model_type == "glm4_moe":
-        kind = replace(kind, normed_heads=bool(raw.get("use_qk_norm")))
     if shape.model_type == "olmo_hybrid":
         kind = kind if shape.rope else replace(kind, turned=None, angles=0.0)
         with_state = replace(kind, norms=_FRONT)
         return tuple(with_state if state else kind for state in state_layers(shape))
     if shape.model_type != "smollm3":
-        return (kind,) * shape.layers
+        dense = replace(kind, router="")
+        return tuple(kind if experts else dense for experts in expert_layers(shape))
     every = raw.get("no_rope_layer_interval", 4)
     usual = [(number + 1) % every != 0 for number in range(shape.layers)]
     turned = raw.get("no_rope_layers") or usual

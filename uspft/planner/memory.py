@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters
-from uspft.families import FAMILIES, NO_KEYS, layer_windows
+from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters, reuse_distance
+from uspft.families import NO_KEYS, layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -23,7 +23,7 @@ from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.flops import cut_by_flops
 from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
+from uspft.planner.layer_kinds import LayerKind, layer_kind, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, inner_features, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
@@ -37,6 +37,7 @@ from uspft.planner.trained import (
     LAST_NORM,
     Lora,
     StageLayers,
+    Trained,
     counts_of,
     outside_trains,
     trained_layers,
@@ -79,7 +80,9 @@ class Options:
     bucket: int = REDUCE_BUCKET
     """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
     live: int = live_parameters({})
-    """The elements of weights that ZeRO-3 leaves gathered, those fetched ahead counted."""
+    """The gathered elements up to which ZeRO-3 fetches weights ahead."""
+    reuse: int = reuse_distance({})
+    """The elements of weights within which ZeRO-3 keeps those that come again."""
     two_buckets: bool = False
     offload_optimizer: bool = False
     offload_weights: bool = False
@@ -172,6 +175,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         zero_stage=int(zero.get("stage", 1)),
         bucket=int(zero.get("reduce_bucket_size") or REDUCE_BUCKET),
         live=live_parameters(zero),
+        reuse=reuse_distance(zero),
         two_buckets=bool(zero.get("overlap_comm")),
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
@@ -287,6 +291,8 @@ def state_in(
         crossing=2 if options.gradient_reduction == "bfloat16" else 4,
         bucket=options.bucket,
         live=options.live,
+        reuse=options.reuse,
+        again=options.checkpointing,
         two_buckets=options.two_buckets,
         matrix=shape.hidden_size * shape.intermediate_size,
         several=several_passes(layout, options),
@@ -313,32 +319,22 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        "layers without experts beside others": _mixed(shape),
-        "an expert that every token meets": bool(shape.shared_features)
-        and not inner_features(shape, 1),
+        "experts beside an MLP": shape.beside_mlp,
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "embeddings of each layer": bool(shape.layer_features),
         "layers that use the keys of others": bool(shape.borrowers),
-        "a state in groups of heads": bool(options.at_once) and FAMILIES[shape.model_type].states,
     }
     return tuple(what for what, here in found.items() if here)
-
-
-def _mixed(shape: ModelShape) -> bool:
-    """Tell whether only some layers of a model have experts."""
-    full, steps = shape.full, ("decoder_sparse_step", "moe_layer_interval")
-    first = ("mlp_only_layers", "first_k_dense_replace", "moe_layer_start_index")
-    last = full.get("moe_layer_end_index", -1) not in (-1, shape.layers - 1)
-    return any(map(full.get, first)) or last or any(full.get(one, 1) != 1 for one in steps)
 
 
 def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], float]:
     """Return the bytes of activations by part at their peak, and those that wait on the host. one,
     batch: what one micro-batch takes, and its batch, where all layers are one stage."""
-    own = one.routers
-    waiting = ((each.held if one.offloads else each.kept) + own for each in one.layers)
+    layers = list(zip(one.layers, one.routers, strict=True))
+    waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]
-    peaks = [(kept + own + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
+    every = zip(below, layers, strict=False)
+    peaks = [(kept + own + each.most, kept) for kept, (each, own) in every]
     peaks.append((below[-1] + one.head.most, below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
@@ -352,11 +348,11 @@ def pass_bytes(
     kinds = _layers(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
-    reached, each = outside[EMBEDDING] or options.checkpointing, []
+    reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
     known: dict[tuple[int, bool, bool], LayerBytes] = {}
-    for number, sizes in enumerate(kinds):
-        key = id(sizes), reached, not (number or reached)
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, first=key[2])
+    for sizes in kinds:
+        key = id(sizes), reached, bool(each) and each[0].lets_go
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=key[2])
         each.append(known[key])
         reached = reached or bool(sizes.trained or sizes.adapted)
     head = HeadSizes(
@@ -384,8 +380,8 @@ def pass_bytes(
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    routers = router_bytes(shape.full, kinds[0])
-    balanced = max(loss.most, balance_bytes(head, [routers] * shape.layers))
+    routers = tuple(router_bytes(shape.full, sizes) for sizes in kinds)
+    balanced = max(loss.most, balance_bytes(head, routers))
     one = PassBytes(
         tuple(each),
         LayerBytes(loss.kept, balanced),
@@ -407,7 +403,7 @@ def _layers(
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
     experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
-    everywhere, inner = len(set(windows)) == 1, inner_features(shape, layout.mesh_columns)
+    everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
     known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
@@ -428,22 +424,13 @@ def _layers(
                     behind=behind,
                 ),
                 shape.hidden_size,
-                inner,
+                inner_features(shape, layout.mesh_columns, experts=bool(kind.router)),
                 kind,
                 layout.mesh_columns,
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
-                experts=experts
-                and replace(
-                    experts,
-                    rank=options.lora.rank if options.lora else 0,
-                    adapted=tuple(
-                        f"{EXPERTS}{one}" in trained.adapters
-                        for one in ("gate_up_proj", "down_proj")
-                    ),
-                    adapts_router=kind.router in trained.adapters,
-                ),
+                experts=_adapted(experts, kind, trained, options) if experts else None,
                 trained=trained.weights,
                 adapted=trained.adapters,
                 rank=options.lora.rank if options.lora else 0,
@@ -456,6 +443,21 @@ def _layers(
             )
         found.append(known[key])
     return found
+
+
+def _adapted(
+    experts: Experts, kind: LayerKind, trained: Trained, options: Options
+) -> Experts | None:
+    """Return a model's experts with the adapters of a layer; None where this has none."""
+    if not kind.router:
+        return None
+    matrices = (f"{EXPERTS}{one}" for one in ("gate_up_proj", "down_proj"))
+    return replace(
+        experts,
+        rank=options.lora.rank if options.lora else 0,
+        adapted=tuple(name in trained.adapters for name in matrices),
+        adapts_router=kind.router in trained.adapters,
+    )
 
 
 def _checkpointed(
@@ -492,7 +494,7 @@ def _sharing(
 
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
-    kind = LAYER_KINDS[shape.model_type]
+    kind = layer_kind(shape)
     down = layer_projections(shape)[-1].on(layout.tensor)
     if not kind.router:
         return None
@@ -505,6 +507,7 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -
         down.copies,
         down.per_token,
         kind.router,
+        kind.wide_router,
         kind.wide_scores,
         kind.probabilities,
         kind.clamped,

@@ -106,7 +106,7 @@ def why_no_mesh(
 ) -> str | None:
     """Return why a model's matrices cannot be split over a mesh, or None where they can."""
     family = FAMILIES[model.model_type]
-    if family.routed:
+    if model.routed:
         return "experts are not split"
     if family.states:
         return "layers with a state are not split on a mesh"

@@ -214,6 +214,8 @@ class Angles(NamedTuple):
     """How much larger float32 is than their own type."""
     share: float = 1.0
     """The share of a head that is turned."""
+    again: Storage | None = None
+    """What a layer makes of them for itself."""
 
 
 def turned_plainly(tape: Tape, x: Tensor, by: Angles) -> Tensor:
@@ -224,6 +226,21 @@ def turned_plainly(tape: Tape, x: Tensor, by: Angles) -> Tensor:
 def turned_wide(tape: Tape, x: Tensor, by: Angles) -> Tensor:
     """Return what is turned by angles in float32, in its own type (OLMo 2)."""
     return _as(tape, turned(tape, x, by.wide * x.size), x.size)
+
+
+def turned_in_pairs(tape: Tape, x: Tensor, by: Angles) -> Tensor:
+    """Return what is turned in float32, each feature with its neighbour, by angles of which each
+    layer has its own (ERNIE 4.5)."""
+    wide, angles = by.wide * x.size, Tensor(0.0, by.again, None, 0)
+
+    def by_angles(part: Tensor) -> Tensor:
+        return multiplied(tape, part, angles, wide)
+
+    def total() -> Tensor:
+        straight = by_angles(_as(tape, x, wide))
+        return added(tape, straight, by_angles(_as(tape, _half_turned(tape, x), wide)))
+
+    return _as(tape, total(), x.size)
 
 
 def turned_in_part(tape: Tape, x: Tensor, by: Angles) -> Tensor:

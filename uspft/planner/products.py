@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from uspft.families import FAMILIES, NO_KEYS, ModelShape, layer_windows, state_sizes
+from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import (
     COLUMNS,
     GATED_QUERY,
@@ -63,9 +63,10 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
-def layer_projections(shape: ModelShape) -> list[ProductShape]:
+def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
-    MLP or of the experts; keys and values that a layer does not make have no outputs."""
+    MLP, or of the router and the experts; keys and values that a layer does not make have no
+    outputs. experts: whether of a layer that has them; None: where the model has any."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     gated = 1 + has_gated_heads(shape)
@@ -77,12 +78,13 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
         ProductShape(hidden, values, "outputs", dim),
         ProductShape(heads, hidden, "inputs", dim),
     ]
-    met, experts, inner = shape.met_experts, shape.experts, shape.intermediate_size
-    if FAMILIES[shape.model_type].routed:
+    of, inner = (1, 1), shape.intermediate_size
+    if shape.routed if experts is None else experts:
         inner = int(shape.full.get("moe_intermediate_size") or inner)
-        found.append(ProductShape(hidden, experts))
-    found += [ProductShape(hidden, inner, "outputs", 1, met, experts)] * 2
-    return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]
+        of = shape.met_experts, shape.experts
+        found.append(ProductShape(hidden, shape.experts))
+    found += [ProductShape(hidden, inner, "outputs", 1, *of)] * 2
+    return [*found, ProductShape(inner, hidden, "inputs", 1, *of)]
 
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -92,19 +94,19 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
     if not inner:
         return {}
     one = bool(shape.full.get("shared_expert_intermediate_size"))
-    block = SHARED_EXPERT if one else SHARED_EXPERTS
+    block = SHARED_EXPERT if one else "mlp" if shape.beside_mlp else SHARED_EXPERTS
     into, out = (ProductShape(hidden, inner, "outputs"), ProductShape(inner, hidden, "inputs"))
     named = {f"{block}.gate_proj": into, f"{block}.up_proj": into, f"{block}.down_proj": out}
     return named | ({SHARED_GATE: ProductShape(hidden, 1)} if one else {})
 
 
-def inner_features(shape: ModelShape, tensor: int) -> int:
-    """Return the features of the MLP, or of the one expert that every token meets, on a tensor
-    rank; 0 where there is neither."""
-    if not FAMILIES[shape.model_type].routed:
-        return layer_projections(shape)[-1].on(tensor).inputs
-    down = shared_projections(shape).get(f"{SHARED_EXPERT}.down_proj")
-    return down.on(tensor).inputs if down else 0
+def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
+    """Return the features of the MLP, or of what every token meets beside experts, on a tensor
+    rank; 0 where there is neither. experts: whether of a layer that has them."""
+    if not experts:
+        return layer_projections(shape, experts=False)[-1].on(tensor).inputs
+    shared = [one for one in shared_projections(shape).values() if one.splits == "inputs"]
+    return sum(one.on(tensor).inputs for one in shared)
 
 
 def has_gated_heads(shape: ModelShape) -> bool:
@@ -141,35 +143,24 @@ def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
 
 
 def projections_of_layers(
-    shape: ModelShape, windows: Sequence[int | None] | None = None
+    shape: ModelShape, every: Sequence[Blocks] | None = None
 ) -> list[tuple[list[ProductShape], int]]:
     """Return the projections of each kind of layer, with how many layers are of it.
 
-    windows: of each layer; None: as the config says.
+    every: what layers have; None: as the config says.
     """
-    windows, kinds = layer_windows(shape) if windows is None else windows, Counter[_Kind]()
-    own = shape.layers - shape.borrowers if len(windows) == shape.layers else len(windows)
-    for borrows, part in ((False, windows[:own]), (True, windows[own:])):
-        for window, count in Counter(part).items():
-            sees_all = window is None and shape.seeing_all is not None
-            kinds[_Kind(sees_all, window == NO_KEYS, borrows)] += count
-    return [(_projections(shape, kind), count) for kind, count in kinds.items()]
+    kinds = Counter(layer_blocks(shape) if every is None else every)
+    return [(block_projections(shape, blocks), count) for blocks, count in kinds.items()]
 
 
-class _Kind(NamedTuple):
-    sees_all: bool
-    """Of a model with heads of two sizes."""
-    state: bool
-    borrows: bool
-
-
-def _projections(shape: ModelShape, kind: _Kind) -> list[ProductShape]:
-    of = shape.of_window(None) if kind.sees_all else shape
-    of = of.borrowing if kind.borrows else of
-    every = [*layer_projections(of), *shared_projections(of).values()]
-    into = state_projections(of).values() if kind.state else every[:4]
+def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
+    """Return the projections of a layer that has these blocks."""
+    of = blocks.sizes(shape)
+    every = layer_projections(of, experts=blocks.experts)
+    into = state_projections(of).values() if blocks.state else every[:4]
     made = [one for one in into if one.outputs]
-    return [*made, *every[4:], *added_projections(of).values()]
+    shared = shared_projections(of).values() if blocks.experts else ()
+    return [*made, *every[4:], *shared, *added_projections(of).values()]
 
 
 def added_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -201,24 +192,38 @@ def head_projection(shape: ModelShape) -> ProductShape:
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
-def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
-    """Return how many parameters a tensor rank holds: outside the layers, and of one layer.
+class HeldParameters(NamedTuple):
+    """How many parameters a tensor rank holds of some layers, and outside of them."""
 
-    Biases are left out, and what a layer with a state has beside projections. Of layers of two
-    kinds it is the mean.
+    outside: int
+    layers: int
+    """Of all of them, those of experts counted."""
+    experts: int
+    with_experts: int
+    """How many of these layers have any."""
+
+
+def parameters_of(
+    shape: ModelShape, tensor: int = 1, layers: Sequence[int] | None = None
+) -> HeldParameters:
+    """Return how many parameters a tensor rank holds; of layers of these numbers, or of all.
+
+    Biases are left out, and what a layer with a state has beside projections.
     """
-    head = head_projection(shape).on(tensor).parameters
-    layers = sum(
-        count * sum(one.on(tensor).parameters for one in projections)
-        for projections, count in projections_of_layers(shape)
-    )
-    layer = layers // max(1, shape.layers)
+    head, every = head_projection(shape).on(tensor).parameters, layer_blocks(shape)
+    mine = every if layers is None else [every[number] for number in layers]
+    held = experts = 0
+    for projections, count in projections_of_layers(shape, mine):
+        each = [(one.copies > 1, one.on(tensor).parameters) for one in projections]
+        held += count * (sum(size for _, size in each) + 2 * shape.hidden_size)
+        experts += count * sum(size for divided, size in each if divided)
+    routed = sum(blocks.experts for blocks in mine)
     outside = sum(one.parameters for one in outside_modules(shape).values()) + shape.hidden_size
-    return head * (1 if shape.tied else 2) + outside, layer + 2 * shape.hidden_size
+    return HeldParameters(head * (1 if shape.tied else 2) + outside, held, experts, routed)
 
 
 def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return how many of a layer's parameters on a tensor rank are those of its experts."""
+    """Return how many parameters the experts of one layer have on a tensor rank."""
     return sum(one.on(tensor).parameters for one in layer_projections(shape) if one.copies > 1)
 
 

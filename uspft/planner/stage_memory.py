@@ -73,8 +73,8 @@ class PassBytes:
     """The same of the first layers where they are no stage's that has the embedding, and what
     enters needs no gradient: those that do not train, and the first that does."""
 
-    routers: float = 0.0
-    """Of the logits of a layer's router, where their loss is asked for; stages have none."""
+    routers: tuple[float, ...] = ()
+    """Of the logits of each layer's router, where their loss is asked for; stages have none."""
     keys: tuple[ChunkKeys, ...] = ()
     """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
 

@@ -60,11 +60,9 @@ def stages_of(
     """
     if schedule.sizes:
         return Stages.of_sizes(schedule.sizes, ranks)
-    kinds = list(dict.fromkeys(windows))
-    costs, head = layer_flops(model, kinds, rows)
+    costs, head = layer_flops(model, windows, rows)
     more = AGAIN if again else 1.0
-    of_kind = {kind: more * cost for kind, cost in zip(kinds, costs, strict=True)}
-    return _dealt(tuple(of_kind[one] for one in windows), head, ranks, schedule.virtual)
+    return _dealt(tuple(more * cost for cost in costs), head, ranks, schedule.virtual)
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ class Zero:
     two_buckets: bool
     """Whether one is filled while another crosses, at stages 1 and 2."""
     live: int
-    """The elements of weights that stay gathered at stage 3, where there is room."""
+    """The gathered elements up to which stage 3 fetches weights ahead."""
+    reuse: int
+    """The elements of weights within which stage 3 keeps those that come again."""
+    again: bool
+    """Whether layers run forward once more before their backward."""
     matrix: int
     """The elements of the largest matrix of a layer."""
     several: bool = False
@@ -130,10 +135,12 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
         # Laid flat once more, and cast, while the gradient that is next waits.
         matrix = float(e * min(zero.matrix, counts.largest_trained))
         device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
-        # Those in float32 are summed with those of the backwards before.
-        again = 1 + zero.several if e == WIDE else 1
-        device["gradients"] = again * WIDE * own if e < WIDE or not away else 0.0
+        device["gradients"] = WIDE * own if e < WIDE or not away else 0.0
         more = {"update": norm if e < WIDE or away else max(WIDE * own, norm)}
+        if zero.several and e == WIDE and not away:
+            # They come beside the sums of the backwards before, which alone the update has.
+            device["gradients"] += WIDE * own
+            more["update"] -= WIDE * own
     else:
         device |= {"buckets": float(WIDE * bucket * each), "gradients": float(WIDE * trained)}
         # What fills the first bucket lies in it, and then beside it for the owner.
@@ -143,11 +150,11 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     beyond = {name: size - device["buckets"] for name, size in more.items()}
     if not away:
         return State({**device, "optimizer": optimizer}, beyond=beyond)
-    # The host also has gradients, their sums over several backwards, and new weights of its part;
-    # both sides a buffer for one gradient.
+    # The host also has gradients, at stage 2 their sums over several backwards, and new weights of
+    # its part; both sides a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
     device["buckets"] += buffer
-    optimizer += (WIDE * (1 + zero.several) + e) * own + buffer
+    optimizer += (WIDE * (1 + (zero.several and zero.stage == 2)) + e) * own + buffer
     return State(device, {"optimizer": optimizer}, beyond)
 
 
@@ -163,22 +170,25 @@ def _summed(zero: Zero, counts: ParameterCounts) -> float:
 
 def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     """Stage 3: the bucket is in the type that crosses ranks, laid out once more by rank as it is
-    summed. Weights stay gathered until DeepSpeed's bound of those, or two layers, or the head, are
-    there; where few train and the bucket has room for all gradients, it is summed without them.
+    summed. Weights are gathered ahead up to DeepSpeed's bound of those, a layer or the head and one
+    more parameter in any case; the last layers of a forward stay for their backward as far as its
+    reuse distance reaches, which no bound limits. When the bucket is full, those are not there any
+    more whose gradients fill it.
 
     Where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
     grad_partitions_flat_buffer), and stay there once more as the update takes them.
     """
     e, own = zero.element, zero.over(counts.trained, counts.experts_trained)
     bucket = float(zero.crossing * min(zero.bucket, counts.trained))
-    most = max(zero.live, counts.head, 2 * counts.layer)
-    live = float(e * min(counts.every, most))
-    beside = live if zero.bucket < counts.trained or counts.trained == counts.every else 0.0
+    live = min(counts.every, max(zero.live, max(counts.layer, counts.head) + counts.largest))
+    kept = min(counts.every, _kept(zero, counts))
+    gone = counts.every * min(1.0, zero.bucket / max(1, counts.trained))
+    beside = max(min(live, counts.every - gone), kept - gone)
     device = {
         "weights": e * zero.over(counts.every, counts.experts),
         "gradients": WIDE * own,
         "optimizer": (WIDE + ADAM) * own,
-        "gathered": max(live, bucket + beside),
+        "gathered": max(e * float(live), e * float(kept), bucket + e * beside),
         "buckets": bucket,
     }
     host: dict[str, float] = {}
@@ -190,3 +200,11 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     # The gradients of one of DeepSpeed's groups of parameters, as wide as the optimizer's.
     group = WIDE * min(own, SUB_GROUP) if e < WIDE and not zero.optimizer_away else 0.0
     return State(device, host, {"update": group - device["gathered"]})
+
+
+def _kept(zero: Zero, counts: ParameterCounts) -> float:
+    """Return the elements that stay from the end of a forward for the backward: those of the head
+    and of the last layers, between which and their next use DeepSpeed meets less than its reuse
+    distance: the head twice, layers behind them in each pass."""
+    passes, far = 3 if zero.again else 2, zero.reuse - 2 * counts.head
+    return counts.head + counts.layer * ceil(far / (passes * counts.layer)) if far > 0 else 0.0

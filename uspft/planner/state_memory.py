@@ -3,8 +3,8 @@ OLMo Hybrid have it and as uspft exchanges its heads (sequence/mixing.py). Sizes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape, StateSizes, state_sizes
@@ -25,7 +25,7 @@ from uspft.planner.operations import (
     viewed,
 )
 from uspft.planner.products import state_projections
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, RunBackward, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
 if TYPE_CHECKING:
@@ -85,6 +85,34 @@ class StateHeads:
         values, keys = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
         return self.sizes._replace(keys=self.ulysses * keys, values=self.ulysses * values)
 
+    @property
+    def fragments(self) -> int:
+        """Of a document of several ranks, those of one."""
+        return FRAGMENTS if self.ring > 1 else 1
+
+    @property
+    def state(self) -> float:
+        """The bytes of a state of the heads inside."""
+        of = self.inside
+        return float(WIDE * of.values * of.key_dim * of.value_dim) / self.ulysses
+
+    @property
+    def passes(self) -> float:
+        """Those of how a fragment passes it on."""
+        return self.state / self.sizes.value_dim * self.sizes.key_dim
+
+    @property
+    def others(self) -> float:
+        """Those of the others' fragments that come before, or behind, one of this rank's; two
+        neighbours of one rank are one."""
+        return max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
+
+    def group(self, keys: int) -> StateHeads:
+        """Return so many key heads of them, with their value heads."""
+        share, values = keys / self.sizes.keys, keys * (self.sizes.values // self.sizes.keys)
+        into = tuple((name, round(share * features)) for name, features in self.into)
+        return replace(self, sizes=self.sizes._replace(keys=keys, values=values), into=into)
+
     def bytes(self, features: float, element: int = 0) -> float:
         """Return the bytes of so many features of this rank's tokens."""
         return float(features * self.tokens * (element or self.element))
@@ -98,6 +126,38 @@ class StateHeads:
     @property
     def values(self) -> int:
         return self.sizes.values * self.sizes.value_dim
+
+
+def before_rule(
+    tape: Tape,
+    x: Tensor,
+    of: StateHeads,
+    project: Project,
+    trains: Callable[[str], bool],
+    convolved: Callable[[Tensor], Tensor],
+) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+    """Return what the rule takes, the output's gate where it is made before, and what the model's
+    forward holds until it is done."""
+    held: list[Tensor] = []
+    gate: Tensor | None = None
+    if of.separate:
+        every = joined(tape, [project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
+    elif of.grouped:
+        every, gate, replaced, kept = _by_key_heads(tape, x, of, project, held)
+    else:
+        every, gate, replaced, kept = (
+            project(x, f"{STATE_LAYER}.in_proj_{one}") for one in ("qkv", "z", "b", "a")
+        )
+    every = convolved(every)
+    del held[2:]
+    query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
+    if of.separate:
+        replaced = remade(tape, gated(tape, project(x, f"{STATE_LAYER}.b_proj")))
+        taken = [_decay(tape, project(x, f"{STATE_LAYER}.a_proj"), of, trains), replaced]
+    else:
+        taken = [_decay(tape, kept, of, trains), gated(tape, replaced)]
+        held += [replaced, kept]
+    return [query, key, value, *taken], gate, [*held, every]
 
 
 def state_block(
@@ -117,31 +177,16 @@ def state_block(
     two runs; inside: whether between exchanges of heads alone. fetch: is called before the first
     gradient of what the rule takes is made.
     """
-    held: list[Tensor] = []
-    gate: Tensor | None = None
-    if of.separate:
-        every = joined(tape, [project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
-    elif of.grouped:
-        every, gate, replaced, kept = _by_key_heads(tape, x, of, project, held)
-    else:
-        every, gate, replaced, kept = (
-            project(x, f"{STATE_LAYER}.in_proj_{one}") for one in ("qkv", "z", "b", "a")
-        )
-    every = _convolved(tape, every, of, trains(f"{STATE_LAYER}.conv1d"))
-    del held[2:]
-    query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
-    if of.separate:
-        replaced = remade(tape, gated(tape, project(x, f"{STATE_LAYER}.b_proj")))
-        taken = [_decay(tape, project(x, f"{STATE_LAYER}.a_proj"), of, trains), replaced]
-    else:
-        taken = [_decay(tape, kept, of, trains), gated(tape, replaced)]
+    conv = trains(f"{STATE_LAYER}.conv1d")
+    taken, gate, *held = before_rule(
+        tape, x, of, project, trains, lambda every: convolved(tape, every, of, conv)
+    )
     # transformers' forward holds what goes into the rule, and both gates, until it is done.
-    taken = [query, key, value, *taken]
     calls = [fetch, *[None] * 4]
     taken = [viewed(tape, one, then) for one, then in zip(taken, calls, strict=True)]
 
     def rule(parts: list[Tensor]) -> Tensor:
-        return _rule(tape, parts, of)
+        return run_rule(tape, parts, of)
 
     def exchanged(parts: list[Tensor]) -> Tensor:
         return _over_heads(tape, parts, of, remembered if inside else None)
@@ -151,7 +196,9 @@ def state_block(
     else:
         out = remembered(exchanged, taken) if remembered and not inside else exchanged(taken)
     gate = gate or project(x, f"{STATE_LAYER}.g_proj")
-    return _normed(tape, out, gate, of, trains(f"{STATE_LAYER}.{of.norm}"))
+    found = normed_by_head(tape, out, gate, of, trains(f"{STATE_LAYER}.{of.norm}"))
+    del held
+    return found
 
 
 def _by_key_heads(
@@ -172,11 +219,12 @@ def _by_key_heads(
     return joined(tape, held[2:]), gate, replaced, kept
 
 
-def _convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
+def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     """Return what the convolution makes of x: with the taps that reach beyond it, which are cut
-    off. On a ring the tokens before each fragment are laid before it, and taken out again."""
-    sizes, size = of.sizes, x.size
-    if of.ring > 1:
+    off. Where ranks share a row, the tokens before each fragment are laid before it, and taken out
+    again."""
+    sizes, size, shared = of.sizes, x.size, of.ring * of.ulysses > 1
+    if shared:
         x = _with_halo(tape, x, of)
     before, wants = x.size, x.node
     beyond = of.element * sizes.channels * (sizes.taps - 1)
@@ -199,7 +247,7 @@ def _convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
     found = bent(tape, seen)
     del made, seen
-    return found if of.ring == 1 else remade(tape, found, size)
+    return remade(tape, found, size) if shared else found
 
 
 def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
@@ -238,38 +286,19 @@ def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool])
     return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
 
-def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
+def run_rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     """Return the rule's output of one document, of which each rank of a ring has FRAGMENTS. What
     the rule's kernel takes inside is not in it."""
-    sizes, heads, number = [one.size for one in parts], of.inside, FRAGMENTS if of.ring > 1 else 1
-    out = of.bytes(heads.values * heads.value_dim)
-    state = float(WIDE * heads.values * heads.key_dim * heads.value_dim) / of.ulysses
-    passes = state / heads.value_dim * heads.key_dim
-    crossing = of.ring > 1
-    # Of the others' fragments those that come before, or behind, one of this rank's; two neighbours
-    # of one rank are one.
-    others = max(1, FRAGMENTS * (of.ring - 2)) * (state + passes)
+    sizes, heads, number = [one.size for one in parts], of.inside, of.fragments
+    out, state = of.bytes(heads.values * heads.value_dim), of.state
+    others, crossing = of.others, of.ring > 1
     saved = [*parts]
 
     def backward() -> RunBackward:
-        kept = [*saved, tape.new(number * (state + passes) if crossing else 0.0)]
+        kept = [*saved, tape.new(kept_bytes(of))]
 
         def run(grads: GradientStorages, kept: object = kept) -> GradientStorages:
-            again = [tape.new(out), tape.new(number * state)]
-            again += [tape.new(out)] if number > 1 else []
-            came = tape.new(crossing * others)
-            found: list[Storage | None] = [None] * len(sizes)
-            for _ in range(number):
-                # Of a fragment's tokens, and one after another, the last first, of all tokens.
-                part = [tape.new(size / number) for size in sizes]
-                while part:
-                    at = len(part) - 1
-                    one = tape.new(sizes[at])
-                    part.pop()
-                    found[at] = one if found[at] is None else tape.new(sizes[at])
-                    del one
-            del again, came
-            return [*found]
+            return rule_gradients(tape, sizes, of)
 
         return run
 
@@ -287,6 +316,37 @@ def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     return tape.record(parts, (out,), backward, saves=True, made=made)[0]
 
 
+def kept_bytes(of: StateHeads) -> float:
+    """Return the bytes that the rule's backward takes beside what the rule took.
+
+    Of two ranks one has the first and the last fragment, between which states are the other's, and
+    that has one.
+    """
+    entered = of.fragments if of.ring > 2 else 1
+    return entered * (of.state + of.passes) if of.ring > 1 else 0.0
+
+
+def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
+    """Return the gradients of what the rule took, of these sizes."""
+    heads, number = of.inside, of.fragments
+    out = of.bytes(heads.values * heads.value_dim)
+    again = [tape.new(out), tape.new(number * of.state)]
+    again += [tape.new(out)] if number > 1 else []
+    came = tape.new((of.ring > 1) * of.others)
+    found: GradientStorages = [None] * len(sizes)
+    for _ in range(number):
+        # Of a fragment's tokens, and one after another, the last first, of all tokens.
+        part = [tape.new(size / number) for size in sizes]
+        while part:
+            at = len(part) - 1
+            one = tape.new(sizes[at])
+            part.pop()
+            found[at] = one if found[at] is None else tape.new(sizes[at])
+            del one
+    del again, came
+    return found
+
+
 def _over_heads(
     tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
 ) -> Tensor:
@@ -297,13 +357,13 @@ def _over_heads(
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
         each = of.bytes(heads.values * heads.key_dim)
         inside[:2] = [remade(tape, one, each) for one in inside[:2]]
-    rule: Callable[[list[Tensor]], Tensor] = lambda x: _rule(tape, x, of)  # noqa: E731
+    rule: Callable[[list[Tensor]], Tensor] = lambda x: run_rule(tape, x, of)  # noqa: E731
     made = remembered(rule, inside) if remembered else rule(inside)
     del inside
     return buffered(tape, made, of.bytes(of.values), made.size, made.size)
 
 
-def _normed(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:
+def normed_by_head(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:
     """Return the norm of x, a head at a time, times an activation of the gate in float32."""
     number = float(of.tokens * of.sizes.values)
     wide = of.bytes(of.values, WIDE)

@@ -33,7 +33,6 @@ from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
     ProductShape,
-    expert_parameters,
     head_projection,
     met_parameters,
     parameters_of,
@@ -42,7 +41,7 @@ from uspft.planner.products import (
 from uspft.planner.spread import Spread
 from uspft.planner.stages import links_of, message_bytes, stages_of
 from uspft.planner.state_step import state_parts
-from uspft.planner.step_shape import StepPart, StepShape, StepTime
+from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.planner.zero_time import (
     HeldBytes,
@@ -153,7 +152,7 @@ def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
     """Yield the matrix products of one forward and backward, the head's last."""
     model, tokens = step.model, step.tokens(layout)
     copies = step.copies if layout.tensor > 1 else 1
-    for projections, layers in projections_of_layers(model, step.windows):
+    for projections, layers in projections_of_layers(model, step.blocks):
         forward = backward = 0.0
         for one in projections:
             part = one.on(layout.tensor)
@@ -180,7 +179,8 @@ def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
     sizes = RowSizes.of(step.model, step.element_bytes)
     for one in exchanges(rows, sizes, layout.experts, step.forwards):
         seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
-        yield StepPart("experts", seconds, bytes=one.bytes).times(step.model.layers)
+        layers = sum(layer.experts for layer in step.layers)
+        yield StepPart("experts", seconds, bytes=one.bytes).times(layers)
 
 
 def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPart:
@@ -188,7 +188,7 @@ def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPar
     tokens = step.tokens(layout)
     elements = sum(
         layers * _elements_per_token(step, layout, projections)
-        for projections, layers in projections_of_layers(step.model, step.windows)
+        for projections, layers in projections_of_layers(step.model, step.blocks)
     )
     # Its backward reads and writes twice as much.
     between = (step.forwards + 2) * 2 * step.element_bytes * tokens * elements
@@ -412,15 +412,15 @@ def pipeline_costs(
     ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step. memo:
     as of step_time.
     """
-    windows, memo = tuple(step.windows), {} if memo is None else memo
+    memo = {} if memo is None else memo
     stages = dealt_stages(step, layout, step.recompute, memo)
     one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
-    by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, windows))
+    by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, step.layers))
     ranks = dict[_LayersOfRank, tuple[list[StepPart], HeldBytes]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
-        parts = [part.times(n) for window, n in kind.layers for part in one_of[window]]
+        parts = [part.times(n) for layer, n in kind.layers for part in one_of[layer]]
         parts += outside * kind.last
         held = _once(
             memo,
@@ -440,8 +440,8 @@ def pipeline_costs(
         soon = hidden_behind(step, [one for one in moved if one.name != "weights"], behind)
         parts += [*soon, *(one for one in moved if one.name == "weights")]
         ranks[kind] = parts, held
-    of_window = {window: _seconds(parts) for window, parts in one_of.items()}
-    plain = [sum(of_window[window] * n for window, n in layers) for layers in by_stage]
+    of_layer = {layer: _seconds(parts) for layer, parts in one_of.items()}
+    plain = [sum(of_layer[layer] * n for layer, n in layers) for layers in by_stage]
     plain[-1] += _seconds(outside)
     seconds = {kind: _seconds(parts) for kind, (parts, _) in ranks.items()}
     whole = [seconds[kind] for kind in by_rank]
@@ -469,8 +469,8 @@ def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> St
     )
 
 
-_Layers = tuple[tuple[int | None, int], ...]
-"""How many layers there are with each window."""
+_Layers = tuple[tuple[StepLayer, int], ...]
+"""How many layers there are of each kind."""
 
 
 class _LayersOfRank(NamedTuple):
@@ -482,10 +482,10 @@ class _LayersOfRank(NamedTuple):
 
 
 def _layers_of(
-    stages: Stages, windows: Sequence[int | None]
+    stages: Stages, layers: Sequence[StepLayer]
 ) -> tuple[list[_LayersOfRank], list[_Layers]]:
     """Return what each rank along a pipeline has, and each stage."""
-    by_stage = [Counter(windows[n] for n in stages.layers(s)) for s in range(stages.count)]
+    by_stage = [Counter(layers[n] for n in stages.layers(s)) for s in range(stages.count)]
     by_rank = [sum(by_stage[r :: stages.ranks], Counter()) for r in range(stages.ranks)]
     last = stages.ranks - 1
     return [
@@ -507,12 +507,12 @@ def least_seconds(
     whole = _once(
         memo,
         key,
-        lambda: sum(_seconds(one_of[window]) for window in step.windows) + _seconds(outside),
+        lambda: sum(_seconds(one_of[layer]) for layer in step.layers) + _seconds(outside),
     )
     if step.stage == 3:  # nothing hides what fetches the weights
-        layer = parameters_of(step.model, layout.mesh_columns)[1] / layout.mesh_rows
-        if layout.experts > 1:
-            layer -= expert_parameters(step.model, layout.mesh_columns)
+        held = parameters_of(step.model, layout.mesh_columns)
+        every = held.layers / layout.mesh_rows - (layout.experts > 1) * held.experts
+        layer = every / step.model.layers
         spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
         fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
         whole += 2 * step.model.layers * fetched
@@ -522,7 +522,7 @@ def least_seconds(
 
 def _parts_apart(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
-) -> tuple[dict[int | None, list[StepPart]], list[StepPart]]:
+) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
     """Return what `_apart` does; neither replicas nor stages change what a rank does with a
     micro-batch."""
     degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
@@ -547,13 +547,14 @@ def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:
 
 def _apart(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> tuple[dict[int | None, list[StepPart]], list[StepPart]]:
-    """Return what one forward and backward takes in a layer with each window, and outside of the
+) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
+    """Return what one forward and backward takes in a layer of each kind, and outside of the
     layers, by part."""
 
-    def whole(*windows: int | None) -> dict[str, StepPart]:
-        model = replace(step.model, layers=len(windows))
-        few = replace(step, model=model, windows=windows)
+    def whole(*layers: StepLayer) -> dict[str, StepPart]:
+        model = replace(step.model, layers=len(layers))
+        experts = [one.experts for one in layers]
+        few = replace(step, model=model, windows=[one.window for one in layers], experts=experts)
         found: dict[str, StepPart] = {}
         for part in forward_and_backward(few, layout, algorithm, hardware):
             so_far = found.get(part.name, StepPart(part.name, 0.0))
@@ -564,13 +565,13 @@ def _apart(
     without = whole()
     none = StepPart("", 0.0)
     return {
-        window: [
+        layer: [
             StepPart(
                 name, *(a - b for a, b in zip(p[1:], without.get(name, none)[1:], strict=True))
             )
-            for name, p in whole(window).items()
+            for name, p in whole(layer).items()
         ]
-        for window in dict.fromkeys(step.windows)
+        for layer in dict.fromkeys(step.layers)
     }, [*without.values()]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from uspft.families import ModelShape
+from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.planner.attention_work import DrawnRows
@@ -58,6 +58,14 @@ class StepTime:
         return sum(part.bytes for part in self.parts if part.name in names)
 
 
+class StepLayer(NamedTuple):
+    """What tells a layer's time from another's."""
+
+    window: int | None
+    """The sliding window; None where it sees all, NO_KEYS where it has a state."""
+    experts: bool
+
+
 @dataclass(frozen=True)
 class StepShape:
     """What decides the time of a step, whatever the cluster."""
@@ -97,11 +105,24 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
+    experts: Sequence[bool] | None = None
+    """Whether each layer has experts; None: as the model's config says."""
 
     def of_window(self, window: int | None) -> StepShape:
         """Return the step of a model all of whose layers are as those with a window."""
         model = self.model.of_window(window)
         return self if model is self.model else replace(self, model=model)
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """What each layer has."""
+        return layer_blocks(self.model, self.windows, self.experts)
+
+    @property
+    def layers(self) -> tuple[StepLayer, ...]:
+        """What each layer is, as far as time is concerned."""
+        experts = (one.experts for one in self.blocks)
+        return tuple(map(StepLayer, self.windows, experts))
 
     @property
     def hides(self) -> bool:

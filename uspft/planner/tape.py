@@ -197,11 +197,11 @@ class Tape:
     @contextmanager
     def no_gradient(self) -> Iterator[None]:
         """Let no parameter ask for a gradient within the `with` block."""
-        self._grows = False
+        before, self._grows = self._grows, False
         try:
             yield
         finally:
-            self._grows = True
+            self._grows = before
 
     @contextmanager
     def apart(self, *, collects: bool = False) -> Iterator[list[TapeNode]]:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families import ModelShape, layer_windows, state_layers, state_sizes
+from uspft.families import Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import STATE_LAYER, STATE_OWN
-from uspft.planner.layer_kinds import LAYER_KINDS, Norms
+from uspft.planner.layer_kinds import Norms, layer_kind
 from uspft.planner.products import (
-    SHARED_EXPERT,
-    SHARED_EXPERTS,
     ProductShape,
     added_projections,
     head_projection,
@@ -24,17 +22,26 @@ from uspft.planner.products import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
-    | {"per_layer_input_gate", "per_layer_projection"}
+    | {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "proj"}
     | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj", "shared_expert_gate"}
 )
 """The last words of the projections of a layer."""
-EXPERTS = "mlp.experts."
+EXPERT_WORDS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
+"""Those that matrices of experts have too, fused or in files, where a model has any."""
+EXPERTS, BESIDE_MLP = "mlp.experts.", "experts."
+"""How the names of experts begin, and those of Gemma 4's."""
+_BESIDE_MLP_VECTORS = (
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    *("pre_feedforward_layernorm_2", "router.scale"),
+)
+_OWN = (*STATE_OWN, "router.scale", "router.per_expert_scale")
+"""How the names of parameters end that stand in no module of their own."""
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
@@ -49,13 +56,13 @@ class Lora:
     parameters: tuple[str, ...] = ()
     """The names of what has one beside these: matrices of experts, and of routers."""
 
-    def adapts(self, name: str) -> bool:
+    def adapts(self, name: str, words: Collection[str] = ()) -> bool:
         """Tell whether a projection of a layer, its experts' or its router's, has an adapter; one
-        whose name experts have too is named as a parameter."""
+        whose last word experts have too, as one of `words`, is named as a parameter."""
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
-        of_experts = name.startswith((EXPERTS, f"{SHARED_EXPERT}.", f"{SHARED_EXPERTS}."))
-        if of_experts or name.rpartition(".")[2] not in PROJECTIONS:
+        word = name.rpartition(".")[2]
+        if word in words or word not in PROJECTIONS:
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -77,13 +84,13 @@ class Trained:
         )
 
 
-def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, ProductShape]:
-    """Return the modules of a layer that have weights, by name, each with its matrix.
-
-    state: whether of a layer with a state; else with attention.
-    """
-    kind = LAYER_KINDS[shape.model_type]
-    query, key, value, out, *router, gate, up, down = layer_projections(shape)
+def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
+    """Return the modules with weights of a layer that has these blocks, by name, each with its
+    matrix. shape: with the layer's sizes."""
+    kind, state = layer_kind(shape), blocks.state
+    query, key, value, out, *router, gate, up, down = layer_projections(
+        shape, experts=blocks.experts
+    )
     found = {"self_attn.q_proj": query}
     made = {"self_attn.k_proj": key, "self_attn.v_proj": value}
     found |= {name: one for name, one in made.items() if one.outputs}
@@ -92,10 +99,14 @@ def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, Produc
     found["self_attn.o_proj"] = out
     if state:
         found = {**state_projections(shape), **_state_modules(shape)}
-    if kind.router:
+    if blocks.experts:
         (found[kind.router],) = router
-        found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
+        at = BESIDE_MLP if shape.beside_mlp else EXPERTS
+        found |= {f"{at}gate_up_proj": _together(gate, up), f"{at}down_proj": down}
         found |= shared_projections(shape)
+        if shape.beside_mlp:
+            found |= {name: ProductShape(1, shape.hidden_size) for name in _BESIDE_MLP_VECTORS}
+            found["router.per_expert_scale"] = ProductShape(1, shape.experts)
     elif kind.fused:
         found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:
@@ -140,24 +151,17 @@ def trained_layers(
 ) -> tuple[Trained, ...]:
     """Return what of each layer trains. freeze: regular expressions over parameters' names."""
     kinds, numbers = modules_of_kinds(shape)
-    return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze)
+    return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze, _words_of_experts(shape))
 
 
 def modules_of_kinds(
     shape: ModelShape,
 ) -> tuple[list[dict[str, ProductShape]], tuple[int, ...]]:
-    """Return the modules of each kind of layer, with attention first, and of which kind each layer
-    is."""
-    states = state_layers(shape)
-    if any(states):
-        return [layer_modules(shape, state=n) for n in (False, True)], tuple(map(int, states))
-    each, windows = shape.of_each_size, layer_windows(shape)
-    numbers = [(window is None) * (len(each) - 1) for window in windows]
-    if shape.borrowers:
-        first = shape.layers - shape.borrowers
-        numbers = [n + len(each) * (at >= first) for at, n in enumerate(numbers)]
-        each = (*each, *(one.borrowing for one in each))
-    return [layer_modules(one) for one in each], tuple(numbers)
+    """Return the modules of each kind of layer, and of which kind each layer is."""
+    every = layer_blocks(shape)
+    kinds = list(dict.fromkeys(every))
+    modules = [layer_modules(blocks.sizes(shape), blocks) for blocks in kinds]
+    return modules, tuple(map(kinds.index, every))
 
 
 @lru_cache(maxsize=64)
@@ -166,13 +170,15 @@ def _trained(
     kinds: tuple[tuple[str, ...], ...],
     lora: Lora | None,
     freeze: tuple[str, ...],
+    words: frozenset[str],
 ) -> tuple[Trained, ...]:
-    """numbers: of which kind each layer is. kinds: the names of the modules of each."""
+    """numbers: of which kind each layer is. kinds: the names of the modules of each. words: as of
+    Lora.adapts."""
     found: list[Trained] = []
     for number, kind in enumerate(numbers):
         at, names = f"model.layers.{number}", kinds[kind]
         weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
-        adapted = [n for n in names if lora and lora.adapts(n)]
+        adapted = [n for n in names if lora and lora.adapts(n, words)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
         one = Trained(frozenset(weights), frozenset(adapted))
         found.append(found[-1] if found and found[-1] == one else one)
@@ -181,12 +187,18 @@ def _trained(
 
 def _parameter(name: str) -> str:
     """Return the name of a module's weight; experts are parameters themselves, and so are gates."""
-    own = name.startswith(EXPERTS) or name.endswith(STATE_OWN)
+    own = _of_experts(name) or name.endswith(_OWN)
     return name if own else f"{name}.weight"
 
 
 def _of_experts(name: str) -> bool:
-    return name.startswith(EXPERTS)
+    return name.startswith((EXPERTS, BESIDE_MLP))
+
+
+def _words_of_experts(shape: ModelShape) -> frozenset[str]:
+    """Return the last words of projections that a model's experts have too."""
+    separate = {"gate_proj", "up_proj"} if shape.beside_mlp else set()
+    return EXPERT_WORDS - separate if shape.routed else frozenset()
 
 
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
@@ -210,6 +222,8 @@ class ParameterCounts:
     """Of one parameter that trains."""
     layer: int
     """Of a layer, adapters counted."""
+    largest: int
+    """Of one parameter of a layer."""
     head: int
     experts: int = 0
     """Of those of experts that ranks divide, which are counted among the others too."""
@@ -244,22 +258,23 @@ def counts_of(
     """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
     the ranks that divide those of a layer."""
     kinds, numbers = modules_of_kinds(shape)
-    held = [_Held.of(kind, tensor, lora, experts) for kind in kinds]
+    words = _words_of_experts(shape)
+    held = [_Held.of(kind, tensor, lora, experts, words) for kind in kinds]
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
     every_layer = trained_layers(shape, lora, freeze)
     layers = Counter((every_layer[number], numbers[number]) for number in mine.layers)
+    own = [held[kind] for kind in {numbers[number] for number in mine.layers}]
     met = [(one, held[kind], number) for (one, kind), number in layers.items()]
     trained = sum(number * sum(here.sizes_of(one)) for one, here, number in met)
     trained += mine.last * outside[LAST_NORM] * shape.hidden_size
-    more = {name: one.parameters for name, one in outside_modules(shape).items()}
-    train = [size for n, size in more.items() if not lora and not _frozen(f"{n}.weight", freeze)]
+    more, train = outside_counts(shape, lora, freeze)
     trained += sum(train)
     tables = [outside[EMBEDDING]] * mine.first
     tables += [outside[HEAD]] * (mine.last and not shape.tied)
     trained += sum(tables) * head
     every = len(tables) * head + mine.last * shape.hidden_size
-    every += sum(held[numbers[number]].every for number in mine.layers) + sum(more.values())
+    every += sum(held[numbers[number]].every for number in mine.layers) + more
     sizes = [size for one, here, _ in met for size in here.sizes_of(one)]
     sizes += [head] * any(tables) + train
     head *= mine.first or mine.last
@@ -268,12 +283,28 @@ def counts_of(
         every,
         trained,
         max(sizes, default=0),
-        max(one.every for one in held),
+        max((one.every for one in own), default=0),
+        max((matrix.parameters for one in own for matrix in one.modules.values()), default=0),
         head,
         sum(number * here.of_experts for _, here, number in divided),
         sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
         any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
     )
+
+
+def outside_counts(
+    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
+) -> tuple[int, list[int]]:
+    """Count the parameters that make the embeddings of each layer, adapters among them, and each of
+    these that trains."""
+    every, trained = 0, list[int]()
+    for name, one in outside_modules(shape).items():
+        adapter = lora.rank * (one.inputs + one.outputs) if lora and lora.adapts(name) else 0
+        every += one.parameters + adapter
+        own = adapter if lora else one.parameters
+        kind = "lora_A.weight" if lora else "weight"
+        trained += [own] if own and not _frozen(f"{name}.{kind}", freeze) else []
+    return every, trained
 
 
 @dataclass(frozen=True)
@@ -288,14 +319,20 @@ class _Held:
 
     @classmethod
     def of(
-        cls, kind: Mapping[str, ProductShape], tensor: int, lora: Lora | None, experts: int
+        cls,
+        kind: Mapping[str, ProductShape],
+        tensor: int,
+        lora: Lora | None,
+        experts: int,
+        words: Collection[str],
     ) -> _Held:
         modules = {name: one.on(tensor) for name, one in kind.items()}
         for name in filter(_of_experts, kind):
             modules[name] = replace(modules[name], copies=modules[name].copies // experts)
         rank = lora.rank if lora else 0
         adapters = {n: rank * (m.inputs + m.outputs) * m.copies for n, m in modules.items()}
-        return cls(modules, adapters, frozenset(n for n in kind if lora and lora.adapts(n)))
+        adapted = frozenset(n for n in kind if lora and lora.adapts(n, words))
+        return cls(modules, adapters, adapted)
 
     def sizes_of(self, trained: Trained) -> list[int]:
         """Return the sizes of the parameters that train."""

@@ -284,7 +284,7 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
     if layout.tensor == 1:
         return None
     family = FAMILIES[model.model_type]
-    if family.routed and (family.states or layout.is_mesh):
+    if model.routed and (family.states or layout.is_mesh):
         where = "on a mesh" if layout.is_mesh else "beside layers with a state"
         return f"matrices of experts are not split {where}"
     states = state_sizes(model)

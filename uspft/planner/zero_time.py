@@ -9,8 +9,9 @@ from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.stages import Stages
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
-from uspft.planner.products import expert_parameters, head_projection, parameters_of
+from uspft.planner.products import head_projection, parameters_of
 from uspft.planner.spread import Spread
+from uspft.planner.stages import stage_layers
 from uspft.planner.step_shape import StepPart, StepShape
 
 UPDATE_BYTES = 30
@@ -92,25 +93,24 @@ def held_bytes(
     place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
     which has no gradient of its own where it is a copy of the embedding.
     """
-    model = step.model
-    outside, layer = parameters_of(model, layout.mesh_columns)
-    layers, copied = model.layers, 0
-    if stages:
+    model, mine = step.model, stage_layers(stages, place) if stages else None
+    every = parameters_of(model, layout.mesh_columns, mine and mine.layers)
+    layers, outside, copied = len(mine.layers) if mine else model.layers, every.outside, 0
+    if mine:
         table = head_projection(model).on(layout.mesh_columns).parameters
-        layers, last = sum(stages.sizes[place :: stages.ranks]), place == stages.ranks - 1
-        outside = (place == 0) * table + last * (table + model.hidden_size)
-        copied = last * model.tied * table
-    divided = expert_parameters(model, layout.mesh_columns) if layout.experts > 1 else 0
-    layer -= divided
-    whole, own = ((outside - less + layers * layer) / layout.mesh_rows for less in (0, copied))
+        outside = mine.first * table + mine.last * (table + model.hidden_size)
+        copied = mine.last * model.tied * table
+    divided = every.experts if layout.experts > 1 else 0
+    rest = outside + every.layers - divided
+    whole, own = ((rest - less) / layout.mesh_rows for less in (0, copied))
 
     def held(weights: float, trained: float, pieces: int) -> HeldBytes:
         gradients = step.gradient_bytes * trained * step.trained
         return HeldBytes(gradients, step.element_bytes * weights, pieces)
 
     found = held(whole, own, layers + bool(outside))
-    here = layers * divided / layout.experts
-    return found._replace(experts=held(here, here, layers)) if divided and layers else found
+    here, pieces = divided / layout.experts, every.with_experts
+    return found._replace(experts=held(here, here, pieces)) if divided else found
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:

@@ -16,7 +16,7 @@ from uspft.data.faults import grouped
 from uspft.data.files.sources import STDLIB, is_hub_id, list_files
 from uspft.families.shape import HUB_ID
 from uspft.prepare.known import shipped
-from uspft.prepare.output import ANOTHER, KEY, output_of
+from uspft.prepare.output import ANOTHER, KEY, nearest, output_of
 from uspft.written import LOGS, is_of_a_run, is_written, written
 
 
@@ -75,18 +75,16 @@ def _cannot_write(folder: Path) -> str | None:
         pass
     except OSError as error:
         return error.strerror
-    nearest = folder.absolute()
-    while not os.path.exists(nearest):
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        return f"{nearest} is not a folder"
-    mount = os.statvfs(nearest)
+    there = nearest(folder)
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    mount = os.statvfs(there)
     if mount.f_flag & os.ST_RDONLY:
-        return f"{nearest} is on a read-only mount"
+        return f"{there} is on a read-only mount"
     # The kernel's own folders let root pass, and yet nothing can be made there.
-    kernels = mount.f_blocks == 0 and not nearest.stat().st_mode & 0o222
-    may = os.access(nearest, os.W_OK | os.X_OK) and not kernels
-    return None if may else f"no permission in {nearest}"
+    kernels = mount.f_blocks == 0 and not there.stat().st_mode & 0o222
+    may = os.access(there, os.W_OK | os.X_OK) and not kernels
+    return None if may else f"no permission in {there}"
 
 
 def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:

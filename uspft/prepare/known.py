@@ -152,8 +152,6 @@ class Known:
     """Of a recipe with strategies, what they take; known once the data's lengths are."""
     formats: Sequence[str] = ()
     """The format of each source of training and then of evaluation data, in their order."""
-    kernel: str | None = None
-    """The attention kernel that ranks have chosen."""
     places: Mapping[str, str] = field(default_factory=dict)
     """The folder on this host that each key of `model` with a hub id stands for."""
 

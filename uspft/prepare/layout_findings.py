@@ -83,7 +83,7 @@ def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
     degree = layout.experts
     if degree == 1 or shape is None:
         return []
-    if not FAMILIES[shape.model_type].routed:
+    if not shape.routed:
         able = ", ".join(name for name, one in FAMILIES.items() if one.routed)
         what = f"is {degree}, and `{shape.model_type}` has no experts"
         return [(EXPERTS, what, f"write 1, or name a model of type {able}")]
@@ -99,7 +99,7 @@ def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
     """Return why a model's matrices cannot be split over tensor ranks."""
     kind = shape.model_type
-    if FAMILIES[kind].routed and layout.is_mesh:
+    if shape.routed and layout.is_mesh:
         able = [name for name, one in FAMILIES.items() if not (one.routed or one.states)]
         what = f"is meshslice, and experts, which `{kind}` has, do not lie on a mesh yet"
         remedy = f"write megatron, or name a model of type {', '.join(able)}"

@@ -31,6 +31,7 @@ from uspft.config.algorithms import AUTO
 from uspft.data import Corpus, formats_of
 from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
+from uspft.lease import Lease
 from uspft.parameters.digest import base_digest
 from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.examine import Examined
@@ -107,8 +108,13 @@ class Prepared(NamedTuple):
     """How many bytes the run will write."""
 
 
-def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared:
-    """Make model and data ready, and return what ranks are given to run."""
+def prepare_job(
+    found: Examined, place: Invocation, screen: Console, lease: Lease | None = None
+) -> Prepared:
+    """Make model and data ready, and return what ranks are given to run.
+
+    lease: the hold on the output folder, on host 0.
+    """
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = with_model(found, place)
     recipe = found.recipe
@@ -132,6 +138,7 @@ def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared
         identity,
         evaluation=found.known.evaluation,
         resume_from=checkpoint.folder if checkpoint else None,
+        lease=lease,
         tokenizer=tokenizer,
         serving=serving_of(found.here, found.known.formats, model.config, tokenizer),
         comments=found.decision.comments if found.decision else {},

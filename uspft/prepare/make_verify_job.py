@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.console import Console
 
-from uspft.config import Fault, Finding, InputError, Recipe
+from uspft.config import Fault, Finding, Recipe
 from uspft.config.algorithms import AUTO, OBJECTIVES
 from uspft.config.pipeline_rules import beside_stages
-from uspft.config.problems import COMMAND_LINE
+from uspft.config.problems import UsageError
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of
@@ -58,7 +58,7 @@ class Sizes:
     beside_bytes: int = 0
     """What plain transformers needs beside what the formula knows, once."""
 
-    def need_bytes(self, depth: int) -> int:
+    def memory_bytes(self, depth: int) -> int:
         """Return the bytes that one process needs for the first `depth` layers."""
         types = self.shape.raw.get("layer_types")
         raw = {**self.shape.raw, "layer_types": types[:depth]} if types else self.shape.raw
@@ -131,9 +131,9 @@ def fitting_depth(sizes: Sizes, memory: int) -> int:
     """
     usable = USABLE_SHARE * memory
     for depth in range(len(sizes.kinds), sizes.shallowest - 1, -1):
-        if sizes.need_bytes(depth) <= usable:
+        if sizes.memory_bytes(depth) <= usable:
             return depth
-    needed = sizes.need_bytes(sizes.shallowest) / GIB
+    needed = sizes.memory_bytes(sizes.shallowest) / GIB
     what = (
         f"one process would need about {needed:.3g} GiB with {sizes.shallowest} of "
         f"{len(sizes.kinds)} layers, and has {usable / GIB:.3g} GiB"
@@ -188,8 +188,8 @@ class Asked:
     def require_known(self) -> None:
         """Check that the fault is one that can be injected. Raises InputError where it is not."""
         if self.inject is not None and self.inject not in FAULTS:
-            what = f"unknown fault `{self.inject}`; write one of {', '.join(FAULTS)}"
-            raise InputError(f"{COMMAND_LINE}: --inject: {what}")
+            what = f"unknown fault `{self.inject}`"
+            raise UsageError("--inject", what, f"write one of {', '.join(FAULTS)}")
 
 
 def prepare_verify(

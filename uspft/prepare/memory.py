@@ -74,8 +74,8 @@ def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: 
 
 def _has_groups(shape: ModelShape, layout: Layout) -> bool:
     """Return whether `auto` may have attention of a model in groups of heads under a layout."""
-    alike = not (FAMILIES[shape.model_type].states or shape.seeing_all)
-    return alike and not layout.is_mesh and not _shares_rows(shape, layout.mesh_columns)
+    alike = not shape.seeing_all and not layout.is_mesh
+    return alike and not _shares_rows(shape, layout.mesh_columns)
 
 
 def memory_sentence(

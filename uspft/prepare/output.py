@@ -203,13 +203,18 @@ def last_step(recipe: Recipe) -> int | None:
     return recipe.training.stop_step or recipe.training.steps
 
 
+def nearest(folder: Path) -> Path:
+    """Return a folder, or where it is not there the nearest of those that it would be made in."""
+    above = folder.absolute()
+    while not os.path.exists(above):
+        above = above.parent
+    return above
+
+
 def space_free(folder: Path) -> int:
     """Return how many bytes this user may still write where a folder is, or would be made."""
-    nearest = folder.absolute()
-    while not os.path.exists(nearest):
-        nearest = nearest.parent
-    room = os.statvfs(nearest)
-    return room.f_bavail * room.f_frsize
+    disk = os.statvfs(nearest(folder))
+    return disk.f_bavail * disk.f_frsize
 
 
 def space_finding(recipe: Recipe, needed: int) -> Finding | None:

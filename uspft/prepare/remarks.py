@@ -13,7 +13,7 @@ from uspft.config import Recipe
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data import training_rows
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import ModelShape
+from uspft.families import ModelShape, expert_layers
 from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.memory import lora_of
@@ -51,6 +51,8 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
     lines = ", ".join(f"{most:,.0f} over {d} ranks" for d, most in each.items())
     less = [f"{d}" for d, most in each.items() if tokens < most]
     what = f"expert_parallel {' or '.join(less)} sends less" if less else "none of these sends less"
+    if less and step.hides:
+        what += ", though nothing hides it, and what ZeRO moves passes behind products"
     return f"{said}; dispatch sends less than it saves below {lines}: {what}"
 
 
@@ -67,7 +69,7 @@ def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
     model = recipe.model
     layers = trained_layers(step.model, lora_of(model), tuple(model.freeze))
     matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
-    trained = sum(matrices) / (2 * len(layers))
+    trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
     gradient, weight, passes = step.gradient_bytes, step.element_bytes, step.passes(layout)
     if step.stage == 3:
         return 2 * weight + gradient * trained

@@ -142,10 +142,9 @@ def _hardware(recipe: Recipe, known: Known) -> Recipe:
 
 def _attention(recipe: Recipe, known: Known) -> Recipe:
     """Settle the kernel: on CPU there is only one, on GPUs ranks try those that are installed."""
-    kernel = "torch" if recipe.launch.device == "cpu" else known.kernel
-    if recipe.model.attention != AUTO or kernel is None:
+    if recipe.model.attention != AUTO or recipe.launch.device != "cpu":
         return recipe
-    return _with(recipe, "model", attention=kernel)
+    return _with(recipe, "model", attention="torch")
 
 
 def _scaling(recipe: Recipe, known: Known) -> Recipe:
@@ -305,12 +304,13 @@ SETTLED: Mapping[str, Settle] = {
 def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
     """Return the recipe with the chosen layouts for `strategies: auto`, or with the one layout that
     is as fast and as many packed rows in a step as its samples make."""
-    found, mix = weighed.choice, weighed.choice.mix
-    if found.switches and mix:
+    found, layouts = weighed.choice, weighed.choice.layouts
+    if found.switches and layouts:
         listed = tuple(
-            Strategy(max_length=one.length, **keys_of(one.layout, one.row)) for one in mix.buckets
+            Strategy(max_length=one.length, **keys_of(one.layout, one.row))
+            for one in layouts.buckets
         )
-        way = "move" if mix.moves else "in_place"
+        way = "move" if layouts.moves else "in_place"
         return _with(recipe, "parallel_config", strategies=listed, switching=way)
     best = found.best_static
     assert best  # or the choice would have been refused

@@ -47,31 +47,31 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
     return [stream.tokens_of(number * count // looked_at) for number in range(looked_at)]
 
 
-def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
-    """Return the lengths of a recipe's samples, read or from the cache; None where the data was not
-    tokenised before, or where that cannot be told without a network. Nothing is written. Raises
-    DataError.
+def corpus_here(found: Examined, place: Invocation, tokenizer: str | None) -> Path | None:
+    """Return the folder of a recipe's data, read or as a command has tokenised it before; None
+    where none has, or where that cannot be told without a network. Nothing is written.
+
+    tokenizer: its folder, as of `tokenizer_here`. Raises DataError.
     """
     recipe = found.here
     if found.known.corpus:
-        return lengths_of(recipe, found.known.corpus)
-    with tokenizer_here(recipe) as tokenizer:
-        if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
-            return None
-        cache = cache_of(recipe, place)
-        corpus = prepared(recipe.data, tokenizer, found.shape.vocab_size, cache)
-    return lengths_of(recipe, corpus) if corpus else None
+        return found.known.corpus
+    if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
+        return None
+    return prepared(recipe.data, tokenizer, found.shape.vocab_size, cache_of(recipe, place))
 
 
-def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -> Examined:
+def weighed_here(
+    found: Examined, place: Invocation, tokenizer: str | None, looked_at: Sequence[int]
+) -> Examined:
     """Return the examination of a recipe with strategies with their predicted time added, by the
     lengths that are known before a run; unchanged where none are.
 
-    looked_at: tokens of the first records, for data that was not tokenised before. Raises as
-    `weighing` does, and DataError.
+    tokenizer: its folder, as of `tokenizer_here`. looked_at: tokens of the first records, for data
+    that was not tokenised before. Raises as `weighing` does, and DataError.
     """
-    if lengths := lengths_here(found, place):
-        return weighing(found, lengths)
+    if corpus := corpus_here(found, place, tokenizer):
+        return weighing(found, lengths_of(found.here, corpus))
     lengths, source = documents_of(found.recipe, looked_at), "first records"
     return weighing(found, lengths, source=source) if lengths else found
 
@@ -149,10 +149,12 @@ def _setting(found: Examined) -> Setting:
 
 def mix_seconds(found: Examined, place: Invocation) -> float | None:
     """Return the predicted seconds of a step under a recipe's strategies; None where the lengths of
-    the data are not known here. Raises as `lengths_here` does."""
-    lengths = lengths_here(found, place)
-    if not lengths:
+    the data are not known here. Raises DataError."""
+    with tokenizer_here(found.here) as tokenizer:
+        corpus = corpus_here(found, place, tokenizer)
+    if corpus is None:
         return None
+    lengths = lengths_of(found.here, corpus)
     data, samples = found.recipe.data, found.recipe.training.global_batch_size
     drawn = DrawnSteps(lengths, samples, data.sequence_length, data.packing)
     return _listed(found, _setting(found), drawn).seconds(drawn)
@@ -193,15 +195,10 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
     recipe = found.here
     if found.shape is None:
         return None
-    if found.known.corpus:
-        return _rows_of(recipe, found.known.corpus)
-    vocabulary = found.shape.vocab_size
     with tokenizer_here(recipe) as tokenizer:
-        if tokenizer is not None or not tokenizer_of(recipe.model):
-            corpus = prepared(recipe.data, tokenizer, vocabulary, cache_of(recipe, place))
-            if corpus:
-                return _rows_of(recipe, corpus)
-        lengths = first_look(recipe.data, tokenizer, vocabulary).lengths
+        if corpus := corpus_here(found, place, tokenizer):
+            return _rows_of(recipe, corpus)
+        lengths = first_look(recipe.data, tokenizer, found.shape.vocab_size).lengths
     packed = _packed(recipe, documents_of(recipe, lengths))
     return DrawnRows(packed, "the first records") if packed else None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from uspft.engine.state import GRADIENT, on_first_rank
-from uspft.verify.result import Difference, group_of
+from uspft.verify.work import Difference, group_of
 
 if TYPE_CHECKING:
     from uspft.engine.step import Engine

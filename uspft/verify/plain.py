@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from uspft.checkpoint.weights_of import weights_of
 from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
 from uspft.model.expert_splits import expert_modules
@@ -32,15 +33,50 @@ from uspft.parameters.experts import CORRECTION
 from uspft.parameters.fill import places
 from uspft.parameters.names import is_adapter
 from uspft.parameters.part import Part
+from uspft.parameters.source import generator
 from uspft.switching.deal.micro_steps import rows_of_samples
 from uspft.verify.gradients import See
-from uspft.verify.result import Measured
-from uspft.verify.under_way import weights_under_way
+from uspft.verify.work import Measured
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
-    from uspft.config.recipe import ModelBlock
+    from torch import Tensor
+
+    from uspft.checkpoint.folder import Checkpoint
+    from uspft.config import ModelBlock, Recipe
     from uspft.job import Job
+    from uspft.parameters.part import Part
+    from uspft.parameters.source import Weights
+
+
+def weights_under_way(
+    block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
+) -> Weights:
+    """Return the weights of `weights_of`, but with the B of an adapter not 0.
+
+    Beside a B of 0 the adapter's A has no gradient, and a wrong one would not be seen.
+    """
+    found = weights_of(block, seed, model, checkpoint)
+    return AdapterUnderWay(found, seed) if block.adapter else found
+
+
+class AdapterUnderWay:
+    """A model's weights, in which the B of an adapter is uniform(±0.1 ÷ √rank), a function of seed
+    and name."""
+
+    def __init__(self, start: Weights, seed: int) -> None:
+        self._start, self._seed = start, seed
+
+    def draws(self, name: str) -> bool:
+        return self._start.draws(name)
+
+    def read(self, name: str, part: Part) -> Tensor:
+        if ".lora_B." not in name:
+            return self._start.read(name, part)
+        bound = 0.1 * part.shape[1] ** -0.5
+        draw = torch.empty(part.shape).uniform_(
+            -bound, bound, generator=generator(self._seed, name)
+        )
+        return part.cut(draw)
 
 
 def plain(job: Job, device: torch.device, see: See) -> Measured:

@@ -20,10 +20,18 @@ from uspft.mesh import Groups
 from uspft.training.learning_rate import learning_rate
 from uspft.verify.gradients import Comparison, GradientFile, GradientWriter, See, show_gradients
 from uspft.verify.inject import EVERYWHERE, FAULTS
-from uspft.verify.plain import plain
-from uspft.verify.result import Difference, Measured, Result
-from uspft.verify.under_way import weights_under_way
-from uspft.verify.work import GRADIENTS, LAYOUTS, PLAIN, PLAIN_GRADIENTS, REFERENCE, VerifyJob
+from uspft.verify.plain import plain, weights_under_way
+from uspft.verify.work import (
+    GRADIENTS,
+    LAYOUTS,
+    PLAIN,
+    PLAIN_GRADIENTS,
+    REFERENCE,
+    Difference,
+    Measured,
+    Result,
+    VerifyJob,
+)
 
 if TYPE_CHECKING:
     from uspft.batch import Batch

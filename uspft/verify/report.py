@@ -9,7 +9,6 @@ from typing import Any
 
 from uspft.config import as_tree
 from uspft.planner.layouts import Candidate
-from uspft.verify.result import GROUPS, Measured, Result
 from uspft.verify.verdict import (
     PLAIN,
     Tolerance,
@@ -18,6 +17,7 @@ from uspft.verify.verdict import (
     mismatches,
     one_factor,
 )
+from uspft.verify.work import GROUPS, Measured, Result
 
 _ORDER = [group for group, _ in GROUPS]
 

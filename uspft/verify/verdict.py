@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from uspft.verify.result import Measured, Result
+from uspft.verify.work import Measured, Result
 
 MAX_TIMES_OWN_ERROR = 4.0
 """How far a layout may be from one process, as a multiple of that process's own distance from

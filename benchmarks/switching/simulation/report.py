@@ -50,12 +50,12 @@ def line(case: Case, ways: Iterable[str]) -> dict[str, Any]:
 def both(found: SwitchingChoice) -> dict[str, Any]:
     """This lays a choice out: the static layout, the mix, and which is taken."""
     static = found.best_static
-    mix = found.mix
+    mix = found.layouts
     return {
         "static": static and [static.priced.name, static.seconds],
         "mix": mix
         and {
-            "seconds": found.mix_seconds,
+            "seconds": found.switching_seconds,
             "moves": mix.moves,
             "buckets": [[one.length, one.name] for one in mix.buckets],
         },

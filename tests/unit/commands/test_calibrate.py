@@ -58,7 +58,7 @@ def test_two_processes_write_a_file_that_the_recipe_takes(
     ("words", "told"),
     [
         (["to={folder}/r.yaml"], "r.yaml` is there already"),
-        (["to={folder}/r.yaml/x.yaml"], "r.yaml is no folder that may be written to"),
+        (["to={folder}/r.yaml/x.yaml"], "r.yaml is not a folder; write to=FILE"),
         (["to=a", "to=b"], "command line: to: is given twice"),
         (["to="], "command line: to: names no file"),
         (["tu=a"], "command line: tu: unknown key"),

@@ -188,8 +188,12 @@ def test_a_layout_is_taken_as_a_recipe(
         (["--only", "tensr"], "did you mean `tensor`?"),
     ):
         assert main(["plan", LLAMA, *words]) == 2
-        assert told in capsys.readouterr().err, words
+        said = capsys.readouterr()
+        assert told in said.err and not said.out, words
     assert not (tmp_path / "b.yaml").exists()
+    data = planned(LLAMA, "--take", "2", "-o", str(tmp_path / "c.yaml"), "--top", "1", "--json")
+    assert len(json.loads(data)["layouts"]) == 2, "the first and the recipe's own"
+    assert (tmp_path / "c.yaml").read_text() == file.read_text()
 
 
 def test_a_pipeline_stands_among_the_layouts_and_its_timeline_is_drawn(

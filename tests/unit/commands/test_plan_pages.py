@@ -58,7 +58,7 @@ def test_the_bytes_of_each_switch() -> None:
 
 def test_layouts_that_do_not_fit_are_said_so_and_many_are_counted() -> None:
     static = tuple([StaticTime(one(ROW, 1, 4), None)] * (STATIC_LINES + 3))
-    none = replace(found(one(ROW, 1, 4), seconds=1.0), mix=None, static=static)
+    none = replace(found(one(ROW, 1, 4), seconds=1.0), layouts=None, static=static)
     lines = switching_lines(none, DRAWN)
     assert "\n".join(lines).count("does not fit") == STATIC_LINES
     assert lines[-1] == "and 3 more static layouts" and "(chosen)" not in "\n".join(lines)

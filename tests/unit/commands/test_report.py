@@ -23,7 +23,18 @@ from tests.support.data_cases import write_lines
 from tests.support.launch import ROOT, environment
 from uspft.__main__ import main
 from uspft.commands.report import leave_report
-from uspft.commands.report_charts import POINTS, Chart, Series, figure, thinned, ticks
+from uspft.commands.report_charts import (
+    CELLS,
+    POINTS,
+    Chart,
+    Series,
+    figure,
+    load_map,
+    thinned,
+    ticks,
+)
+from uspft.commands.report_pages import page_of
+from uspft.commands.report_runs import predicted_of, read_runs
 from uspft.prepare.invocation import Invocation
 
 HOSTILE = "<script>alert('x')</script> & \"https://evil.example/\""
@@ -131,9 +142,7 @@ def test_every_line_is_in_the_overview_or_a_chart(page: Page) -> None:
     for told in ("1 to 1,000, 1,000 of them logged", "512,000 tokens in 500 s", "ring2"):
         assert told in text
     assert f"resumed from step 500; started again after step 500: {HOSTILE}" in text
-    assert text.count(f"<title>bad step 300: {HOSTILE}</title>") == text.count("<figure>") - 2, (
-        "in charts"
-    )
+    assert text.count(f"\nbad step 300: {HOSTILE}") == text.count("<figure>") - 2, "in charts"
     assert "best 1.8" in text and "Incidents: 1<" in text
     under = chart(page(), "seconds under each strategy")
     assert "ulysses2 0.25" in under and under.count("<circle") == 1
@@ -148,6 +157,14 @@ def test_loads_are_on_the_map(page: Page) -> None:
     assert shades[:4] == [("less", "1.00"), ("more", "1.00"), ("less", "0.50"), ("less", "0.00")]
     of_ranks = chart(page(), "tokens of each rank by layer")
     assert of_ranks.count("layer 1, rank 0: 1.5 × the mean") == 1
+
+
+def test_of_many_experts_neighbours_share_a_cell() -> None:
+    loads = [[float(layer == 7 and expert == 300) for expert in range(512)] for layer in range(94)]
+    drawn_map = load_map("experts", loads, "expert")
+    cells = re.findall(r"<title>layer (\d+), experts ([\d–]+): (\d) × the mean</title>", drawn_map)
+    assert 2000 < len(cells) <= CELLS and len(cells) % 94 == 0
+    assert [cell[:2] for cell in cells if cell[2] != "0"] == [("7", "300–305")]
 
 
 class Balanced(HTMLParser):
@@ -225,6 +242,33 @@ def test_what_cannot_be_read_is_named(
     )
 
 
+ODD = (
+    *(None, True, "x", -1, 1e308, -1e308, math.nan, math.inf, 1e-320, 10**400),
+    *([], {}, [1], [[1]], [[math.nan]], [[]], [["x"]], {"a": {"b": 1}}, [{"seconds": "x"}]),
+)
+
+
+def test_whatever_stands_in_a_field_is_no_fault_of_the_page(tmp_path: Path) -> None:
+    """A field that is not as a run writes it is left out, and the others are drawn."""
+    folder = fill(tmp_path / "odd", [])
+    names = [*record(1), "strategies", "expert_load", "expert_rank_load", "eval_sets", "seconds"]
+    names += ["resumed_from_step", "after_step", "why", "data"]
+    for value in ODD:
+        every: list[dict[str, Any]] = [record(1), record(2)]
+        named = enumerate((name for name in names if name != "step"), 3)
+        every += [record(step) | {name: value} for step, name in named]
+        every += [{name: value, "step": 1, "eval_loss": value} for name in names]
+        text = "".join(json.dumps(one) + "\n" for one in every)
+        (folder / "metrics.jsonl").write_text(text)
+        (folder / "incidents.jsonl").write_text(json.dumps({"step": value, "why": value}) + "\n")
+        told = {"gpus": value, "ranks": value, "versions": value, "command": value}
+        (folder / "environment.json").write_text(json.dumps(told))
+        (run,) = read_runs([folder])
+        found = page_of([run], [predicted_of(run, Invocation("report"))])
+        assert Balanced(found).wrong == [] and "NaN" not in chart(found, "loss</b>")
+        assert len(drawn(chart(found, "tokens per second"))[0]) >= 2, value
+
+
 def test_what_is_predicted_is_what_plan_says(
     tmp_path: Path, page: Page, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,9 +295,12 @@ def test_what_is_predicted_is_what_plan_says(
     memory = f"{own['memory_bytes'] / (1 << 20):.4g} MiB"
     assert f"(measured: what is resident)</td><td>{memory}</td><td>3 GiB</td><td>–</td>" in text
     assert "<td>MFU</td><td>–</td><td>–</td><td>–</td><td>no maker says" in text
+    assert text.count("<td>the planner does not count it, ") == 1, "a kind of its own"
     assert "<td>3</td><td>4 of 4</td>" in text, "the last rank's tokens"
     (folder / "recipe.yaml").write_text("seed: 1\n")
-    assert "<td>seconds of a step</td><td>–</td><td>0.5</td><td>–</td><td>" in page(folder)
+    text = page(folder)
+    assert "<td>seconds of a step</td><td>–</td><td>0.5</td><td>–</td><td></td>" in text
+    assert text.count("training.global_batch_size: is missing") == 1, "why, once"
 
 
 def test_a_step_of_several_layouts_is_predicted_as_plan_does(
@@ -272,7 +319,7 @@ def test_a_step_of_several_layouts_is_predicted_as_plan_does(
     folder = fill(tmp_path / "run", [json.dumps(record(1))])
     (folder / "recipe.yaml").write_text(json.dumps(tree))
     (folder / "environment.json").write_text(json.dumps({"ranks": 2}))
-    assert "lengths of the data are not known here</td>" in page(folder)
+    assert "not predicted: the lengths of the data are not known here</div>" in page(folder)
     assert main(["preprocess", str(folder / "recipe.yaml")]) == 0
     text = page(folder)
     capsys.readouterr()
@@ -280,7 +327,7 @@ def test_a_step_of_several_layouts_is_predicted_as_plan_does(
     (own,) = re.findall(r"^switching +([\d.]+)$", capsys.readouterr().out, re.M)
     (guess,) = re.findall(r"<td>seconds of a step</td><td>([\d.]+)</td><td>0.5</td>", text)
     assert f"{float(guess):.3g}" == own
-    assert "<td>seconds alone are predicted of several layouts in a step</td>" in text
+    assert "not predicted: of several layouts in a step other numbers" in text
 
 
 def test_a_run_that_went_well_does_not_fail_by_its_report(output: Path) -> None:

@@ -15,8 +15,7 @@ from tests.support.verify import REFERENCE, result
 from uspft.__main__ import main
 from uspft.planner.layouts import MAX_LAYOUTS
 from uspft.verify import work as verify_work
-from uspft.verify.result import Measured, Result
-from uspft.verify.work import VerifyJob
+from uspft.verify.work import Measured, Result, VerifyJob
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.shapes import LLAMA, PLAIN, QWEN3, read, shape, without
+from tests.support.shapes import GEMMA4, LLAMA, PLAIN, QWEN3, read, shape, without
 from uspft.config.recipe import ModelBlock
 from uspft.families import FAMILIES, layer_windows, read_shape
 from uspft.model import hf_config
@@ -82,6 +82,24 @@ def test_windows_of_layers_are_those_of_transformers(kind: str, tmp_path: Path) 
         theirs = AutoConfig.from_pretrained(tmp_path)
         assert layer_windows(ours) == hf_config.layer_windows(theirs), more
     assert len(FAMILIES) == 24
+
+
+def test_heads_of_two_sizes_are_the_same_in_both_forms(tmp_path: Path) -> None:
+    """Of Gemma 4, of which transformers writes other fields than it reads."""
+    from transformers import AutoConfig
+
+    given = {**PLAIN, **GEMMA4, "model_type": "gemma4_text", "num_hidden_layers": 7}
+    one = shape(tmp_path, given)
+    written = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert "per_layer_config" in written and "global_head_dim" not in written
+    other = shape(tmp_path, written)
+    for found in (one, other):
+        assert (found.kv_heads, found.head_dim, found.seeing_all) == (8, 8, (2, 12))
+        assert [found.of_window(window).head_dim for window in (8, None)] == [8, 12]
+        assert found.of_window(None).keys_are_values and not found.keys_are_values
+        assert layer_windows(found) == (8, 8, 8, 8, 8, None, None)
+    longer = shape(tmp_path, written, overrides={"num_hidden_layers": 9, "global_head_dim": 16})
+    assert longer.seeing_all == (2, 16) and layer_windows(longer).count(None) == 4
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from uspft.families import FAMILIES, table
 from uspft.families.mixers import MIXERS
 
 ROOT = Path(__file__).parents[3]
+FOUR = {**PLAIN, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
 REFUSED: list[tuple[Any, str]] = [
     ({"model_type": "opt"}, "model_type `opt` is not available yet"),
     (
@@ -174,6 +175,33 @@ REFUSED: list[tuple[Any, str]] = [
         {**QWEN3, "hidden_size": "4096"},
         "`hidden_size` of FILE is '4096', not a whole number of at least 1",
     ),
+    (
+        {**FOUR, "per_layer_config": {"05": {"intermediate_size": 8}}},
+        "per_layer_config has intermediate_size, which is not available yet",
+    ),
+    (
+        {**FOUR, "per_layer_config": {"35": {"head_dim": 512}}},
+        "per_layer_config has other sizes than one for all layers that see all, "
+        "which is not available yet",
+    ),
+    (
+        {**FOUR, "per_layer_config": {"0": {"head_dim": 512}}},
+        "per_layer_config has other sizes than one for all layers that see all, "
+        "which is not available yet",
+    ),
+    ({**FOUR, "global_head_dim": 15}, "global_head_dim 15 is odd, and rotary positions turn pairs"),
+    (
+        {**FOUR, "num_global_key_value_heads": 5},
+        "32 attention heads are not a multiple of 5 key-value heads",
+    ),
+    (
+        {**FOUR, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9},
+        "vocab_size_per_layer_input is 9, less than vocab_size 151936",
+    ),
+    (
+        {**FOUR, "use_bidirectional_attention": "all"},
+        "use_bidirectional_attention is all, and attention here is causal",
+    ),
     ('{\n"a": 1,\n}', "FILE:3: is not JSON: Illegal trailing comma before end of object"),
     ("[1]", "FILE:1: is not a JSON object"),
 ]
@@ -248,9 +276,9 @@ OF_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "gemma3_text": (GEMMA2, {"rope_scaling": YARN}, "whose rotary positions are its own"),
     "gemma4_text": (
-        {**PLAIN, "enable_moe_block": True},
+        {**PLAIN, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2},
         {},
-        "experts beside an MLP are not available yet",
+        "transformers runs no layers that use the keys of others",
     ),
     "gpt_oss": (
         {**PLAIN, "quantization_config": {"quant_method": "fp8"}},

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.models import make_model
-from uspft.commands.versions import require_versions
+from uspft.commands.arguments import require_versions
 from uspft.config import InputError
 from uspft.families.mixers import MIXERS
 from uspft.families.multimodal import MULTIMODAL

@@ -41,6 +41,20 @@ def chosen(
     return found
 
 
+def test_no_other_number_of_ranks_divides_experts_that_a_model_lacks() -> None:
+    """Of more layouts than are looked at, none of the first has another value of a key."""
+    step = StepShape(LLAMA, WHOLE[0], (None,) * 32, step_rows=64)
+    key, reasons = "parallel_config.expert_parallel", []
+    for experts in ({1}, None):
+        space = Space(experts=experts, pipelines=None)
+        found = recommend(
+            step, 64, space, H100, WHOLE, asked=[key, "parallel_config.data_parallel"]
+        )
+        assert found and "with 4 a step takes" in found.reasons["parallel_config.data_parallel"]
+        reasons.append(found.reasons[key])
+    assert reasons[0] == "nothing else is possible here" and reasons[1].startswith("none of the")
+
+
 def long_tailed(seed: int) -> Segments:
     """A row of 64k tokens, its documents as long as source files are: log-normal."""
     draw = random.Random(seed)

@@ -54,6 +54,8 @@ TWO_SIZES |= {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 SHARED = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 320}
 SHARED |= {"shared_expert_intermediate_size": 448}
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320}
+ERNIE = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 320}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "many words": ("Llama", {"vocab_size": 8192}),
@@ -81,13 +83,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**STATES, "rope_parameters": None, "pad_token_id": None},
     ),
     "shared": ("Qwen2Moe", SHARED),
+    "glm": ("Glm4Moe", {**GLM, **MANY, "use_qk_norm": True, "num_hidden_layers": 3}),
+    "ernie": ("Ernie4_5_Moe", {**ERNIE, **MANY, "num_hidden_layers": 3}),
 }
 GATED = ("mixtral", "qwen3 moe")
 HYBRIDS = ("states", "states by groups", "states, experts", "states, norms behind")
-ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", *HYBRIDS[1:3])
+ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", "glm", "ernie", *HYBRIDS[1:3])
 FUSED = ("phi3",)
-WHOLE_HEADS = (*HYBRIDS, "gemma4")
-"""Whose matrices lie on no mesh, and whose heads are attended with all at once."""
 
 
 def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
@@ -199,6 +201,10 @@ FEW = [
     Case("qwen3 moe", "experts 2", "nothing", "experts lora", "bfloat16"),
     Case("gpt-oss", "tensor, experts", "attention, tiles", "experts lora", "bfloat16"),
     Case("mixtral", "ring 2", "none", "router lora", "bfloat16"),
+    Case("glm", "tensor, experts", "attention, tiles", "all", "bfloat16"),
+    Case("glm", "whole", "none", "experts lora", "bfloat16"),
+    Case("ernie", "experts 2", "none, tiles", "all", "bfloat16"),
+    Case("ernie", "tensor, tokens", "nothing", "lora", "bfloat16"),
     Case("states", "planned 4", "exchange", "all", "bfloat16"),
     Case("states by groups", "ulysses 4", "exchange", "all", "bfloat16"),
     Case("states, experts", "tensor", "none, tiles", "lora", "bfloat16"),
@@ -214,6 +220,9 @@ FEW = [
     Case("olmo2", "whole", "groups", "all", "bfloat16"),
     Case("phi3", "ulysses 4", "groups kept", "all", "float32"),
     Case("many heads", "tensor", "groups", "lora", "bfloat16"),
+    Case("states", "hybrid", "groups", "all", "bfloat16"),
+    Case("states by groups", "ring 2", "groups kept", "all", "bfloat16"),
+    Case("states, norms behind", "ulysses 16", "groups, whole", "all", "float32"),
 ]
 """Every value of each is among them."""
 
@@ -239,7 +248,9 @@ def legal(traits: tuple[Any, ...]) -> bool:
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
         return False
-    if case.model in WHOLE_HEADS and ("mesh" in case.layout or grouped):
+    if case.model in HYBRIDS and "mesh" in case.layout:
+        return False
+    if case.model == "gemma4" and ("mesh" in case.layout or grouped):
         return False
     return case.trained != "some lora" or case.model not in ROUTED + FUSED
 
@@ -289,7 +300,7 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
     found = spawn(1, counted, full, tmp_path)[0]
     for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES)):
         assert {case[number] for case in found} == set(values)
-    off = {}
+    off: dict[Case, Any] = {}
     for case, one in found.items():
         shape = read_shape(ModelBlock(config=tmp_path / case.model), CONFIGS)
         assert isinstance(shape, ModelShape)
@@ -298,7 +309,8 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
         ratio = want.activation_bytes / one.most_bytes["all"]
         if abs(ratio - 1) > 0.02:
             off[case] = ratio
-        assert want.host_bytes == pytest.approx(one.host_bytes, rel=1e-3), case
+        if want.host_bytes != pytest.approx(one.host_bytes, rel=1e-3):
+            off[case] = want.host_bytes, one.host_bytes
         if not full:  # where the loss is not all there is, another type is found out
             other = case._replace(dtype="float32" if case.dtype == "bfloat16" else "bfloat16")
             unlike = predicted_of(other, shape).activation_bytes / one.most_bytes["all"]
@@ -342,7 +354,7 @@ def test_of_divided_experts_a_rank_holds_a_part() -> None:
     state, gathered = {}, {}
     for stage in (1, 3):
         for degree in (1, 2, 8):
-            options = Options(zero_stage=stage, live=0, bucket=2)
+            options = Options(zero_stage=stage, live=0, reuse=0, bucket=2)
             found = memory_of(shape, Layout(data=8, experts=degree), 4096, options=options).parts
             state[stage, degree] = found["optimizer"], found["weights"]
             gathered[stage, degree] = found.get("gathered", 0)
@@ -352,7 +364,8 @@ def test_of_divided_experts_a_rank_holds_a_part() -> None:
         assert optimizer == pytest.approx(12 * (rest + experts) / 8, rel=1e-3)
         assert weights == pytest.approx(2 * (rest + experts / degree), rel=1e-3)
     head, layer = 151_936 * 2048, (experts / 48 / 8) + 2048 * (2 * 4096 + 2 * 512 + 128)
-    assert gathered[3, 8] == pytest.approx(2 * max(head, 2 * layer), rel=1e-3)
+    largest = 128 / 8 * 2048 * 2 * 768
+    assert gathered[3, 8] == pytest.approx(2 * (max(head, layer) + largest), rel=1e-3)
     assert gathered[3, 1] > 2 * gathered[3, 8]
 
 
@@ -360,8 +373,8 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
-    mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
-    assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
+    granite = replace(shape, model_type="granitemoe")
+    assert unpredicted(granite, Layout(), 4096) == ("experts in other blocks than mlp",)
 
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -6,8 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shapes import MIXTRAL, QWEN3, SHARED, TINY, hub, shape
+from tests.support.models import BESIDE_MLP
+from tests.support.shapes import (
+    GEMMA4,
+    JOINED,
+    MIXTRAL,
+    QWEN3,
+    SHARED,
+    SOME_DENSE,
+    TINY,
+    hub,
+    shape,
+)
+from uspft.families import expert_layers
 from uspft.planner.products import (
+    expert_parameters,
     head_projection,
     layer_projections,
     met_parameters,
@@ -26,8 +39,8 @@ from uspft.planner.products import (
 )
 def test_parameters_are_those_published(name: str, published: int) -> None:
     model = hub(name)
-    outside, layer = parameters_of(model)
-    assert outside + model.layers * layer == pytest.approx(published, rel=1e-4)
+    every = parameters_of(model)
+    assert every.outside + every.layers == pytest.approx(published, rel=1e-4)
     embedding = model.vocab_size * model.hidden_size
     looked_up = 0 if model.tied else embedding
     assert met_parameters(model) == pytest.approx(published - looked_up, rel=1e-4)
@@ -39,7 +52,8 @@ def test_of_experts_a_token_meets_some(tmp_path: Path) -> None:
     experts = 3 * model.hidden_size * model.intermediate_size
     router = 8 * model.hidden_size
     assert met_parameters(model) - met_parameters(dense) == model.layers * (experts + router)
-    assert parameters_of(model)[1] - parameters_of(dense)[1] == 7 * experts + router
+    more = parameters_of(model).layers - parameters_of(dense).layers
+    assert more == model.layers * (7 * experts + router)
 
 
 def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> None:
@@ -50,22 +64,45 @@ def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> 
     assert (out.inputs, out.outputs) == (2 * 128, 4096)
     assert gate.outputs == up.outputs == down.inputs == 12288 // 16
     assert head_projection(model).on(2).outputs == model.vocab_size // 2
-    whole, half = parameters_of(model)[1], parameters_of(model, 2)[1]
+    whole, half = (parameters_of(model, ranks, [0]).layers for ranks in (1, 2))
     assert 2 * half - whole == 2 * model.hidden_size, "norms alone are whole on both"
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "olmo_hybrid", "qwen3_next", "qwen2_moe"])
-def test_projections_of_a_hybrid_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_fields_that_a_family_lacks_say_nothing(tmp_path: Path) -> None:
+    other = {"mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_end_index": 0}
+    assert all(expert_layers(shape(tmp_path, {**MIXTRAL, **other})))
+    assert not any(expert_layers(shape(tmp_path, {**QWEN3, **other})))
+
+
+OWN = {
+    **{"qwen3_5_text": {}, "olmo_hybrid": {}, "qwen3_next": SHARED, "qwen2_moe": SHARED},
+    "gemma4_text": {**GEMMA4, **BESIDE_MLP, "num_experts": 6},
+    "gemma4_text joined": {**GEMMA4, **JOINED},
+    **{f"{kind} some dense": own for kind, own in SOME_DENSE.items()},
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_projections_of_each_layer_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "pad_token_id": 0}
-    sizes |= SHARED if kind in ("qwen3_next", "qwen2_moe") else {}
-    model = shape(tmp_path, {**TINY, **sizes, "model_type": kind, "num_hidden_layers": 8})
+    sizes |= OWN[kind] | {"model_type": kind.split()[0], "num_hidden_layers": 8}
+    model = shape(tmp_path, {**TINY, **sizes})
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    linears = [one for one in net.model.layers.modules() if isinstance(one, torch.nn.Linear)]
+    linears = [one for one in net.model.modules() if isinstance(one, torch.nn.Linear)]
     met = sum(one.weight.numel() for one in [*linears, net.lm_head])
     for name, one in net.named_parameters():  # of six experts a token meets two
         met += one.numel() // 3 * (".experts." in name) + one.numel() * ("mlp.gate.w" in name)
     assert met_parameters(model) == met
+    here = [
+        any("experts" in name for name, _ in one.named_parameters()) for one in net.model.layers
+    ]
+    assert expert_layers(model) == tuple(here)
+    assert parameters_of(model).with_experts == sum(here)
+    assert any(here) > all(here) or "dense" not in kind
+    experts = sum(one.numel() for name, one in net.named_parameters() if ".experts." in name)
+    assert parameters_of(model).experts == experts
+    assert not experts or experts == sum(here) * expert_parameters(model)

@@ -104,6 +104,14 @@ FEW = {
         *("states", "nothing", "all", "bfloat16", Layout(pipeline=2)),
         *(Schedule("seqpipe", 1, (1, 1), 4), 3),
     ),
+    "a stage without experts": Case(
+        *("glm", "nothing", "all", "bfloat16", Layout(pipeline=2)),
+        *(Schedule(sizes=(1, 2)), 3),
+    ),
+    "divided experts beside none": Case(
+        *("glm", "attention", "last layer", "bfloat16", Layout(ulysses=2, pipeline=2, experts=2)),
+        *(Schedule(virtual=2, sizes=(1, 1, 1, 1)), 3),
+    ),
     "adapters": Case(
         *("qwen3", "nothing", "lora", "bfloat16", Layout(ulysses=2, pipeline=2)),
         *(Schedule(virtual=2, sizes=(1, 2, 1, 1)), 3),

@@ -18,10 +18,14 @@ from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.bubble import simulated
+from uspft.planner.flops import layer_flops, step_flops
 from uspft.planner.machine import Hardware
-from uspft.planner.stages import links_of, message_bytes, stages_of
-from uspft.planner.step import forward_and_backward, pipeline_costs, step_time
+from uspft.planner.products import met_parameters
+from uspft.planner.stages import links_of, message_bytes, stage_layers, stages_of
+from uspft.planner.step import dealt_stages, forward_and_backward, pipeline_costs, step_time
 from uspft.planner.step_shape import StepShape, StepTime
+from uspft.planner.trained import counts_of
+from uspft.planner.zero_time import held_bytes
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
@@ -112,6 +116,34 @@ def test_stages_take_together_what_the_whole_model_takes() -> None:
             assert sum(costs.stages) == pytest.approx(seconds)
             assert len(costs.stages) == layout.pipeline * schedule.virtual
             assert sum(p.seconds - p.hidden for p in most) == pytest.approx(costs.most)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
+    """Of GLM-4.5-Air with an MLP in 20 of 46 layers, beside what is held and the whole's price."""
+    model = hub("zai-org/GLM-4.5-Air")
+    model = replace(model, raw={**model.raw, "first_k_dense_replace": 20})
+    layout, windows = Layout(data=2, pipeline=2, experts=experts), (None,) * 46
+    shape = step(model=model, windows=windows, schedule=Schedule(sizes=(20, 26)))
+    stages = dealt_stages(shape, layout, again=True, memo={})
+    for place in range(2):
+        held = held_bytes(shape, layout, stages, place)
+        mine = counts_of(model, 1, None, (), stage_layers(stages, place), experts)
+        divided = held.experts.weights if held.experts else 0.0
+        assert held.weights + divided == pytest.approx(2 * mine.every, rel=1e-5)
+        assert divided == pytest.approx(2 * mine.experts)
+        assert bool(divided) == (place == 1 < experts)
+    costs, *_ = pipeline_costs(shape, layout, WHOLE, H100)
+    whole = forward_and_backward(shape, layout, WHOLE, H100)
+    assert sum(costs.stages) == pytest.approx(sum(part.seconds - part.hidden for part in whole))
+    alike = forward_and_backward(replace(shape, experts=(True,) * 46), layout, WHOLE, H100)
+    some, every = ([p.bytes for p in one if p.name == "experts"] for one in (whole, alike))
+    assert some == pytest.approx([26 / 46 * size for size in every]) and bool(some) == (experts > 1)
+    flops, head = layer_flops(model, windows, DrawnRows.whole(1 << 13))
+    attention = step_flops(0, 1 << 13, (1 << 12) * ((1 << 13) + 1), (46, 96, 128))
+    products = 6 * met_parameters(model) * (1 << 13)
+    assert sum(flops) + head == pytest.approx(products + attention, rel=1e-6)
+    assert flops[19] < 0.95 * flops[20]
 
 
 def test_parts_name_the_bubble_and_what_stages_send() -> None:

@@ -61,6 +61,24 @@ def test_one_rank_computes_all_and_moves_nothing() -> None:
     assert found.of("update") == pytest.approx(30 * PARAMETERS / 3.35e12, rel=1e-3)
 
 
+def test_layers_with_heads_of_two_sizes_cost_what_they_would_apart() -> None:
+    """Those that see all have fewer KV heads, of twice the features."""
+    layout, windows = Layout(ulysses=2, ring=2), (512,) * 20 + (None,) * 12
+    both = replace(LLAMA, seeing_all=(4, 256))
+    wide = replace(LLAMA, kv_heads=4, head_dim=256)
+    names = "attention", "ring", "all_to_all", "products"
+    parts = [
+        timed(layout, algorithm="hybrid_cp", model=replace(model, layers=len(some)), windows=some)
+        for model, some in ((both, windows), (LLAMA, windows[:20]), (wide, windows[20:]))
+    ]
+    head = timed(layout, algorithm="hybrid_cp", model=replace(LLAMA, layers=0), windows=())
+    for name in names:
+        whole, *apart = (part.of(name) for part in parts)
+        assert whole == pytest.approx(sum(apart) - head.of(name), rel=1e-6), name
+    flops = [model_flops(step(model=m, windows=w)) for m, w in ((both, windows), (LLAMA, windows))]
+    assert flops[0] > 1.1 * flops[1]
+
+
 def test_recomputing_adds_a_forward_of_the_layers_and_no_attention() -> None:
     kept, again = timed(ONE), timed(ONE, recompute=True)
     head = LLAMA.vocab_size * LLAMA.hidden_size

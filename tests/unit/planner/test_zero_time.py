@@ -32,10 +32,9 @@ def timed(layout: Layout, hardware: Hardware, tokens: int, stage: int = 3) -> St
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_of_divided_experts_a_part_moves(stage: int) -> None:
     """Of every parameter 4 bytes of gradient, and 2 of weight, twice at stage 3."""
-    outside, layer = parameters_of(QWEN)
-    experts = QWEN.layers * expert_parameters(QWEN)
-    rest = outside + QWEN.layers * layer - experts
-    assert expert_parameters(QWEN) == 3 * 128 * 2048 * 768
+    outside, layers, experts, _ = parameters_of(QWEN)
+    rest = outside + layers - experts
+    assert experts == QWEN.layers * expert_parameters(QWEN) == 48 * 3 * 128 * 2048 * 768
     for degree in (1, 2, 4):
         found = timed(Layout(data=8, experts=degree), H100, 4096, stage)
         here = rest + experts / degree

@@ -40,11 +40,11 @@ def test_depth_follows_memory_and_keeps_every_kind_of_layer(tmp_path: Path) -> N
     sizes = replace(sizes_in(tmp_path), kinds=kinds)
     assert sizes.shallowest == 3
     for depth in range(3, 7):
-        need = math.ceil(sizes.need_bytes(depth) / USABLE_SHARE)
+        need = math.ceil(sizes.memory_bytes(depth) / USABLE_SHARE)
         assert fitting_depth(sizes, need) == depth
         assert depth == 3 or fitting_depth(sizes, need - 1) == depth - 1
     with pytest.raises(Fault, match="3 of 6 layers"):
-        fitting_depth(sizes, math.ceil(sizes.need_bytes(3) / USABLE_SHARE) - 1)
+        fitting_depth(sizes, math.ceil(sizes.memory_bytes(3) / USABLE_SHARE) - 1)
 
 
 def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     config = model_config(shorter.model, shorter.data.sequence_length)
     assert (config.num_hidden_layers, config.layer_types) == (1, ["full_attention"])
     longer = sizes_in(tmp_path, with_plain=True, data={"sequence_length": 192})
-    assert longer.need_bytes(2) > sizes.need_bytes(2) > sizes.need_bytes(1)
+    assert longer.memory_bytes(2) > sizes.memory_bytes(2) > sizes.memory_bytes(1)
 
 
 @pytest.mark.parametrize("away", ["none", "cpu"])
@@ -71,10 +71,10 @@ def test_one_process_needs_what_the_formula_says(tmp_path: Path, away: str) -> N
         shape = replace(sizes.shape, layers=depth)
         need = memory_of(shape, Layout(), sizes.row_tokens, options=sizes.options)
         assert sizes.options.zero_stage == 0
-        assert sizes.need_bytes(depth) == need.peak_bytes + need.host_bytes
+        assert sizes.memory_bytes(depth) == need.peak_bytes + need.host_bytes
     plain = sizes_in(tmp_path, True, model={"dtype": "bfloat16"}, memory=memory)
     assert plain.options.dtype == "float32" and plain.options.loss_tile is None
-    assert plain.need_bytes(2) != sizes.need_bytes(2)
+    assert plain.memory_bytes(2) != sizes.memory_bytes(2)
 
 
 def test_plain_transformers_is_left_out_with_a_reason(

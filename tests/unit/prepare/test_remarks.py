@@ -78,7 +78,9 @@ def test_check_says_on_which_side_a_recipe_is(rows: int, degree: int, said: str)
     twice as many tokens."""
     words = (f"{DEGREE}={degree}", f"training.micro_batch_size={rows}")
     told = side(examined(LORA, *words))
-    assert told and told.endswith(said)
+    assert told and said in told
+    hidden = "nothing hides it, and what ZeRO moves passes behind products"
+    assert (hidden in told) == ("expert_parallel" in said)
     assert f"{rows * 16_384:,} tokens" in told and f"{128 // degree} of a layer's 128" in told
 
 

@@ -82,10 +82,10 @@ def test_more_is_settled_as_more_is_known(folder: Path) -> None:
     here = resolve(asked, Known(hosts=2, gpus=8))
     assert (here.launch.device, here.launch.processes) == ("cuda", 8)
     assert (here.parallel_config.data_parallel, here.model.attention) == (4, "auto")
-    known = Known(hosts=2, gpus=8, shape=shape, formats=["text"], kernel="flash_attn_3")
+    known = Known(hosts=2, gpus=8, shape=shape, formats=["text"])
     settled = resolve(asked, known)
     assert isinstance(settled.memory.loss_tile_tokens, int)
-    assert (settled.data.format, settled.model.attention) == ("text", "flash_attn_3")
+    assert (settled.data.format, settled.model.attention) == ("text", "auto")
     assert settled.parallel_config.context_parallel_algo == "planned_cp"
     whole = [Segments.single(4096)] * 4
     links_unknown = resolve(asked, Known(gpus=8, shape=shape, rows=whole))
@@ -231,7 +231,7 @@ def test_attention_decides_how_many_mesh_rows_there_can_be(folder: Path) -> None
 def test_what_is_settled_stays(folder: Path) -> None:
     shape = read_shape(recipe(folder).model, folder)
     assert isinstance(shape, ModelShape)
-    known = Known(gpus=8, shape=shape, formats=["text"], kernel="flash_attn_3")
+    known = Known(gpus=8, shape=shape, formats=["text"])
     once = resolve(recipe(folder), known)
     assert resolve(once, known) == once == resolve(once, Known())
 

@@ -18,8 +18,8 @@ from uspft.launcher import Meeting
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.weigh_strategies import (
+    corpus_here,
     knowing_memory,
-    lengths_here,
     lengths_of,
     weighed_here,
     weighing,
@@ -156,19 +156,16 @@ def test_lengths_are_those_of_the_tokenised_data_or_of_its_first_records(tmp_pat
     sizes = [ROW + 8, *tail()]
     found = read(written(tmp_path, sizes, data={"overlong": "split"}))
     place = Invocation("", cache=tmp_path)
-    assert lengths_here(found, place) is None
-    looked_at = weighed_here(found, place, sizes)
+    assert corpus_here(found, place, None) is None
+    looked_at = weighed_here(found, place, None, sizes)
     assert looked_at.known.weighed and looked_at.known.weighed.source == "first records"
     split = sorted([ROW, 8, *tail()])
     assert sorted(looked_at.known.weighed.drawn.lengths) == split
-    assert weighed_here(found, place, []) is found
+    assert weighed_here(found, place, None, []) is found
     folder = prepare(found.recipe.data, None, SIZES["vocab_size"], tmp_path / "data")
-    assert (
-        sorted(lengths_here(found, place) or [])
-        == split
-        == sorted(lengths_of(found.recipe, folder))
-    )
-    whole = weighed_here(found, place, sizes)
+    assert corpus_here(found, place, None) == folder
+    assert sorted(lengths_of(found.recipe, folder)) == split
+    whole = weighed_here(found, place, None, sizes)
     assert whole.known.weighed and whole.known.weighed.source == "data"
 
 
@@ -176,6 +173,6 @@ def test_a_list_is_predicted_beside_every_layout_alone(tmp_path: Path) -> None:
     listed = [{"max_length": 64}, {"max_length": ROW, "model_parallel": 2}]
     found = read(written(tmp_path, tail(), parallel_config={"strategies": listed}))
     weighed = weighing(found, tail()).known.weighed
-    assert weighed and weighed.choice.mix and weighed.choice.mix.bounds == (64, ROW)
-    assert [one.layout.tensor for one in weighed.choice.mix.buckets] == [1, 2]
-    assert weighed.choice.best_static and weighed.choice.mix_seconds > 0
+    assert weighed and weighed.choice.layouts and weighed.choice.layouts.bounds == (64, ROW)
+    assert [one.layout.tensor for one in weighed.choice.layouts.buckets] == [1, 2]
+    assert weighed.choice.best_static and weighed.choice.switching_seconds > 0

@@ -17,7 +17,7 @@ from uspft.planner.layouts import MAX_LAYOUTS, candidates, chosen
 from uspft.prepare.examine import examine
 from uspft.prepare.layout_findings import run_findings
 from uspft.verify.report import Report
-from uspft.verify.result import Difference, Measured, Result
+from uspft.verify.work import Difference, Measured, Result
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tests.support.verify import REFERENCE, result
-from uspft.verify.result import Measured, Result
 from uspft.verify.verdict import FIXED, MAX_TOLERANCE, PLAIN, measured_tolerance, mismatches
+from uspft.verify.work import Measured, Result
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_name("marked_templates.yaml")
 
 
 def marked_copy_of(source: str) -> str | None:
-    """Return the marked twin of a chat template, or None where the template is not known."""
+    """Return the marked copy of a chat template, or None where the template is not known."""
     known = models().get(digest(source))
     if known is None:
         return None
@@ -64,6 +64,7 @@ MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TODAY = "26 Jul 2024"
 """The date for templates that write `date_string`: the one that Llama 3's own fall back to."""
 _USER = {"role": "user", "content": "a"}
+_PROBE = [_USER, {"role": "assistant", "content": PLACEHOLDER}]
 _ID = "abcdefghi"
 """What a call is known by: Mistral's templates ask for nine characters."""
 _CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -147,7 +148,7 @@ class ChatTemplate:
         """Whether the generation prompt is all that the template writes before an answer."""
         try:
             plain, prompt = self.write([_USER]), self.write([_USER], True)
-            answered = self.write([_USER, {"role": "assistant", "content": PLACEHOLDER}])
+            answered = self.write(_PROBE)
         except SampleFault:
             return False
         head = answered.partition(PLACEHOLDER)[0]
@@ -157,7 +158,7 @@ class ChatTemplate:
     def manner(self) -> Manner:
         """How the template writes answers where a conversation brings no settings of its own."""
         try:
-            answered = self.write([_USER, {"role": "assistant", "content": PLACEHOLDER}])
+            answered = self.write(_PROBE)
         except SampleFault:
             return Manner(self.prompts, self.tokens)
         head, _, tail = answered.partition(PLACEHOLDER)
@@ -266,19 +267,17 @@ def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
 
 def _asks(role: str) -> list[list[Turn]]:
     """Return conversations with a placeholder for what a turn of the role says."""
-    said, asked = {"role": role, "content": PLACEHOLDER}, {"role": "user", "content": "a"}
-    answered = {"role": "assistant", "content": "b"}
+    said, answered = {"role": role, "content": PLACEHOLDER}, {"role": "assistant", "content": "b"}
     if role == "user":
         return [[said], [said, answered]]
     if role in ("system", "developer"):
-        return [[said, asked, answered]]
+        return [[said, _USER, answered]]
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     said |= {"name": "f", "tool_call_id": _ID}
-    return [[asked, called, said], [asked, answered, said]]
+    return [[_USER, called, said], [_USER, answered, said]]
 
 
 _KEY = "data.chat_template"
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
 _SPECIAL = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
 _REMEDY = (
     "name a Jinja file, data/templates/ has some: chatml.jinja (Qwen), llama3.jinja, gemma.jinja"
@@ -377,7 +376,6 @@ def _end_outside(template: ChatTemplate) -> str:
 
 
 _MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-_ASKED = {"role": "user", "content": "a"}
 
 
 def without_marks(source: str) -> str:
@@ -404,7 +402,7 @@ def turn_ends(template: ChatTemplate) -> list[str]:
     )
     for answer, which in answers:
         try:
-            text = template.write([_ASKED, {"role": "assistant", **answer}])
+            text = template.write([_USER, {"role": "assistant", **answer}])
         except SampleFault:
             continue  # the template knows no calls, or no such conversation
         tail = text.rpartition(PLACEHOLDER)[2] if PLACEHOLDER in text else ""

@@ -100,22 +100,6 @@ EMPTY = -1
 """Index of a row of padding alone, which keeps ranks in step where the rows of a step run out."""
 
 
-@dataclass(frozen=True)
-class StepRows:
-    """Which of the stream's rows a step takes."""
-
-    each: int
-    """The rows of a step."""
-    last: int | None = None
-    """The row at which the run ends, if any."""
-
-    def of(self, step: int) -> range:
-        """Return the rows of a step, from 1; the last step may have fewer."""
-        first = (step - 1) * self.each
-        stop = first + self.each
-        return range(first, stop if self.last is None else min(stop, self.last))
-
-
 class Size(NamedTuple):
     """How much of a step runs under one layout; tokens count padding, once for each row."""
 
@@ -136,11 +120,18 @@ class RowLoader(ABC):
     """The live layout of each strategy, where the recipe has several."""
 
     def __init__(
-        self, stream: RowStream, row_stride: int, of_step: StepRows, orders: Orders | None
+        self,
+        stream: RowStream,
+        row_tokens: int,
+        rows_per_step: int,
+        last_row: int | None,
+        orders: Orders | None,
     ) -> None:
-        """row_stride: how far apart the numbers of one row's tokens and the next row's are. orders:
-        where token orders are found; None: in this process."""
-        self.stream, self._row_stride, self._of_step = stream, row_stride, of_step
+        """row_tokens: of the longest row. rows_per_step: what a step takes of the stream, up to
+        `last_row`, if any, at which the run ends. orders: where token orders are found; None: in
+        this process."""
+        self.stream, self._row_tokens = stream, row_tokens
+        self._rows_per_step, self._last_row = rows_per_step, last_row
         self._reading, self._orders = threading.Lock(), orders or Orders()
         self._ahead = Prefetcher(self._made)
         self.epochs = 0.0
@@ -181,8 +172,11 @@ class RowLoader(ABC):
         return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
 
     def rows_of(self, step: int) -> range:
-        """Return the indices, in the stream, of what a step takes."""
-        return self._of_step.of(step)
+        """Return the indices, in the stream, of what a step takes, from 1; the last step may have
+        fewer."""
+        first = (step - 1) * self._rows_per_step
+        stop = first + self._rows_per_step
+        return range(first, stop if self._last_row is None else min(stop, self._last_row))
 
     @abstractmethod
     def sizes(self, step: int) -> list[Size]:
@@ -215,7 +209,7 @@ class RowLoader(ABC):
         def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
             return ready(kept(arrays))
 
-        labels, stride = kept([row.labels for row in rows]), self._row_stride
+        labels, stride = kept([row.labels for row in rows]), self._row_tokens
         chosen = np.flatnonzero(labels != NOT_TRAINED)
         numbers = zip(indices, rows, strict=True)
         found = Batch(
@@ -310,9 +304,8 @@ class StepLoader(RowLoader):
         last_row: int | None = None,
         orders: Orders | None = None,
     ) -> None:
-        super().__init__(stream, row_tokens, StepRows(rows_per_step, last_row), orders)
-        self._world, self._row_tokens = world, row_tokens
-        self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
+        super().__init__(stream, row_tokens, rows_per_step, last_row, orders)
+        self._world, self._rows_per_batch = world, rows_per_batch
 
     def on_host(self, step: int) -> list[Batch]:
         return [self._cut(self._world, indices) for indices in self._indices(step)]

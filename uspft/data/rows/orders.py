@@ -1,7 +1,7 @@
 """The token orders of rows, found in a process that launches no kernels.
 
 A search takes up to a second of a core. In a thread of the rank it would take Python from the one
-that launches kernels, so it runs beside the rank, and the rank waits for a pipe.
+that launches kernels, so it runs in a process beside the rank, which waits for the answer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
+from uspft.launcher.process_pool import end_with_parent
 from uspft.segments import Segments
 
 if TYPE_CHECKING:
@@ -29,14 +31,14 @@ REMEMBERED = 4096
 class Orders:
     """The token orders of rows by algorithm, each found once; threads may share it."""
 
-    def __init__(self, beside: Connection | None = None) -> None:
-        """beside: the pipe to a process that searches; None: this one does."""
-        self._beside, self._talking = beside, threading.Lock()
+    def __init__(self, beside: ProcessPoolExecutor | None = None) -> None:
+        """beside: the process that searches; None: this one does."""
+        self._beside, self._searching = beside, threading.Lock()
         self._found: OrderedDict[tuple[Algorithm, Segments], Order] = OrderedDict()
 
     def of(self, algorithm: Algorithm, segments: Segments) -> Order:
         """Return the positions of a row that each context rank holds."""
-        with self._talking:
+        with self._searching:
             key = algorithm, segments
             if key not in self._found:
                 self._found[key] = self._search(algorithm, segments)
@@ -47,14 +49,9 @@ class Orders:
     def _search(self, algorithm: Algorithm, segments: Segments) -> Order:
         if self._beside:
             try:
-                self._beside.send((algorithm, segments))
-                found: Order | Exception = self._beside.recv()
-            except (EOFError, OSError):
+                return self._beside.submit(algorithm.token_order, segments).result()
+            except BrokenProcessPool:
                 self._beside = None  # it was killed: what it finds can be found here too
-            else:
-                if isinstance(found, Exception):
-                    raise found
-                return found
         return algorithm.token_order(segments)
 
 
@@ -62,39 +59,16 @@ class Orders:
 def searching_beside() -> Iterator[Orders]:
     """Give token orders that a process of their own finds, as long as the block runs.
 
-    It is forked, which spares it the imports, so this has to come before devices and process
-    groups. A thread that draws on the screen holds nothing that it needs.
+    It is forked, which spares it the imports, and at once, since that has to come before devices
+    and process groups. A thread that draws on the screen holds nothing that it needs.
     """
-    here, there = Pipe()
-    process = os.fork()
-    if process == 0:
-        try:
-            here.close()  # else the pipe would not end with the rank
-            _answer(there)
-        finally:
-            os._exit(0)  # what was opened and registered before is the rank's to close
-    there.close()
-    try:
-        yield Orders(here)
-    finally:
-        here.close()
-        os.waitpid(process, 0)
+    with ProcessPoolExecutor(1, get_context("fork"), _begin) as beside:
+        beside.submit(os.getpid).result()
+        yield Orders(beside)
 
 
-def _answer(asked: Connection) -> None:
-    """Answer questions until the rank is gone."""
+def _begin() -> None:
+    """Begin the process that searches: signals are the rank's to heed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    while True:
-        try:
-            algorithm, segments = asked.recv()
-        except EOFError:
-            return
-        try:
-            found = algorithm.token_order(segments)
-        except Exception as error:  # the rank raises it
-            found = error
-        try:
-            asked.send(found)
-        except OSError:
-            return
+    end_with_parent()

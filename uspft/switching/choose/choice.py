@@ -21,9 +21,10 @@ from uspft.switching.choose.priced import (
 )
 
 AS_FAST = 1.05
-"""Times a mix's seconds at which a static layout counts as fast: predictions are no closer."""
+"""Times the seconds of several layouts at which a static one counts as fast: predictions are no
+closer."""
 LESS = 0.99
-"""Times the seconds of the best mix in place at which weights are moved instead."""
+"""Times the seconds of the best set of layouts in place at which weights are moved instead."""
 LOWER_BUCKETS = 3
 """The most buckets below the longest rows'."""
 SHORTLIST = 4
@@ -46,9 +47,9 @@ class StaticTime:
 class SwitchingChoice:
     """What `strategies: auto` became, with all that it was compared with."""
 
-    mix: LayoutSet | None
+    layouts: LayoutSet | None
     """The fastest set of several layouts; None where none fits."""
-    mix_seconds: float
+    switching_seconds: float
     static: tuple[StaticTime, ...]
     """Every static layout, the fastest first and those that do not fit last."""
     keeps: bool | None = None
@@ -63,10 +64,12 @@ class SwitchingChoice:
     @property
     def switches(self) -> bool:
         """Whether the run uses several layouts, and not the best static one."""
-        if self.mix is None or self.keeps is False:
+        if self.layouts is None or self.keeps is False:
             return False
         best = None if self.keeps else self.best_static
-        return best is None or best.seconds is None or best.seconds > AS_FAST * self.mix_seconds
+        return (
+            best is None or best.seconds is None or best.seconds > AS_FAST * self.switching_seconds
+        )
 
     @property
     def why(self) -> str:
@@ -75,18 +78,20 @@ class SwitchingChoice:
         if best is None:
             if not self.switches:
                 return "no layout's rows fit in memory"
-            return f"switching takes {self.mix_seconds:.3g} s a step, and no static layout fits"
+            return (
+                f"switching takes {self.switching_seconds:.3g} s a step, and no static layout fits"
+            )
         static = f"{best.priced.name} alone takes {best.seconds:.3g} s a step"
         if self.keeps is not None:
             kept = "several layouts in a step" if self.keeps else "one layout"
             static = f"the checkpoint has {kept}; {static}"
-        if self.mix is None:
-            return f"{static}, and no mix of several layouts fits"
+        if self.layouts is None:
+            return f"{static}, and no set of several layouts fits"
         if self.keeps is not None:
-            return f"{static}, and switching {self.mix_seconds:.3g} s"
+            return f"{static}, and switching {self.switching_seconds:.3g} s"
         if self.switches:
-            return f"switching takes {self.mix_seconds:.3g} s a step, and {static}"
-        return f"{static}, and switching {self.mix_seconds:.3g} s, which is not clearly less"
+            return f"switching takes {self.switching_seconds:.3g} s a step, and {static}"
+        return f"{static}, and switching {self.switching_seconds:.3g} s, which is not clearly less"
 
 
 def choose(
@@ -99,8 +104,8 @@ def choose(
     """Return the set of layouts with the least predicted seconds of a step, and those of every
     static layout.
 
-    among: which layouts count, static and in a mix. keeps: whether a checkpoint's steps had several
-    layouts, or one: then a mix is made of the best layout alone where there is no other.
+    among: which layouts count, static and in a set. keeps: whether a checkpoint's steps had several
+    layouts, or one: then the best layout alone is a set where there is no other.
     """
 
     def priced_at(length: int, most: int | None) -> list[PricedLayout]:
@@ -113,25 +118,29 @@ def choose(
     best: _Timed = float("inf"), None
     alike = drawn.packing == "none"
     for kind in _kinds(setting, options, alike):
-        listed = sorted(kind, key=lambda mix: mix.least_seconds(drawn))[:SHORTLIST]
-        found = min(((mix.seconds(drawn), mix) for mix in listed), key=_seconds, default=best)
+        listed = sorted(kind, key=lambda layouts: layouts.least_seconds(drawn))[:SHORTLIST]
+        found = min(
+            ((layouts.seconds(drawn), layouts) for layouts in listed), key=_seconds, default=best
+        )
         if found[0] < best[0] * (LESS if found[1] and found[1].moves else 1):
             best = found
     if best[1] is not None:
         best = _refined(best[0], best[1], drawn, options, alike)
     choice = SwitchingChoice(best[1], best[0], _static(setting, drawn, longest), keeps)
-    if keeps and choice.mix is None and choice.best_static:
+    if keeps and choice.layouts is None and choice.best_static:
         one = choice.best_static.priced
-        mix = LayoutSet(setting, (one,), one.layout.tensor)
-        return replace(choice, mix=mix, mix_seconds=mix.seconds(drawn))
+        layouts = LayoutSet(setting, (one,), one.layout.tensor)
+        return replace(choice, layouts=layouts, switching_seconds=layouts.seconds(drawn))
     return choice
 
 
-def beside_static(mix: LayoutSet, drawn: DrawnSteps) -> SwitchingChoice:
+def beside_static(layouts: LayoutSet, drawn: DrawnSteps) -> SwitchingChoice:
     """Return the predicted step of the layouts that a recipe lists, and of every static layout."""
     length = drawn.row_tokens
-    longest = priced_layouts(mix.setting, length, drawn.typical(length), most=None)
-    return SwitchingChoice(mix, mix.seconds(drawn), _static(mix.setting, drawn, longest))
+    longest = priced_layouts(layouts.setting, length, drawn.typical(length), most=None)
+    return SwitchingChoice(
+        layouts, layouts.seconds(drawn), _static(layouts.setting, drawn, longest)
+    )
 
 
 def _static(
@@ -164,19 +173,21 @@ def _kinds(
         fitting = {}
         for length, found in options.items():
             alone = (LayoutSet(setting, (one,), degree, moves) for one in found)
-            fitting[length] = [mix.buckets[0] for mix in alone if mix.holds and mix.fits]
+            fitting[length] = [
+                layouts.buckets[0] for layouts in alone if layouts.holds and layouts.fits
+            ]
         same = alike and not moves
-        mixes = _mixes(setting, fitting, degree, moves)
-        yield [mix for mix in mixes if mix.fits and (same or mix.switches)]
+        sets = _sets_of_layouts(setting, fitting, degree, moves)
+        yield [layouts for layouts in sets if layouts.fits and (same or layouts.switches)]
 
 
-def _mixes(
+def _sets_of_layouts(
     setting: Setting,
     fitting: Mapping[int, Sequence[PricedLayout]],
     tensor: int,
     moves: bool,
 ) -> Iterator[LayoutSet]:
-    """Yield the mixes of every choice of bounds: each layout of the longest rows, and for shorter
+    """Yield the sets of every choice of bounds: each layout of the longest rows, and for shorter
     ones the layout of least work on as many ranks or fewer."""
     longest = max(fitting)
     lower = [length for length, found in fitting.items() if found and length < longest]
@@ -194,20 +205,20 @@ def _mixes(
 
 def _refined(
     seconds: float,
-    mix: LayoutSet,
+    layouts: LayoutSet,
     drawn: DrawnSteps,
     options: Mapping[int, Sequence[PricedLayout]],
     alike: bool,
 ) -> tuple[float, LayoutSet]:
     """Return the set of layouts after each bucket in turn was given another layout, where that
     makes the step shorter, with the seconds of its step."""
-    for place, bucket in enumerate(mix.buckets):
+    for place, bucket in enumerate(layouts.buckets):
         for other in options[bucket.length]:
-            buckets = (*mix.buckets[:place], other, *mix.buckets[place + 1 :])
-            tried = replace(mix, buckets=buckets)
+            buckets = (*layouts.buckets[:place], other, *layouts.buckets[place + 1 :])
+            tried = replace(layouts, buckets=buckets)
             switches = tried.switches or (alike and not tried.moves)
-            if other is mix.buckets[place] or not (tried.holds and tried.fits and switches):
+            if other is layouts.buckets[place] or not (tried.holds and tried.fits and switches):
                 continue
             if (found := tried.seconds(drawn)) < seconds:
-                seconds, mix = found, tried
-    return seconds, mix
+                seconds, layouts = found, tried
+    return seconds, layouts

@@ -233,8 +233,7 @@ class Static:
 
     @property
     def fits(self) -> bool:
-        mix = LayoutSet(self.setting, (self.layout,), self.layout.layout.tensor)
-        return mix.fits
+        return LayoutSet(self.setting, (self.layout,), self.layout.layout.tensor).fits
 
     def seconds(self, drawn: DrawnSteps) -> float:
         """Return the seconds of a step of as many samples, on average over the drawn ones.
@@ -244,21 +243,21 @@ class Static:
         many rows as take least time, of those that fit.
         """
         setting, one = self.setting, self.layout
-        mix = LayoutSet(setting, (one,), one.layout.tensor)
+        alone = LayoutSet(setting, (one,), one.layout.tensor)
         rows = [one.row_seconds(pairs_of(row)) for row in drawn.pooled]
-        most = min(int(mix.memory(one) / one.row_bytes), -(-len(rows) // one.layout.data))
+        most = min(int(alone.memory(one) / one.row_bytes), -(-len(rows) // one.layout.data))
         steps, given = len(drawn.steps), setting.rows_at_once
         if given is not None:
             passes = -(-drawn.packed_rows // (given * one.layout.data))
             whole, count = self._passes(rows, given)
-            return whole / count * passes * one.filling(passes) + mix.once_seconds
+            return whole / count * passes * one.filling(passes) + alone.once_seconds
         found = (self._passes(rows, at_once) for at_once in range(1, max(1, most) + 1))
         # With fewer passes than steps, replicas are idle in each.
         least = min(
             whole / steps * max(1.0, steps / count) * one.filling(count / steps)
             for whole, count in found
         )
-        return least + mix.once_seconds
+        return least + alone.once_seconds
 
     def _passes(self, rows: Sequence[float], at_once: int) -> tuple[float, int]:
         """Return the seconds of all passes of so many rows a replica, in the rows' order; and how
@@ -285,5 +284,5 @@ class Static:
 
 
 def _parameters(step: StepShape, tensor: int) -> float:
-    outside, layer = parameters_of(step.model, tensor)
-    return outside + step.model.layers * layer
+    every = parameters_of(step.model, tensor)
+    return every.outside + every.layers

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from uspft.config.algorithms import ON_A_MESH, row_of
 from uspft.config.strategies import ranks_in_lockstep, row_lengths, strategies_of
-from uspft.data.rows.loader import EMPTY, RowLoader, Size, StepLoader, StepRows
+from uspft.data.rows.loader import EMPTY, RowLoader, Size, StepLoader
 from uspft.data.rows.stream import Row, RowStream, empty_row, training_rows
 from uspft.sequence import make_algorithm
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, rows_of_samples
@@ -86,14 +86,15 @@ class SwitchingLoader(RowLoader):
         stream: RowStream,
         strategies: Strategies,
         prices: Prices,
-        of_step: StepRows,
         *,
-        row_tokens: int,
         packing: str,
+        samples_per_step: int,
+        last_sample: int,
         orders: Orders | None = None,
     ) -> None:
-        """stream: of rows of one document each. row_tokens: of the longest row."""
-        super().__init__(stream, row_tokens, of_step, orders)
+        """stream: of rows of one document each."""
+        longest = strategies.row_lengths[-1]
+        super().__init__(stream, longest, samples_per_step, last_sample, orders)
         self._strategies, self._prices, self._packing = strategies, prices, packing
         self.worlds = strategies.worlds
         self._plans: dict[int, StepPlan] = {}
@@ -225,52 +226,32 @@ def training_loader(
     stream = training_rows(data, job.corpus, recipe.seed, one_document=switches)
     each = training.global_batch_size
     last = stream.rows_in(training.epochs) if training.epochs else job.steps * each
-    if switches:
-        of_step = StepRows(each, last)
-        return switching_loader(job, stream, of_step, (worlds, holders), groups, orders=orders)
-    return StepLoader(
-        stream,
-        worlds[0],
-        row_tokens=data.sequence_length,
-        rows_per_step=each,
-        rows_per_batch=training.micro_batch_size,
-        last_row=last,
-        orders=orders,
-    )
-
-
-def switching_loader(
-    job: Job,
-    stream: RowStream,
-    of_step: StepRows,
-    live: tuple[Sequence[World], Sequence[World]],
-    groups: Groups,
-    *,
-    orders: Orders | None = None,
-) -> SwitchingLoader:
-    """Return the loader of a recipe with strategies; collective.
-
-    live: the world of each strategy; and of them those under which ranks hold the parameters, the
-    least sharded first: one, or where weights move all.
-    """
-    recipe, (worlds, holders) = job.recipe, live
-    lengths, by_held = row_lengths(recipe), {one.layout.held: one for one in holders}
+    if not switches:
+        return StepLoader(
+            stream,
+            worlds[0],
+            row_tokens=data.sequence_length,
+            rows_per_step=each,
+            rows_per_batch=training.micro_batch_size,
+            last_row=last,
+            orders=orders,
+        )
+    by_held = {one.layout.held: one for one in holders}
     strategies = Strategies(
         worlds,
-        lengths,
+        row_lengths(recipe),
         {held: _idle_world(one, groups) for held, one in by_held.items()},
-        rows_at_once=recipe.training.micro_batch_size,
+        rows_at_once=training.micro_batch_size,
         lockstep=ranks_in_lockstep(recipe),
         moves=recipe.parallel_config.switching == "move",
     )
-    data = recipe.data
     return SwitchingLoader(
         stream,
         strategies,
         _same_prices(job),
-        of_step,
-        row_tokens=data.sequence_length,
         packing=data.packing,
+        samples_per_step=each,
+        last_sample=last,
         orders=orders,
     )
 

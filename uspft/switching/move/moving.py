@@ -23,7 +23,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
@@ -83,8 +82,8 @@ class MovingEngine(Engine):
         """
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
-        if apart := [s.layout.name() for s in every if s.layout.experts > 1]:
-            raise ValueError(f"weights do not move where experts are divided: {', '.join(apart)}")
+        if divided := [s.layout.name() for s in every if s.layout.experts > 1]:
+            raise ValueError(f"weights do not move where experts are divided: {', '.join(divided)}")
         self.every = {shards.layout.held: shards for shards in every}
         """Who holds what, by how ranks hold it."""
         for shards in every:
@@ -303,10 +302,3 @@ class MovingEngine(Engine):
         """Remove what the engine has hooked into the module."""
         for hook in self._hooks:
             hook.remove()
-
-
-def hosts_of_ranks(recipe: Recipe) -> list[int]:
-    """Return the number of the host that each rank is on."""
-    each = recipe.launch.processes
-    assert isinstance(each, int)  # settled before ranks start
-    return [rank // each for rank in range(dist.get_world_size())]

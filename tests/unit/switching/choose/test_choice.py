@@ -64,20 +64,22 @@ def test_a_long_tail_whose_weights_do_not_fit_whole_is_switched_by_moving() -> N
     """No rank holds weights, gradients and optimizer of stage 1 whole: one layout splits matrices
     for every row, over slow links; weights that move do so for long rows alone."""
     found = chosen()
-    assert found.mix and found.switches and found.mix.moves and found.best_static
+    assert found.layouts and found.switches and found.layouts.moves and found.best_static
     assert found.best_static.priced.layout.tensor > 1
-    assert found.mix.buckets[0].layout.tensor == 1 < found.mix.buckets[-1].layout.tensor
-    assert found.best_static.seconds and found.best_static.seconds > 1.2 * found.mix_seconds
+    assert found.layouts.buckets[0].layout.tensor == 1 < found.layouts.buckets[-1].layout.tensor
+    assert found.best_static.seconds and found.best_static.seconds > 1.2 * found.switching_seconds
     assert found.why.startswith("switching takes") and "s a step, and tensor" in found.why
-    assert len(found.mix.transfers) == len({b.layout.tensor for b in found.mix.buckets})
+    assert len(found.layouts.transfers) == len({b.layout.tensor for b in found.layouts.buckets})
 
 
 def test_memory_forbids_whole_weights_and_with_them_short_rows_on_one_rank() -> None:
     found = chosen(memory=80e9)
     assert all(one.seconds is None for one in found.static if one.priced.layout.tensor == 1)
-    assert found.mix is None or all(b.layout.tensor > 1 for b in found.mix.buckets)
+    assert found.layouts is None or all(b.layout.tensor > 1 for b in found.layouts.buckets)
     none = chosen(memory=20e9)
-    assert none.mix is None and not none.switches and none.why == "no layout's rows fit in memory"
+    assert (
+        none.layouts is None and not none.switches and none.why == "no layout's rows fit in memory"
+    )
 
 
 def test_without_a_tail_one_layout_stays() -> None:
@@ -88,28 +90,33 @@ def test_without_a_tail_one_layout_stays() -> None:
     assert f"{found.best_static.priced.name} alone takes" in found.why
     roomy = chosen(memory=400e9)
     assert not roomy.switches and roomy.best_static
-    assert roomy.best_static.seconds and roomy.best_static.seconds < AS_FAST * roomy.mix_seconds
+    assert (
+        roomy.best_static.seconds and roomy.best_static.seconds < AS_FAST * roomy.switching_seconds
+    )
 
 
 def test_where_no_mix_fits_it_is_the_mix_that_is_said_to_lack() -> None:
     found = choose(setting(400e9), DrawnSteps([64] * 8, 2, 64))
-    assert found.mix is None and sum(one.seconds is not None for one in found.static) > 1
-    assert found.why.endswith(" s a step, and no mix of several layouts fits")
+    assert found.layouts is None and sum(one.seconds is not None for one in found.static) > 1
+    assert found.why.endswith(" s a step, and no set of several layouts fits")
 
 
 def test_rows_of_one_sample_are_switched_since_short_rows_have_less_padding() -> None:
     found = choose(setting(400e9), DrawnSteps(tail(), 256, ROW, packing="none"))
-    assert found.mix and found.switches and found.best_static and found.best_static.seconds
-    assert found.best_static.seconds > 3 * found.mix_seconds
+    assert found.layouts and found.switches and found.best_static and found.best_static.seconds
+    assert found.best_static.seconds > 3 * found.switching_seconds
     drawn = DrawnSteps(tail(), 256, ROW, packing="none")
-    again = beside_static(found.mix, drawn)
-    assert (again.mix_seconds, again.best_static) == (found.mix_seconds, found.best_static)
+    again = beside_static(found.layouts, drawn)
+    assert (again.switching_seconds, again.best_static) == (
+        found.switching_seconds,
+        found.best_static,
+    )
 
 
 def test_more_memory_and_faster_links_are_never_slower() -> None:
     def step(found: SwitchingChoice) -> float:
         static = found.best_static
-        return min(found.mix_seconds, (static and static.seconds) or float("inf"))
+        return min(found.switching_seconds, (static and static.seconds) or float("inf"))
 
     memory = [step(chosen(memory=size)) for size in (80e9, 105e9, 400e9)]
     assert memory == sorted(memory, reverse=True) and memory[0] > memory[-1]
@@ -193,8 +200,8 @@ def test_a_layout_may_stay_the_same_where_rows_are_not_packed() -> None:
     """Rows of a bucket's length have less padding, also under the layout of all others."""
     drawn = DrawnSteps(tail(), 192, ROW, packing="none")
     found = choose(setting(400e9), drawn, whole)
-    assert found.mix and found.switches and {b.name for b in found.mix.buckets} == {"data4"}
-    assert choose(setting(400e9), replace(drawn, packing="best_fit"), whole).mix is None
+    assert found.layouts and found.switches and {b.name for b in found.layouts.buckets} == {"data4"}
+    assert choose(setting(400e9), replace(drawn, packing="best_fit"), whole).layouts is None
 
 
 def whole(layout: Layout) -> bool:
@@ -204,7 +211,7 @@ def whole(layout: Layout) -> bool:
 def test_a_checkpoint_keeps_its_kind_of_steps() -> None:
     drawn = DrawnSteps([ROW] * 8, 8, ROW)
     one = choose(setting(400e9), drawn, keeps=True)
-    assert one.switches and one.mix and len(one.mix.buckets) == 1
+    assert one.switches and one.layouts and len(one.layouts.buckets) == 1
     assert not choose(setting(400e9), DrawnSteps(tail(), 256, ROW, "none"), keeps=False).switches
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from uspft.verify.result import group_of
+from uspft.verify.work import group_of
 
 
 def test_parameters_have_groups() -> None:
