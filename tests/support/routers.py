@@ -144,15 +144,15 @@ def problems(got: Any, want: Wanted, experts: int | None = None) -> list[str]:
         if not abs(record["router_loss"] - loss) <= 1e-5 * loss:
             found.append(f"router_loss {record['router_loss']} != {loss}")
     for record, load in zip(steps, loads, strict=True):
-        told = {"expert_balance": load}
+        told = {"expert_load": load}
         if experts and experts > 1:
-            told["expert_rank_balance"] = load.unflatten(1, (experts, -1)).sum(2)
+            told["expert_rank_load"] = load.unflatten(1, (experts, -1)).sum(2)
         for name, each in told.items():
             shares = each / each.mean(1, keepdim=True)
             most = float(shares.max())
             if not abs(record[name] - most) <= 1e-9:
                 found.append(f"{name} {record[name]} != {most}")
-            every = torch.tensor(record[name.replace("balance", "load")], dtype=torch.float64)
+            every = torch.tensor(record[f"{name}s"], dtype=torch.float64)
             every = every.unflatten(1, (each.shape[1], -1)).mean(2)  # tensor ranks are alike
             if not (every - shares).abs().max() <= 1e-4:
                 found.append(f"{name} of each {every} != {shares}")

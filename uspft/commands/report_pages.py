@@ -91,7 +91,7 @@ CHARTS = (
     Shown("peak memory of the largest rank", ("peak_memory_bytes",), "bytes", zero=True),
     Shown("sent by the busiest rank", (SENT,), "bytes", zero=True),
     Shown("attention: busiest rank ÷ mean", ("attention_balance",)),
-    Shown("experts: largest load ÷ mean", ("expert_balance", "expert_rank_balance")),
+    Shown("experts: largest load ÷ mean", ("expert_load", "expert_rank_load")),
     Shown("loss of routers", ("router_loss",)),
 )
 
@@ -214,7 +214,7 @@ def _loads(run: ReportedRun) -> Iterator[str]:
     """Yield maps of how often each expert was chosen and how much each rank computed, in the last
     step that says so."""
     maps = []
-    for name, column in (("expert_load", "expert"), ("expert_rank_load", "rank")):
+    for name, column in (("expert_loads", "expert"), ("expert_rank_loads", "rank")):
         having = [one for one in run.steps if _is_matrix(one.get(name))]
         for record in having[-1:]:
             title = f"tokens of each {column} by layer, step {record['step']:,}"

@@ -71,9 +71,9 @@ class ExpertLoad:
         mine = torch.stack(counts)
         every = self._sum(mine, holders.everyone)
         means = every.mean(1, keepdim=True).clamp(min=torch.finfo(every.dtype).tiny)
-        found: dict[str, Any] = {"expert_balance": float((every / means).max())}
+        found: dict[str, Any] = {"expert_load": float((every / means).max())}
         if each:
-            found["expert_load"] = _rounded(every / means)
+            found["expert_loads"] = _rounded(every / means)
         group = holders.experts
         if group.size == 1:
             return found
@@ -83,11 +83,11 @@ class ExpertLoad:
         most = torch.tensor(largest(loads.tolist(), everyone, self._device))
         ranks = everyone.size // holders.shards.layout.pipeline  # of those with the layer
         means = (self._sum(loads, everyone) / ranks).clamp(min=1e-9)
-        found["expert_rank_balance"] = float((most / means).max())
+        found["expert_rank_load"] = float((most / means).max())
         if each:
             of_ranks = loads.new_zeros(self._layers, everyone.size)
             of_ranks[:, everyone.index] = loads
-            found["expert_rank_load"] = _rounded(self._sum(of_ranks, everyone) / means[:, None])
+            found["expert_rank_loads"] = _rounded(self._sum(of_ranks, everyone) / means[:, None])
         return found
 
     def _sum(self, x: Tensor, group: Group) -> Tensor:

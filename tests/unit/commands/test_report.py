@@ -53,7 +53,7 @@ def record(step: int) -> dict[str, Any]:
     found = {"step": step, "learning_rate": 1e-3, "loss": loss(step), "grad_norm": 1 + step % 5}
     found |= {"tokens": 512, "step_seconds": 0.5, "tokens_per_second": 1024.0, "mfu": None}
     found |= {"peak_memory_bytes": 3 << 30, "comm_bytes": {"ring": 5 << 20, HOSTILE: 7}}
-    return found | {"strategy": "ring2", "expert_balance": 2.5}
+    return found | {"strategy": "ring2", "expert_load": 2.5}
 
 
 def lines() -> list[str]:
@@ -66,7 +66,7 @@ def lines() -> list[str]:
         if step == 500:
             every += [{"step": 500, "save_seconds": 1.0}, {"resumed_from_step": 500}]
             every.append({"restart": 1, "after_step": 500, "why": HOSTILE})
-    every[-2] |= {"expert_load": LOADS, "expert_rank_load": [[1.5, 0.5]] * 2}
+    every[-2] |= {"expert_loads": LOADS, "expert_rank_loads": [[1.5, 0.5]] * 2}
     every[3] |= {"loss": None, "strategies": [{"name": "ulysses2", "seconds": 0.25}]}
     return [*map(json.dumps, every), '{"step": 1001, "lo']
 
@@ -251,7 +251,7 @@ ODD = (
 def test_whatever_stands_in_a_field_is_no_fault_of_the_page(tmp_path: Path) -> None:
     """A field that is not as a run writes it is left out, and the others are drawn."""
     folder = fill(tmp_path / "odd", [])
-    names = [*record(1), "strategies", "expert_load", "expert_rank_load", "eval_sets", "seconds"]
+    names = [*record(1), "strategies", "expert_loads", "expert_rank_loads", "eval_sets", "seconds"]
     names += ["resumed_from_step", "after_step", "why", "data"]
     for value in ODD:
         every: list[dict[str, Any]] = [record(1), record(2)]
