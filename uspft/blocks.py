@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 HeadRange = tuple[int, int]
 """A range [first, last) of consecutive heads."""
+WIDEST = 256
+"""The most features of a head that flash kernels take."""
 
 
 class Mask(Enum):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from uspft.blocks import WIDEST
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, folders_of
 from uspft.config import Fault, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
@@ -94,6 +95,11 @@ def _model(found: Examined, examined: ExaminedModel | None) -> list[str]:
             f"model: {shape.model_type}{of}, {shape.layers} layers × {shape.hidden_size}, "
             f"{heads}, vocabulary {shape.vocab_size}"
         )
+        if max(one.head_dim for one in shape.of_each_size) > WIDEST:
+            lines.append(
+                f"attention: on a GPU heads of more than {WIDEST} features, which no flash kernel "
+                "takes, are attended with ten times slower or more, and no price counts that"
+            )
     if examined:
         lines.append(f"parameters: {_parameters(examined, recipe.model.dtype)}")
     if found.memory:

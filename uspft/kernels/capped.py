@@ -1,8 +1,9 @@
-"""Attention whose scores are soft-capped, in plain torch operations: for any device and any dtype.
+"""Attention whose scores are soft-capped, or whose heads are wide, in plain torch operations: for
+any device and any dtype.
 
 A score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2), which torch's flash
-kernels do not have. A block is cut until no piece has more than a tile of scores, so memory does
-not grow with the block.
+kernels do not have; nor do flash kernels take heads of more than 256 features (Gemma 4's). A block
+is cut until no piece has more than a tile of scores, so memory does not grow with the block.
 
 Shapes: n queries and m keys of a piece, g KV heads, r query heads for each of them, D head dim.
 """
@@ -14,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from uspft.blocks import Block, Mask
+from uspft.blocks import WIDEST, Block, Mask
 from uspft.kernels.dense import SEEN
-from uspft.kernels.kernel import BlockOutput, Gradient
+from uspft.kernels.kernel import BlockOutput, Gradient, Kernel
 
 TILE_SCORES = 2**18
 """How many scores of one head are in memory at once, in each of a few tensors. The number is the
@@ -24,13 +25,12 @@ same for any number of heads, so that heads that are computed apart come in the 
 
 
 class TorchCapped:
-    """Attention with a soft-cap, written out in float32 or wider."""
+    """Attention with a soft-cap, or without, written out in float32 or wider."""
 
     name = "torch"
 
-    def __init__(self, softcap: float) -> None:
-        self.softcap: float | None = softcap
-        self._cap = softcap
+    def __init__(self, softcap: float | None) -> None:
+        self.softcap = softcap
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
@@ -63,23 +63,56 @@ class TorchCapped:
             dv = torch.einsum("grnm,ngrd->mgd", weights, dout)
             along = torch.einsum("ngrd,ngrd->grn", out, dout)[..., None]
             dscores = torch.einsum("ngrd,mgd->grnm", dout, v).sub_(along)
-            dscores.mul_(weights).mul_(slope).mul_(scale)
+            dscores.mul_(weights).mul_(scale)
+            if slope is not None:
+                dscores.mul_(slope)
             dq = torch.einsum("grnm,mgd->ngrd", dscores, k).flatten(1, 2)
             dk = torch.einsum("grnm,ngrd->mgd", dscores, q)
             queries.append(Gradient(piece.q0, piece.q1, (dq,)))
             keys.append(Gradient(piece.k0, piece.k1, (dk, dv)))
         return queries, keys
 
-    def _scores(self, q: Tensor, k: Tensor, piece: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def _scores(
+        self, q: Tensor, k: Tensor, piece: Block, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the capped scores [g, r, n, m], -inf where a key is not seen, and the slope of the
-        cap at each."""
-        bent = torch.einsum("ngrd,mgd->grnm", q, k).mul_(scale / self._cap).tanh_()
-        slope = 1 - bent.square()
-        capped = bent.mul_(self._cap)
+        cap at each; None without a cap."""
+        capped, slope = torch.einsum("ngrd,mgd->grnm", q, k), None
+        if self.softcap is None:
+            capped.mul_(scale)
+        else:
+            bent = capped.mul_(scale / self.softcap).tanh_()
+            slope = 1 - bent.square()
+            capped = bent.mul_(self.softcap)
         if piece.mask is not Mask.FULL:
             seen = SEEN[piece.mask](torch.ones_like(capped[0, 0], dtype=torch.bool))
             capped.masked_fill_(~seen, -torch.inf)
         return capped, slope
+
+
+class ByWidth:
+    """A kernel for the heads that it takes, and for wider ones attention that is written out."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel, self._written = kernel, TorchCapped(kernel.softcap)
+        self.name, self.softcap = kernel.name, kernel.softcap
+
+    def _of(self, q: Tensor) -> Kernel:
+        return self._kernel if q.shape[-1] <= WIDEST else self._written
+
+    def forward(
+        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
+    ) -> list[BlockOutput]:
+        return self._of(qkv[0]).forward(qkv, blocks, scale)
+
+    def backward(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
+        blocks: Sequence[Block],
+        scale: float,
+    ) -> tuple[list[Gradient], list[Gradient]]:
+        return self._of(qkv[0]).backward(qkv, saved, blocks, scale)
 
 
 def pieces(blocks: Sequence[Block]) -> Iterator[Block]:

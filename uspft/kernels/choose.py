@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from uspft.blocks import WIDEST
 from uspft.kernels import cuda
-from uspft.kernels.capped import TorchCapped
+from uspft.kernels.capped import ByWidth, TorchCapped
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
@@ -118,6 +119,8 @@ def _tried(
         return None, _absent(name)
     try:
         kernel = make()
+        if device.type != "cpu" and any(dim > WIDEST for *_, dim in shapes):
+            kernel = ByWidth(kernel)
         for heads in shapes:
             probe(kernel, heads, dtype, device)
     except torch.AcceleratorError:
@@ -151,6 +154,11 @@ def slower(kernel: Kernel, device: torch.device) -> str | None:
     """Return a line where another kernel would be much faster on this device, else None."""
     if device.type != "cuda":
         return None
+    if isinstance(kernel, ByWidth):
+        return (
+            f"flash kernels take heads of at most {WIDEST} features: layers with wider ones attend "
+            "in plain operations of torch in float32, ten times slower or more"
+        )
     pip = f"{sys.executable} -m pip install"
     if kernel.softcap and kernel.name == "torch":
         return (

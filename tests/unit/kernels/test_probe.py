@@ -25,10 +25,10 @@ def test_the_cpu_kernel_passes_the_probe(dtype: torch.dtype, heads: tuple[int, i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("softcap", [0.7, 50.0])
+@pytest.mark.parametrize("softcap", [0.7, 50.0, None])
 @pytest.mark.parametrize("tile", [2**18, 12])
 def test_the_capped_kernel_passes_the_probe(
-    dtype: torch.dtype, softcap: float, tile: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, softcap: float | None, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capped, "TILE_SCORES", tile)
     shapes = ((4, 4, 16), (8, 2, 16), (6, 1, 24))
