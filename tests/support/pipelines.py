@@ -347,8 +347,8 @@ EXACT, BESIDE_ROUNDED = (3e-6, 3e-6), {"losses": (3e-6, 1e-3), "norms": (1e-4, 1
 """By how much the first step and later ones may differ: beside such a gradient the norm does, and
 then weights in bfloat16."""
 IN_CHUNKS, BY_CHUNKS = {"losses": (5e-4, 1e-3), "norms": (2e-3, 1e-2)}, 0.1
-"""The same, and of gradients, where rows in bfloat16 are cut into chunks, each of whose gradients of
-weights is rounded; a chunk's backward in the wrong place is 0.88 off."""
+"""The same, and of gradients, where rows in bfloat16 are cut into chunks, whose gradients are
+each rounded; a chunk's backward in the wrong place is 0.88 off."""
 
 
 def unlike(
