@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from uspft.families import NO_KEYS, ModelShape
+from uspft.families import NO_KEYS, Blocks, ModelShape
 from uspft.layout import COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -28,10 +28,12 @@ from uspft.planner.attention_work import (
 from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.flops import cut_by_flops, step_flops
+from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
+    SHARED_EXPERT,
     ProductShape,
     head_projection,
     met_parameters,
@@ -335,10 +337,10 @@ def _tensor(
 ) -> Iterator[StepPart]:
     """Yield the transfers of Megatron's tensor parallelism. behind: seconds of layers' products.
 
-    Each layer sums activations over the tensor ranks twice forward (again when it is recomputed)
-    and twice backward, the embedding once forward, the head's input gradient once; the loss makes
-    three sums of a number for each token. Under use_seq_parallel a sum is a reduce-scatter and an
-    all-gather of the same bytes. Ranks that share a head of a fused projection gather it.
+    Each layer sums activations over the tensor ranks as `_sums_of` says, the embedding once
+    forward, the head's input gradient once; the loss makes three sums of a number for each token.
+    Under use_seq_parallel a sum is a reduce-scatter and an all-gather of the same bytes. Ranks that
+    share a head of a fused projection gather it.
 
     Of n copies by turns all but one pass behind products, or products behind them: that a layer's
     blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
@@ -356,7 +358,7 @@ def _tensor(
             return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
         return hardware.collective_seconds("all_reduce", of_bytes, spread)
 
-    count = model.layers * (2 * step.forwards + 2)
+    count = sum(_sums_of(step, blocks) for blocks in step.blocks)
     blocks = count * copies * sum_seconds(activations / copies)
     apart = not (step.use_seq_parallel and spread.by_host)
     hidden = apart * hardware.hide * (1 - 1 / copies) * min(blocks, behind)
@@ -368,6 +370,20 @@ def _tensor(
         seconds = hardware.collective_seconds("all_to_all", heads, spread)
         times = model.layers * (step.forwards + 1)
         yield StepPart("tensor", times * seconds, bytes=times * heads)
+
+
+def _sums_of(step: StepShape, blocks: Blocks) -> float:
+    """Return how often a layer sums activations over tensor ranks: behind attention, behind its MLP
+    or its experts, and behind what every token meets beside these; as often backward.
+
+    A forward that is run again ends before the last of them where nothing behind it is kept, which
+    a norm would be, and a gate of a shared expert; but tokens that are split come together again.
+    """
+    kind, shared = layer_kind(step.model), blocks.experts and step.model.shared_features > 0
+    every = 3 if shared else 2
+    ends = kind.norms.behind_mlp or (shared and kind.shared == SHARED_EXPERT)
+    spared = 0.0 if ends else 0.5 if step.use_seq_parallel else 1.0
+    return every * (step.forwards + 1) - spared * (step.forwards - 1)
 
 
 def _pipeline_time(
