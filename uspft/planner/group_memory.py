@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from uspft.planner.attention_memory import Sharing, forward_storages
 from uspft.planner.in_flight import BytesPerToken, backward_bytes, forward_bytes
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 from uspft.sequence.rows.groups import key_groups
 
 
@@ -102,16 +102,9 @@ class GroupMemory:
         self.tiles.last()
         inputs, wanted = [x.storage], bool(x.node)
 
-        def backward() -> RunBackward:
-            held, of = [*inputs], [*saved]
-            saved.clear()
-            inputs.clear()
-
-            def run(grads: GradientStorages) -> GradientStorages:
-                self.kept = []
-                return self._backward(held, of, wanted=wanted)
-
-            return run
+        def backward(grads: GradientStorages) -> GradientStorages:
+            self.kept = []
+            return self._backward(inputs, saved, wanted=wanted)
 
         given = [x, tape.parameter(trains)]
         out = tape.record(given, (self.sizes.hidden,), backward, saves=True, made=[made])[0]
@@ -205,6 +198,7 @@ class GroupMemory:
     ) -> GradientStorages:
         tape, s = self.tape, self.sizes
         how, wide = s.sharing, 4 / s.sharing.element
+        stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
         out = saved.pop(0)
         gates = tape.new(s.hidden) if s.gated and wanted else None
         slopes = [tape.new(s.hidden)] if s.normed_behind else []
@@ -259,6 +253,7 @@ class GroupMemory:
         sums += self._summed(s.first_weights, self.tiles.first_gradients, before=s.again)
         if wide > 1:
             sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
+        del stays
         return [dx if wanted else None, None]
 
     def _summed(
