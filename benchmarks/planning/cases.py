@@ -13,7 +13,7 @@ from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.step import attention_forward, step_time
+from uspft.planner.step import attention_one_way, step_time
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
@@ -52,7 +52,7 @@ class Run:
         algorithm = make_algorithm(row, layout.ulysses, layout.ring)
         if self.whole:
             return step_time(self.step, layout, algorithm, hardware).seconds
-        parts = attention_forward(self.step, layout, algorithm, hardware)
+        parts = attention_one_way(self.step, layout, algorithm, hardware)
         return sum(part.seconds - part.hidden for part in parts)
 
 

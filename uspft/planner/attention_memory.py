@@ -14,7 +14,7 @@ from uspft.planner.in_flight import (
     forward_bytes,
 )
 from uspft.planner.operations import WIDE, buffered
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
@@ -71,23 +71,20 @@ def scattered(
     sizes: of each, more than before where members share a head, whose gradients are summed."""
     before, every = [one.size for one in parts], sum(sizes)
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            sends = tape.new(every)
-            received = tape.new(every)
-            del sends
-            found: GradientStorages = []
-            for has, size in zip(sizes, before, strict=True):
-                if has > size:
-                    wide = tape.new(size * WIDE / element)
-                    found.append(wide if element == WIDE else tape.new(size))
-                    del wide
-                else:
-                    found.append(tape.new(size))
-            del received
-            return found
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        sends = tape.new(every)
+        received = tape.new(every)
+        del sends
+        found: GradientStorages = []
+        for has, size in zip(sizes, before, strict=True):
+            if has > size:
+                wide = tape.new(size * WIDE / element)
+                found.append(wide if element == WIDE else tape.new(size))
+                del wide
+            else:
+                found.append(tape.new(size))
+        del received
+        return found
 
     sends = tape.new(every)
     received = tape.new(every)
@@ -110,24 +107,15 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     if how.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
         most = max(most, token.wide * query + 2 * (query + keys))
     made = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
-    saved = [*made]
-    tensors = [*qkv]
 
-    def backward() -> RunBackward:
-        kept, inputs = [*saved], [*tensors]
+    def backward(grads: GradientStorages) -> GradientStorages:
+        kernel = tape.new(KERNEL_BYTES * number)
+        work = tape.new(how.tokens * most)
+        del work
+        del kernel
+        return [tape.new(size) for size in sizes]
 
-        def run(
-            grads: GradientStorages, kept: object = kept, inputs: object = inputs
-        ) -> GradientStorages:
-            kernel = tape.new(KERNEL_BYTES * number)
-            work = tape.new(how.tokens * most)
-            del work
-            del kernel
-            return [tape.new(size) for size in sizes]
-
-        return run
-
-    return tape.record(qkv, (out,), backward, saves=True, made=made[1:])[0]
+    return tape.record(qkv, (out,), backward, saves=True, keeps=[*made, *qkv], made=made[1:])[0]
 
 
 def forward_storages(
@@ -176,10 +164,7 @@ class Remembered:
         out = self._out
         assert out.storage
 
-        def backward() -> RunBackward:
-            return self._gradients
-
-        return tape.record(inputs, (out.size,), backward, made=[out.storage])[0]
+        return tape.record(inputs, (out.size,), self._gradients, made=[out.storage])[0]
 
     def _gradients(self, grads: GradientStorages) -> GradientStorages:
         out, leaves = self._out, self._leaves

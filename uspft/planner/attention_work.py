@@ -202,11 +202,7 @@ def in_groups(
     ulysses = algorithm.ulysses
     together, turns = in_turns(heads, ulysses, at_once)
     share = together * turns / widest_kv(heads, ulysses)
-    runs = [Forwards(n, n, at_once) for n in (1, 2)]
-    each = [heads_traffic(heads, ulysses, token_bytes, 1, one) for one in runs]
-    once, again = each if ulysses > 1 else (Traffic(), Traffic())
-    there = Traffic(again.bytes - once.bytes, again.messages - once.messages)
-    back = Traffic(once.bytes - there.bytes, once.messages - there.messages)
+    there, back = _exchanged(heads, ulysses, token_bytes, at_once)
 
     def cost(exchanged: Traffic, plain: Cost) -> Cost:
         ring, gather = (
@@ -245,9 +241,8 @@ def _closed(
     if window is not None and window >= longest:
         window = None
     mean = sample.pairs(window) / ring
-    once, again = (_of_heads(algorithm, heads, length, element_bytes, n) for n in (1, 2))
-    there = Traffic(again.bytes - once.bytes, again.messages - once.messages)
-    back = Traffic(once.bytes - there.bytes, once.messages - there.messages)
+    tokens = length // (ring * algorithm.ulysses)
+    there, back = _exchanged(heads, algorithm.ulysses, tokens * element_bytes)
     if ring == 1:
         return AttentionWork(mean, 0.0, Cost(there), Cost(back))
     alone = window is None and longest == length
@@ -264,14 +259,18 @@ def _closed(
     return AttentionWork(mean * busiest, found.joined, *ways)
 
 
-def _of_heads(
-    algorithm: Algorithm, heads: Heads, length: int, element_bytes: int, forwards: int
-) -> Traffic:
-    if algorithm.ulysses == 1:
-        return Traffic()
-    tokens = length // (algorithm.ring * algorithm.ulysses)
-    runs = Forwards(forwards, forwards)
-    return heads_traffic(heads, algorithm.ulysses, tokens, element_bytes, runs)
+def _exchanged(
+    heads: Heads, ulysses: int, token_bytes: int, at_once: int | None = None
+) -> tuple[Traffic, Traffic]:
+    """Return what a rank sends as heads are exchanged, in a forward and in the backward. The
+    arguments are those of in_groups; at_once: None for all heads."""
+    if ulysses == 1:
+        return Traffic(), Traffic()
+    once, again = (
+        heads_traffic(heads, ulysses, token_bytes, 1, Forwards(n, n, at_once)) for n in (1, 2)
+    )
+    there = Traffic(again.bytes - once.bytes, again.messages - once.messages)
+    return there, Traffic(once.bytes - there.bytes, once.messages - there.messages)
 
 
 def _drawn_out(

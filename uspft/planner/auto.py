@@ -73,12 +73,8 @@ def recommend(
         for one in others[:NAMED]
     ]
     why = f"{first.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
-    legal = legal_for(step, hardware.ranks_per_host)
-
-    def speaks_against(way: Way) -> str | None:
-        return legal(way) or (why_not and why_not(way)) or None
-
-    alike = ways(ranks, _only(space, first.way), speaks_against).legal if asked else []
+    legal = legal_for(step, hardware.ranks_per_host, why_not)
+    alike = ways(ranks, _only(space, first.way), legal).legal if asked else []
     for way in alike:
         if way == first.way or way.name != first.name:
             continue

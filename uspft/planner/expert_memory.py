@@ -19,7 +19,7 @@ from uspft.planner.operations import (
     sliced,
     tiled,
 )
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,8 @@ def _formed(tape: Tape, size: float, of: Experts) -> Tensor:
     """Return a router's matrix with its adapter's product (model/parameter_adapter.py)."""
     thin = float(of.element * of.rank * (of.number + of.hidden))
 
-    def backward() -> RunBackward:
-        return lambda grads: [tape.new(thin)]
-
-    (product,) = tape.record((tape.parameter(True),), (size,), backward, saves=True)
+    of_thin = lambda grads: [tape.new(thin)]  # noqa: E731
+    (product,) = tape.record((tape.parameter(True),), (size,), of_thin, saves=True)
     product = remade(tape, product)
     return added(tape, product, Tensor(size, None, None, 0))
 
@@ -133,12 +131,9 @@ def _chosen(tape: Tape, logits: Tensor, of: Experts) -> tuple[Tensor, Tensor]:
     every = found.size
     choices = of.tokens * of.met
     index = tape.new(INDEX * choices)
-
-    def backward() -> RunBackward:
-        return lambda grads, held=index: [tape.new(every)]  # type: ignore[misc]
-
     size = every / of.number * of.met
-    (scores,) = tape.record((found,), (size,), backward, saves=True)
+    of_every = lambda grads: [tape.new(every)]  # noqa: E731
+    (scores,) = tape.record((found,), (size,), of_every, saves=True, keeps=[index])
     scores = gated(tape, scores)
     if size != of.score * choices:
         scores = remade(tape, scores, of.score * choices)
@@ -149,16 +144,13 @@ def _taken(tape: Tape, x: Tensor, size: float, index: object) -> Tensor:
     """Return rows of x by an index, which its backward needs."""
     before = x.size
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, index: object = index) -> GradientStorages:
-            zeros = tape.new(before)
-            found = tape.new(before)
-            del zeros
-            return [found]
+    def backward(grads: GradientStorages) -> GradientStorages:
+        zeros = tape.new(before)
+        found = tape.new(before)
+        del zeros
+        return [found]
 
-        return run
-
-    return tape.record((x,), (size,), backward, saves=True)[0]
+    return tape.record((x,), (size,), backward, saves=True, keeps=[index])[0]
 
 
 def _experts(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: bool) -> Tensor:
@@ -229,17 +221,13 @@ def _sent(
         made.append(tape.new(size))
         del leaves
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, route: object = route) -> GradientStorages:
-            each = zip(sizes, before, wanted, strict=True)
-            return [
-                _sum_home(tape, back, home, of.element) if wants else None
-                for back, home, wants in each
-            ]
+    def backward(grads: GradientStorages) -> GradientStorages:
+        each = zip(sizes, before, wanted, strict=True)
+        return [
+            _sum_home(tape, back, home, of.element) if wants else None for back, home, wants in each
+        ]
 
-        return run
-
-    rows, factors = tape.record((x, scores), sizes, backward, made=made)
+    rows, factors = tape.record((x, scores), sizes, backward, keeps=[route], made=made)
     return rows, factors
 
 
@@ -259,14 +247,11 @@ def _returned(tape: Tape, made: Tensor, of: Experts, size: float) -> Tensor:
     rows = made.size
     summed = [_sum_home(tape, rows, size, of.element)]
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            leaves = tape.new(rows)
-            found = tape.new(rows)
-            del leaves
-            return [found]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        leaves = tape.new(rows)
+        found = tape.new(rows)
+        del leaves
+        return [found]
 
     return tape.record((made,), (size,), backward, made=summed)[0]
 
@@ -320,7 +305,7 @@ def _beside(tape: Tape, x: Tensor, of: Experts, takes: int, gives: int) -> Tenso
 def _biased(tape: Tape, x: Tensor, expert: object) -> Tensor:
     """Return x with the biases of its rows' experts."""
     biases = tape.new(x.size)
-    made = tape.record((x,), (x.size,), lambda: lambda grads: [grads[0]])[0]
+    made = tape.record((x,), (x.size,), lambda grads: [grads[0]])[0]
     del biases
     return made
 
@@ -329,11 +314,8 @@ def _put(tape: Tape, x: Tensor, size: float, row: object) -> Tensor:
     """Return the sums of pairs for each row, whose gradient each pair takes."""
     before = x.size
     zeros = tape.new(size)
-
-    def backward() -> RunBackward:
-        return lambda grads, row=row: [tape.new(before)]  # type: ignore[misc]
-
-    total = tape.record((x,), (size,), backward, saves=True)[0]
+    of_pairs = lambda grads: [tape.new(before)]  # noqa: E731
+    total = tape.record((x,), (size,), of_pairs, saves=True, keeps=[row])[0]
     del zeros
     return total
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from uspft.planner.attention_memory import Sharing, forward_storages
 from uspft.planner.in_flight import BytesPerToken, backward_bytes, forward_bytes
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 from uspft.sequence.rows.groups import key_groups
 
 
@@ -102,16 +102,9 @@ class GroupMemory:
         self.tiles.last()
         inputs, wanted = [x.storage], bool(x.node)
 
-        def backward() -> RunBackward:
-            held, of = [*inputs], [*saved]
-            saved.clear()
-            inputs.clear()
-
-            def run(grads: GradientStorages) -> GradientStorages:
-                self.kept = []
-                return self._backward(held, of, wanted=wanted)
-
-            return run
+        def backward(grads: GradientStorages) -> GradientStorages:
+            self.kept = []
+            return self._backward(inputs, saved, wanted=wanted)
 
         given = [x, tape.parameter(trains)]
         out = tape.record(given, (self.sizes.hidden,), backward, saves=True, made=[made])[0]

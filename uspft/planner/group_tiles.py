@@ -107,7 +107,7 @@ class TilesOnTape:
             # behind that of the row each is one more.
             at = 2 if self.sizes.state else 0
             slope, sizes = tape.new(made[at].size), [part.size for part in made]
-            slopes = lambda: lambda grads: [tape.new(part) for part in sizes]  # noqa: E731
+            slopes = lambda grads: [tape.new(part) for part in sizes]  # noqa: E731
             (every,) = tape.record(made, (0.0,), slopes)
             tape.backward(every, tape.new(0.0))
             del made, slope

@@ -11,7 +11,7 @@ from typing import Any
 from uspft.planner.activations import LayerBytes, LayerSizes, enter, norm
 from uspft.planner.mesh_memory import all_features
 from uspft.planner.operations import INDEX, WIDE, buffered, viewed
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Tape, Tensor
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,12 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     if of_weight and e < WIDE:
         made[-1] = tape.new(e * weight)
     del of_rows, of_weight
-    held = [*made]
-    del made
-
-    def backward() -> RunBackward:
-        kept = [*held]
-        held.clear()
-
-        def run(grads: GradientStorages, kept: list[Storage] = kept) -> GradientStorages:
-            found = [tape.new(one.size) for one in kept]
-            return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
-
-        return run
-
     rows_train = bool(rows.node)
+
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found = [tape.new(one.size) for one in made]
+        return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
+
     return tape.record((rows, table), (0.0,), backward)[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,10 @@ class Options:
         """The bytes of a weight."""
         return 4 if self.dtype == "float32" else 2
 
+    def several(self, layout: Layout) -> bool:
+        """Tell whether a step has more than one forward and backward."""
+        return (self.step_rows or 0) > self.micro_batch * layout.data
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -207,23 +211,30 @@ def lora_of(model: ModelBlock) -> Lora | None:
 
 
 def memory_of(
-    shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
+    shape: ModelShape,
+    layout: Layout,
+    row_tokens: int,
+    *,
+    options: Options = Options(),
+    one: tuple[PassBytes, float] | None = None,
+    state: State | None = None,
 ) -> Memory:
-    """Return what a rank needs for rows of so many tokens; of a pipeline the rank that needs
-    most."""
+    """Return what a rank needs for rows of so many tokens; of a pipeline the rank that needs most.
+
+    one: as of memory_of_ranks. state: of the model, where that is known and is one stage.
+    """
     if layout.pipeline > 1:
-        return most_of_ranks(memory_of_ranks(shape, layout, row_tokens, options=options))
-    state = state_in(shape, layout, options)
-    device, waits = activations_in(*pass_bytes(shape, layout, row_tokens, options))
+        every = memory_of_ranks(
+            shape, layout, row_tokens, options=options, one=one, alike=one is None
+        )
+        return max(every, key=lambda one: one.peak_bytes)
+    state = state or state_in(shape, layout, options)
+    device, waits = activations_in(*(one or pass_bytes(shape, layout, row_tokens, options)))
     return Memory(
         state.beside(device),
         int(sum(state.host.values()) + waits),
         unpredicted(shape, layout, row_tokens, options=options),
     )
-
-
-def most_of_ranks(every: Sequence[Memory]) -> Memory:
-    return max(every, key=lambda one: one.peak_bytes)
 
 
 def memory_of_ranks(
@@ -295,7 +306,7 @@ def state_in(
         again=options.checkpointing,
         two_buckets=options.two_buckets,
         matrix=shape.hidden_size * shape.intermediate_size,
-        several=several_passes(layout, options),
+        several=options.several(layout),
         optimizer_away=options.offload_optimizer,
         weights_away=options.offload_weights,
     )
@@ -307,11 +318,6 @@ def state_in(
         trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
         state.device["tied copy"] = table * (options.element + WIDE * trains)
     return state
-
-
-def several_passes(layout: Layout, options: Options) -> bool:
-    """Tell whether a step has more than one forward and backward."""
-    return (options.step_rows or 0) > options.micro_batch * layout.data
 
 
 def unpredicted(

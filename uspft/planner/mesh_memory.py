@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from uspft.planner.operations import WIDE, buffered
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 
 
 class MeshOperation(NamedTuple):
@@ -156,29 +156,26 @@ def inward(
     made = [whole if alone else tape.new(of.own(each)) for each in outputs]
     del whole
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
-            found: GradientStorages = [None] * (1 + len(outputs))
-            if before:
-                joined = tape.new(of.own(sum(outputs)))
-                found[0] = left_stationary(tape, of, sum(outputs))
-                del joined
-            wanted = [each for each, train in zip(outputs, trains, strict=True) if train]
-            if wanted:
-                joined = tape.new(of.own(sum(wanted)))
-                every = right_stationary(tape, of, sum(wanted))
-                del joined
-                for number, train in enumerate(trains, 1):
-                    if train:
-                        found[number] = tape.new(_weight(of, outputs[number - 1]))
-                del every
-            return found
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found: GradientStorages = [None] * (1 + len(outputs))
+        if before:
+            joined = tape.new(of.own(sum(outputs)))
+            found[0] = left_stationary(tape, of, sum(outputs))
+            del joined
+        wanted = [each for each, train in zip(outputs, trains, strict=True) if train]
+        if wanted:
+            joined = tape.new(of.own(sum(wanted)))
+            every = right_stationary(tape, of, sum(wanted))
+            del joined
+            for number, train in enumerate(trains, 1):
+                if train:
+                    found[number] = tape.new(_weight(of, outputs[number - 1]))
+            del every
+        return found
 
     ways = [tape.parameter(train) for train in trains]
     sizes = [of.own(each) for each in outputs]
-    return tape.record([x, *ways], sizes, backward, saves=any(trains), made=made)
+    return tape.record([x, *ways], sizes, backward, saves=any(trains), keeps=[held], made=made)
 
 
 def outward(tape: Tape, x: Tensor, of: MeshOperation, features: float, *, trains: bool) -> Tensor:
@@ -186,18 +183,16 @@ def outward(tape: Tape, x: Tensor, of: MeshOperation, features: float, *, trains
     before, held = x.node, x.storage if trains else None
     made = left_stationary(tape, of, features)
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
-            if before and trains:
-                return [*output_and_right_stationary(tape, of, features)]
-            if trains:
-                return [None, right_stationary(tape, of, features)]
-            return [output_stationary(tape, of, features), None]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        if before and trains:
+            return [*output_and_right_stationary(tape, of, features)]
+        if trains:
+            return [None, right_stationary(tape, of, features)]
+        return [output_stationary(tape, of, features), None]
 
     size = of.own(of.hidden / of.columns)
-    return tape.record([x, tape.parameter(trains)], [size], backward, saves=trains, made=[made])[0]
+    given = [x, tape.parameter(trains)]
+    return tape.record(given, [size], backward, saves=trains, keeps=[held], made=[made])[0]
 
 
 def _weight(of: MeshOperation, features: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 
 DRAWN_BYTES, DRAWN_AT_ONCE = 4, 1 << 24
 """What a dropout draws for an element, and for how many at a time (model/dropout.py)."""
@@ -21,7 +21,7 @@ WIDE = 4
 
 def added(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     """Return a + b."""
-    return tape.record((a, b), (a.size,), lambda: lambda grads: [grads[0], grads[0]])[0]
+    return tape.record((a, b), (a.size,), lambda grads: [grads[0], grads[0]])[0]
 
 
 def multiplied(tape: Tape, a: Tensor, b: Tensor, size: float | None = None) -> Tensor:
@@ -31,22 +31,16 @@ def multiplied(tape: Tape, a: Tensor, b: Tensor, size: float | None = None) -> T
     kept = [a.storage if b.node else None, b.storage if a.node else None]
     made = a.size if size is None else size
 
-    def backward() -> RunBackward:
-        held = [*kept]
-        kept.clear()
-
-        def run(grads: GradientStorages) -> GradientStorages:
-            of_a = tape.new(made) if wanted[0] else None
-            of_b = tape.new(made) if wanted[1] else None
-            if tape.recomputed:
-                held.clear()
-            if of_a and made > sizes[0]:
-                of_a = tape.new(sizes[0])
-            if of_b and sizes[1] < made:
-                of_b = tape.new(sizes[1])
-            return [of_a, of_b]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        of_a = tape.new(made) if wanted[0] else None
+        of_b = tape.new(made) if wanted[1] else None
+        if tape.recomputed:
+            kept.clear()
+        if of_a and made > sizes[0]:
+            of_a = tape.new(sizes[0])
+        if of_b and sizes[1] < made:
+            of_b = tape.new(sizes[1])
+        return [of_a, of_b]
 
     return tape.record((a, b), (made,), backward, saves=True)[0]
 
@@ -55,7 +49,7 @@ def remade(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
     """Return x in another type, or times a number: a copy, whose gradient is one too."""
     before = x.size
     made = before if size is None else size
-    return tape.record((x,), (made,), lambda: lambda grads: [tape.new(before)])[0]
+    return tape.record((x,), (made,), lambda grads: [tape.new(before)])[0]
 
 
 def buffered(tape: Tape, x: Tensor, size: float, there: float, back: float) -> Tensor:
@@ -63,14 +57,11 @@ def buffered(tape: Tape, x: Tensor, size: float, there: float, back: float) -> T
     that is let go of when the result, or its gradient, is made."""
     before = x.size
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            buffer = tape.new(back)
-            found = tape.new(before)
-            del buffer
-            return [found]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        buffer = tape.new(back)
+        found = tape.new(before)
+        del buffer
+        return [found]
 
     buffer = tape.new(there)
     made = [tape.new(size)]
@@ -80,20 +71,17 @@ def buffered(tape: Tape, x: Tensor, size: float, there: float, back: float) -> T
 
 def copied(tape: Tape, x: Tensor) -> Tensor:
     """Return a copy of x, whose gradient is its own."""
-    return tape.record((x,), (x.size,), lambda: lambda grads: grads)[0]
+    return tape.record((x,), (x.size,), lambda grads: grads)[0]
 
 
 def dropped(tape: Tape, x: Tensor, elements: float) -> Tensor:
     """Return what model/dropout.py makes of x, whose draws come again in the backward."""
     size, drawn = x.size, DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            found = tape.new(size)
-            tape.new(drawn)
-            return [found]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found = tape.new(size)
+        tape.new(drawn)
+        return [found]
 
     made = [tape.new(size)]
     tape.new(drawn)
@@ -104,13 +92,10 @@ def viewed(tape: Tape, x: Tensor, then: Callable[[], None] | None = None) -> Ten
     """Return a view of x, whose gradient is a copy. then: is called before that is made."""
     assert x.storage
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            if then:
-                then()
-            return [tape.new(x_size)]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        if then:
+            then()
+        return [tape.new(x_size)]
 
     x_size = x.size
     return tape.record((x,), (x.size,), backward, made=[x.storage])[0]
@@ -137,15 +122,12 @@ def linear(
     kept = (x.storage if by.node else None), (by.storage if x.node else None)
     before, wants, trains = x.size, x.node, bool(by.node)
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, kept: object = kept) -> GradientStorages:
-            of_weight = tape.new(weight + bias) if trains else None
-            found = tape.new(before) if wants else None
-            return [found, of_weight]
+    def backward(grads: GradientStorages) -> GradientStorages:
+        of_weight = tape.new(weight + bias) if trains else None
+        found = tape.new(before) if wants else None
+        return [found, of_weight]
 
-        return run
-
-    return tape.record((x, by), (size,), backward, saves=True)[0]
+    return tape.record((x, by), (size,), backward, saves=True, keeps=kept)[0]
 
 
 class NormKind(NamedTuple):
@@ -183,17 +165,14 @@ def _mean_square(tape: Tape, x: Tensor, size: float, how: NormKind) -> Tensor:
     before, held = x.size, x.storage
     count = 3 if how.summed else 4  # spread where that is no view, powered, doubled, multiplied
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
-            steps = [tape.new(before) for _ in range(count)]
-            return [steps[-1]]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        steps = [tape.new(before) for _ in range(count)]
+        return [steps[-1]]
 
     squares = tape.new(before)
     made = [tape.new(size)]
     del squares
-    return tape.record((x,), (size,), backward, saves=True, made=made)[0]
+    return tape.record((x,), (size,), backward, saves=True, keeps=[held], made=made)[0]
 
 
 ANGLES = Tensor(0.0, None, None, 0)
@@ -260,7 +239,7 @@ def turned_by_halves(tape: Tape, x: Tensor, by: Angles) -> Tensor:
 
 def _subtracted(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     size = a.size
-    return tape.record((a, b), (size,), lambda: lambda grads: [grads[0], tape.new(size)])[0]
+    return tape.record((a, b), (size,), lambda grads: [grads[0], tape.new(size)])[0]
 
 
 def sliced(tape: Tape, x: Tensor, size: float) -> Tensor:
@@ -268,7 +247,7 @@ def sliced(tape: Tape, x: Tensor, size: float) -> Tensor:
     assert x.storage
     whole = x.size
     made = [x.storage]
-    return tape.record((x,), (size,), lambda: lambda grads: [tape.new(whole)], made=made)[0]
+    return tape.record((x,), (size,), lambda grads: [tape.new(whole)], made=made)[0]
 
 
 def halves(tape: Tape, x: Tensor) -> list[Tensor]:
@@ -280,42 +259,35 @@ def parted(tape: Tape, x: Tensor, sizes: Sequence[float]) -> list[Tensor]:
     """Return views of all parts of x, whose gradients become one tensor."""
     assert x.storage
     whole, made = x.size, [x.storage] * len(sizes)
-    return tape.record((x,), sizes, lambda: lambda grads: [tape.new(whole)], made=made)
+    return tape.record((x,), sizes, lambda grads: [tape.new(whole)], made=made)
 
 
 def gated(tape: Tape, x: Tensor) -> Tensor:
     """Return x between 0 and 1, which its backward needs, or as parts of one."""
     size, made = x.size, [tape.new(x.size)]
-    held = [*made]
-
-    def backward() -> RunBackward:
-        kept = [*held]
-        return lambda grads, kept=kept: [tape.new(size)]  # type: ignore[misc]
-
-    return tape.record((x,), (size,), backward, saves=True, made=made)[0]
+    return tape.record(
+        (x,), (size,), lambda grads: [tape.new(size)], saves=True, keeps=made, made=made
+    )[0]
 
 
 def joined(tape: Tape, parts: Sequence[Tensor]) -> Tensor:
     """Return tensors one behind another, whose gradients are views."""
     size, number = sum(one.size for one in parts), len(parts)
-    return tape.record(parts, (size,), lambda: lambda grads: grads * number)[0]
+    return tape.record(parts, (size,), lambda grads: grads * number)[0]
 
 
 def _half_turned(tape: Tape, x: Tensor) -> Tensor:
     size = x.size
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            other = tape.new(size / 2)
-            first = tape.new(size)
-            del other
-            both = first, tape.new(size)
-            grads[0] = None  # of nodes of their own in torch
-            found = tape.new(size)
-            del first, both
-            return [found]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        other = tape.new(size / 2)
+        first = tape.new(size)
+        del other
+        both = first, tape.new(size)
+        grads[0] = None  # of nodes of their own in torch
+        found = tape.new(size)
+        del first, both
+        return [found]
 
     negative = tape.new(size / 2)
     made = [tape.new(size)]
@@ -346,31 +318,28 @@ def tiled(
             for size, storage, wants in each
         ]
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            found = [tape.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
-            sums: list[Storage] = []
-            last: list[Storage | None] = []  # which Python's loop over a tile's gradients leaves
-            for _ in range(2):
-                with tape.apart(collects=True) as parameters:
-                    tile = parts()
-                    out = module(tile)
-                    if out.node:
-                        tape.backward(out, tape.new(0.0))
-                    del out
-                whole = [one.gradient for one in parameters]
-                parameters.clear()
-                last[:] = [one.node.gradient for one in tile if one.node][-1:]
-                del tile
-                if not sums:
-                    sums = [tape.new(wide * one.size) for one in whole if one]
-                sizes_of = [one.size for one in whole if one]
-                del whole
-            if wide > 1:
-                sums += [tape.new(size) for size in sizes_of]
-            return [*found, None]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found = [tape.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
+        sums: list[Storage] = []
+        last: list[Storage | None] = []  # which Python's loop over a tile's gradients leaves
+        for _ in range(2):
+            with tape.apart(collects=True) as parameters:
+                tile = parts()
+                out = module(tile)
+                if out.node:
+                    tape.backward(out, tape.new(0.0))
+                del out
+            whole = [one.gradient for one in parameters]
+            parameters.clear()
+            last[:] = [one.node.gradient for one in tile if one.node][-1:]
+            del tile
+            if not sums:
+                sums = [tape.new(wide * one.size) for one in whole if one]
+            sizes_of = [one.size for one in whole if one]
+            del whole
+        if wide > 1:
+            sums += [tape.new(size) for size in sizes_of]
+        return [*found, None]
 
     out = tape.record(
         [*inputs, tape.parameter(trains)], (inputs[0].size,), backward, saves=True, made=made

@@ -26,13 +26,10 @@ from uspft.planner.memory import (
     USABLE_SHARE,
     Memory,
     Options,
-    activations_in,
     fits,
     longest_of,
-    memory_of_ranks,
-    most_of_ranks,
+    memory_of,
     pass_bytes,
-    several_passes,
     state_in,
     unpredicted,
 )
@@ -93,10 +90,12 @@ class Ranked:
         algorithm = self.algorithm or self.way.algorithm(self.step, self.hardware.ranks_per_host)
         return self.layout, algorithm, self.hardware
 
-    @property
+    @cached_property
     def card(self) -> float | None:
-        """The bytes of a card; None where ranks are on CPUs."""
-        return self.hardware.memory.bytes if self.hardware.device else None
+        """The bytes of a card; None where ranks are on CPUs, or where nothing predicts memory."""
+        if not self.hardware.device or self.needs.unpredicted(self.layout, self.options):
+            return None
+        return self.hardware.memory.bytes
 
     @cached_property
     def memory(self) -> Memory:
@@ -107,9 +106,7 @@ class Ranked:
     def room(self) -> bool | None:
         """Whether a card has what a rank needs; None where ranks are on CPUs, or where that is not
         known."""
-        if self.card is None or self.needs.unpredicted(self.layout, self.options):
-            return None
-        return not self.hopeless and fits(self.memory, self.card)
+        return None if self.card is None else not self.hopeless and fits(self.memory, self.card)
 
     @property
     def fits(self) -> bool:
@@ -124,14 +121,14 @@ class Ranked:
     @cached_property
     def hopeless(self) -> bool:
         """Whether a card has less than what a rank needs at least, which is worked out sooner."""
-        if self.card is None or self.needs.unpredicted(self.layout, self.options):
+        if self.card is None:
             return False
         return self.needs.least(self.layout, self.options) > USABLE_SHARE * self.card
 
     @cached_property
     def longest_row(self) -> int | None:
         """The longest row in tokens that fits a card; None on CPUs, or where it is not known."""
-        if self.card is None or self.needs.unpredicted(self.layout, self.options):
+        if self.card is None:
             return None
         return self.needs.longest_row(self.layout, self.options, self.card)
 
@@ -246,8 +243,7 @@ def ranking(
     out. why_not: what else than the step speaks against a way. saving: what the longest rows run
     with, of options that say how these do.
     """
-    legal = legal_for(step, hardware.ranks_per_host)
-    found = ways(ranks, space, lambda way: legal(way) or (why_not and why_not(way)) or None)
+    found = ways(ranks, space, legal_for(step, hardware.ranks_per_host, why_not))
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
     needs, search = Needs(step.model, step.row.length, saving), replace(step, dealt=False)
@@ -365,20 +361,9 @@ class Needs:
     def of(self, layout: Layout, options: Options, row_tokens: int | None = None) -> Memory:
         """Return what a rank needs in a layout. row_tokens: where rows are of another length."""
         tokens = row_tokens or self._tokens
-        if layout.pipeline > 1:
-            every = memory_of_ranks(
-                self._model,
-                layout,
-                tokens,
-                options=options,
-                one=self._pass(layout, tokens, options),
-                alike=False,
-            )
-            return most_of_ranks(every)
-        state = self._state(layout, options)
-        device, host = activations_in(*self._pass(layout, tokens, options))
-        doubts = self.unpredicted(layout, options)
-        return Memory(state.beside(device), int(sum(state.host.values()) + host), doubts)
+        one = self._pass(layout, tokens, options)
+        state = self._state(layout, options) if layout.pipeline == 1 else None
+        return memory_of(self._model, layout, tokens, options=options, one=one, state=state)
 
     def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
         """Return the longest row in tokens that fits a card, or 0."""
@@ -417,7 +402,7 @@ class Needs:
             slices=(),
         )
         held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        if (key := (*held, several_passes(layout, options), plain)) not in self._states:
+        if (key := (*held, options.several(layout), plain)) not in self._states:
             self._states[key] = state_in(self._model, layout, options)
         return self._states[key]
 

@@ -16,13 +16,13 @@ from uspft.planner.state_memory import (
     rule_gradients,
     run_rule,
 )
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tensor
 from uspft.sequence.rows.groups import key_ranges
 
 
-def _given(found: GradientStorages) -> RunBackward:
-    """Return a backward that gives what its caller holds."""
-    return lambda grads: [*found]
+def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages:
+    """Return what a backward's caller holds."""
+    return [*found]
 
 
 @dataclass

@@ -25,7 +25,7 @@ from uspft.planner.operations import (
     viewed,
 )
 from uspft.planner.products import state_projections
-from uspft.planner.tape import GradientStorages, RunBackward, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
 if TYPE_CHECKING:
@@ -231,19 +231,14 @@ def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     whole, weight = before + beyond, float(of.element * sizes.channels * sizes.taps)
     held = x.storage
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
-            found = tape.new(before) if wants else None
-            return [found, tape.new(weight) if trains else None]
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found = tape.new(before) if wants else None
+        return [found, tape.new(weight) if trains else None]
 
-        return run
-
-    made = tape.record((x, tape.parameter(trains)), (whole,), backward, saves=True)[0]
+    given = x, tape.parameter(trains)
+    made = tape.record(given, (whole,), backward, saves=True, keeps=[held])[0]
     assert made.storage
-
-    def cut() -> RunBackward:
-        return lambda grads: [tape.new(whole)]
-
+    cut = lambda grads: [tape.new(whole)]  # noqa: E731
     seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
     found = bent(tape, seen)
     del made, seen
@@ -254,14 +249,11 @@ def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
     """Return tokens with those before each fragment (sequence/mixing.py, WithHalo)."""
     size, wide = x.size, x.size * WIDE / of.element
 
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            rows = tape.new(wide)
-            other = tape.new(wide) if wide > size else None
-            del other
-            return [tape.new(size) if wide > size else rows]
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        rows = tape.new(wide)
+        other = tape.new(wide) if wide > size else None
+        del other
+        return [tape.new(size) if wide > size else rows]
 
     rows = tape.new(size)
     made = [tape.new(size)]
@@ -274,14 +266,11 @@ def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool])
     size = of.bytes(of.sizes.values, WIDE)
     wide = x if x.size == size else remade(tape, x, size)
     dt, a = (tape.parameter(trains(f"{STATE_LAYER}.{name}")) for name in ("dt_bias", "A_log"))
-    shifted = tape.record((wide, dt), (size,), lambda: lambda grads: [grads[0], None])[0]
+    shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
     del wide
     held = shifted.storage
-
-    def backward() -> RunBackward:
-        return lambda grads, held=held: [tape.new(size)]  # type: ignore[misc]
-
-    soft = tape.record((shifted,), (size,), backward, saves=True)[0]
+    of_wide = lambda grads: [tape.new(size)]  # noqa: E731
+    soft = tape.record((shifted,), (size,), of_wide, saves=True, keeps=[held])[0]
     del shifted
     return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
@@ -292,15 +281,9 @@ def run_rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     sizes, heads, number = [one.size for one in parts], of.inside, of.fragments
     out, state = of.bytes(heads.values * heads.value_dim), of.state
     others, crossing = of.others, of.ring > 1
-    saved = [*parts]
 
-    def backward() -> RunBackward:
-        kept = [*saved, tape.new(kept_bytes(of))]
-
-        def run(grads: GradientStorages, kept: object = kept) -> GradientStorages:
-            return rule_gradients(tape, sizes, of)
-
-        return run
+    def backward(grads: GradientStorages) -> GradientStorages:
+        return rule_gradients(tape, sizes, of)
 
     if crossing:  # the rule on wider values, a fragment at a time, and what ranks exchange
         wider = 1 + heads.key_dim / heads.value_dim
@@ -313,7 +296,10 @@ def run_rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
     else:
         made = [tape.new(out)]
         tape.new(state)
-    return tape.record(parts, (out,), backward, saves=True, made=made)[0]
+    output = tape.record(parts, (out,), backward, saves=True, keeps=parts, made=made)[0]
+    if output.node and tape.keeps:
+        output.node.held += (tape.new(kept_bytes(of)),)
+    return output
 
 
 def kept_bytes(of: StateHeads) -> float:

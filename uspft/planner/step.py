@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from uspft.families import NO_KEYS, ModelShape
+from uspft.families import NO_KEYS, Blocks, ModelShape
 from uspft.layout import COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -28,10 +28,12 @@ from uspft.planner.attention_work import (
 from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.flops import cut_by_flops, step_flops
+from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
+    SHARED_EXPERT,
     ProductShape,
     head_projection,
     met_parameters,
@@ -50,7 +52,7 @@ from uspft.planner.zero_time import (
     zero_in_each_pass,
     zero_once,
 )
-from uspft.sequence import Algorithm, Cost, Heads, Traffic
+from uspft.sequence import Algorithm, Heads
 from uspft.sequence.rows.heads import split_heads
 
 Priced = TypeVar("Priced")
@@ -221,32 +223,45 @@ def _attention(
     for window, layers in Counter(step.windows).items():
         if window == NO_KEYS:
             continue
-        forward = attention_forward(step, layout, algorithm, hardware, window)
-        backward = _attention_backward(step, layout, algorithm, hardware, window)
+        of = step, layout, algorithm, hardware, window
         again = {"attention": step.attention.keys, "all_to_all": step.attention.heads}
-        for part in forward:
+        for part in attention_one_way(*of):
             yield part.times(layers * again.get(part.name, step.attention.keys))
-        for part in backward:
+        for part in attention_one_way(*of, backward=True):
             yield part.times(layers)
 
 
-def attention_forward(
+def attention_one_way(
     step: StepShape,
     layout: Layout,
     algorithm: Algorithm,
     hardware: Hardware,
     window: int | None = None,
+    *,
+    backward: bool = False,
 ) -> list[StepPart]:
-    """Return what one layer's attention takes forward, once, and what it moves."""
-    work = _work(step, layout, algorithm, window)
-    return _one_way(step.of_window(window), layout, hardware, work, work.forward, backward=False)
+    """Return what one layer's attention takes in one direction, once, and what it moves.
 
-
-def _attention_backward(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, window: int | None
-) -> list[StepPart]:
+    Keys come while attention to those that are there goes on: of what both could do at the same
+    time, the hardware's `hide` is done so. Nothing hides what waits for the last to arrive, nor the
+    gradients of these that go home after it. Heads are exchanged before and after, and nothing
+    hides that.
+    """
     work = _work(step, layout, algorithm, window)
-    return _one_way(step.of_window(window), layout, hardware, work, work.backward, backward=True)
+    heads = local_heads(step.model.of_window(window), layout.mesh_columns)
+    shares = split_heads(heads.query, heads.kv, layout.ulysses).query
+    most = max(last - first for first, last in shares)
+    pairs, arrivals = step.rows * work.pairs, work.forward.arrivals
+    computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
+    joined = JOIN_BYTES[backward] * step.rows * work.joined * most * heads.dim
+    beside = arrivals * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
+    moved = wire_of(work.backward if backward else work.forward, layout, hardware, step.rows)
+    waits = (layout.ring - 1) / (layout.ring * max(1, arrivals))
+    for name in ("ring", "gather"):
+        able = moved[name].seconds * (1 - work.home_share / max(1, arrivals) if backward else 1)
+        hidden = hardware.hide * min(able, computed * (1 - waits))
+        moved[name] = moved[name]._replace(hidden=hidden)
+    return [StepPart("attention", computed + beside), *moved.values()]
 
 
 def _work(
@@ -275,44 +290,6 @@ def _brought(step: StepShape, window: int | None) -> float:
     return sum(cut.brought(row, window) for row in rows) / len(rows)
 
 
-def _one_way(
-    step: StepShape,
-    layout: Layout,
-    hardware: Hardware,
-    work: AttentionWork,
-    sent: Cost,
-    *,
-    backward: bool,
-) -> list[StepPart]:
-    """Return what attention takes in one direction, and what it moves.
-
-    Keys come while attention to those that are there goes on: of what both could do at the same
-    time, the hardware's `hide` is done so. Nothing hides what waits for the last to arrive, nor the
-    gradients of these that go home after it. Heads are exchanged before and after, and nothing
-    hides that.
-    """
-    heads = local_heads(step.model, layout.mesh_columns)
-    shares = split_heads(heads.query, heads.kv, layout.ulysses).query
-    most = max(last - first for first, last in shares)
-    pairs, arrivals = step.rows * work.pairs, work.forward.arrivals
-    computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
-    joined = JOIN_BYTES[backward] * step.rows * work.joined * most * heads.dim
-    beside = arrivals * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
-    cost = _times(sent, step.rows)
-    wire = wire_of(cost, layout, hardware)
-    waits = (layout.ring - 1) / (layout.ring * max(1, arrivals))
-    found = [StepPart("attention", computed + beside)]
-    for name, seconds, traffic in (
-        ("ring", wire.ring, cost.ring),
-        ("gather", wire.gather, cost.gather),
-    ):
-        able = seconds * (1 - work.home_share / max(1, arrivals) if backward else 1)
-        hidden = hardware.hide * min(able, computed * (1 - waits))
-        found.append(StepPart(name, seconds, hidden, traffic.bytes))
-    found.append(StepPart("all_to_all", wire.all_to_all, bytes=cost.all_to_all.bytes))
-    return found
-
-
 def local_heads(model: ModelShape, tensor: int) -> Heads:
     """Return the heads of one layer on a tensor rank.
 
@@ -321,24 +298,15 @@ def local_heads(model: ModelShape, tensor: int) -> Heads:
     return Heads(-(-model.heads // tensor), -(-model.kv_heads // tensor), model.head_dim)
 
 
-def _times(cost: Cost, rows: int) -> Cost:
-    """Return the cost of so many rows that go through attention together."""
-
-    def more(one: Traffic) -> Traffic:
-        return one._replace(bytes=rows * one.bytes)
-
-    return Cost(more(cost.all_to_all), more(cost.ring), more(cost.gather), cost.arrivals)
-
-
 def _tensor(
     step: StepShape, layout: Layout, hardware: Hardware, behind: float
 ) -> Iterator[StepPart]:
     """Yield the transfers of Megatron's tensor parallelism. behind: seconds of layers' products.
 
-    Each layer sums activations over the tensor ranks twice forward (again when it is recomputed)
-    and twice backward, the embedding once forward, the head's input gradient once; the loss makes
-    three sums of a number for each token. Under use_seq_parallel a sum is a reduce-scatter and an
-    all-gather of the same bytes. Ranks that share a head of a fused projection gather it.
+    Each layer sums activations over the tensor ranks as `_sums_of` says, the embedding once
+    forward, the head's input gradient once; the loss makes three sums of a number for each token.
+    Under use_seq_parallel a sum is a reduce-scatter and an all-gather of the same bytes. Ranks that
+    share a head of a fused projection gather it.
 
     Of n copies by turns all but one pass behind products, or products behind them: that a layer's
     blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
@@ -356,7 +324,7 @@ def _tensor(
             return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
         return hardware.collective_seconds("all_reduce", of_bytes, spread)
 
-    count = model.layers * (2 * step.forwards + 2)
+    count = sum(_sums_of(step, blocks) for blocks in step.blocks)
     blocks = count * copies * sum_seconds(activations / copies)
     apart = not (step.use_seq_parallel and spread.by_host)
     hidden = apart * hardware.hide * (1 - 1 / copies) * min(blocks, behind)
@@ -368,6 +336,20 @@ def _tensor(
         seconds = hardware.collective_seconds("all_to_all", heads, spread)
         times = model.layers * (step.forwards + 1)
         yield StepPart("tensor", times * seconds, bytes=times * heads)
+
+
+def _sums_of(step: StepShape, blocks: Blocks) -> float:
+    """Return how often a layer sums activations over tensor ranks: behind attention, behind its MLP
+    or its experts, and behind what every token meets beside these; as often backward.
+
+    A forward that is run again ends before the last of them where nothing behind it is kept, which
+    a norm would be, and a gate of a shared expert; but tokens that are split come together again.
+    """
+    kind, shared = layer_kind(step.model), blocks.experts and step.model.shared_features > 0
+    every = 3 if shared else 2
+    ends = kind.norms.behind_mlp or (shared and kind.shared == SHARED_EXPERT)
+    spared = 0.0 if ends else 0.5 if step.use_seq_parallel else 1.0
+    return every * (step.forwards + 1) - spared * (step.forwards - 1)
 
 
 def _pipeline_time(
@@ -557,9 +539,7 @@ def _apart(
         few = replace(step, model=model, windows=[one.window for one in layers], experts=experts)
         found: dict[str, StepPart] = {}
         for part in forward_and_backward(few, layout, algorithm, hardware):
-            so_far = found.get(part.name, StepPart(part.name, 0.0))
-            sums = (a + b for a, b in zip(so_far[1:], part[1:], strict=True))
-            found[part.name] = StepPart(part.name, *sums)
+            found[part.name] = found.get(part.name, StepPart("", 0.0)).plus(part)
         return found
 
     without = whole()

@@ -47,7 +47,7 @@ class TapeNode:
     """An operation whose backward is still to run; without one it is a leaf, which keeps its
     gradient or lets go of it."""
 
-    __slots__ = ("backward", "collects", "edges", "gradient", "number", "outputs", "saves")
+    __slots__ = ("backward", "collects", "edges", "gradient", "held", "number", "outputs", "saves")
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class TapeNode:
         gradient."""
         self.number, self.edges, self.backward = number, edges, backward
         self.gradient: Storage | None = None
+        self.held: tuple[object, ...] = ()
         self.outputs, self.saves, self.collects = outputs, saves, collects
 
     def __lt__(self, other: TapeNode) -> bool:
@@ -118,15 +119,16 @@ class Tape:
         self,
         inputs: Sequence[Tensor],
         sizes: Sequence[float],
-        backward: Callable[[], RunBackward],
+        backward: RunBackward,
         *,
         saves: bool = False,
+        keeps: Sequence[object] = (),
         made: Sequence[Storage] | None = None,
     ) -> list[Tensor]:
         """Return what an operation makes of its inputs.
 
-        backward: makes the backward, which holds what it needs. saves: whether it keeps any of its
-        inputs, before it makes anything. made: what it made by itself, before it keeps anything.
+        saves: whether its backward needs any of what it took or made. keeps: what is held for it,
+        until it has run. made: what it made by itself.
         """
         needed = any(one.node for one in inputs)
         self._saves += saves and needed
@@ -134,8 +136,9 @@ class Tape:
         if not needed:
             return [Tensor(*each, None, 0) for each in zip(sizes, storages, strict=True)]
         edges = [(one.node, one.slot) for one in inputs] if self._keeps else []
-        run = backward() if self._keeps else None
+        run = backward if self._keeps else None
         node = self._node(edges, run, outputs=len(storages), saves=saves)
+        node.held = tuple(keeps) if self._keeps else ()
         each = zip(sizes, storages, range(len(storages)), strict=True)
         return [Tensor(size, storage, node, slot) for size, storage, slot in each]
 
@@ -262,7 +265,7 @@ class _Pending:
                 del given
                 continue
             found = list(node.backward(given))
-            node.backward = None
+            node.backward, node.held = None, ()
             del given
             for edge, slot in node.edges:
                 one = found.pop(0)

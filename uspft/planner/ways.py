@@ -237,20 +237,20 @@ def _sharing(ranks: int, space: Space) -> Iterator[tuple[AlgorithmRow, int]]:
                 yield row, ulysses
 
 
-def legal_for(step: StepShape, ranks_per_host: int) -> WhyNot:
-    """Return what speaks against ways to run a model's step: its heads, its rows, its experts."""
+def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) -> WhyNot:
+    """Return what speaks against ways to run a model's step: its heads, its rows, its experts.
+    more: what else does."""
     model, tokens = step.model, step.row.length
 
     def why_not(way: Way) -> str | None:
         layout = way.layout
-        for reason in (
-            why_no_stages(model, way),
-            why_no_matrices(model, layout),
-            why_no_experts(model, way),
-        ):
-            if reason:
-                return reason
         heads = local_heads(model, layout.mesh_columns)
+        if reason := (
+            why_no_stages(model, way)
+            or why_no_matrices(model, layout)
+            or why_no_experts(model, way)
+        ):
+            return reason
         if heads.query < layout.ulysses:
             return "more ranks exchange heads than there are heads"
         if way.algorithm(step, ranks_per_host).problems(tokens, heads):
@@ -259,7 +259,7 @@ def legal_for(step: StepShape, ranks_per_host: int) -> WhyNot:
             return "more replicas than rows of a step"
         if way.rows * layout.data > step.step_rows and way.rows > 1:
             return "more rows in a forward than a replica has"
-        return None
+        return more(way) if more else None
 
     return why_not
 

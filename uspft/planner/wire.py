@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from uspft.families import ModelShape
 from uspft.families.projections import FUSED
 from uspft.families.table import FAMILIES
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.spread import Spread
+from uspft.planner.step_shape import StepPart
 from uspft.sequence import Cost
-
-
-class Wire(NamedTuple):
-    """The seconds of one layer's transfers one way, by kind."""
-
-    all_to_all: float = 0.0
-    ring: float = 0.0
-    gather: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return sum(self)
-
 
 EXCHANGES = 2
 """Of heads for tokens and back, each way through a layer's attention."""
 
 
-def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
-    """Return the seconds of what one layer's attention moves one way under a layout, by kind."""
+def wire_of(cost: Cost, layout: Layout, hardware: Hardware, rows: int = 1) -> dict[str, StepPart]:
+    """Return what one layer's attention of so many rows moves one way under a layout, by kind."""
     tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
-    exchanged = exchanged_seconds(cost.all_to_all.bytes, layout, hardware)
-    ring = hardware.messages_seconds(*cost.ring, tokens, to_next=True)
-    gather = hardware.messages_seconds(*cost.gather, tokens, to_next=False)
-    return Wire(exchanged, ring, gather)
+    ring, gather, heads = (rows * one.bytes for one in (cost.ring, cost.gather, cost.all_to_all))
+    found = {
+        "ring": (hardware.messages_seconds(ring, cost.ring.messages, tokens, to_next=True), ring),
+        "gather": (
+            hardware.messages_seconds(gather, cost.gather.messages, tokens, to_next=False),
+            gather,
+        ),
+        "all_to_all": (exchanged_seconds(heads, layout, hardware), heads),
+    }
+    return {name: StepPart(name, seconds, bytes=sent) for name, (seconds, sent) in found.items()}
 
 
 def exchanged_seconds(sent_bytes: float, layout: Layout, hardware: Hardware) -> float:

@@ -133,15 +133,39 @@ def test_copies_by_turns_hide_all_but_an_nth_of_the_shorter() -> None:
 
 
 def test_bytes_of_tensor_parallelism() -> None:
-    """Four sums of activations a layer, two more, and three numbers a token for the loss."""
+    """Four sums of activations a layer, two more, and three numbers a token for the loss; a forward
+    that is run again ends before the last of a layer."""
     activations = (1 << 15) * 4096 * 2
     of_loss = 3 * 4 * (1 << 15)
     found = timed(Layout(4), step_rows=1)
     assert found.bytes_of("tensor") == pytest.approx((4 * 32 + 2) * activations + of_loss)
     again = timed(Layout(4), step_rows=1, recompute=True)
-    assert again.bytes_of("tensor") == pytest.approx((6 * 32 + 2) * activations + of_loss)
+    assert again.bytes_of("tensor") == pytest.approx((5 * 32 + 2) * activations + of_loss)
+    split = timed(Layout(4), step_rows=1, recompute=True, use_seq_parallel=True)
+    assert split.bytes_of("tensor") == pytest.approx((5.5 * 32 + 2) * activations + of_loss)
     halves = timed(Layout(4, ulysses=2), step_rows=1)
     assert halves.bytes_of("tensor") == pytest.approx(found.bytes_of("tensor") / 2)
+
+
+SUMS = [
+    ("mistralai/Mixtral-8x7B-v0.1", 32 * 4, 32 * 5),
+    ("zai-org/GLM-4.5-Air", 4 + 45 * 6, 5 + 45 * 8),
+    ("google/gemma-3-12b-it", 48 * 4, 48 * 6),
+]
+"""What tensor ranks sum of activations in all layers, and with recomputation: shared experts once
+more, and a norm behind an MLP has its sum made again."""
+
+
+@pytest.mark.parametrize(("name", "once", "again"), SUMS)
+def test_sums_of_activations_are_those_of_each_layers_blocks(
+    name: str, once: int, again: int
+) -> None:
+    model = hub(name)
+    activations, of_loss = (1 << 15) * model.hidden_size * 2, 12 * (1 << 15)
+    for recompute, sums in ((False, once), (True, again)):
+        of = {"model": model, "windows": (None,) * model.layers, "recompute": recompute}
+        found = timed(Layout(2), step_rows=1, **of).bytes_of("tensor")
+        assert found == pytest.approx((sums + 2) * activations + of_loss)
 
 
 def test_ranks_that_share_a_head_of_a_fused_projection_gather_it() -> None:
