@@ -106,6 +106,16 @@ class SomeProduct:
         return torch.cat(parts, dim=-1)
 
 
+class OneOfZeros:
+    """A projection that nobody asks for: it makes one head of zeros."""
+
+    def __init__(self, features: int) -> None:
+        self._features = features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_zeros((*x.shape[:-1], self._features))
+
+
 def _zeros(x: Tensor, features: int) -> Tensor:
     """Return so many features of x's tokens that are 0, and take no memory."""
     return x.new_zeros(()).expand(*x.shape[:-1], features)
@@ -300,7 +310,9 @@ class SomeHeads:
                 gaps[-1] += unit.width * (not some)
                 at += unit.width * (heads.kv if unit.of_keys else heads.query)
             ranges, gaps = _merged(ranges, gaps)
-            if ranges != [(0, at)]:
+            if not ranges and not self.has_state:  # attention may write into it
+                places.append(StandIn(attention._modules, name, OneOfZeros(gaps[0])))
+            elif ranges != [(0, at)]:
                 places += some_of(attention, name, COLUMNS, ranges, gaps)
         if use == BEHIND and not self.has_state:  # which nobody asks for queries and keys
             norms = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
