@@ -169,10 +169,14 @@ def bound(computation: float, transfers: float, copies: int) -> float:
     return max(computation, transfers) + min(computation, transfers) / copies
 
 
-def way_gone(seconds: dict[str, list[float]], copies: int) -> float:
-    """Return how much of the way from whole blocks to the bound so many copies go."""
+def way_gone(seconds: dict[str, list[float]], copies: int, longer: str | None = None) -> float:
+    """Return how much of the way from whole blocks to the bound so many copies go.
+
+    longer: what is taken for the larger of both; None: the larger.
+    """
     middle = {name: median(each) for name, each in seconds.items()}
-    least = bound(middle[COMPUTATION], middle[TRANSFERS], copies)
+    both = middle[COMPUTATION], middle[TRANSFERS]
+    least = bound(*both, copies) + (middle[longer] - max(both) if longer else 0.0)
     return float((middle["1"] - middle[str(copies)]) / (middle["1"] - least))
 
 

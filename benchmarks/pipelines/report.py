@@ -273,15 +273,18 @@ def copies_table(part: dict[str, Any]) -> str:
     middle = {name: median(each) for name, each in seconds.items()}
     both = middle[copies.COMPUTATION], middle[copies.TRANSFERS]
     rows = []
-    alone = (copies.COMPUTATION, copies.TRANSFERS, copies.AT_ONCE)
-    for name in (*(one for one in alone if one in seconds), *map(str, setting.copies)):
+    alone = [copies.COMPUTATION, copies.TRANSFERS]
+    alone += [copies.AT_ONCE] * (copies.AT_ONCE in seconds)  # a record from before has none
+    for name in (*alone, *map(str, setting.copies)):
         cells = [f"{middle[name]:.2f}", span(seconds[name])]
-        least, gone = "", ""
+        told = ["", "", ""]
         if name.isdigit() and name != "1":
-            least = f"{copies.bound(*both, int(name)):.2f}"
-            gone = f"{copies.way_gone(seconds, int(name)):.0%}"
-        rows.append([f"{name} copies" if name.isdigit() else name, *cells, least, gone])
-    return markdown(["what runs", "s", "least and most", "bound", "of the way"], rows)
+            least = copies.bound(*both, int(name))
+            gone = [copies.way_gone(seconds, int(name), one) for one in (None, *alone[2:])]
+            told = [f"{least:.2f}", *(f"{each:.0%}" for each in gone), ""][:3]
+        rows.append([f"{name} copies" if name.isdigit() else name, *cells, *told])
+    heads = ["what runs", "s", "least and most", "bound", "of the way", "of that on one core"]
+    return markdown(heads, rows)
 
 
 def wrong_copies(part: dict[str, Any]) -> list[str]:

@@ -54,7 +54,6 @@ MORE = {
     "1, thrice": Case(ONE, passes=3),
     "1, wide, thrice": Case(ONE, dtype="float32", passes=3),
     "1, away, wide, thrice": Case({**ONE, **AWAY}, dtype="float32", passes=3),
-    "2, thrice": Case(TWO, passes=3),
     "2, halves, twice": Case(TWO, "bfloat16", passes=2),
     "2, wide, lora, twice": Case(TWO, dtype="float32", trained=LORA, passes=2),
     "2, away, wide, thrice": Case({**TWO, **AWAY}, dtype="float32", passes=3),

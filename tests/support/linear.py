@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "host": {"memory": {"offload_activations": "cpu"}},
     "tokens": {"parallel_config": {"use_seq_parallel": True}},
     "adapter": {"model": {"adapter": LORA}},
+    "groups": {"memory": {"attention_heads": 1, "mlp_tile_tokens": 5, "recompute": "attention"}},
     "chunks": {"parallel_config": {"seq_split_num": 3}},
 }
 STAGES = ("zero1", "zero2", "zero3 whole")
@@ -118,6 +119,9 @@ FEW = {
         Case("experts", (2, 1, 1), "allgather_cp", "zero2", False, "attention"),
         Case("next", (2, 2, 1), "planned_cp", "zero3 whole", True, "tokens"),
         Case("uneven", (2, 2, 1), "ulysses_cp", "zero2", True, "kept", "bfloat16"),
+        Case("uneven", (2, 2, 1), "ring_cp", "zero3 whole", True, "groups"),
+        Case("next", (4, 1, 1), "hybrid_cp", "zero2", True, "groups"),
+        Case("olmo", (2, 1, 2), "ulysses_cp", "zero1", False, "groups"),
     ],
     6: [Case("olmo", (3, 2, 1), "planned_cp", "zero1", True, "attention")],
 }

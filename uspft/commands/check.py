@@ -10,7 +10,7 @@ from uspft.blocks import WIDEST
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, folders_of
 from uspft.config import Fault, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
-from uspft.config.problems import COMMAND_LINE, UsageError
+from uspft.config.problems import COMMAND_LINE, UsageError, counted
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
@@ -70,7 +70,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
     if sets:
         every = recipe.training.eval_every_steps
-        often = f"after every {every} step{'s' * (every != 1)} and " if every else ""
+        often = f"after every {counted(every, 'step')} and " if every else ""
         print(f"evaluation: {', '.join(sets)}, {often}at the end")
     if not found.memory:
         found.not_checked.append(f"memory ({found.memory_unknown})")

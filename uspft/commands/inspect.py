@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from uspft.commands.inspect_pages import page_of, show
-from uspft.config.problems import UsageError
+from uspft.config.problems import UsageError, counted
 from uspft.data import load_tokeniser, read_report
 from uspft.data.corpus.tokenise import holds_tokenizer
 from uspft.durable import write_text
@@ -42,8 +42,7 @@ def inspect(
             screen.print(f"strategies: {found.why_strategies}", markup=False)
         seen = inspected(found, rows or ROWS, _decoder(found))
     if rows and rows > len(seen.rows):
-        count = len(seen.rows)
-        what = f"the first epoch has {count:,} row{'s' * (count != 1)}, and no more are shown"
+        what = f"the first epoch has {counted(len(seen.rows), 'row')}, and no more are shown"
         screen.print(f"--rows: {what}", markup=False)
     if page is None:
         show(seen, Console(highlight=False))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from uspft.commands.pages import html_page
-from uspft.config.problems import on_one_line
+from uspft.config.problems import counted, on_one_line
 from uspft.prepare.inspection import (
     Bin,
     Filling,
@@ -55,9 +55,9 @@ def histogram(lengths: Sequence[Bin], width: int) -> list[str]:
     named = [f"{one.least:,} – {one.most:,}" for one in lengths]
     counts = [f"{one.samples:,} ({one.samples / every:.1%})" for one in lengths]
     left, right = max(map(len, named)), max(map(len, counts))
-    room = max(8, min(60, width - left - right - 5))
+    bar = max(8, min(60, width - left - right - 5))
     return [
-        f"  {name:>{left}} {'█' * -(-room * one.samples // most):<{room}} {count:>{right}}"
+        f"  {name:>{left}} {'█' * -(-bar * one.samples // most):<{bar}} {count:>{right}}"
         for name, count, one in zip(named, counts, lengths, strict=True)
     ]
 
@@ -70,7 +70,7 @@ def filled(filling: Filling) -> str:
 
 
 def _show_row(row: SeenRow, screen: Console) -> None:
-    screen.print(Text(f"\nrow {row.index + 1} (step {row.step}): {counted(row)}", style="bold"))
+    screen.print(Text(f"\nrow {row.index + 1} (step {row.step}): {row_counts(row)}", style="bold"))
     screen.print(Text(f"  {row.layout}", style=MASKED))
     cells = max(16, min(96, screen.width - 12))
     screen.print(Text("  document ").append_text(_cells_of_documents(row, cells)))
@@ -86,18 +86,18 @@ def _show_row(row: SeenRow, screen: Console) -> None:
     for number, document in enumerate(row.documents[:_DOCUMENTS]):
         _show_document(number + 1, document, screen)
     if more := len(row.documents[_DOCUMENTS:]):
-        screen.print(f"  … {more:,} more document{'s' * (more != 1)}", markup=False)
+        screen.print(f"  … {counted(more, 'more document')}", markup=False)
     if row.padding:
         start = row.segments.bounds[-1]
         what = f"  padding: places {start:,}–{row.segments.length - 1:,}"
         screen.print(Text(what, style=PADDING))
 
 
-def counted(row: SeenRow) -> str:
+def row_counts(row: SeenRow) -> str:
     """Return in words what a row holds."""
-    documents, targets = len(row.documents), int(row.trained.sum())
+    targets = int(row.trained.sum())
     return (
-        f"{row.segments.length:,} tokens, {documents:,} document{'s' * (documents != 1)}, "
+        f"{row.segments.length:,} tokens, {counted(len(row.documents), 'document')}, "
         f"{targets:,} train, {row.padding:,} padding"
     )
 
@@ -260,7 +260,7 @@ def _row(row: SeenRow) -> str:
     holders = "".join(f"<li>{escape(holds(one, _PAGE_SPANS))}</li>" for one in row.holders)
     every = "".join(_document(n, one) for n, one in enumerate(row.documents, 1))
     return (
-        f"<h2>Row {row.index + 1}, step {row.step}: {counted(row)}</h2>\n"
+        f"<h2>Row {row.index + 1}, step {row.step}: {row_counts(row)}</h2>\n"
         f'<p class="note">{escape(row.layout)}</p>\n<table>{table}</table>\n'
         f"<details><summary>who holds what</summary><ul>{holders}</ul></details>\n{every}\n"
     )

@@ -23,7 +23,7 @@ from uspft.commands.plan_timeline import as_picture, in_characters
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
 from uspft.config.messages import closest
-from uspft.config.problems import UsageError
+from uspft.config.problems import UsageError, counted
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.layout import Layout
@@ -199,7 +199,7 @@ def _several(weighed: Weighed | None) -> str:
 
 def _step(step: StepShape) -> str:
     again = ", layers recomputed" if step.recompute else ""
-    rows = f"{step.step_rows} row{'s' if step.step_rows > 1 else ''}"
+    rows = counted(step.step_rows, "row")
     return f"step: {rows} of {step.row.length:,} tokens, {_documents(step)}{again}"
 
 
@@ -207,8 +207,7 @@ def _documents(step: StepShape) -> str:
     """Return what documents rows are taken to have, for a person."""
     if step.sample is None:
         return "each priced as one document, since the data is not here"
-    number = len(step.sample.rows)
-    rows = f"{number} row{'s' if number > 1 else ''}"
+    rows = counted(len(step.sample.rows), "row")
     return f"priced by {rows} of {step.sample.source}, of {step.sample.documents:.3g} documents"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from uspft.commands.plan_pages import aligned
+from uspft.config.problems import counted
 from uspft.pipeline.simulator import Timed
 from uspft.planner.timeline import PipelineTimeline
 
@@ -44,7 +45,7 @@ def _line(timed: Sequence[Timed], seconds: float) -> str:
 
 def _span(drawn: PipelineTimeline) -> str:
     first = f"the first {drawn.micro_batches} of " if drawn.micro_batches < drawn.of else ""
-    many = f"{drawn.of} micro-batch{'es' * (drawn.of > 1)}"
+    many = counted(drawn.of, "micro-batch", "es")
     return f"{first}{many}, {drawn.seconds:.3g} s"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from uspft.config import Fault, load
+from uspft.config.problems import counted
 from uspft.data import CacheSize, corpora_in, empty, holding, read_report
 from uspft.launcher import planned_hosts
 from uspft.layout import as_processes
@@ -74,4 +75,4 @@ def _empty(cache: Path, screen: Console) -> None:
 def _sets(size: CacheSize) -> str:
     """Return in words how many data sets that is."""
     unfinished = f", {size.unfinished:,} of them unfinished" if size.unfinished else ""
-    return f"{size.corpora:,} data set{'s' * (size.corpora != 1)}{unfinished}"
+    return f"{counted(size.corpora, 'data set')}{unfinished}"

@@ -130,10 +130,10 @@ def _adapter_served(recipe: Recipe, place: Invocation) -> list[str]:
     model, output = recipe.model, output_of(recipe)
     assert model.adapter is not None
     own = model.rope_scaling or model.overrides or model.tokenizer or recipe.data.chat_template
-    room = next((rank for rank in VLLM_RANKS if rank >= model.adapter.rank), None)
-    if model.name_or_path and room and not own:
-        words = ["vllm", "serve", model.name_or_path, "--enable-lora", "--max-lora-rank", str(room)]
-        words += ["--lora-modules", f"tuned={output / ADAPTER}"]
+    served = next((rank for rank in VLLM_RANKS if rank >= model.adapter.rank), None)
+    if model.name_or_path and served and not own:
+        words = ["vllm", "serve", model.name_or_path, "--enable-lora"]
+        words += ["--max-lora-rank", str(served), "--lora-modules", f"tuned={output / ADAPTER}"]
         return [f"serve:      {shlex.join(words)}"]
     if not recipe.checkpoint.every_steps:
         return []

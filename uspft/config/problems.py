@@ -30,6 +30,11 @@ def on_one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def counted(count: int, noun: str, ending: str = "s") -> str:
+    """Return how many there are, such as `1 row` or `1,024 rows`; ending: of more than one."""
+    return f"{count:,} {noun}{ending * (count != 1)}"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One problem of a recipe; its text is one line, `FILE:LINE: key.path: what; remedy`."""

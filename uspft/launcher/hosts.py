@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from uspft.called import to_type
-from uspft.config.problems import InputError
+from uspft.config.problems import InputError, counted
 
 MAX_PORT = 65535
 ELSEWHERE = socket.AF_INET, "198.51.100.1"
@@ -217,7 +217,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", str(hosts))
     if tasks != str(hosts):
         raise LaunchError(
-            f"srun started {tasks} tasks on {hosts} host{'s' * (hosts > 1)}, and uspft starts the "
+            f"srun started {tasks} tasks on {counted(hosts, 'host')}, and uspft starts the "
             f"ranks of a host itself; {how}"
         )
     if hosts == 1:

@@ -108,6 +108,13 @@ class LayerSizes:
         return self.hidden // self.tensor if self.mesh_rows else self.hidden
 
     @property
+    def trains(self) -> bool:
+        """Whether any weight of the layer does."""
+        experts = self.experts
+        routed = experts and (experts.adapts_router or any(experts.adapted))
+        return bool(self.trained or self.adapted or routed)
+
+    @property
     def in_halves(self) -> bool:
         """Whether attention with its norms and residual is one function, and the rest another."""
         alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
@@ -198,6 +205,8 @@ class Layer:
         if self.groups and not alone and not hidden.node and self._any_trains():
             hidden = self.tape.leaf(hidden.size, hidden.storage)  # model/head_groups.py's halves
         if self.groups and self.sizes.in_halves:
+            if self.sizes.trains and not hidden.node:  # it is given one with a gradient
+                hidden = self.tape.leaf(hidden.size, hidden.storage)
             between = self.groups(hidden, trains=self._first_trains)
             self.below = None
             del hidden

@@ -198,6 +198,7 @@ class GroupMemory:
     ) -> GradientStorages:
         tape, s = self.tape, self.sizes
         how, wide = s.sharing, 4 / s.sharing.element
+        stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
         out = saved.pop(0)
         gates = tape.new(s.hidden) if s.gated and wanted else None
         slopes = [tape.new(s.hidden)] if s.normed_behind else []
@@ -252,6 +253,7 @@ class GroupMemory:
         sums += self._summed(s.first_weights, self.tiles.first_gradients, before=s.again)
         if wide > 1:
             sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
+        del stays
         return [dx if wanted else None, None]
 
     def _summed(

@@ -84,6 +84,7 @@ class StateGroupMemory(GroupMemory):
         self, held: list[Storage | None], saved: list[Storage], *, wanted: bool
     ) -> GradientStorages:
         tape, s, of = self.tape, self.sizes, self._heads
+        stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
         gates = tape.new(s.hidden) if wanted else None
         out = saved.pop(0)
         sums = self._summed(s.last_weights + s.again, self.tiles.last_gradients)
@@ -124,5 +125,5 @@ class StateGroupMemory(GroupMemory):
         wide = WIDE / s.sharing.element
         if wide > 1:
             sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
-        del out, others
+        del out, others, stays
         return [gates, None]

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from uspft.config import Recipe
+from uspft.config.problems import counted
 from uspft.config.strategies import strategies_of
 from uspft.data import (
     HELD_OUT,
@@ -113,9 +114,8 @@ def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) 
     mix = read_report(mix_of).get("mix", ()) if mix_of else ()
     for line in (*report.get("shapes", ()), *report.get("unused", ())):
         screen.print(f"{what}: {line}", markup=False)
-    count = report["samples"]
     screen.print(
-        f"{what}: {count:,} sample{'s' * (count != 1)}, {report['tokens']:,} tokens, "
+        f"{what}: {counted(report['samples'], 'sample')}, {report['tokens']:,} tokens, "
         f"longest {report['longest']:,}",
         markup=False,
     )

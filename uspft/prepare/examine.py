@@ -12,6 +12,7 @@ from typing import Any
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import as_written
+from uspft.config.problems import counted
 from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
@@ -84,8 +85,7 @@ class Examined:
         if found.choice.switches:
             return f"several layouts, since {why}"
         samples, rows = asked.training.global_batch_size, found.drawn.packed_rows
-        made = f"{rows} row{'s' if rows > 1 else ''}"
-        return f"one layout, since {why}; {samples} samples a step make {made}"
+        return f"one layout, since {why}; {samples} samples a step make {counted(rows, 'row')}"
 
     @property
     def hardware(self) -> str:

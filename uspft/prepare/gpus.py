@@ -12,6 +12,7 @@ import torch
 from uspft.called import to_install
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
+from uspft.config.problems import counted
 from uspft.kernels.choose import is_installed
 
 AMPERE = 8
@@ -45,9 +46,7 @@ def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> 
         raise Fault([(KEY, what, f"start it on a host that has one, {ANYWAY}")])
     if recipe.launch.device == "cuda" and isinstance(wanted, int):
         if wanted > count:
-            what = (
-                f"{wanted} processes on this host, which has {count} GPU{'s' if count > 1 else ''}"
-            )
+            what = f"{wanted} processes on this host, which has {counted(count, 'GPU')}"
             remedy = f"start at most {count}, or start it on a host that has them"
             raise Fault([("launch.processes", what, remedy)])
         _require_flash(wanted)

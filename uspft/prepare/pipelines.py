@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import as_written
+from uspft.config.problems import counted
 from uspft.config.strategies import strategies_of
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, NO_KEYS, layer_windows
@@ -108,7 +109,7 @@ def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known)
     named = f"interleaved {order}" if virtual > 1 and order != "gpipe" else order
     if order == "seqpipe" and chunks == 1:
         named += " of 1 chunk (seq_split_num), which is 1f1b,"
-    many = f"{passes} micro-batch{'es' * (passes > 1)}"
+    many = counted(passes, "micro-batch", "es")
     if chunks > 1:
         many += f" in {chunks} chunks of equal {parallel.sequence_chunks}"
         many += _unequal(recipe, layout, known.shape)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe
+from uspft.config.problems import counted
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data import training_rows
 from uspft.engine.deepspeed_config import micro_batches
@@ -144,10 +145,9 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
         of_epoch += f", {stream.padding():.1%} of them padding"
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
     many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"
-    of_run = f"{steps:,} step{'s' if steps > 1 else ''}"
     stop = recipe.training.stop_step
     ends = f"; it ends after step {stop:,}, as training.stop_step says" if stop else ""
-    return f"{of_epoch}; {of_run} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
+    return f"{of_epoch}; {counted(steps, 'step')} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
 
 
 def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:

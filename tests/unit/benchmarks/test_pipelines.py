@@ -99,7 +99,7 @@ def test_copies_by_turns_are_held_to_their_way() -> None:
     assert report.wrong_copies(part) == []
     seconds["2"] = [1.9]
     assert report.wrong_copies(part) == ["2 copies go 67% of the way to their bound"]
-    assert "| 2 copies | 1.90 | 1.90 | 1.70 | 67% |" in report.copies_table(part)
+    assert "| 2 copies | 1.90 | 1.90 | 1.70 | 67% | 80% |" in report.copies_table(part)
     assert copies.rate_mbit(10**6, 0.5) == 16
 
 

@@ -216,11 +216,12 @@ KNOWN = {
     "mesh": MESH,
     "stages": [f"{PARALLEL}.pipeline_stage=2", "launch.processes=2"],
 }
-SOME_EXPERTS = {"decoder_sparse_step": 2, "num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+SOME_EXPERTS = {"model_type": "qwen3_moe", "decoder_sparse_step": 2, "num_experts": 4, **EXPERTS}
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "experts in some layers": (
-        {"model_type": "qwen3_moe", "moe_intermediate_size": 8, **SOME_EXPERTS},
-        "layers without experts beside others",
+    "experts elsewhere": (
+        {"model_type": "granitemoe", "num_local_experts": 4, **EXPERTS},
+        "experts in other blocks than mlp",
     ),
 }
 
@@ -228,6 +229,11 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_memory_is_predicted(check: Callable[..., Said], case: str) -> None:
     found = check(*KNOWN[case])
+    assert found.about("memory") and not found.unknown("memory")
+
+
+def test_memory_of_experts_in_some_layers_is_predicted(check: Callable[..., Said]) -> None:
+    found = check(**SOME_EXPERTS)
     assert found.about("memory") and not found.unknown("memory")
 
 

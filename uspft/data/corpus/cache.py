@@ -21,9 +21,7 @@ from uspft.data.corpus.corpus import META
 from uspft.data.corpus.tokenise import TextTokeniser
 from uspft.data.corpus.workers import SourcePart
 from uspft.data.faults import DataError, wrong_key
-from uspft.data.files.sources import (
-    SourceFile,
-)
+from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import HubSplit
 from uspft.data.samples import Record
 from uspft.durable import publish
@@ -74,9 +72,9 @@ def cache_key(
         "sequence_length": data.sequence_length if cuts else None,
         **({"bad": SKIPPED} if data.on_bad_sample == "skip" else {}),
     }
-    contents = _hashed(identity)
+    contents = hashed(identity)
     shown = [part.content.shown for part, _ in parts]
-    return CacheKey(_hashed([LAID_OUT, contents, *shown]), contents)
+    return CacheKey(hashed([LAID_OUT, contents, *shown]), contents)
 
 
 def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
@@ -92,7 +90,8 @@ def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
     return [*found, dict(sorted(part.asked.fields.items()))] if part.asked.fields else found
 
 
-def _hashed(value: Any) -> str:
+def hashed(value: Any) -> str:
+    """Return a name made of a value of JSON, which stands for it."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from uspft.config.problems import counted
 from uspft.data.corpus.corpus import Corpus
 from uspft.data.faults import DataError, Faults, wrong_key
 from uspft.data.records.known_fields import ALPACA
@@ -77,7 +78,7 @@ class Counts:
             (self.split, "longer than a row and cut into documents (data.overlong: split)"),
             (self.without_targets, "without a trained token: they cost time and teach nothing"),
         ]
-        return [f"{count:,} sample{'s' * (count != 1)} {what}" for count, what in said if count]
+        return [f"{counted(count, 'sample')} {what}" for count, what in said if count]
 
 
 def total(every: Iterable[Counts]) -> Counts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from uspft.config.problems import counted
 from uspft.data.corpus.counts import (
     Counts,
     refused,
@@ -108,9 +109,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     look.shapes += lines + lost.lines()
     more = sum(len(items) > RECORDS for items in found)
     if more:
-        look.not_read.append(
-            f"data: records after the first {RECORDS} of {more:,} file{'s' * (more != 1)}"
-        )
+        look.not_read.append(f"data: records after the first {RECORDS} of {counted(more, 'file')}")
     if encoder is None and formats:
         look.not_read.append("data: tokens of the records (no tokenizer or vocabulary here)")
     return look

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from uspft.data.corpus.cache import made_aside
+from uspft.config.problems import counted
+from uspft.data.corpus.cache import hashed, made_aside
 from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
 from uspft.data.corpus.counts import Counts, mixed
 from uspft.data.faults import wrong_key
@@ -37,7 +37,7 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
     corpus, fraction = Corpus.open(folder), recipe.data.eval_fraction or 0.0
     count = round(fraction * len(corpus))
     if not 0 < count < len(corpus):
-        of = f"{len(corpus):,} sample{'s' * (len(corpus) != 1)}"
+        of = counted(len(corpus), "sample")
         what = f"is {fraction:g}, which of {of} holds out {count:,}"
         raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
     # Raw bits: numpy guarantees their stream over versions and machines.
@@ -48,8 +48,7 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
     found = []
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
         named = [folder.name, fraction, recipe.seed, part, recipe.data.sequence_length, "mixed"]
-        words = json.dumps(named)
-        place = folder.with_name(hashlib.blake2b(words.encode(), digest_size=12).hexdigest())
+        place = folder.with_name(hashed(named))
         if not place.exists():
             more = {**whole, "held_out": count} if part != HELD_OUT else {}
             _copy(corpus, np.flatnonzero(chosen), place, recipe.data, more)
@@ -83,8 +82,7 @@ def _copy(
             SourceSpan(first, stop, times)
             for (first, stop), times in zip(bounds, mix.times, strict=True)
         ]
-        words = json.dumps([corpus.contents, samples.tolist()])
-        contents = hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
+        contents = hashed([corpus.contents, samples.tolist()])
         writer.finish(list(corpus.files), spans, corpus.overlong, contents)
         report: dict[str, Any] = {
             **asdict(counts),

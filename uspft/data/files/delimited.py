@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import IO
 
+from uspft.config.problems import counted
 from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.files.decoding import A_MARK, BOM, not_utf8, nul, opened
 from uspft.data.files.sources import SourceFile
@@ -42,7 +43,7 @@ def rows(file: SourceFile, longest: int) -> Iterator[Entry | BadRecord]:
                     yield _bad(file, line, wrong)
                 elif names and row and len(row) != len(names):
                     over = f" in lines {start}–{end}" if end > start else ""
-                    what = f"{len(row)} column{'s' * (len(row) != 1)}{over}"
+                    what = f"{counted(len(row), 'column')}{over}"
                     what += f", and the first line names {len(names)}"
                     remedy = "quote values that hold a separator or a line break"
                     yield _bad(file, start, SampleFault(f"{what}; {remedy}"))

@@ -262,8 +262,8 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
     if more or asked.format == "messages":
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return _talk(fields, turns, asked)
-    apart = shape.name in (ALPACA, "question and answer") and not asked.prompt
-    if apart and prompt and not prompt[-1].isspace():
+    spaced = shape.name in (ALPACA, "question and answer") and not asked.prompt
+    if spaced and prompt and not prompt[-1].isspace():
         prompt += _GAP
     return "prompt_completion", {"prompt": prompt, "completion": completion}
 

@@ -37,8 +37,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def start(count: int, modules: Sequence[str]) -> ProcessPool:
-        pool = ProcessPool(count, modules)
-        found.extend(servers(os.getpid()))
+        pool, until = ProcessPool(count, modules), time.monotonic() + HANG_SECONDS
+        while not (here := servers(os.getpid())) and time.monotonic() < until:
+            time.sleep(0.01)  # it has been forked, and is not yet called so
+        found.extend(here)
         return pool
 
     monkeypatch.setattr("uspft.data.corpus.workers.ProcessPool", start)
