@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
 from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
@@ -26,17 +26,8 @@ if TYPE_CHECKING:
 class AttentionCall(BlockCall):
     """One call of a block with attention."""
 
-    def __init__(
-        self,
-        block: InGroups,
-        x: Tensor,
-        parameters: list[nn.Parameter],
-        kwargs: dict[str, Any],
-        *,
-        keeps: bool,
-    ) -> None:
-        """keeps: whether a backward follows."""
-        super().__init__(block, x, parameters, kwargs, keeps=keeps)
+    def __init__(self, block: InGroups, *of: Any, keeps: bool) -> None:
+        super().__init__(block, *of, keeps=keeps)
         world = self.bound.world
         self.heads = block.how.heads.on(world.layout.mesh_columns)
         self.turns = turns_among(self.heads, world.layout.ulysses, block.how.at_once)

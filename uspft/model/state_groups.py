@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
@@ -36,16 +36,8 @@ if TYPE_CHECKING:
 class StateCall(BlockCall):
     """One call of a block with a state."""
 
-    def __init__(
-        self,
-        block: InGroups,
-        x: Tensor,
-        parameters: list[nn.Parameter],
-        kwargs: dict[str, Any],
-        *,
-        keeps: bool,
-    ) -> None:
-        super().__init__(block, x, parameters, kwargs, keeps=keeps)
+    def __init__(self, block: InGroups, *of: Any, keeps: bool) -> None:
+        super().__init__(block, *of, keeps=keeps)
         layer = block.how.attention
         if counted := getattr(layer, "uspft_heads", None):
             counted.count(layer, ())  # which else is told when it runs
