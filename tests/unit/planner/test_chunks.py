@@ -16,7 +16,7 @@ from uspft.pipeline.schedules import Schedule
 from uspft.planner.chunks import chunk_prices
 from uspft.planner.flops import cut_by_flops
 from uspft.planner.row_time import row_time
-from uspft.planner.step import attention_forward
+from uspft.planner.step import attention_one_way
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
@@ -83,7 +83,7 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
     once, more = (
         {
             part.name: part.bytes
-            for part in attention_forward(one, layout, make_algorithm(ring, 1, 4), H100)
+            for part in attention_one_way(one, layout, make_algorithm(ring, 1, 4), H100)
         }
         for one in (whole, chunks)
     )

@@ -16,7 +16,7 @@ from tests.support.shapes import hub
 from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
-from uspft.planner import attention_work, rank
+from uspft.planner import attention_work, memory, rank
 from uspft.planner.machine import FIGURES, Measurement
 from uspft.planner.memory import (
     RECOMPUTES,
@@ -188,7 +188,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     counting(rank, "ranked", lambda *_: setattr(found, "listed", found.listed + 1))
     counting(rank.price, "step_time", lambda *_: setattr(found, "priced", found.priced + 1))
-    counting(rank, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
+    counting(memory, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
     counting(attention_work, "_dealt", lambda algorithm, *_: found.rings.append(algorithm.ring))
     for remembers in ("attention_of_row", "attention_of_sample", "_on_few"):
         getattr(attention_work, remembers).cache_clear()
