@@ -18,8 +18,9 @@ ALGORITHMS = (None, "ring_cp", "ulysses_cp", "allgather_cp")
 
 
 STATEFUL = ("qwen3_5_text", "olmo_hybrid")
-ON_MESHES = {name: one for name, one in MODELS.items() if one["kind"] not in STATEFUL}
-"""Those that meshes split: layers with a state they do not."""
+NOT_ON_MESHES = (*STATEFUL, "gemma4_text")
+ON_MESHES = {name: one for name, one in MODELS.items() if one["kind"] not in NOT_ON_MESHES}
+"""Those that meshes split: layers with a state, and with heads of two sizes, they do not."""
 
 
 def on_mesh(rows: int, columns: int) -> dict[str, Any]:

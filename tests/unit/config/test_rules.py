@@ -23,9 +23,9 @@ deepspeed: {zero_optimization: {stage: 1, offload_param: {device: cpu}}}"""
     assert lines(tmp_path, text, BASE.replace("sequence_length: 4k", "format: text")) == [
         "r.yaml:2: model.dtype: unknown value `bf16`; did you mean `bfloat16`? "
         "Allowed: float32 | bfloat16",
+        "r.yaml:2: model.trust_remote_code: code from the hub is not available yet; write false",
         "r.yaml:2: model.config: stands beside `model.name_or_path`, and only one of them "
         "names the model; keep one and write null for the other",
-        "r.yaml:2: model.trust_remote_code: code from the hub is not available yet; write false",
         "r.yaml:3: data.packing: unknown value `best`; did you mean `best_fit`? "
         "Allowed: none | best_fit",
         "r.yaml:4: sead: unknown key `sead`; did you mean `seed`?",
