@@ -20,6 +20,7 @@ from uspft.planner.operations import (
     tiled,
 )
 from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.trained import matrices_of_experts
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ def routed(
     """Return what experts make of x. trains: tells it of a module by its name. tile: tokens that
     experts take at a time, but not the router; None: all. enter: returns what tensor ranks take of
     what lies between blocks."""
-    names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-    into, out = map(trains, names)
+    into, out = map(trains, matrices_of_experts(of.router))
     divides = of.ranks > 1 or of.tensor > 1 or any(of.adapted)
     weight, seen = float(of.element * of.number * of.hidden), replace(of, tokens=of.between)
     size, wide = of.logit * seen.tokens * of.number, of.logit / of.element

@@ -32,13 +32,13 @@ from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.state_memory import StateHeads
 from uspft.planner.trained import (
     EMBEDDING,
-    EXPERTS,
     HEAD,
     LAST_NORM,
     Lora,
     StageLayers,
     Trained,
     counts_of,
+    matrices_of_experts,
     outside_trains,
     trained_layers,
 )
@@ -326,7 +326,6 @@ def unpredicted(
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
         "experts beside an MLP": shape.beside_mlp,
-        "experts in other blocks than mlp": shape.model_type == "granitemoe",
         "embeddings of each layer": bool(shape.layer_features),
         "layers that use the keys of others": bool(shape.borrowers),
     }
@@ -457,11 +456,10 @@ def _adapted(
     """Return a model's experts with the adapters of a layer; None where this has none."""
     if not kind.router:
         return None
-    matrices = (f"{EXPERTS}{one}" for one in ("gate_up_proj", "down_proj"))
     return replace(
         experts,
         rank=options.lora.rank if options.lora else 0,
-        adapted=tuple(name in trained.adapters for name in matrices),
+        adapted=tuple(name in trained.adapters for name in matrices_of_experts(kind.router)),
         adapts_router=kind.router in trained.adapters,
     )
 

@@ -34,8 +34,8 @@ PROJECTIONS = frozenset(
 """The last words of the projections of a layer."""
 EXPERT_WORDS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 """Those that matrices of experts have too, fused or in files, where a model has any."""
-EXPERTS, BESIDE_MLP = "mlp.experts.", "experts."
-"""How the names of experts begin, and those of Gemma 4's."""
+EXPERTS = ("mlp.experts.", "block_sparse_moe.experts.", "experts.")
+"""How the names of experts begin: of most families, of GraniteMoe, and of Gemma 4."""
 _BESIDE_MLP_VECTORS = (
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
     *("pre_feedforward_layernorm_2", "router.scale"),
@@ -101,8 +101,8 @@ def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
         found = {**state_projections(shape), **_state_modules(shape)}
     if blocks.experts:
         (found[kind.router],) = router
-        at = BESIDE_MLP if shape.beside_mlp else EXPERTS
-        found |= {f"{at}gate_up_proj": _together(gate, up), f"{at}down_proj": down}
+        into, back = matrices_of_experts(kind.router)
+        found |= {into: _together(gate, up), back: down}
         found |= shared_projections(shape)
         if shape.beside_mlp:
             found |= {name: ProductShape(1, shape.hidden_size) for name in _BESIDE_MLP_VECTORS}
@@ -192,7 +192,15 @@ def _parameter(name: str) -> str:
 
 
 def _of_experts(name: str) -> bool:
-    return name.startswith((EXPERTS, BESIDE_MLP))
+    return name.startswith(EXPERTS)
+
+
+def matrices_of_experts(router: str) -> tuple[str, str]:
+    """Return the names of a layer's matrices into and out of experts, which stand beside its router
+    or, in Gemma 4, beside the MLP."""
+    block = router.rpartition(".")[0]
+    at = f"{block}.experts." if f"{block}.experts." in EXPERTS else "experts."
+    return f"{at}gate_up_proj", f"{at}down_proj"
 
 
 def _words_of_experts(shape: ModelShape) -> frozenset[str]:

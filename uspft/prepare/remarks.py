@@ -19,7 +19,7 @@ from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.memory import lora_of
 from uspft.planner.step_shape import StepShape
-from uspft.planner.trained import BESIDE_MLP, EXPERTS, trained_layers
+from uspft.planner.trained import EXPERTS, trained_layers
 from uspft.prepare.examine import Examined
 from uspft.prepare.step import stage_of, step_shape
 from uspft.training.learning_rate import learning_rate
@@ -69,7 +69,7 @@ def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
     backward; an all-reduce moves a gradient twice."""
     model = recipe.model
     layers = trained_layers(step.model, lora_of(model), tuple(model.freeze))
-    matrices = [name.startswith((EXPERTS, BESIDE_MLP)) for one in layers for name in one.weights]
+    matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
     gradient, weight, passes = step.gradient_bytes, step.element_bytes, step.passes(layout)
     if step.stage == 3:
