@@ -219,7 +219,10 @@ KNOWN = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SOME_EXPERTS = {"model_type": "qwen3_moe", "decoder_sparse_step": 2, "num_experts": 4, **EXPERTS}
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "experts elsewhere": ({"model_type": "gemma4_text", **BESIDE_MLP}, "experts beside an MLP"),
+    "experts elsewhere": (
+        {"model_type": "gemma4_text", **BESIDE_MLP},
+        "experts beside an MLP or with embeddings of each layer",
+    ),
 }
 
 

@@ -377,8 +377,8 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
-    full = {**shape.full, "hidden_size_per_layer_input": 8}
-    other = replace(shape, model_type="gemma4_text", full=full)
+    raw = {**shape.raw, "hidden_size_per_layer_input": 8}
+    other = replace(shape, model_type="gemma4_text", raw=raw)
     assert unpredicted(other, Layout(), 4096) == ("embeddings of each layer",)
 
 
