@@ -89,7 +89,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 GATED = ("mixtral", "qwen3 moe")
 HYBRIDS = ("states", "states by groups", "states, experts", "states, norms behind")
-ROUTED = ("mixtral", "qwen3 moe", "minimax", "gpt-oss", "shared", "glm", "ernie", *HYBRIDS[1:3])
+ROUTED = (
+    "mixtral",
+    "qwen3 moe",
+    "minimax",
+    "gpt-oss",
+    "shared",
+    "granite moe",
+    "glm",
+    "ernie",
+    *HYBRIDS[1:3],
+)
 FUSED = ("phi3",)
 
 
