@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.refused import Ground
 
 TARGETS, FREEZE = "model.adapter.target_modules", "model.freeze"
+PARAMETERS = "model.adapter.target_parameters"
 WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "misspelt key": (
         {"adapter": {"type": "lora", "rnak": 3}},
@@ -141,14 +142,23 @@ def test_experts_are_adapted_as_parameters_and_the_rest_as_projections(
     found.about(
         f"{TARGETS}[0]", "`experts` names experts", "write model.adapter.target_parameters: ["
     )
+    granite = transformers.GraniteMoeConfig(
+        **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    )
+    granite.save_pretrained(ground.folder / "granite")
+    other = {**moe, "model.config": str(ground.folder / "granite")}
+    ground.write({**other, "model.adapter": {"type": "lora", "target_modules": ["down_proj"]}})
+    block = "block_sparse_moe.experts"
+    found = ground.call(capsys, "check", str(ground.path))
+    found.about(f"{TARGETS}[0]", f"write {PARAMETERS}: [{block}.gate_up_proj, {block}.down_proj],")
     named = ["mlp.experts.gate_up_proj", "mlp.experts.down_pro", "q_proj.weight"]
     ground.write({**moe, "model.adapter": {"type": "lora", "target_parameters": named}})
     found = ground.call(capsys, "check", str(ground.path))
-    parameters = "model.adapter.target_parameters"
     found.about(
-        f"{parameters}[1]", "no matrices of experts", "did you mean `mlp.experts.down_proj`?"
+        f"{PARAMETERS}[1]", "no matrices of experts", "did you mean `mlp.experts.down_proj`?"
     )
-    found.about(f"{parameters}[2]", "no matrices of experts or routers `q_proj.weight`")
+    found.about(f"{PARAMETERS}[2]", "no matrices of experts or routers `q_proj.weight`")
     dropped = {"type": "lora", "dropout": 0.1, "target_parameters": named[:1]}
     ground.write({**moe, "model.adapter": dropped})
     found = ground.call(capsys, "check", str(ground.path))

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from uspft.parameters.part import Part, as_slices
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from uspft.config.recipe import OptimizerBlock
     from uspft.parameters.shards import Holders
 

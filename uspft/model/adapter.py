@@ -156,8 +156,10 @@ def _refusal(model: Any, asked: tuple[str, str], known: list[str]) -> Finding:
     word, remedy = name.rpartition(".")[2], f"write some of {', '.join(known)}"
     if word in expert_words(model):
         what = f"`{name}` names experts, whose matrices transformers holds in one parameter"
-        both = "mlp.experts.gate_up_proj, mlp.experts.down_proj"
-        return key, what, f"write {PARAMETERS}: [{both}], or {remedy[6:]}"
+        names = (name for name, _ in model.named_parameters() if is_experts(name))
+        of_layer = (name.split(".layers.")[1].partition(".")[2] for name in names)
+        able = dict.fromkeys(name for name in of_layer if not name.endswith("_bias"))
+        return key, what, f"write {PARAMETERS}: [{', '.join(able)}], or {remedy[6:]}"
     if word in ("lm_head", "embed_tokens"):
         return key, f"`{name}`: adapting embeddings and the head is not available yet", remedy
     if name == "all-linear":
