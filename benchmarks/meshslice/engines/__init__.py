@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from benchmarks.meshslice.engines import cannon, summa, wang
-from uspft.planner.mesh_products import Flow
+from uspft.planner.mesh import Flow
 from uspft.tensor import flows
 from uspft.tensor.tensor_algorithm import Grid
 
