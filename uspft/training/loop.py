@@ -23,9 +23,8 @@ from uspft.engine.state import on_first_rank
 from uspft.engine.step import BadStep, StepResult
 from uspft.metrics import Journal, RunDisplay, tracking
 from uspft.model.adapter import touched
-from uspft.training.bad_steps import BadSteps
 from uspft.training.evaluate import Evaluation
-from uspft.training.guards import Guards
+from uspft.training.guards import BadSteps, Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
 from uspft.training.saving import Saving, writing
