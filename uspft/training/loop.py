@@ -14,8 +14,7 @@ import torch
 from uspft.assemble import Run
 from uspft.checkpoint.folder import MODEL_FILES
 from uspft.checkpoint.hf_folder import write_exports, write_model_files
-from uspft.checkpoint.weights_of import multimodal_base
-from uspft.checkpoint.whole_model import WholeModel, export_order
+from uspft.checkpoint.weights import WholeModel, export_order, multimodal_base
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.data import kept_and_dropped, read_report
