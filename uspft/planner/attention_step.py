@@ -29,7 +29,7 @@ from uspft.planner.step_shape import StepPart, StepShape
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
-from uspft.sequence.rows.state_traffic import state_cost
+from uspft.sequence.rows.traffic import state_cost
 
 EXCHANGES = 2
 """Of heads for tokens and back, each way through a layer's attention."""

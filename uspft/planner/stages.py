@@ -35,7 +35,7 @@ from uspft.planner.products import block_projections, head_projection, step_flop
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import StageLayers
 from uspft.segments import Segments
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 
 AGAIN = 4 / 3
 """What a layer costs whose forward is made again, beside one whose is not."""

@@ -18,7 +18,7 @@ from uspft.pipeline.stages import Stages, fits, offset, stated
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.stages import chunk_multiple, cut_by_flops, stages_of
 from uspft.segments import Segments
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 
 if TYPE_CHECKING:
     from uspft.config import Finding, Recipe

@@ -42,7 +42,7 @@ from uspft.planner.trained import counts_of
 from uspft.planner.zero_time import held_bytes
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 from uspft.sequence.rows.spans import pairs
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
