@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert.conversion import Conversion, Outcome, short
 from uspft.convert.sharding import ZERO_BLOCK, sharding
 from uspft.convert.theirs import Theirs
 from uspft.convert.trainer import context

@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert import trainer
+from uspft.convert.conversion import Conversion, Outcome, short
 from uspft.convert.sharding import sharding
-from uspft.convert.templates import chat_template
 from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import (
-    Dialect,
-    adapter,
-    again,
-    context,
-    evaluating,
-    global_batch,
-    leave_adapter,
-    length,
-    logs,
-    of_peak,
-    optimizer,
-    precision,
-    saving,
-    schedule,
-)
+from uspft.convert.trainer import Dialect
 
 SAY = Dialect(
     names={
@@ -63,16 +47,16 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
     tensor = run.whole("tensor_parallel_size", least=1)
     batch = _batch(run, rows * tensor, ranks)
     _layout(run, rows)
-    length(run, SAY)
-    optimizer(run, SAY)
-    schedule(run, SAY, _warmup)
+    trainer.length(run, SAY)
+    trainer.optimizer(run, SAY)
+    trainer.schedule(run, SAY, _warmup)
     _least(run)
-    precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
+    trainer.precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
     _model(run)
     _adapter(run)
     _rows(run)
     _data(run)
-    again(run, SAY)
+    trainer.again(run, SAY)
     _memory(run)
     sharding(run)
     _outputs(run)
@@ -95,7 +79,7 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     if total:
         micro = run.whole("micro_batch_size", least=1)
         steps = max(run.whole(total, least=1) // micro, 1)
-    batch = global_batch(run, SAY, split, world, ranks, steps)
+    batch = trainer.global_batch(run, SAY, split, world, ranks, steps)
     for key in degrees:
         if run.written(key):
             run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
@@ -110,7 +94,7 @@ def _layout(run: Conversion, rows: int) -> None:
     gathers = func == "varlen_llama3" or (not func and run.value("sample_packing") is True)
     key = run.written("context_parallel_size", "sequence_parallel_degree")
     name = key or "context_parallel_size"
-    context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
+    trainer.context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
 
 
 def _warmup(run: Conversion, say: Dialect) -> None:
@@ -140,7 +124,7 @@ def _least(run: Conversion) -> None:
     if values.get("lr_schedule.type") != "cosine":
         run.ignored(key, "it acts under cosine alone")
         return
-    least = of_peak(values["optimizer.learning_rate"], run, key)
+    least = trainer.of_peak(values["optimizer.learning_rate"], run, key)
     run.put("lr_schedule.min_learning_rate", least, key)
 
 
@@ -179,7 +163,7 @@ def _adapter(run: Conversion) -> None:
     if kind is None:
         if "adapter" in run.theirs.values:
             run.ignored("adapter", "is null: all weights train")
-        leave_adapter(run, *LORA)
+        trainer.leave_adapter(run, *LORA)
         return
     if kind not in ("lora", "qlora"):
         run.refuse("adapter", f"is {short(kind)}", "write lora")
@@ -197,7 +181,7 @@ def _adapter(run: Conversion) -> None:
     if run.flag("lora_target_linear"):
         run.put("model.adapter.target_modules", None, "lora_target_linear", "lora_target_modules")
     elif run.written("lora_target_modules"):
-        adapter(run, "lora_target_modules")
+        trainer.adapter(run, "lora_target_modules")
     elif "model.adapter.target_modules" not in run.given:
         what = "is missing, and which projections are adapted there depends on the model"
         remedy = "add model.adapter.target_modules=[q_proj, v_proj], or lora_target_linear: true"
@@ -227,7 +211,7 @@ def _rows(run: Conversion) -> None:
         run.put("data.shuffle", False, "curriculum_sampling")
     elif run.written("curriculum_sampling"):
         run.ignored("curriculum_sampling", "asks for nothing at this value")
-    chat_template(run, run.written("chat_template"), run.written("chat_template_jinja"))
+    trainer.chat_template(run, run.written("chat_template"), run.written("chat_template_jinja"))
 
 
 def _data(run: Conversion) -> None:
@@ -379,7 +363,7 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
         if run.written(f"{item}.{name}"):
             own = name == "chat_template"
             at = f"{item}.{name}"
-            chat_template(run, at if own else None, None if own else at)
+            trainer.chat_template(run, at if own else None, None if own else at)
     return found
 
 
@@ -395,11 +379,11 @@ def _memory(run: Conversion) -> None:
 
 def _outputs(run: Conversion) -> None:
     """Write checkpoints, evaluations and logs."""
-    saving(run, SAY, steps_win=True)
+    trainer.saving(run, SAY, steps_win=True)
     if not run.written("save_total_limit"):
         run.outcome.values["checkpoint.keep_last"] = 4
     something = bool(run.outcome.values.keys() & {"data.eval", "data.eval_fraction"})
-    evaluating(run, SAY, something=something)
+    trainer.evaluating(run, SAY, something=something)
     for key, ours in (
         ("saves_per_epoch", "checkpoint.every_steps"),
         ("evals_per_epoch", "training.eval_every_steps"),
@@ -412,7 +396,7 @@ def _outputs(run: Conversion) -> None:
         run.put("checkpoint.resume", "auto", resume)
     elif run.written(resume):
         run.put("checkpoint.resume", "never", resume)
-    logs(run, SAY)
+    trainer.logs(run, SAY)
     _boards(run)
     if run.written("plugins"):
         names = run.value("plugins")

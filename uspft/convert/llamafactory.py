@@ -8,25 +8,11 @@ from typing import Any
 
 from uspft.config.problems import InputError
 from uspft.config.yaml.document import bare
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert import trainer
+from uspft.convert.conversion import Conversion, Outcome, short
 from uspft.convert.sharding import sharding
-from uspft.convert.templates import chat_template
 from uspft.convert.theirs import Theirs, read_tree
-from uspft.convert.trainer import (
-    Dialect,
-    adapter,
-    context,
-    evaluating,
-    global_batch,
-    leave_adapter,
-    length,
-    logs,
-    optimizer,
-    precision,
-    saving,
-    schedule,
-)
+from uspft.convert.trainer import Dialect
 
 SAY = Dialect()
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
@@ -53,11 +39,11 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     """
     run = Conversion(theirs, given)
     degree = run.whole("sequence_parallel_size", least=1)
-    batch = global_batch(run, SAY, degree, None, ranks)
+    batch = trainer.global_batch(run, SAY, degree, None, ranks)
     _layout(run, degree)
-    length(run, SAY)
-    optimizer(run, SAY)
-    schedule(run, SAY)
+    trainer.length(run, SAY)
+    trainer.optimizer(run, SAY)
+    trainer.schedule(run, SAY)
     _precision(run)
     _model(run)
     texts = _stage(run)
@@ -66,9 +52,9 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     _data(run, texts)
     _memory(run)
     sharding(run)
-    saving(run, SAY)
-    evaluating(run, SAY, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
-    logs(run, SAY)
+    trainer.saving(run, SAY)
+    trainer.evaluating(run, SAY, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
+    trainer.logs(run, SAY)
     return run.ended(batch)
 
 
@@ -81,7 +67,7 @@ def _layout(run: Conversion, degree: int) -> None:
         known = ", ".join(MODES)
         run.refuse("sequence_parallel_mode", f"is {short(mode)}", f"write one of {known}")
         return
-    context(run, "sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
+    trainer.context(run, "sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
 
 
 def _precision(run: Conversion) -> None:
@@ -92,7 +78,7 @@ def _precision(run: Conversion) -> None:
         return
     if pure:
         run.ignored(pure, "asks for nothing at this value")
-    precision(run, default="bfloat16")
+    trainer.precision(run, default="bfloat16")
 
 
 def _model(run: Conversion) -> None:
@@ -142,7 +128,7 @@ def _adapter(run: Conversion) -> None:
         run.changed("finetuning_type", "all weights train") if run.written(
             "finetuning_type"
         ) else None
-        leave_adapter(run, *LORA)
+        trainer.leave_adapter(run, *LORA)
         return
     if kind != "lora":
         what = f"is {short(kind)}"
@@ -154,7 +140,7 @@ def _adapter(run: Conversion) -> None:
     run.put("model.adapter.rank", rank, "lora_rank")
     if not run.written("lora_alpha"):
         run.outcome.values["model.adapter.alpha"] = 2 * rank
-    adapter(run, "lora_target", default="all")
+    trainer.adapter(run, "lora_target", default="all")
     if run.written("quantization_bit"):
         run.changed("quantization_bit", "left out: weights are not quantised")
 
@@ -185,7 +171,7 @@ def _rows(run: Conversion, texts: bool) -> None:
     shuffles = run.written("shuffle_for_sequence_parallel")
     if shuffles:
         run.put("data.shuffle", run.flag(shuffles), shuffles)
-    chat_template(run, run.written("template"), None)
+    trainer.chat_template(run, run.written("template"), None)
 
 
 def _data(run: Conversion, texts: bool) -> None:

@@ -6,25 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from uspft.config.others import table_of
+from uspft.convert import trainer
 from uspft.convert.accelerate import devices_sharding, layout, split, world
 from uspft.convert.accelerate import precision as devices_precision
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert.conversion import Conversion, Outcome, short
 from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import (
-    Dialect,
-    adapter,
-    again,
-    evaluating,
-    global_batch,
-    leave_adapter,
-    length,
-    logs,
-    optimizer,
-    precision,
-    saving,
-    schedule,
-)
+from uspft.convert.trainer import Dialect
 
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
@@ -46,22 +33,22 @@ def convert_trl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> 
     own = {path.partition(".")[0] for path in table_of("trl").own} - {*OF_MODEL, "env"}
     sft = any(key.partition(".")[0].partition("[")[0] in own for key in theirs.values)
     say = Dialect(defaults=OF_SFT if sft else {})
-    batch = global_batch(run, say, split(run), world(run), ranks)
+    batch = trainer.global_batch(run, say, split(run), world(run), ranks)
     layout(run)
-    length(run, say)
-    optimizer(run, say)
-    schedule(run, say)
-    precision(run, default="bfloat16" if sft else "float32")
+    trainer.length(run, say)
+    trainer.optimizer(run, say)
+    trainer.schedule(run, say)
+    trainer.precision(run, default="bfloat16" if sft else "float32")
     devices_precision(run)
     _model(run)
     _adapter(run)
     _rows(run, sft=sft)
     _data(run)
-    again(run, say, "activation_checkpointing")
+    trainer.again(run, say, "activation_checkpointing")
     devices_sharding(run)
-    saving(run, say)
-    evaluating(run, say, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
-    logs(run, say)
+    trainer.saving(run, say)
+    trainer.evaluating(run, say, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
+    trainer.logs(run, say)
     return run.ended(batch)
 
 
@@ -95,7 +82,7 @@ def _adapter(run: Conversion) -> None:
     if not run.flag("use_peft"):
         if run.written("use_peft"):
             run.ignored("use_peft", "all weights train")
-        leave_adapter(run, *LORA)
+        trainer.leave_adapter(run, *LORA)
         return
     run.put("model.adapter.type", "lora", "use_peft")
     for name, key, default in (
@@ -106,7 +93,7 @@ def _adapter(run: Conversion) -> None:
         if not run.written(key):
             run.outcome.values[f"model.adapter.{name}"] = default
     if run.written("lora_target_modules"):
-        adapter(run, "lora_target_modules")
+        trainer.adapter(run, "lora_target_modules")
     elif "model.adapter.target_modules" not in run.given:
         what = "is missing, and which projections are adapted there depends on the model"
         remedy = "add model.adapter.target_modules=[q_proj, v_proj], or write all-linear"
