@@ -1,5 +1,5 @@
-"""One configuration of another tool on its way: what is read, written and said; and what it gives in
-the end: a recipe with comments, and a line for each key not taken as it is."""
+"""One configuration of another tool on its way: what is read, written and said; and what it gives:
+a recipe with comments, and a line for each key not taken as it is."""
 
 from __future__ import annotations
 
@@ -112,6 +112,25 @@ class Conversion:
 
     def ignored(self, key: str, what: str) -> None:
         self._say("ignored", key, what)
+
+    def told(self, what: str, *keys: str) -> None:
+        """Say what becomes of those of these keys that are written."""
+        for key in keys:
+            if self.written(key):
+                self.changed(key, what)
+
+    def idle(self, what: str, *keys: str) -> None:
+        """Say why those of these keys that are written change nothing here."""
+        for key in keys:
+            if self.written(key):
+                self.ignored(key, what)
+
+    def switch(self, key: str, ours: str, value: Any) -> None:
+        """Write a key of ours where theirs is true; at another value it asks for nothing."""
+        if self.value(key) is True:
+            self.put(ours, value, key)
+        else:
+            self.idle(NOTHING, key)
 
     def refuse(self, key: str, what: str, remedy: str) -> None:
         self._say("refused", key, what, remedy)

@@ -1,5 +1,5 @@
-"""MindSpore Transformers' configuration as a recipe: its model, its course, what it shards, computes
-again and offloads.
+"""MindSpore Transformers' configuration as a recipe: its model, its course, and what it shards,
+computes again and offloads.
 
 The global batch is counted by their formulas before anything is translated, and again after.
 """
@@ -53,9 +53,8 @@ def _batch(run: Conversion, batch: int, micro: int) -> None:
     say = "as the batch divides over these ranks" if micro != run.whole(size) else ""
     run.put("training.micro_batch_size", micro, size, say=say)
     run.put("training.global_batch_size", batch)
-    for key in (copies, "runner_config.gradient_accumulation_steps"):
-        if run.written(key):
-            run.changed(key, f"here `training.global_batch_size: {batch}`")
+    count = "runner_config.gradient_accumulation_steps"
+    run.told(f"here `training.global_batch_size: {batch}`", copies, count)
     said = "by batch_size, data_parallel and the number of micro-batches"
     run.outcome.comments["training.global_batch_size"] = said
     name = "calculate_per_token_loss"
@@ -105,7 +104,7 @@ def model(run: Conversion) -> None:
     elif folder:
         run.put("model.name_or_path", str(run.value(folder)), folder)
         _not_here(run, f"the config.json of {run.value(folder)} rules")
-        run.changed("load_ckpt_format", "safetensors") if run.written("load_ckpt_format") else None
+        run.told("safetensors", "load_ckpt_format")
     elif run.theirs.has_block(CONFIG):
         _dimensions(run)
     else:
@@ -134,8 +133,7 @@ def _not_here(run: Conversion, why: str) -> None:
     for key in ("extend_method", "scaling_factor"):
         if f"{CONFIG}.{key}" in run.theirs.values:
             run.ignored(f"{CONFIG}.{key}", why)
-    if run.written("model.arch.type"):
-        run.ignored("model.arch.type", why)
+    run.idle(why, "model.arch.type")
 
 
 def _dimensions(run: Conversion) -> None:
@@ -168,8 +166,7 @@ def _dimensions(run: Conversion) -> None:
         key = f"{CONFIG}.{name}"
         if key in run.theirs.values:
             run.changed(key, f"here in `model.config`, a {kind} with random weights")
-    if run.written("model.arch.type"):
-        run.changed("model.arch.type", f"here `model.config.model_type: {kind}`")
+    run.told(f"here `model.config.model_type: {kind}`", "model.arch.type")
     _positions(run)
 
 
@@ -253,8 +250,7 @@ def _length(run: Conversion, batch: int) -> None:
             run.changed("lr_schedule.total_steps", "-1: the rows say the length, as there")
     else:
         run.put("training.epochs", run.whole(epochs), epochs)
-        if run.written("lr_schedule.total_steps"):
-            run.changed("lr_schedule.total_steps", "-1: the epochs say the length, as there")
+        run.told("-1: the epochs say the length, as there", "lr_schedule.total_steps")
     stop = "runner_config.stop_step"
     if run.whole(stop, default=0) > 0:
         run.put("training.stop_step", run.whole(stop), stop)
@@ -262,8 +258,7 @@ def _length(run: Conversion, batch: int) -> None:
         run.changed(stop, "0: the run takes all its steps")
     if run.flag("train_dataset.drop_remainder", default=True):
         key = "train_dataset.drop_remainder"
-        if run.written(key):
-            run.changed(key, "the last step of the last epoch is shorter here, not dropped")
+        run.told("the last step of the last epoch is shorter here, not dropped", key)
 
 
 def _optimizer(run: Conversion) -> None:

@@ -94,8 +94,7 @@ def _layout(run: Conversion) -> None:
 def _model(run: Conversion) -> None:
     if run.written("model"):
         run.put("model.name_or_path", str(run.value("model")), "model")
-    elif not {"model.name_or_path", "model.config"} & set(run.given):
-        run.refuse("model", "is missing", "add model.name_or_path=FOLDER")
+    trainer.model_named(run, "model")
     block, text = run.theirs.block("rope_scaling"), run.value("rope_scaling")
     if isinstance(text, str) and text.startswith("{"):
         block = _json(run, "rope_scaling")
@@ -106,8 +105,7 @@ def _model(run: Conversion) -> None:
     elif text is not None:
         say = "with the factor that the rows need"
         run.put("model.rope_scaling", {"rope_type": text}, "rope_scaling", say=say)
-    if run.written("attn_impl"):
-        run.ignored("attn_impl", "`model.attention: auto` takes the fastest kernel that is exact")
+    run.idle(trainer.KERNEL, "attn_impl")
     frozen = run.value("freeze_parameters")
     if frozen:
         names = frozen if isinstance(frozen, list) else [frozen]
@@ -136,12 +134,10 @@ def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
         run.refuse(str(tuner), f"is {short(kind)}", "write full or lora")
         return
     run.put("model.adapter.type", "lora", *([tuner] if tuner else []))
-    for name, default in (("rank", 8), ("alpha", 32), ("dropout", 0.05)):
-        if not run.written(f"lora_{name}"):
-            run.outcome.values[f"model.adapter.{name}"] = default
+    defaults = (("rank", 8), ("alpha", 32), ("dropout", 0.05))
+    trainer.adapter_defaults(run, *((name, f"lora_{name}", one) for name, one in defaults))
     trainer.adapter(run, "target_modules", default="all-linear")
-    if run.written("quant_bits"):
-        run.changed("quant_bits", "left out: weights are not quantised")
+    run.told("left out: weights are not quantised", "quant_bits")
 
 
 def _rows(run: Conversion) -> None:
@@ -151,9 +147,7 @@ def _rows(run: Conversion) -> None:
     elif not run.written("max_length") and "data.sequence_length" not in run.given:
         what = "is missing, and is the model's longest there"
         run.refuse("max_length", what, "add data.sequence_length=N")
-    packs = run.flag("packing")
-    say = "documents of a row never see one another" if packs else "each sample is a row"
-    run.put("data.packing", "best_fit" if packs else "none", "packing", "padding_free", say=say)
+    trainer.packing(run, run.flag("packing"), "packing", "padding_free")
     key = "truncation_strategy"
     theirs = run.word(key, default="delete")
     if theirs in OVERLONG:
@@ -230,7 +224,7 @@ def _mixed(run: Conversion) -> None:
         return
     for source, weight in zip(sources, shares, strict=True):
         source["weight"] = weight
-    run.changed(key, "here each source's weight: shares of tokens here, of samples there")
+    run.changed(key, trainer.WEIGHTED)
 
 
 def _evaluating(run: Conversion, say: Dialect) -> None:
