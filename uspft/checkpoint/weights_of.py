@@ -13,9 +13,9 @@ from uspft.families.multimodal import is_multimodal
 from uspft.model.adapter import AdapterStart
 from uspft.model.trained import trained_parameters
 from uspft.parameters.experts import corrections
-from uspft.parameters.grown import GrownWeights, table_names
+from uspft.parameters.fill import RandomWeights, SplitWeights
 from uspft.parameters.part import Part
-from uspft.parameters.source import FolderWeights, RandomWeights, SplitWeights, Weights
+from uspft.parameters.source import FolderWeights, GrownWeights, Weights, table_names
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,11 +24,9 @@ from uspft.model.build import empty_model
 from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import language_config
 from uspft.model.trained import choose_trained, trained_parameters
-from uspft.parameters.digest import base_digest
-from uspft.parameters.fill import places
-from uspft.parameters.names import is_adapter
+from uspft.parameters.names import is_adapter, places
 from uspft.parameters.part import Part
-from uspft.parameters.source import FolderWeights
+from uspft.parameters.source import FolderWeights, base_digest
 
 KEY = "model."
 
