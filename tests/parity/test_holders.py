@@ -175,7 +175,7 @@ def resumed(rank: int, folder: Path, pairs: dict[Case, Case]) -> dict[Case, Any]
     """Go on from what was saved: the norm, and weights and moments after a step."""
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
-    from uspft.checkpoint.weights_of import CheckpointWeights
+    from uspft.checkpoint.weights import CheckpointWeights
     from uspft.parameters.fill import SplitWeights
     from uspft.parameters.source import FolderWeights
 
@@ -303,7 +303,7 @@ def test_a_checkpoint_goes_on_under_other_holders_and_back(
                 assert off(kinds[kind], want[kind]) == [], (case, kind)
 
 
-SECONDS = 30
+SECONDS = 10
 """How long a step waits for ranks that do something else, before it has failed."""
 
 

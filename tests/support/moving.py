@@ -134,7 +134,7 @@ def started(
     from benchmarks.switching.straight import StraightEngine
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
-    from uspft.checkpoint.weights_of import weights_of
+    from uspft.checkpoint.weights import weights_of
     from uspft.data import training_rows
     from uspft.data.rows.loader import EMPTY, StepLoader
     from uspft.model.build import empty_model
