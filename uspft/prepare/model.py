@@ -15,7 +15,7 @@ from uspft.prepare.invocation import CONFIGS
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
-    from uspft.config.degrees import Strategy
+    from uspft.config.recipe import Strategy
     from uspft.parameters.shards import Shards
 
 
