@@ -36,10 +36,9 @@ from uspft.planner.memory import options_of, unpredicted
 from uspft.planner.mesh_tuner import tune
 from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, recomputes_of, slices_of, stage_of, step_shape
 from uspft.prepare.layout_findings import layout_findings
 from uspft.prepare.memory import settled_memory
-from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"

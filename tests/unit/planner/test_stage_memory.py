@@ -21,7 +21,7 @@ from uspft.pipeline.schedules import Schedule, warm_up
 from uspft.planner.chunks import chunk_multiple
 from uspft.planner.flops import cut_by_flops
 from uspft.planner.stage_memory import moments
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
 from uspft.sequence.rows.chunks import Cut
 
