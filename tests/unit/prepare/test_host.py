@@ -1,5 +1,5 @@
-"""What a recipe asks for that this host lacks: GPUs that torch does not see, and trackers that could
-not start; each is refused with the reason and what to do."""
+"""What a recipe asks for that this host lacks: GPUs that torch does not see, and trackers that
+could not start; each is refused with the reason and what to do."""
 
 from __future__ import annotations
 
