@@ -166,7 +166,8 @@ WORTH_PROCESSES = 1 << 24
 """Bytes of data from which on processes work in place of threads, since their imports take time."""
 EACH_PROCESS = 1 << 22
 """Bytes of data that are worth one more process."""
-_IMPORTED = ("transformers.utils.chat_template_utils", "uspft.__main__", __name__)
+IMPORTED = ("transformers.utils.chat_template_utils", "uspft.__main__", __name__)
+"""What processes that tokenise find imported."""
 Samples = list[Sample | BadRecord]
 _given: list[Encoder] = []
 """In a process that works: the encoder that it was begun with."""
@@ -180,7 +181,7 @@ def processes_for(parts: list[SourcePart], workers: int) -> Iterator[ProcessPool
     if workers == 1 or size < WORTH_PROCESSES:
         yield None
         return
-    pool = ProcessPool(min(workers, 1 + size // EACH_PROCESS), _IMPORTED)
+    pool = ProcessPool(min(workers, 1 + size // EACH_PROCESS), IMPORTED)
     try:
         yield pool
     finally:
