@@ -28,7 +28,7 @@ from tests.support.degrees import (
 from tests.support.models import Documents
 from tests.support.runs import GROUPS, held, job_of, small_recipe
 from uspft.config.algorithms import CAUSAL, CONTEXT, WHOLE
-from uspft.kernels.capped import TorchCapped
+from uspft.kernels.plain import TorchCapped
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.sequence import make_algorithm
