@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from uspft.data.faults import BadRecord, SampleFault, a_kind, place
-from uspft.data.files.decoding import A_MARK, BOM, NotUtf8, not_utf8, nul, opened, other_kind
+from uspft.data.files.decoding import A_MARK, BOM, not_utf8, nul, opened, other_kind
 from uspft.data.files.delimited import rows
 from uspft.data.files.json_array import PIECE, ArrayText, BrokenArray
 from uspft.data.files.megatron import documents
@@ -161,17 +161,21 @@ def _lines(handle: IO[bytes]) -> Iterator[bytes]:
         yield raw
 
 
-def fields_of(entry: Entry) -> dict[str, Any]:
-    """Return the object itself. Raises SampleFault where its line of JSON holds none."""
+def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
+    """Return the object that an entry is. Raises SampleFault where its line of JSON holds none.
+
+    file: which the entry was read from; None for a data set's split.
+    """
     raw = entry.content
     if isinstance(raw, dict):
         return raw
+    assert file  # a split's entries are objects
     if raw.startswith(BOM):
         raise SampleFault(f"{A_MARK} begins the line, as where files were joined; take it out")
     try:
         fields = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise NotUtf8(raw, error.start) from error
+        raise SampleFault(not_utf8(file, raw, error.start)) from error
     except json.JSONDecodeError as error:
         if b"\0" in raw:
             raise SampleFault(nul()) from error

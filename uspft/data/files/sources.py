@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from uspft.data.faults import SHOWN_PLACES, grouped
 
 if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock, Source
-from collections.abc import Sequence
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 STDLIB = "python:stdlib"
@@ -43,6 +42,11 @@ _BINARY = re.compile(
     r"|pdf|pickle|pkl|png|pth?|pyc|safetensors|so|sqlite|tar|tgz|tfrecord|xlsx?|xz|zip)",
     re.IGNORECASE,
 )
+_DESCRIBES = re.compile(r"(readme|licen[cs]e)([._-].*)?", re.IGNORECASE)
+_INFOS = "dataset_infos.json"
+_TRAIN = ("train", "training")
+_OTHERS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
+_NO_LETTER = re.compile(r"[\W\d_]+")
 
 
 @dataclass(frozen=True)
@@ -306,13 +310,6 @@ def _standard_library() -> Iterator[SourceFile]:
     for path in sorted(found, key=lambda p: p.relative_to(root).as_posix()):
         shown = f"{STDLIB}/{path.relative_to(root).as_posix()}"
         yield SourceFile(path, shown, "text", library=True)
-
-
-_DESCRIBES = re.compile(r"(readme|licen[cs]e)([._-].*)?", re.IGNORECASE)
-_INFOS = "dataset_infos.json"
-_TRAIN = ("train", "training")
-_OTHERS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
-_NO_LETTER = re.compile(r"[\W\d_]+")
 
 
 def describing(files: Sequence[Path]) -> list[Path]:
