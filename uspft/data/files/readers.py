@@ -23,7 +23,7 @@ LONGEST_TEXT = 1 << 28
 """Bytes of the longest file that is read whole, as one text."""
 _TABLES = ("parquet", "arrow")
 Chosen = Callable[[list[str]], list[str]]
-"""From the columns of a table, those that are read; raises SampleFault."""
+"""Chooses those columns of a table that are read; raises SampleFault."""
 
 
 def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
@@ -38,7 +38,7 @@ def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | 
 def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
     """Yield what a file or split holds in order; the records of a table, several at a time.
 
-    One that holds none is a fault of its own.
+    That it holds nothing, or cannot be read, is yielded as a BadRecord.
     """
     last, library = 0, isinstance(content, SourceFile) and content.library
     empty = not library
@@ -80,7 +80,7 @@ def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
 
 
 def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield a file as one text; one of Python's library that is none is left out."""
+    """Yield a file as one text; a file of Python's own library that is no text is left out."""
     with opened(file)[0] as handle:
         content = handle.read(LONGEST_TEXT + 1)
     if len(content) > LONGEST_TEXT:

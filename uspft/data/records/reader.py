@@ -30,8 +30,8 @@ from uspft.data.samples import Entry, Origin, Record
 class Reader:
     """What makes checked records of the objects of one file or split, in order.
 
-    The fields of the first good record decide what all have: one file has one shape. Once they have
-    decided (`settled`), records may be made in any order, by copies in other processes too.
+    A file has one shape, which the fields of its first good record decide. Once it is decided
+    (`settled`), records may be made in any order, also by copies of this reader elsewhere.
     """
 
     def __init__(self, content: SourceFile | HubSplit, asked: Naming, number: int = 0) -> None:
@@ -122,8 +122,8 @@ def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None
 
 
 def pair_notes(first: Sequence[Record], templated: bool) -> list[str]:
-    """Return what to know of pairs that train as plain text, since few mean them so beside
-    conversations or a chat template.
+    """Return a note on pairs that train as plain text where there are conversations or a chat
+    template too: few mean that.
 
     first: of each file its first record. templated: whether there is a chat template.
     """
