@@ -28,7 +28,8 @@ from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.fill import fill
+from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
 from uspft.planner.stages import cut_of, schedule_of
