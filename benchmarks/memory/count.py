@@ -43,14 +43,13 @@ from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.fill import places, shapes_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.segments import Segments
 from uspft.sequence import Share, make_algorithm
-from uspft.sequence.chunked import Chunked
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.states import Mixed
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world

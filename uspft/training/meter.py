@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -14,12 +13,13 @@ import torch
 
 from uspft.comm import KINDS, largest, total
 from uspft.config.strategies import layouts_of
-from uspft.metrics import peak_memory_bytes
+from uspft.metrics import finite, peak_memory_bytes
 from uspft.model.build import parameter_count
 from uspft.model.expert_load import ExpertLoad
 from uspft.model.hf_config import heads_of_layers, layer_windows
 from uspft.pipeline.stages import stages_of
-from uspft.planner.flops import peak_flops, step_flops
+from uspft.planner.machine import peak_flops
+from uspft.planner.products import step_flops
 from uspft.sequence import Heads
 from uspft.sequence.rows.heads import split_heads
 
@@ -64,8 +64,8 @@ class Meter:
         had."""
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         worlds = self._worlds(batches)
-        pages = [Counter(world.books.close()) for world in worlds]
-        sent = sum(pages, Counter(everyone.books.close()))
+        moved = [Counter(world.books.close()) for world in worlds]
+        sent = sum(moved, Counter(everyone.books.close()))
         work = sum(map(self._work, batches))
         (pairs,) = total([work], everyone, device)
         memory, busiest, *bytes_sent = largest(
@@ -75,8 +75,8 @@ class Meter:
         rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
         (_, *others), (counter, *_) = result.means, result.counts
         record = {
-            "loss": result.loss if math.isfinite(result.loss) else None,
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "loss": finite(result.loss),
+            "grad_norm": finite(result.grad_norm),
             "rows": rows,
             "tokens": row_tokens,
             counter: result.counts[counter],
@@ -91,11 +91,10 @@ class Meter:
         if self._run.loader.worlds:
             laps = list(zip(batches, result.seconds, strict=True))
             took = [sum(lap for one, lap in laps if one.world is world) for world in worlds]
-            record["strategies"] = self._strategies(worlds, took, pages, sizes)
+            record["strategies"] = self._strategies(worlds, took, moved, sizes)
         if result.switch_seconds:
             record["switch_seconds"] = result.switch_seconds
-        told = {name: result.means[name] for name in others}
-        record |= {name: value if math.isfinite(value) else None for name, value in told.items()}
+        record |= {name: finite(result.means[name]) for name in others}
         record |= self._experts.told(each=self._tells_loads(step))
         return record | ({"skipped": True} if result.skipped else {})
 
@@ -115,7 +114,7 @@ class Meter:
         self,
         worlds: Sequence[World],
         seconds: Sequence[float],
-        pages: Sequence[Counter[str]],
+        moved: Sequence[Counter[str]],
         sizes: Sequence[Size],
     ) -> list[dict[str, Any]]:
         """Return what ran under each strategy; seconds and bytes are those of the slowest rank and
@@ -123,16 +122,16 @@ class Meter:
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         each = 1 + len(KINDS)
         told = [
-            [took, *(page[kind] for kind in KINDS)]
-            for took, page in zip(seconds, pages, strict=True)
+            [took, *(sent[kind] for kind in KINDS)]
+            for took, sent in zip(seconds, moved, strict=True)
         ]
         most = largest(list(chain.from_iterable(told)), everyone, device)
         found = []
         for number, (world, size) in enumerate(zip(worlds, sizes, strict=True)):
             took, *sent = most[number * each : (number + 1) * each]
-            moved = {k: int(b) for k, b in zip(KINDS, sent, strict=True) if b}
+            sent_bytes = {k: int(b) for k, b in zip(KINDS, sent, strict=True) if b}
             found.append(
-                {"name": world.name, **size._asdict(), "seconds": took, "comm_bytes": moved}
+                {"name": world.name, **size._asdict(), "seconds": took, "comm_bytes": sent_bytes}
             )
         return found
 
