@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 from uspft.data.faults import SHOWN_PLACES, grouped
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
     from uspft.config.inputs import DataBlock, Source
-from collections.abc import Sequence
-=======
-    from uspft.config.inputs import DataBlock, Source
->>>>>>> main
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 STDLIB = "python:stdlib"
