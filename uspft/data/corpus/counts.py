@@ -1,5 +1,5 @@
-"""How many samples and tokens were read and kept, how often an epoch takes each source, and what
-all data must have."""
+"""Counts of samples and tokens that are read and kept, how often an epoch takes each source, and
+the checks that need them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Counts:
 
 
 def total(every: Iterable[Counts]) -> Counts:
-    """Return the counts of all that several counted."""
+    """Return the sum of several counts."""
     whole = Counts()
     for one in every:
         for name, count in vars(one).items():
@@ -203,7 +203,7 @@ def require_instructions(data: DataBlock, shapes: Collection[str]) -> None:
 
 
 def require_samples(data: DataBlock, counts: Counts, lines: Sequence[str]) -> None:
-    """Check that a sample is left of all that were read.
+    """Check that not all samples were skipped or dropped.
 
     lines: what was wrong with those that were left out. Raises DataError.
     """
@@ -243,7 +243,7 @@ def require_lengths(corpus: Corpus, data: DataBlock) -> None:
 
 
 def unused_lines(data: DataBlock, unused: Sequence[Collection[str]]) -> list[str]:
-    """Return a line for each source of data.train of which there are fields that nothing uses.
+    """Return a line for each source of data.train that has fields which nothing uses.
 
     unused: their names, by source.
     """

@@ -58,7 +58,7 @@ KEY = "data.eval_fraction"
 HELD_OUT = "held out"
 """The title of the samples that are evaluated on."""
 _KEPT = ("shapes", "unused", "skipped", "untrained")
-"""What the report on all samples says that stands in the reports on its two parts too."""
+"""Entries of the report on all samples that are repeated in the reports on its two parts."""
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,10 @@ class Element:
 
 
 class ArrayText:
-    """The text of an array, of which one element and a piece are in memory at a time."""
+    """The text of a file with one array; an element and a piece are in memory at a time."""
 
     def __init__(self, read: Callable[[int], bytes], longest: int) -> None:
-        """Take what reads the file from its start, and the characters of the longest element."""
+        """read: reads so many bytes of the file. longest: the characters of the longest element."""
         self._read, self._longest = read, longest
         self._decode = codecs.getincrementaldecoder("utf-8-sig")()
         self._scan = json.JSONDecoder().raw_decode

@@ -1,4 +1,4 @@
-"""The objects that a file or a split of a data set holds, whatever kind of file it is."""
+"""The objects in a file of any kind, or in a split of a data set."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _is_lines(file: SourceFile) -> bool:
 
 
 def _lines(handle: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is too long, a little more than what is allowed."""
+    """Yield the lines of a file; a too long one is cut one byte behind the limit."""
     while raw := handle.readline(LONGEST_LINE + 1):
         rest = raw
         while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
