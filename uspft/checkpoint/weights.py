@@ -25,13 +25,11 @@ from uspft.model.build import empty_model
 from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import language_config
 from uspft.model.trained import choose_trained, trained_parameters
-from uspft.parameters.digest import base_digest
 from uspft.parameters.experts import corrections
-from uspft.parameters.fill import places
-from uspft.parameters.grown import GrownWeights, table_names
-from uspft.parameters.names import is_adapter
+from uspft.parameters.fill import RandomWeights, SplitWeights
+from uspft.parameters.names import is_adapter, places
 from uspft.parameters.part import Part
-from uspft.parameters.source import FolderWeights, RandomWeights, SplitWeights, Weights
+from uspft.parameters.source import FolderWeights, GrownWeights, Weights, base_digest, table_names
 
 WeightsOf = Callable[[ModelBlock, int, Any, Checkpoint | None], Weights]
 """The type of `weights_of`, and of a function that takes its place."""
