@@ -110,29 +110,7 @@ def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
     )
 
 
-@dataclass(frozen=True)
-class SourceMix:
-    """How many tokens of each source there are, and how many times an epoch takes them."""
-
-    sources: tuple[Source, ...]
-    tokens: list[int]
-    times: list[float]
-
-    def lines(self) -> list[str]:
-        """Return a line for each source on its share of an epoch; none for a lone source."""
-        if len(self.sources) == 1:
-            return []
-        epoch = [times * tokens for times, tokens in zip(self.times, self.tokens, strict=True)]
-        whole = sum(epoch) or 1.0
-        return [
-            f"{source.title}: {share / whole:.1%} of an epoch, {tokens:,} tokens × {times:.4g}"
-            for source, share, tokens, times in zip(
-                self.sources, epoch, self.tokens, self.times, strict=True
-            )
-        ]
-
-
-def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
+def mixed(sources: tuple[Source, ...], tokens: list[int]) -> list[float]:
     """Return how often an epoch takes each source, so that its tokens have the share of its weight.
 
     An epoch has as many tokens as the sources together; without weights it takes each sample once.
@@ -140,11 +118,25 @@ def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
     given = [source.weight for source in sources]
     weights = [w if w is not None and n else 0.0 for w, n in zip(given, tokens, strict=True)]
     if not any(weights):
-        return SourceMix(sources, tokens, [1.0] * len(sources))
+        return [1.0] * len(sources)
     unit = sum(tokens) / sum(weights)
     # Rounded, so that a share that is the source's own is one, and an epoch like the next.
-    times = [round(w * unit / n, 9) if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
-    return SourceMix(sources, tokens, times)
+    return [round(w * unit / n, 9) if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
+
+
+def mix_lines(sources: tuple[Source, ...], tokens: list[int], times: list[float]) -> list[str]:
+    """Return a line for each source on its share of an epoch; none for a lone source.
+
+    times: how often an epoch takes each.
+    """
+    if len(sources) == 1:
+        return []
+    every = list(zip(sources, tokens, times, strict=True))
+    whole = sum(count * often for _, count, often in every) or 1.0
+    return [
+        f"{source.title}: {count * often / whole:.1%} of an epoch, {count:,} tokens × {often:.4g}"
+        for source, count, often in every
+    ]
 
 
 class SourceLimits:
