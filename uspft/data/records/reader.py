@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from uspft.data.faults import BadRecord, SampleFault
-from uspft.data.files.readers import fields_of, objects
+from uspft.data.files.json_files import fields_of
+from uspft.data.files.readers import objects
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import HubSplit, with_values
 from uspft.data.records.known_fields import FORMATS, RecordShape
