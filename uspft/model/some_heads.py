@@ -398,6 +398,7 @@ class Hook:
 
     def __init__(self, softcap: float | None) -> None:
         self.softcap = softcap
+        self.entry: Entry | None = None
         self.qkv: tuple[Tensor, Tensor, Tensor] | None = None
         self.rule: Rule | None = None
         self.mixed: Mixed | None = None
@@ -419,6 +420,21 @@ class Hook:
     def mix(self, x: Mixed, rule: StateRule) -> Tensor:
         self.mixed, self.mixes = x, rule
         raise _Reached
+
+
+class Entry:
+    """What attention's block takes of a tile, behind the norm before it and the ranks' exchange."""
+
+    x: Tensor
+
+    def __init__(self, *, ends: bool) -> None:
+        """ends: whether gradients end here."""
+        self._ends = ends
+
+    def take(self, x: Tensor) -> Tensor:
+        """Keep it, and return what the block goes on with."""
+        self.x = x.detach().requires_grad_() if self._ends else x
+        return self.x
 
 
 class Given(Hook):
@@ -536,6 +552,15 @@ def first_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tens
         except _Reached:
             return found[0]
     raise RuntimeError(f"{type(layer).__name__} never came to its second half")
+
+
+def up_to_second_half(layer: Any, halves: Halves, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Return what a layer makes of its input before its second half. kwargs: what its forward takes
+    beside that."""
+    found: list[Tensor] = []
+    with standing_in([StandIn(layer._modules, halves.rest[0], stops(found))]), suppress(_Reached):
+        own_forward(layer)(x, **kwargs)
+    return found[0]
 
 
 def second_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor) -> Tensor:

@@ -116,20 +116,37 @@ class LayerSizes:
 
     @property
     def in_halves(self) -> bool:
-        """Whether attention with its norms and residual is one function, and the rest another."""
-        alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
-        return bool(self.at_once) and not (self.tensor > 1 and alone)
+        """Whether the MLP with its norm and residual is one function."""
+        return bool(self.at_once) and not (self.tensor > 1 and self.kind.norms.behind_attention)
+
+    @property
+    def whole_first(self) -> bool:
+        """Whether attention with its norms and residual is one too."""
+        gated = self.kind.gated or self.state
+        return self.in_halves and not (self.comes_together and gated)
+
+    @property
+    def comes_together(self) -> bool:
+        """Whether blocks take the tokens of all tensor ranks, each of which has some."""
+        return self.splits_tokens and self.tensor > 1 and not self.mesh_rows
 
     def of_tile(
-        self, sharing: Sharing | None = None, state: StateHeads | None = None, use: str = ""
+        self,
+        sharing: Sharing | None = None,
+        state: StateHeads | None = None,
+        use: str = "",
+        *,
+        split: bool = False,
     ) -> LayerSizes:
         """Return the layer as it takes a tile of tokens, with other heads where they are given.
-        use: what projections make features for."""
+        use: what projections make features for. split: whether ranks have parts of the tile."""
         sharing = sharing or self.sharing
         tokens = min(self.tile or sharing.tokens, sharing.tokens)
         of, state = replace(sharing, tokens=tokens), state or self.state
         state = state and replace(state, tokens=tokens)
-        alone = replace(self, sharing=of, state=state, tile=None, tensor=1, splits_tokens=False)
+        tensor = self.tensor if split else 1
+        alone = replace(self, sharing=of, state=state, tile=None, tensor=tensor)
+        alone = replace(alone, splits_tokens=split and self.splits_tokens)
         return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
     def weights(self, name: str, takes: int, gives: int) -> float:
@@ -207,7 +224,10 @@ class Layer:
         if self.groups and self.sizes.in_halves:
             if self.sizes.trains and not hidden.node:  # it is given one with a gradient
                 hidden = self.tape.leaf(hidden.size, hidden.storage)
-            between = self.groups(hidden, trains=self._first_trains)
+            if self.sizes.whole_first:
+                between = self.groups(hidden, trains=self._first_trains)
+            else:
+                between = self._added(hidden, self._attention, norms[:2])
             self.below = None
             del hidden
             return self._second_half(between)
@@ -254,7 +274,8 @@ class Layer:
             return rest(self, between)
         names, norms = s.trained | s.adapted, s.kind.norms[2:]
         trains = any(name.startswith("mlp.") or name in norms for name in names)
-        part, share = Layer(tape, s.of_tile()), s.tile / s.sharing.tokens
+        split = s.comes_together
+        part, share = Layer(tape, s.of_tile(split=split)), s.tile / s.sharing.tokens
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
 
