@@ -9,11 +9,10 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
-from uspft.checkpoint.weights_of import WeightsOf, carry_corrections, weights_of
+from uspft.checkpoint.weights import WeightsOf, carry_corrections, weights_of
 from uspft.comm import said_by_all
 from uspft.config.strategies import layouts_of
-from uspft.data.rows.loader import EvalSet, RowLoader, evaluation_sets
-from uspft.data.rows.orders import Orders
+from uspft.data.rows.loader import EvalSet, Orders, RowLoader, evaluation_sets
 from uspft.engine.deepspeed_config import most_passes
 from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule

@@ -49,8 +49,7 @@ from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.segments import Segments
 from uspft.sequence import Share, make_algorithm
-from uspft.sequence.chunked import Chunked
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.states import Mixed
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world

@@ -19,7 +19,7 @@ from tests.support.held_rows import apart, batches_of, targets, wide
 from tests.support.models import make_model
 from tests.support.ranks import spawn
 from tests.support.runs import GROUPS
-from uspft.checkpoint.weights_of import weights_of
+from uspft.checkpoint.weights import weights_of
 from uspft.config.algorithms import WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock

@@ -175,7 +175,7 @@ def resumed(rank: int, folder: Path, pairs: dict[Case, Case]) -> dict[Case, Any]
     """Go on from what was saved: the norm, and weights and moments after a step."""
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
-    from uspft.checkpoint.weights_of import CheckpointWeights
+    from uspft.checkpoint.weights import CheckpointWeights
     from uspft.parameters.source import FolderWeights, SplitWeights
 
     faulthandler.dump_traceback_later(200, exit=True)

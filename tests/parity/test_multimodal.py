@@ -28,7 +28,7 @@ from tests.support.stages import ZERO
 from uspft.checkpoint.folder import Checkpoint, newest
 from uspft.checkpoint.hf_folder import PREFIX, export_folder
 from uspft.checkpoint.identity import BASE
-from uspft.checkpoint.whole_model import whole_model
+from uspft.checkpoint.weights import whole_model
 from uspft.config.recipe import ModelBlock
 from uspft.families.multimodal import MULTIMODAL, module_name, own_name
 from uspft.parameters.digest import base_digest

@@ -127,9 +127,9 @@ def outcome(
 
 
 def work(rank: int, folder: Path, every: Documents, good: Documents) -> dict[str, Any]:
-    from uspft.training import bad_steps
+    from uspft.training import guards
 
-    bad_steps.LEAST = 2  # norms there must be before one is a spike
+    guards.LEAST = 2  # norms there must be before one is a spike
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         place = folder / name.replace(" ", "-")

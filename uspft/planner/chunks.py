@@ -16,7 +16,7 @@ from uspft.planner.operations import WIDE
 from uspft.planner.row_time import row_time
 from uspft.planner.stage_memory import ChunkKeys, PassBytes
 from uspft.segments import Segments
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 from uspft.sequence.rows.spans import pairs
 
 if TYPE_CHECKING:

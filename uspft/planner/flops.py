@@ -10,7 +10,7 @@ from uspft.families import NO_KEYS, ModelShape, layer_blocks
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.products import block_projections, head_projection
 from uspft.segments import Segments
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 
 PEAK_BF16 = {
     "GB200": 2.5e15,

@@ -21,7 +21,7 @@ from uspft.planner.wire import exchanged_seconds
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Forwards, Traffic
 from uspft.sequence.rows.heads import split_heads
-from uspft.sequence.rows.state_traffic import state_cost
+from uspft.sequence.rows.traffic import state_cost
 
 CHUNK_TOKENS = 64
 """Of the rule, between whose chunks the state passes."""

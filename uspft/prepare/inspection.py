@@ -18,8 +18,7 @@ from uspft.planner.chunks import cut_of
 from uspft.prepare.make_plan import chunk_prices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
-from uspft.sequence.chunked import Chunked
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.rows.spans import Span, tokens_in
 
 if TYPE_CHECKING:

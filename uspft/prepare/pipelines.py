@@ -20,7 +20,7 @@ from uspft.planner.chunks import chunk_multiple
 from uspft.planner.flops import cut_by_flops
 from uspft.planner.stages import stages_of
 from uspft.segments import Segments
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 
 if TYPE_CHECKING:
     from uspft.config import Finding, Recipe

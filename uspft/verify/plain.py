@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from uspft.checkpoint.weights_of import weights_of
+from uspft.checkpoint.weights import weights_of
 from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
 from uspft.model.expert_splits import expert_modules

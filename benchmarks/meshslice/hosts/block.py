@@ -31,9 +31,9 @@ from uspft.parameters.shards import Holders
 from uspft.parameters.source import RandomWeights
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
+from uspft.tensor import TensorAlgorithm
 from uspft.tensor.megatron import Megatron
 from uspft.tensor.meshslice import MeshSlice
-from uspft.tensor.tensor_algorithm import TensorAlgorithm
 from uspft.world import World, make_world
 
 ATTENTION = "planned_cp"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from uspft.comm import start_gather, start_sum_parts
 from uspft.planner.mesh_products import Flow
-from uspft.tensor.tensor_algorithm import Grid
+from uspft.tensor import Grid
 
 KIND = "tensor"
 

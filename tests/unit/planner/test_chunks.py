@@ -20,7 +20,7 @@ from uspft.planner.step import attention_one_way
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 from uspft.sequence.rows.spans import pairs
 
 ROW = 32768

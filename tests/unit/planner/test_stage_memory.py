@@ -23,7 +23,7 @@ from uspft.planner.flops import cut_by_flops
 from uspft.planner.stage_memory import moments
 from uspft.prepare.invocation import CONFIGS
 from uspft.segments import Segments
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 
 
 class Case(NamedTuple):

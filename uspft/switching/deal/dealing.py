@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from uspft.config.algorithms import ON_A_MESH, row_of
 from uspft.config.strategies import ranks_in_lockstep, row_lengths, strategies_of
-from uspft.data.rows.loader import EMPTY, RowLoader, Size, StepLoader
+from uspft.data.rows.loader import EMPTY, Orders, RowLoader, Size, StepLoader
 from uspft.data.rows.stream import Row, RowStream, empty_row, training_rows
 from uspft.sequence import make_algorithm
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, rows_of_samples
@@ -19,7 +19,6 @@ from uspft.world import make_world
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.data.rows.orders import Orders
     from uspft.job import Job, Prices
     from uspft.layout import HeldAs, Layout
     from uspft.mesh import Groups
