@@ -376,7 +376,7 @@ def gates_lost() -> Iterator[None]:
 
     def fault(ways: Any, *, wanted: bool) -> None:
         plain(ways, wanted=wanted)
-        ways._gates.zero_()
+        ways.gates.zero_()
 
     with patch.object(BlockBackward, "last_projection", fault):
         yield

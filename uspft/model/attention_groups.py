@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
+from uspft.model.halves import Entry, Hook, standing_in
 from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
-from uspft.model.some_heads import Entry, Hook, standing_in
 from uspft.model.tiles import add_up, put_of_all_ranks
 
 if TYPE_CHECKING:

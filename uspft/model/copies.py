@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from uspft.model.divided import PartLinear
-from uspft.model.some_heads import (
+from uspft.model.halves import (
     StandIn,
     behind_mlp,
     first_half,

@@ -18,19 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from uspft.families.projections import BEFORE, BEHIND, ROWS
+from uspft.model.halves import Entry, Given, Hook, StandIn, run_up_to, standing_in, stops
 from uspft.model.head_turns import pick
-from uspft.model.some_heads import (
-    Entry,
-    Given,
-    Hook,
-    SomeHeads,
-    StandIn,
-    run_up_to,
-    seeing_some,
-    some_of,
-    standing_in,
-    stops,
-)
+from uspft.model.some_heads import SomeHeads, seeing_some, some_of
 from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
 
 if TYPE_CHECKING:
@@ -208,7 +198,7 @@ class BlockBackward(ABC):
         self.sums: list[Tensor | None] = [None] * len(call.tiles.parameters)
         self._slopes: Tensor | None = None
         """The gradient of what the last projection made, where a norm follows."""
-        self._gates: Tensor | None = None
+        self.gates: Tensor | None = None
         """The gradient of what the block takes by what is behind attention, where anything of it
         is. What is before attention gives its own, and the ranks sum both at once."""
 
@@ -222,12 +212,12 @@ class BlockBackward(ABC):
         if gated:
             wanted_of = [n for n in range(len(self.leaves)) if n not in after]
             wanted = wanted or any(map(self.leaves_of, call.block.before))
-            self._gates = torch.empty_like(x) if wanted else None
+            self.gates = torch.empty_like(x) if wanted else None
         else:
             wanted_of = projection
         if norms:
             self._slopes = torch.empty_like(self._dh)
-        elif not (wanted_of or self._gates is not None):
+        elif not (wanted_of or self.gates is not None):
             return
         for tile, told in call.spans(x):
             entry = Entry(ends=True) if gated else None
@@ -241,12 +231,12 @@ class BlockBackward(ABC):
             if self._slopes is not None:
                 self._slopes[:, tile] = slope
             inputs = [self.leaves[n] for n in wanted_of]
-            if entry and self._gates is not None:
+            if entry and self.gates is not None:
                 inputs.append(entry.x)
             if inputs and made.requires_grad:
                 own = [*torch.autograd.grad(made, inputs, slope, allow_unused=True)]
-                if self._gates is not None:
-                    self._gates[:, tile] = own.pop()
+                if self.gates is not None:
+                    self.gates[:, tile] = own.pop()
                 found += own
                 del own
             by_place = dict(zip((*after, *wanted_of), found, strict=False))
@@ -307,7 +297,7 @@ class BlockBackward(ABC):
 
         Where a token has as many features, the first takes the place of the queries' gradient.
         """
-        call, x, out, gates = self._call, self._x, self._out, self._gates
+        call, x, out, gates = self._call, self._x, self._out, self.gates
         dx = out.view(x.shape) if out.numel() == x.numel() else torch.empty_like(x)
         dx = dx if gates is None else gates
         places = call.block.how.some.projections(call.heads, *call.every, BEFORE)

@@ -30,16 +30,16 @@ from uspft.families.projections import STATE_LAYER
 from uspft.model.attention_groups import AttentionCall, GatheredCall
 from uspft.model.divided import PartLinear
 from uspft.model.group_call import BlockCall, Grouping
-from uspft.model.some_heads import (
+from uspft.model.halves import (
     Halves,
     Hook,
-    SomeHeads,
     first_half,
     halves_of,
     own_forward,
     second_half,
     up_to_second_half,
 )
+from uspft.model.some_heads import SomeHeads
 from uspft.model.state_groups import StateCall
 from uspft.model.tiles import TOKENS, Tiled, with_gradient
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
+from uspft.model.halves import Entry, Hook, standing_in
 from uspft.model.head_turns import put
-from uspft.model.some_heads import Entry, Hook, joined, standing_in
+from uspft.model.some_heads import joined
 from uspft.model.tiles import add_up
 from uspft.sequence import Heads
 from uspft.sequence.mixing import StateExchange
