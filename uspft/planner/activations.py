@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
@@ -122,31 +123,19 @@ class LayerSizes:
     @property
     def whole_first(self) -> bool:
         """Whether attention with its norms and residual is one too."""
-        gated = self.kind.gated or self.state
-        return self.in_halves and not (self.comes_together and gated)
+        return self.in_halves and not (self.splits_tokens and (self.kind.gated or self.state))
 
-    @property
-    def comes_together(self) -> bool:
-        """Whether blocks take the tokens of all tensor ranks, each of which has some."""
-        return self.splits_tokens and self.tensor > 1 and not self.mesh_rows
-
-    def of_tile(
-        self,
-        sharing: Sharing | None = None,
-        state: StateHeads | None = None,
-        use: str = "",
-        *,
-        split: bool = False,
-    ) -> LayerSizes:
-        """Return the layer as it takes a tile of tokens, with other heads where they are given.
-        use: what projections make features for. split: whether ranks have parts of the tile."""
-        sharing = sharing or self.sharing
+    def of_tile(self, some: Any = None, use: str = "", *, split: bool = False) -> LayerSizes:
+        """Return the layer as it takes a tile of tokens. some: other heads, as Sharing or
+        StateHeads. use: what projections make features for. split: whether tensor ranks have parts
+        of the tile."""
+        sharing = some if isinstance(some, Sharing) else self.sharing
+        state = some if isinstance(some, StateHeads) else self.state
         tokens = min(self.tile or sharing.tokens, sharing.tokens)
-        of, state = replace(sharing, tokens=tokens), state or self.state
+        of = replace(sharing, tokens=tokens)
         state = state and replace(state, tokens=tokens)
-        tensor = self.tensor if split else 1
-        alone = replace(self, sharing=of, state=state, tile=None, tensor=tensor)
-        alone = replace(alone, splits_tokens=split and self.splits_tokens)
+        ranks = self.tensor if split else 1
+        alone = replace(self, sharing=of, state=state, tile=None, tensor=ranks, splits_tokens=split)
         return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
     def weights(self, name: str, takes: int, gives: int) -> float:
@@ -218,9 +207,6 @@ class Layer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
-        alone = self.sizes.tensor > 1 and norms.behind_attention
-        if self.groups and not alone and not hidden.node and self._any_trains():
-            hidden = self.tape.leaf(hidden.size, hidden.storage)  # model/head_groups.py's halves
         if self.groups and self.sizes.in_halves:
             if self.sizes.trains and not hidden.node:  # it is given one with a gradient
                 hidden = self.tape.leaf(hidden.size, hidden.storage)
@@ -274,8 +260,8 @@ class Layer:
             return rest(self, between)
         names, norms = s.trained | s.adapted, s.kind.norms[2:]
         trains = any(name.startswith("mlp.") or name in norms for name in names)
-        split = s.comes_together
-        part, share = Layer(tape, s.of_tile(split=split)), s.tile / s.sharing.tokens
+        part = Layer(tape, s.of_tile(split=s.splits_tokens))
+        share = s.tile / s.sharing.tokens
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
 

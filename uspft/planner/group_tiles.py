@@ -49,7 +49,7 @@ class TilesOnTape:
             self.last_name, self.features = state.out, state.values
         self._before: str = s.kind.norms.before_attention * s.whole_first
         self.behind: str = s.kind.norms.behind_attention * s.whole_first
-        self.gathers: bool = s.whole_first and s.comes_together
+        self.gathers: bool = s.whole_first and s.splits_tokens and s.tensor > 1
         plain = s.of_tile(split=self.gathers)
         self._size, self.tokens = plain.between_bytes(), plain.sharing.tokens
         self._out = float(self.features * self.tokens * s.element)
@@ -105,12 +105,11 @@ class TilesOnTape:
                 tape.backward(made, tape.new(made.size))
 
     def first(self, some: Any) -> None:
-        s, state = self.sizes, self.sizes.state
-        sizes = s.of_tile(state=some) if state else s.of_tile(some, split=self.gathers)
+        sizes = self.sizes.of_tile(some, use=self._uses[BEFORE], split=self.gathers)
         with self.tape.no_gradient():
-            one = self._alone(replace(sizes, use=self._uses[BEFORE]))
+            one = self._alone(sizes)
             made = one.before(self._input(one))
-            every = joined(self.tape, made[:3]) if state else None
+            every = joined(self.tape, made[:3]) if self.sizes.state else None
             del made, every
 
     def first_gradients(self) -> None:
@@ -136,10 +135,10 @@ class TilesOnTape:
             held += [tape.new(out) for _ in range(2)]
             del held
             return
-        keys = round(share * state.sizes.keys) if state else 0
-        some = replace(how, heads=heads, kv_heads=1), state and state.group(keys)
+        some = replace(how, heads=heads, kv_heads=1)
+        some = state.group(round(share * state.sizes.keys)) if state else some
         with tape.apart(), tape.no_gradient():
-            one = self._alone(self.sizes.of_tile(*some, use=BEHIND))
+            one = self._alone(self.sizes.of_tile(some, use=BEHIND))
             leaf = tape.leaf(out, tape.new(0.0) if share == 1 else None)  # a view of all
             made = one.project(one.taken(self._input(one), leaf), self.last_name)
             tape.backward(made, tape.new(0.0))
