@@ -302,7 +302,7 @@ def test_a_checkpoint_goes_on_under_other_holders_and_back(
                 assert off(kinds[kind], want[kind]) == [], (case, kind)
 
 
-SECONDS = 30
+SECONDS = 10
 """How long a step waits for ranks that do something else, before it has failed."""
 
 

@@ -121,7 +121,7 @@ def outcome(
     except BadStep as error:
         said = str(error)
     kinds = ("weight", *MOMENTS)
-    found = {kind: held(run.engine, kind) for kind in kinds}
+    found = {kind: held(run.engine, kind, everywhere=True) for kind in kinds}
     close(run)
     return {"said": said, **found}
 

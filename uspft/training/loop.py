@@ -195,7 +195,7 @@ def export_run(run: Run, step: int) -> Path | None:
     names = touched(every, run.engine.trained()) if base else every
     order = export_order(names, model=asked)
     with on_first_rank(run.engine, order) as read:
-        if read:
+        if read and order:
             dtype, kind = getattr(torch, block.dtype), run.config.model_type
             whole = WholeModel(names, read, block, dtype, kind, base)
             with tempfile.TemporaryDirectory(prefix="uspft-") as aside:

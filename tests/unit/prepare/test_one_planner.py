@@ -39,7 +39,6 @@ MODELS = (
     "Qwen/Qwen3-0.6B",
     "meta-llama/Llama-3.2-1B",
 )
-CASES = 200
 LEFT = ("algorithm", "algorithm", "ulysses", "context", "tensor", "all")
 """What of parallel_config is `auto`; `all` is all of it, ZeRO's stage and rows in one forward."""
 
@@ -173,10 +172,10 @@ def of_auto(found: Examined) -> str:
     return own_way(found).name
 
 
-def cases() -> Iterator[Case]:
+def cases(number: int) -> Iterator[Case]:
     draw = random.Random(7)
     seen: set[Case] = set()
-    while len(seen) < CASES:
+    while len(seen) < number:
         case = Case.drawn(draw)
         heads = {"Qwen/Qwen2.5-7B": 28}.get(case.model, 8)
         if case not in seen and heads % case.tensor == 0:
@@ -184,9 +183,10 @@ def cases() -> Iterator[Case]:
             yield case
 
 
-def test_auto_plan_and_strategies_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [70, pytest.param(200, marks=pytest.mark.full)])
+def test_auto_plan_and_strategies_agree(tmp_path: Path, number: int) -> None:
     chosen, run, left = set(), set(), Counter[str]()
-    for case in cases():
+    for case in cases(number):
         found = case.examined(tmp_path)
         others = of_plan(case, found)
         first = next(others)
@@ -206,7 +206,7 @@ def test_auto_plan_and_strategies_agree(tmp_path: Path) -> None:
             assert set(strategies) == set(names([first, *others])), case
             assert strategies[0] == first.name, case
     assert len(chosen) >= 4 and len(run) >= 3, "the order is no constant"
-    assert sum(left.values()) == CASES and min(left[one] for one in LEFT) >= 10
+    assert sum(left.values()) == number and min(left[one] for one in LEFT) >= number // 20
 
 
 @pytest.fixture
