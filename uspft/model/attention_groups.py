@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
-from uspft.model.halves import Entry, Hook, standing_in
+from uspft.model.halves import BlockInput, Hook, standing_in
 from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
 from uspft.model.tiles import add_up, put_of_all_ranks
 
@@ -48,7 +48,7 @@ class AttentionCall(BlockCall):
         """Return this member's query heads of a turn."""
         return turn.queries[self.bound.world.mesh.ulysses.index]
 
-    def before(self, x: Tensor, tile: slice, entry: Entry | None = None) -> list[Tensor]:
+    def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
         hook = Hook(self.bound.softcap)
         self.run_up_to(hook, x, tile, entry)
         assert hook.qkv

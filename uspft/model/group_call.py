@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from uspft.families.projections import BEFORE, BEHIND, ROWS
-from uspft.model.halves import Entry, Given, Hook, StandIn, run_up_to, standing_in, stops
+from uspft.model.halves import BlockInput, Given, Hook, StandIn, run_up_to, standing_in, stops
 from uspft.model.head_turns import pick
 from uspft.model.some_heads import SomeHeads, seeing_some, some_of
 from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
@@ -107,7 +107,7 @@ class BlockCall(ABC):
         return []
 
     @abstractmethod
-    def before(self, x: Tensor, tile: slice, entry: Entry | None = None) -> list[Tensor]:
+    def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
         """Return what attention, or the rule, takes of a tile of x, of those heads whose
         projections are there. entry: gets what the block takes."""
 
@@ -120,7 +120,9 @@ class BlockCall(ABC):
         """Return what blocks take of a tile, of something of all their tokens."""
         return of_all_ranks(whole, tile, self.ranks, dim)
 
-    def run_up_to(self, hook: Hook, x: Tensor, tile: slice, entry: Entry | None = None) -> None:
+    def run_up_to(
+        self, hook: Hook, x: Tensor, tile: slice, entry: BlockInput | None = None
+    ) -> None:
         """Run the block's own forward on a tile of x until it is ended from within. entry: as of
         before."""
         kwargs = dict(self._kwargs)
@@ -144,7 +146,7 @@ class BlockCall(ABC):
         tile: slice,
         out: Tensor,
         some: tuple[Sequence[HeadRange], Sequence[int]] | None = None,
-        entry: Entry | None = None,
+        entry: BlockInput | None = None,
     ) -> Tensor:
         """Return what the last projection takes [1, n, N · D] of a tile of x, and of its out
         [n, N, D]. some: which query and KV heads are there; None: all. entry: as of before."""
@@ -220,7 +222,7 @@ class BlockBackward(ABC):
         elif not (wanted_of or self.gates is not None):
             return
         for tile, told in call.spans(x):
-            entry = Entry(ends=True) if gated else None
+            entry = BlockInput(ends=True) if gated else None
             with told, torch.enable_grad():
                 taken = call.taken(x[:, tile], tile, self._out[tile], None, entry)
                 made = call.projected(taken)
@@ -303,7 +305,7 @@ class BlockBackward(ABC):
         places = call.block.how.some.projections(call.heads, *call.every, BEFORE)
         for tile, told in call.spans(x):
             part = x[:, tile].detach().requires_grad_(wanted)
-            entry = Entry(ends=False) if gates is not None else None
+            entry = BlockInput(ends=False) if gates is not None else None
             with told, torch.enable_grad(), standing_in(places):
                 made = call.before(part, tile, entry)
             slopes = self.slopes_before(tile, made)

@@ -56,7 +56,7 @@ class Hook:
 
     def __init__(self, softcap: float | None) -> None:
         self.softcap = softcap
-        self.entry: Entry | None = None
+        self.entry: BlockInput | None = None
         self.qkv: tuple[Tensor, Tensor, Tensor] | None = None
         self.rule: Rule | None = None
         self.mixed: Mixed | None = None
@@ -80,7 +80,7 @@ class Hook:
         raise _Reached
 
 
-class Entry:
+class BlockInput:
     """What attention's block takes of a tile, behind the norm before it and the ranks' exchange."""
 
     x: Tensor

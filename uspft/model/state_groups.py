@@ -19,7 +19,7 @@ from torch import Tensor
 
 from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
-from uspft.model.halves import Entry, Hook, standing_in
+from uspft.model.halves import BlockInput, Hook, standing_in
 from uspft.model.head_turns import put
 from uspft.model.some_heads import joined
 from uspft.model.tiles import add_up
@@ -55,7 +55,7 @@ class StateCall(BlockCall):
         number, world = keys[1] - keys[0], self.bound.world
         return StateExchange(number * self._each, number, self.bound.share, world.mesh.ulysses)
 
-    def before(self, x: Tensor, tile: slice, entry: Entry | None = None) -> list[Tensor]:
+    def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
         """Return q, k [n, G, K], v [n, H, V] as the convolution takes them, g and β [n, H]."""
         hook = Hook(self.bound.softcap)
         self.run_up_to(hook, x, tile, entry)
