@@ -31,8 +31,7 @@ from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
-from uspft.planner.chunks import cut_of
-from uspft.planner.stages import schedule_of
+from uspft.planner.stages import cut_of, schedule_of
 from uspft.switching.deal.dealing import training_loader
 from uspft.switching.move.moving import MovingEngine
 from uspft.world import World, live_worlds

@@ -18,7 +18,8 @@ from uspft.model.build import parameter_count
 from uspft.model.expert_load import ExpertLoad
 from uspft.model.hf_config import heads_of_layers, layer_windows
 from uspft.pipeline.stages import stages_of
-from uspft.planner.flops import peak_flops, step_flops
+from uspft.planner.machine import peak_flops
+from uspft.planner.products import step_flops
 from uspft.sequence import Heads
 from uspft.sequence.rows.heads import split_heads
 

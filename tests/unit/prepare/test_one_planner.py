@@ -15,9 +15,9 @@ import yaml
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError, read
 from uspft.config.degrees import PLANNED
-from uspft.planner import mesh_tuner, row_time, step
+from uspft.planner import row_time, step
 from uspft.planner.memory import options_of
-from uspft.planner.mesh_step import MeshPart
+from uspft.planner.mesh import MeshPart
 from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import StepPart, StepTime
 from uspft.planner.ways import Space, Way, every_way
@@ -221,12 +221,10 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = sum(part.seconds - part.hidden for part in alone)
         return [StepPart("products", shape.rows * 1e6 / seconds)]
 
-    of_product = mesh_tuner.product_part
+    def mesh_backwards(part: MeshPart) -> float:
+        return 1e6 / (part.moved + part.computed - part.hidden)
 
-    def product_backwards(*given: Any) -> MeshPart:
-        return MeshPart("", 1e6 / of_product(*given).seconds)
-
-    monkeypatch.setattr(mesh_tuner, "product_part", product_backwards)
+    monkeypatch.setattr(MeshPart, "seconds", property(mesh_backwards))
     monkeypatch.setattr(step, "step_time", step_backwards)
     monkeypatch.setattr(step, "least_seconds", lambda *_: 0.0)
     monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)

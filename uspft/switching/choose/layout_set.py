@@ -9,10 +9,10 @@ from statistics import fmean
 
 from uspft.layout import COPIES, HeldAs, Layout
 from uspft.pipeline.stages import Stages
+from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
 from uspft.planner.row_time import micro_step_seconds
-from uspft.planner.spread import Spread
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
