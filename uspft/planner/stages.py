@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from uspft.config import ParallelBlock
 from uspft.families import NO_KEYS, ModelShape
-from uspft.families.blocks import layer_blocks
+from uspft.families.layers import layer_blocks
 from uspft.job import ChunkPrices
 from uspft.layout import Layout
 from uspft.pipeline.schedules import (
