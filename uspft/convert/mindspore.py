@@ -1,4 +1,4 @@
-"""MindSpore Transformers' configuration as a recipe: its model, its course, and what it shards,
+"""MindSpore Transformers' configuration as a recipe: its model, its training, and what it shards,
 computes again and offloads.
 
 The global batch is counted by their formulas before anything is translated, and again after.
@@ -32,7 +32,7 @@ def convert_mindspore(theirs: Theirs, given: Mapping[str, Any], ranks: int | Non
     micro = micro_batch(run, batch, replicas)
     sharding(run, degrees, batch // (replicas * micro))
     _batch(run, batch, micro)
-    course(run, batch)
+    training(run, batch)
     memory(run, degrees.stages)
     data(run)
     outputs(run)
@@ -209,7 +209,7 @@ def _positions(run: Conversion) -> None:
     run.put("model.rope_scaling", scaling, method, *inner.values())
 
 
-# The course: its length, optimizer, schedule and outputs.
+# Training: its length, optimizer, schedule and outputs.
 
 SCHEDULES = {
     "ConstantWarmUpLR": "constant",
@@ -222,8 +222,8 @@ SCHEDULES = {
 ADAMW = ("AdamW", "FusedAdamW", "FP32StateAdamWeightDecay")
 
 
-def course(run: Conversion, batch: int) -> None:
-    """Write how long the run is, and by what it learns. batch: the rows of an update."""
+def training(run: Conversion, batch: int) -> None:
+    """Write the run's length, optimizer and schedule. batch: the rows of one update."""
     _length(run, batch)
     _optimizer(run)
     _schedule(run)
