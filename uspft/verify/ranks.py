@@ -91,7 +91,7 @@ def run_layouts(
 
 
 def _ignore(name: str, gradient: Tensor) -> None:
-    """Take no notice of a gradient, since another rank compares."""
+    """Do nothing with a gradient: the first rank alone compares."""
 
 
 def measure(
