@@ -62,8 +62,8 @@ def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
 
 
 def misspelt(key: str, known: Iterable[str]) -> str | None:
-    """Return the key that a misspelt one most likely is: two edits away at most, or one where it has
-    no more than four letters."""
+    """Return the key that a misspelt one most likely is: at most two edits away, or one where it
+    has no more than four letters."""
     most = 2 if len(key) > 4 else 1
     far = {name: _edits(key.lower(), name.lower()) for name in known}
     near = min(far, key=lambda name: far[name], default=None)
