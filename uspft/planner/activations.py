@@ -81,6 +81,8 @@ class LayerSizes:
     recompute: str | None = None
     """What of attention is made again; None where the layer is not checkpointed."""
     offloads: bool = False
+    first: bool = False
+    """Whether there is no layer below, whose input comes from the host."""
     some_heads: bool = False
     """Whether norms over all heads see those of a tensor rank, where `tensor` does not say so."""
     use: str = ""
@@ -401,6 +403,8 @@ class Layer:
     def _qkv(self, x: Tensor, gate: list[Tensor]) -> list[Tensor]:
         """Return queries, keys and values. gate: gets what gates the output, if anything."""
         tape, s = self.tape, self.sizes
+        if s.kind.normed_values:
+            return self._each_turned(x)
         if s.kind.fused:
             every = self.project(x, "self_attn.qkv_proj")
             heads, kv = s.sharing.heads, s.sharing.kv_heads
@@ -409,7 +413,8 @@ class Layer:
             del every
         else:
             query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
-            key, value = self._key_and_value(x)
+            key = self._normed(self.project(x, "self_attn.k_proj"), "k", s.sharing.kv_heads)
+            value = viewed(tape, self.project(x, "self_attn.v_proj"))
         if s.kind.turned:
             again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
             own = tape.new(again) if s.kind.turned is turned_in_pairs else None
@@ -417,18 +422,23 @@ class Layer:
             query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
-    def _key_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _each_turned(self, x: Tensor) -> list[Tensor]:
+        """Return queries, keys and values where each is brought into its position as soon as it is
+        there (Gemma 4)."""
         tape, s = self.tape, self.sizes
-        heads, name = s.sharing.kv_heads, "self_attn.v_proj"
-        if not s.kind.normed_values:
-            key = self._normed(self.project(x, "self_attn.k_proj"), "k", heads)
-            return key, viewed(tape, self.project(x, name))
+        assert s.kind.turned
+        heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
+        query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads)
+        query = s.kind.turned(tape, query, by)
         made = self.project(x, "self_attn.k_proj")
-        value = viewed(tape, made if s.kind.keys_are_values else self.project(x, name))
+        alike = s.kind.keys_are_values
+        value = viewed(tape, made if alike else self.project(x, "self_attn.v_proj"))
         key = self._normed(made, "k", heads)
         del made
+        key = s.kind.turned(tape, key, by)
         number = s.sharing.tokens * heads
-        return key, norm(tape, s, value, number, trains=False, split=False, weighs=False)
+        value = norm(tape, s, value, number, trains=False, split=False, weighs=False)
+        return [query, key, value]
 
     def _normed(
         self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
@@ -461,7 +471,7 @@ class Layer:
         return remembered(whole, qkv) if remembered else whole(qkv)
 
     def _fetch(self) -> None:
-        self.below = self.tape.new(self.sizes.between_bytes())
+        self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
@@ -558,10 +568,9 @@ class LayerBytes:
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True) -> LayerBytes:
-    """Return what a layer takes. reached: whether the gradient goes on below it. beside: whether
-    what the model's first layer takes is there by itself, which transformers holds until the last
-    is done."""
+def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> LayerBytes:
+    """Return what a layer takes. reached: whether the gradient goes on below it. beside: how many
+    tensors as large as its input transformers holds by itself until the last layer is done."""
     tape = Tape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
@@ -573,7 +582,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True)
         before, forward = tape.live, tape.most
         hidden.clear()
         kept, lets_go = tape.live - out.size, tape.live < before
-        forward += size * (beside + (sizes.kind.scaled and sizes.element < WIDE))
+        forward += size * beside
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))
@@ -582,6 +591,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True)
         out = layer(hidden[0])
     trains = out.node is not None
     del out
+    tape.most += size * beside
     if layer.groups:
         layer.groups.waits()
     kept = tape.live

@@ -25,6 +25,7 @@ class GroupSizes:
     """The bytes of the weights before attention that train."""
     last_weights: float
     """Those of the last projection."""
+    offloads: bool = False
     below: float = 0.0
     """The bytes of the layer below's input, where it comes from the host."""
     remembers: bool = False
@@ -108,7 +109,7 @@ class GroupMemory:
 
         given = [x, tape.parameter(trains)]
         out = tape.record(given, (self.sizes.hidden,), backward, saves=True, made=[made])[0]
-        if self.sizes.below and not tape.keeps:
+        if self.sizes.offloads and not tape.keeps:
             self.away, self.kept = [one.size for one in self.kept], []
         return out
 
