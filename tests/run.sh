@@ -30,13 +30,14 @@ with_transformers() {
 }
 decided_by_transformers=(
   tests/unit/model/test_transformers.py tests/unit/parameters/test_source.py tests/unit/model/test_attention.py
-  tests/unit/families tests/unit/verify/test_plain_config.py
+  tests/unit/families tests/unit/verify/test_plain.py
   tests/parity/test_router.py tests/parity/test_rope.py
 )
-oldest=$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).0
+above=$(sed -n 's/.*"transformers>=.*<\([0-9.]*\)".*/\1/p' pyproject.toml)
+newest=${above%.*}.$((${above#*.} - 1)).0
 
 if [ "${1:-}" = --transformers ]; then
-  version=${2:?write --transformers VERSION, such as $oldest}
+  version=${2:?write --transformers VERSION, such as $newest}
   shift 2
   with_transformers "$version" "${decided_by_transformers[@]}" tests/parity/test_models.py "$@"
   exit $?
@@ -61,7 +62,7 @@ checks() {
   phase lint "$python" -m ruff check --quiet .
   phase types "$python" -m mypy --no-error-summary
   phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
-  [ $# -gt 0 ] || phase "transformers $oldest" with_transformers "$oldest" "${decided_by_transformers[@]}"
+  [ $# -gt 0 ] || phase "transformers $newest" with_transformers "$newest" "${decided_by_transformers[@]}"
 }
 checks "$@" >"$said/checks" 2>&1 &   # one process at a time, beside the tests
 phase tests "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"

@@ -9,11 +9,10 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
-from uspft.checkpoint.weights_of import WeightsOf, carry_corrections, weights_of
+from uspft.checkpoint.weights import WeightsOf, carry_corrections, weights_of
 from uspft.comm import said_by_all
 from uspft.config.strategies import layouts_of
-from uspft.data.rows.loader import EvalSet, RowLoader, evaluation_sets
-from uspft.data.rows.orders import Orders
+from uspft.data.rows.loader import EvalSet, Orders, RowLoader, evaluation_sets
 from uspft.engine.deepspeed_config import most_passes
 from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule
@@ -29,11 +28,11 @@ from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.fill import fill
+from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
-from uspft.planner.chunks import cut_of
-from uspft.planner.stages import schedule_of
+from uspft.planner.stages import cut_of, schedule_of
 from uspft.switching.deal.dealing import training_loader
 from uspft.switching.move.moving import MovingEngine
 from uspft.world import World, live_worlds
@@ -87,7 +86,7 @@ def assemble(
     cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
     worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
     world = worlds[-1]  # of the longest rows
-    by_degree = sorted(worlds, key=lambda one: one.layout.held)
+    by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # the last is how weights are held
     most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
 

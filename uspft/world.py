@@ -22,19 +22,17 @@ from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, of_recipe
 from uspft.sequence.chunk_states import convolve_chunk, mix_over_chunks
-from uspft.sequence.chunked import Chunked
+from uspft.sequence.chunked import Chunked, ChunkShare
 from uspft.sequence.mixing import Convolution, convolve, mix
-from uspft.sequence.rows.chunks import ChunkShare
-from uspft.sequence.rows.groups import key_groups
-from uspft.sequence.rows.heads import split_heads
+from uspft.sequence.rows.heads import key_groups, split_heads
 from uspft.sequence.rows.share import Order
 from uspft.sequence.states import Mixed, StateRule
 from uspft.tensor import TensorAlgorithm, tensor_algorithm
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.sequence.chunked import Cut
     from uspft.sequence.kept_keys import LayerKeys, LayerStates
-    from uspft.sequence.rows.chunks import Cut
 
 
 @dataclass(frozen=True, eq=False)

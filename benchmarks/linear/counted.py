@@ -11,7 +11,7 @@ from uspft.families import StateSizes
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.sequence.rows.share import Order
-from uspft.sequence.rows.state_traffic import state_cost
+from uspft.sequence.rows.traffic import state_cost
 
 SIZES = {
     "Qwen3.5-9B": StateSizes(16, 32, 128, 128),

@@ -43,14 +43,13 @@ from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.fill import places, shapes_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.segments import Segments
 from uspft.sequence import Share, make_algorithm
-from uspft.sequence.chunked import Chunked
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.states import Mixed
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
@@ -116,8 +115,8 @@ def count(
 ) -> Counted:
     """Count one row of one document as that of the ranks holds it which has the most.
 
-    They are those of a ring, whose members need other keys; all ranks of Ulysses have the same. What
-    waits on the host is of the one that has most there.
+    They are those of a ring, whose members need other keys; all ranks of Ulysses have the same.
+    What waits on the host is of the one that has most there.
     config: of transformers, with the compute type. tokens: of the whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
     every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between

@@ -166,7 +166,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     add("--stage-hidden", type=int, default=128, help="`computing`")
     add("--wide", default="8,16", help="`computing`: tokens of rows, in hidden sizes")
     add("--copies-layers", type=int, default=2, help="`copies`")
-    add("--copies-hidden", type=int, default=512, help="`copies`")
+    add("--copies-hidden", type=int, default=1024, help="`copies`")
     add("--copies-tokens", type=int, default=1024, help="`copies`: of a row")
     add("--out", type=Path, default=results.RESULTS, help="default: benchmarks/results")
     return parser.parse_args(words)

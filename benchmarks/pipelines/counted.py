@@ -19,9 +19,9 @@ from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
-from uspft.planner.flops import cut_by_flops
+from uspft.planner.stages import cut_by_flops
 from uspft.prepare.invocation import CONFIGS
-from uspft.sequence.rows.chunks import Cut
+from uspft.sequence.chunked import Cut
 
 EQUAL_TOKENS, EQUAL_TIME = "seqpipe, equal tokens", "seqpipe, equal time"
 

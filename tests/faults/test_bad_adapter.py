@@ -180,7 +180,7 @@ def test_a_base_model_that_has_changed(tmp_path: Path, good: tuple[Path, Path]) 
     """Its config, or one tensor, under the same name."""
     from uspft.checkpoint.identity import BASE, differences
     from uspft.config.recipe import ModelBlock
-    from uspft.parameters.digest import base_digest
+    from uspft.parameters.source import base_digest
 
     model = tmp_path / "model"
     shutil.copytree(good[0], model)

@@ -23,7 +23,7 @@ HOST = f"""
 import signal, sys, time
 from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import Meeting, hosts_from, meeting as module, watch
-module.PATIENCE_SECONDS, module.AGAIN_SECONDS = 0.2, 0.2
+module.PATIENCE_SECONDS, module.AGAIN_SECONDS, module.LEAVE_SECONDS = 0.2, 0.2, 0.4
 watch.BEAT_SECONDS, watch.RETRY_SECONDS = 0.1, 0.1
 def convene(ranks=1, device="cpu", gpus=0, limit={HANG_SECONDS}):
     watch = meeting.convene(ranks, device, gpus, limit)
@@ -49,7 +49,7 @@ sys.exit(code)
 """
 
 READY = "return convene()"
-SHORT = "return convene(limit=2.0)"
+SHORT = "module.HEARD_SECONDS = 0.2; return convene(limit=2.0)"
 WAITS = "up(); time.sleep(600)"
 REFUSES = 'raise InputError("r.yaml:3: model.nam: unknown key")'
 NAME = socket.gethostname()

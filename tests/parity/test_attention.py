@@ -35,7 +35,7 @@ from tests.support.attention import (
 from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
 from tests.support.varlen import varlen_on_cpu
-from uspft.kernels.capped import TorchCapped
+from uspft.kernels.plain import TorchCapped
 from uspft.model.recompute import Recompute
 from uspft.segments import Segments
 from uspft.sequence import FORWARDS

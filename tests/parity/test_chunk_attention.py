@@ -30,9 +30,8 @@ from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
 from uspft.sequence import FORWARDS
 from uspft.sequence.chunk_attention import ChunkOverRanks
-from uspft.sequence.chunked import Chunked
+from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.kept_keys import KeptKeys
-from uspft.sequence.rows.chunks import Cut
 
 SCALE = DIM**-0.5
 PRICES = (1.0, ((None, 0.05), (11, 0.01)))

@@ -34,9 +34,8 @@ from uspft.pipeline.schedules import Action, forward_alone, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, dealt_out
 from uspft.sequence import make_algorithm
-from uspft.sequence.chunked import Chunked
+from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
-from uspft.sequence.rows.chunks import Cut
 from uspft.tensor.megatron import Megatron
 from uspft.world import World, make_world
 

@@ -19,7 +19,7 @@ from tests.support.held_rows import apart, batches_of, targets, wide
 from tests.support.models import make_model
 from tests.support.ranks import spawn
 from tests.support.runs import GROUPS
-from uspft.checkpoint.weights_of import weights_of
+from uspft.checkpoint.weights import weights_of
 from uspft.config.algorithms import WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
@@ -30,7 +30,8 @@ from uspft.model.causal import CausalModel
 from uspft.model.divided import PartLinear
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.objective.causal import Causal
-from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.fill import fill
+from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
 from uspft.sequence import make_algorithm
 from uspft.tensor.interleaved import Crossing

@@ -37,7 +37,7 @@ from tests.support.ranks import spawn
 from tests.support.runs import GROUPS
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.hf_folder import write_exports
-from uspft.checkpoint.whole_model import whole_model
+from uspft.checkpoint.weights import whole_model
 
 SIZES = {
     "hidden_size": 16,

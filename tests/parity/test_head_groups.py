@@ -27,8 +27,7 @@ from tests.support.wide import widened
 from uspft.families import NO_KEYS, StateSizes
 from uspft.layout import Layout
 from uspft.sequence import Cost, Traffic
-from uspft.sequence.rows.state_traffic import state_cost
-from uspft.sequence.rows.traffic import FORWARDS, ONCE
+from uspft.sequence.rows.traffic import FORWARDS, ONCE, state_cost
 from uspft.tensor.parts import divide_heads
 
 ROW, TILE = 96, 7
@@ -201,7 +200,7 @@ def gradients(case: Case, at_once: int | None) -> Ran:
     """A row's forward and backward. at_once: None for all heads."""
     from benchmarks.memory.count import module_of, world_of
     from uspft.config.recipe import MemoryBlock
-    from uspft.kernels.capped import TorchCapped
+    from uspft.kernels.plain import TorchCapped
     from uspft.kernels.torch_cpu import TorchCpu
     from uspft.mesh import Groups
     from uspft.model.hf_config import heads_of, layer_windows

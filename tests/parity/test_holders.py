@@ -39,7 +39,7 @@ from tests.support.ranks import spawn
 from uspft.config.recipe import ModelBlock
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.parameters.digest import base_digest
+from uspft.parameters.source import base_digest
 
 STEPS = 2
 STAGES, BESIDE = Layout(data=2, pipeline=2), Layout(mesh_columns=2, pipeline=2)
@@ -175,8 +175,9 @@ def resumed(rank: int, folder: Path, pairs: dict[Case, Case]) -> dict[Case, Any]
     """Go on from what was saved: the norm, and weights and moments after a step."""
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
-    from uspft.checkpoint.weights_of import CheckpointWeights
-    from uspft.parameters.source import FolderWeights, SplitWeights
+    from uspft.checkpoint.weights import CheckpointWeights
+    from uspft.parameters.fill import SplitWeights
+    from uspft.parameters.source import FolderWeights
 
     faulthandler.dump_traceback_later(200, exit=True)
     groups, found = Groups(), {}
@@ -302,7 +303,7 @@ def test_a_checkpoint_goes_on_under_other_holders_and_back(
                 assert off(kinds[kind], want[kind]) == [], (case, kind)
 
 
-SECONDS = 30
+SECONDS = 10
 """How long a step waits for ranks that do something else, before it has failed."""
 
 

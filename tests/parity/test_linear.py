@@ -40,8 +40,7 @@ from uspft.sequence import FORWARDS, Heads, make_algorithm, mixing, states
 from uspft.sequence.planned import Planned
 from uspft.sequence.rows import fragments
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.state_traffic import state_cost
-from uspft.sequence.rows.traffic import heads_traffic
+from uspft.sequence.rows.traffic import heads_traffic, state_cost
 from uspft.tensor.megatron import Megatron
 from uspft.world import World
 

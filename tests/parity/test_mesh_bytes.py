@@ -16,7 +16,7 @@ from tests.support.tensor import make_setting, recipe
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.mesh_step import mesh_parts
+from uspft.planner.mesh import mesh_parts
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 

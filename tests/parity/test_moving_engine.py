@@ -88,7 +88,7 @@ def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     found["clock"] = time.perf_counter() - began, record["switch_seconds"], record["seconds"]
     found["evaluated"] = loss / record["target_tokens"], record["loss"]
     assert engine.module.training
-    found["step"] = [record], held(engine)
+    found["step"] = [record], held(engine, everywhere=True)
     engine.close()
     for straight in (False, True):
         run = started(

@@ -29,7 +29,7 @@ from tests.support.stages import ZERO
 from uspft.config import RecipeError, load
 from uspft.config.algorithms import OBJECTIVES, ObjectiveRow
 from uspft.objective import Divisor, Term
-from uspft.objective.row_ranks import document_sums, once
+from uspft.objective.objective import document_sums, once
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -162,7 +162,7 @@ alike is summed over them, as that of a differentiable all-reduce is."""
 def broken(fault: str) -> Iterator[None]:
     name, instead = FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"uspft.objective.row_ranks.{name}", instead)
+        patch.setattr(f"uspft.objective.objective.{name}", instead)
         yield
 
 

@@ -119,7 +119,7 @@ def left_out(what: str) -> AbstractContextManager[Any]:
     first = property(lambda mesh: mesh.layout.coordinates(mesh.rank)["mesh_columns"] == 0)
     return {
         "begin_accumulation": patch("uspft.engine.pipelined.begin_accumulation", nothing),
-        "TiedTable.add": patch("uspft.engine.tied.TiedTable.add", nothing),
+        "TiedTable.add": patch("uspft.engine.replicas.TiedTable.add", nothing),
         "Pipeline.updated": patch("uspft.engine.pipelined.Pipeline.updated", nothing),
         "counting.is_counted": patch("uspft.parameters.counting.is_counted", no),
         "all_reduce of the norm": patch(
@@ -162,11 +162,11 @@ def late(case: Case, folder: Path, data: Path, name: str) -> tuple[float, dict[s
 def table_and_copy(case: Case, folder: Path, data: Path, name: str) -> tuple[Any, Any, Any]:
     """The table at the start and after twenty steps, and the copy that the last stage then has."""
     with assembled(case, folder, data, name) as run:
-        start = held(run.engine)[TABLE]
+        start = held(run.engine, everywhere=True)[TABLE]
         batches = run.loader.batches(1)
         for _ in range(20):
             run.engine.step(batches, RATE, False)
-        table = held(run.engine)[TABLE].to(run.engine.module.parts.model.dtype)
+        table = held(run.engine, everywhere=True)[TABLE].to(run.engine.module.parts.model.dtype)
         copies: list[Any] = [None] * case.world
         head = run.engine.module.parts.head_of_loss
         dist.all_gather_object(copies, head.weight.detach())

@@ -94,7 +94,7 @@ def resumed(rank: int, folder: Path, layout: Layout, cases: list[tuple[str, str]
     """Another split and number of ranks go on from what a stage has saved, under another one."""
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
-    from uspft.checkpoint.weights_of import CheckpointWeights
+    from uspft.checkpoint.weights import CheckpointWeights
 
     groups, found = Groups(), {}
     for saved, zero in cases:
@@ -134,7 +134,7 @@ def in_one_process(rank: int, folder: Path) -> list[Any]:
 
 def drawn(rank: int) -> Any:
     """Weights from the seed: who draws whole tensors, and what comes together of the parts."""
-    from uspft.parameters.source import RandomWeights
+    from uspft.parameters.fill import RandomWeights
 
     class Draws(RandomWeights):
         def __init__(self) -> None:

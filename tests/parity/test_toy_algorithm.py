@@ -18,14 +18,15 @@ from tests.support.runs import run_recipe, small_recipe
 from uspft.config import RecipeError
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.config.messages import schema_of
-from uspft.planner.layouts import candidates
+from uspft.planner.ways import candidates
 from uspft.prepare.examine import examine
 from uspft.prepare.layout_findings import layout_findings
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Cost, Forwards, Heads, Rule, Share, Split
 from uspft.sequence.algorithm import rows_must_divide
-from uspft.sequence.exchange import attend_exchanged
-from uspft.sequence.rows.parcels import Exchange
+from uspft.sequence.exchange import ExchangePasses
+from uspft.sequence.rows.exchange import Exchange
+from uspft.sequence.ulysses import attend_over_heads
 
 ROW, STEPS = 64, 2
 
@@ -48,8 +49,8 @@ class Consecutive:
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
         make = lambda: Exchange(share, 1, trimmed=False, keep=False)  # noqa: E731
-        exchange = share.once("toy", make)
-        return attend_exchanged(qkv, exchange, share, rule, split.ring, split.kernel)
+        passes = ExchangePasses(share.once("toy", make))
+        return attend_over_heads(passes, qkv, share, rule, split)
 
     def cost(
         self,

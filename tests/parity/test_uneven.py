@@ -21,9 +21,7 @@ from tests.support.ranks import spawn
 from uspft.segments import Segments
 from uspft.sequence.allgather import AllGather
 from uspft.sequence.planned import Planned
-from uspft.sequence.ring import Ring
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.ulysses import Ulysses
 from uspft.sequence.usp import Usp
 
 SCALE, WINDOWS = 0.3, (None, 11)
@@ -42,13 +40,13 @@ def uneven(algorithm: type[Any]) -> type[Any]:
 
 
 ALGORITHMS = [
-    uneven(Ring)(4),
+    uneven(Usp)(1, 4),
     uneven(AllGather)(4),
     uneven(Planned)(4, piece_tokens=5),
     uneven(Planned)(4, keep=False),
     uneven(Planned)(2, 2, piece_tokens=5),
     uneven(Usp)(2, 2),
-    uneven(Ulysses)(4),
+    uneven(Usp)(4),
 ]
 
 

@@ -13,7 +13,7 @@ from tests.support.runs import small_recipe
 from tests.support.stages import ZERO
 
 STEPS, RATE, CLIP, EPS, SEED = 2, 1e-3, 0.5, 1e-6, 7
-ROWS = 4
+ROWS = 2
 """Of a step."""
 LORA = {"type": "lora", "rank": 4, "alpha": 6.0}
 MODELS: dict[str, dict[str, Any]] = {

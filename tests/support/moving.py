@@ -28,7 +28,7 @@ from tests.support.degrees import (
 from tests.support.models import Documents
 from tests.support.runs import GROUPS, held, job_of, small_recipe
 from uspft.config.algorithms import CAUSAL, CONTEXT, WHOLE
-from uspft.kernels.capped import TorchCapped
+from uspft.kernels.plain import TorchCapped
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.sequence import make_algorithm
@@ -134,7 +134,7 @@ def started(
     from benchmarks.switching.straight import StraightEngine
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
-    from uspft.checkpoint.weights_of import weights_of
+    from uspft.checkpoint.weights import weights_of
     from uspft.data import training_rows
     from uspft.data.rows.loader import EMPTY, StepLoader
     from uspft.model.build import empty_model
@@ -144,7 +144,8 @@ def started(
     from uspft.model.recompute import recompute_layers
     from uspft.model.trained import choose_trained
     from uspft.objective import TrainedModel, make_objective
-    from uspft.parameters.fill import fill, shapes_of
+    from uspft.parameters.fill import fill
+    from uspft.parameters.names import shapes_of
     from uspft.parameters.shards import Holders
     from uspft.switching.move.moving import MovingEngine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import yaml
 from tests.support.launch import records_in
 from uspft.kernels import choose
 from uspft.mesh import Groups
+from uspft.planner.machine import read_hardware
 
 VOCABULARY = 97
 GROUPS = Groups(ranks_per_host=2)
 """Of this rank's process: tensor groups of four and more go by hosts."""
+HARDWARE = cache(read_hardware)
+"""Figures of clusters, each file of which one process reads once."""
 
 
 def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict[str, Any]:
@@ -74,10 +78,12 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
     from uspft.checkpoint.folder import newest
     from uspft.data import prepare, prepare_sets
     from uspft.job import Job
+    from uspft.prepare import known
     from uspft.prepare.data import steps_of
     from uspft.prepare.examine import examine
     from uspft.prepare.make_plan import chunk_prices_of, prices_of
 
+    known.read_hardware = HARDWARE
     output.mkdir(parents=True, exist_ok=True)
     path = output / "asked.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(output), **recipe}))
@@ -123,13 +129,13 @@ def run_recipe(
     return records_in(output / "metrics.jsonl"), end
 
 
-def held(engine: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
-    """Every parameter's whole value, or moment, on every rank; collective."""
+def held(engine: Any, kind: str = "weight", *, everywhere: bool = False) -> dict[str, torch.Tensor]:
+    """Every parameter's whole value, or moment, on the first rank, or on every one; collective."""
     from uspft.engine.state import Wanted, gather
     from uspft.parameters.part import Part
 
     named = engine.module.named() if kind == "weight" else engine.trained()
-    ranks = range(engine.holders.everyone.size)
+    ranks = range(engine.holders.everyone.size if everywhere else 1)
     parts = {name: Part.whole(engine.part_of(name).shape) for name in named}
     wanted = [Wanted(kind, name, part, rank) for name, part in parts.items() for rank in ranks]
     return {one.name: value.clone() for one, value in gather(engine, wanted)}

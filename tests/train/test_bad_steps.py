@@ -121,15 +121,15 @@ def outcome(
     except BadStep as error:
         said = str(error)
     kinds = ("weight", *MOMENTS)
-    found = {kind: held(run.engine, kind) for kind in kinds}
+    found = {kind: held(run.engine, kind, everywhere=True) for kind in kinds}
     close(run)
     return {"said": said, **found}
 
 
 def work(rank: int, folder: Path, every: Documents, good: Documents) -> dict[str, Any]:
-    from uspft.training import bad_steps
+    from uspft.training import guards
 
-    bad_steps.LEAST = 2  # norms there must be before one is a spike
+    guards.LEAST = 2  # norms there must be before one is a spike
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         place = folder / name.replace(" ", "-")

@@ -81,7 +81,7 @@ def alone(rank: int, folder: Path) -> None:
 
 def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool, str]]:
     """(case, fault) → whether the verdict is as it must be, and the table."""
-    from uspft.planner.layouts import candidates
+    from uspft.planner.ways import candidates
     from uspft.prepare.known import Known
     from uspft.prepare.layout_findings import layout_findings
     from uspft.prepare.make_verify_job import with_layers

@@ -9,7 +9,7 @@ import pytest
 from uspft.config.recipe import ParallelBlock
 from uspft.layout import AXES, COPIES, MESH, Layout, as_processes, context_degrees, layout_of
 from uspft.segments import Segments
-from uspft.sequence.rows.order import balanced
+from uspft.sequence.rows.balance import balanced
 
 
 def test_neighbours_share_the_axis_with_the_most_traffic() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
-from uspft.checkpoint.whole_model import WholeModel
+from uspft.checkpoint.weights import WholeModel
 from uspft.config import ModelBlock
 from uspft.durable import publish, save_tensors, start_partial
 from uspft.families.multimodal import (

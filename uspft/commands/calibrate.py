@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from uspft.calibration.fits import as_yaml, fitted
-from uspft.calibration.points import Points
+from uspft.calibration.fits import Points, as_yaml, fitted
 from uspft.calibration.sweeps import SIZES, Bench, Says, measure
 from uspft.comm import said_by_all
 from uspft.commands.rank import joined, ranks_of_host, start_ranks

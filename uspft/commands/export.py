@@ -10,7 +10,7 @@ from rich.console import Console
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, folder_of, named
 from uspft.checkpoint.hf_folder import write_exports
-from uspft.checkpoint.whole_model import WholeModel, whole_model
+from uspft.checkpoint.weights import WholeModel, whole_model
 from uspft.config import Fault, InputError, load
 from uspft.config.problems import COMMAND_LINE, UsageError, settings_of
 from uspft.metrics import Best, Journal

@@ -22,7 +22,7 @@ from uspft.config import Fault, LaunchBlock, Recipe, dump
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.config.strategies import layouts_of
-from uspft.data.rows.orders import Orders, searching_beside
+from uspft.data.rows.loader import Orders, searching_beside
 from uspft.durable import write_text
 from uspft.job import Job
 from uspft.launcher import Hosts, LocalRanks, Restart, Waiting, Watch, run_ranks

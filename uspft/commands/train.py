@@ -17,7 +17,7 @@ from uspft.checkpoint.folder import (
     newest,
     step_folders,
 )
-from uspft.checkpoint.whole_model import whole_model
+from uspft.checkpoint.weights import whole_model
 from uspft.commands.export import best_up_to, export_beside
 from uspft.commands.rank import start_ranks
 from uspft.commands.report import leave_report

@@ -87,7 +87,7 @@ def _table(*rows: AlgorithmRow) -> dict[str, AlgorithmRow]:
 CONTEXT = _table(
     AlgorithmRow(
         "ulysses_cp",
-        "uspft.sequence.ulysses:Ulysses",
+        "uspft.sequence.usp:Usp",
         Splits.HEADS,
         megatron="a2a",
         automatic=True,
@@ -96,7 +96,7 @@ CONTEXT = _table(
     ),
     AlgorithmRow(
         "ring_cp",
-        "uspft.sequence.ring:Ring",
+        "uspft.sequence.usp:Usp",
         Splits.TOKENS,
         megatron="p2p",
         what="tokens, in zigzag order; keys and values travel",
@@ -170,7 +170,7 @@ ON_A_MESH = "planned_cp"
 
 WHOLE = AlgorithmRow(
     "whole",
-    "uspft.sequence.whole:Whole",
+    "uspft.sequence.usp:Usp",
     Splits.TOKENS,
     what="nothing: the row is whole on its process",
     legal="always",

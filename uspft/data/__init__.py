@@ -10,8 +10,14 @@ from uspft.data.corpus.cache import CacheSize, corpora_in, empty, holding
 from uspft.data.corpus.corpus import Corpus, read_report
 from uspft.data.corpus.counts import kept_and_dropped
 from uspft.data.corpus.first_look import first_look
-from uspft.data.corpus.holdout import HELD_OUT, hold_out
-from uspft.data.corpus.prepare import formats_of, prepare, prepare_sets, prepared
+from uspft.data.corpus.prepare import (
+    HELD_OUT,
+    formats_of,
+    hold_out,
+    prepare,
+    prepare_sets,
+    prepared,
+)
 from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.data.faults import DataError
 from uspft.data.files.sources import not_checked, source_problems

@@ -34,7 +34,7 @@ MIXERS: dict[str, Mixer] = {
     "linear attention": Mixer(
         (
             *("qwen4_exp", "qwen4_exp_text", "minimax", "kimi_linear"),
-            *("bailing_hybrid", "glm5_next", "glm5_next_text"),
+            *("bailing_hybrid", "glm5_next", "glm5_next_text", "lara_mini"),
         ),
         (),
     ),
@@ -44,7 +44,7 @@ MIXERS: dict[str, Mixer] = {
     "short convolutions": Mixer(
         (
             *("lfm2", "lfm2_moe", "lfm3", "zaya", "inkling_text", "inkling2_text"),
-            *("inkling_mm_model", "inkling2"),
+            *("inkling_mm_model", "inkling2", "inkling2_loop", "inkling2_loop_text"),
         ),
         ("conv",),
     ),

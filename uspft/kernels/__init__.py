@@ -2,8 +2,7 @@
 
 from uspft.blocks import Block, Mask, area
 from uspft.kernels.choose import believed_kernel, slower
-from uspft.kernels.grouped import Grouped
-from uspft.kernels.kernel import Kernel
+from uspft.kernels.kernel import Grouped, Kernel
 from uspft.kernels.merge import Partial
 
 __all__ = ["Block", "Grouped", "Kernel", "Mask", "Partial", "area", "believed_kernel", "slower"]

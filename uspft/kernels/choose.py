@@ -14,8 +14,8 @@ import torch
 
 from uspft.blocks import WIDEST
 from uspft.kernels import cuda
-from uspft.kernels.capped import ByWidth, TorchCapped
 from uspft.kernels.kernel import Kernel
+from uspft.kernels.plain import ByWidth, TorchCapped
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 

@@ -1,4 +1,5 @@
-"""The interface of an attention kernel for one device.
+"""The interface of an attention kernel for one device, and the kernel for query heads that share KV
+heads unevenly.
 
 Shapes: T local tokens, n those of a range, h/g local query/KV heads, D head dim.
 """
@@ -8,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from uspft.blocks import Block
+from uspft.blocks import Block, HeadRange
 
 
 class BlockOutput(NamedTuple):
@@ -62,3 +64,69 @@ class Kernel(Protocol):
         which makes block-wise gradients exact (FlashAttention-2, algorithm 2).
         """
         ...
+
+
+class Grouped:
+    """A kernel that runs another one for each (query, KV) range of heads, and lays the results side
+    by side.
+
+    The ranges cover all query heads in order, and each KV head stands in one range. Where there is
+    no range at all (a rank without heads), nothing is computed.
+    """
+
+    def __init__(self, kernel: Kernel, groups: Sequence[tuple[HeadRange, HeadRange]]) -> None:
+        self.name, self.softcap = kernel.name, kernel.softcap
+        self._kernel, self._groups = kernel, groups
+
+    def forward(
+        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
+    ) -> list[BlockOutput]:
+        calls = [self._kernel.forward(_heads(qkv, group), blocks, scale) for group in self._groups]
+        return [
+            BlockOutput(
+                parts[0].q0,
+                parts[0].q1,
+                torch.cat([part.out for part in parts], dim=1),
+                torch.cat([part.lse for part in parts], dim=0),
+            )
+            for parts in zip(*calls, strict=True)
+        ]
+
+    def backward(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
+        blocks: Sequence[Block],
+        scale: float,
+    ) -> tuple[list[Gradient], list[Gradient]]:
+        out, lse, dout = saved
+        queries, keys = [], []
+        for group in self._groups:
+            a, b = group[0]
+            part = out[:, a:b], lse[a:b], dout[:, a:b]
+            dq, dkv = self._kernel.backward(_heads(qkv, group), part, blocks, scale)
+            queries.append(dq)
+            keys.append(dkv)
+        return _side_by_side(queries), _side_by_side(keys)
+
+
+def _heads(
+    qkv: tuple[Tensor, Tensor, Tensor], group: tuple[HeadRange, HeadRange]
+) -> tuple[Tensor, Tensor, Tensor]:
+    (a, b), (c, d) = group
+    q, k, v = qkv
+    return q[:, a:b], k[:, c:d], v[:, c:d]
+
+
+def _side_by_side(calls: list[list[Gradient]]) -> list[Gradient]:
+    return [
+        Gradient(
+            group[0].start,
+            group[0].stop,
+            tuple(
+                torch.cat(tensors, dim=1)
+                for tensors in zip(*(g.tensors for g in group), strict=True)
+            ),
+        )
+        for group in zip(*calls, strict=True)
+    ]

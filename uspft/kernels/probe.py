@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from uspft.blocks import Block, Mask
-from uspft.kernels.dense import dense_attention
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial
+from uspft.kernels.plain import dense_attention
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """By dtype, how large the norm of an error may be, relative to the norm of the truth, which has the

@@ -1,7 +1,7 @@
 """A run's reports on itself: its progress on the screen, metrics.jsonl, peak memory and sizes."""
 
 from uspft.metrics.console import RunDisplay
-from uspft.metrics.journal import Best, Journal, as_size, peak_memory_bytes
+from uspft.metrics.journal import Best, Journal, as_size, finite, peak_memory_bytes
 from uspft.metrics.trackers import tracking
 
-__all__ = ["Best", "Journal", "RunDisplay", "as_size", "peak_memory_bytes", "tracking"]
+__all__ = ["Best", "Journal", "RunDisplay", "as_size", "finite", "peak_memory_bytes", "tracking"]

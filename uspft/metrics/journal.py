@@ -8,6 +8,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,39 +24,34 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.also: Callable[[dict[str, Any]], None] = _nothing
+        self.also: Callable[[dict[str, Any]], None] = lambda record: None
         """What else takes each record, once it is written."""
 
     def cut_back(self, step: int) -> None:
         """Drop the records that came after a checkpoint's step, and note the resumption."""
-        kept = []
-        if self._path.exists():
-            for line in self._path.read_text(errors="replace").splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # the torn last line of a killed run
-                if record.get("step", record.get("resumed_from_step", 0)) <= step:
-                    kept.append(line + "\n")
+        kept = [
+            line + "\n"
+            for line, record in self._lines()
+            if record.get("step", record.get("resumed_from_step", 0)) <= step
+        ]
         write_text(self._path, "".join(kept))
         self.write({"resumed_from_step": step})
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the records of the evaluations in the file, the oldest first."""
-        return [record for record in self._records() if "eval_loss" in record]
+        return [record for _, record in self._lines() if "eval_loss" in record]
 
     def last_step(self) -> int:
         """Return the last training step in the file; 0 where there is none."""
-        steps = [record["step"] for record in self._records() if "learning_rate" in record]
+        steps = [record["step"] for _, record in self._lines() if "learning_rate" in record]
         return max(steps, default=0)
 
-    def _records(self) -> Iterator[dict[str, Any]]:
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each whole line of the file, with its record."""
         lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
         for line in lines:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the torn last line of a killed run
+            with suppress(json.JSONDecodeError):  # the torn last line of a killed run
+                yield line, json.loads(line)
 
     def sync(self) -> None:
         """Bring what has been written to the disk, so that no checkpoint outlives its records.
@@ -69,10 +65,6 @@ class Journal:
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self.also(record)
-
-
-def _nothing(record: dict[str, Any]) -> None:
-    """Take a record and do nothing with it."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +101,11 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def finite(value: float) -> float | None:
+    """Return a number as JSON can hold it: None for NaN and infinity."""
+    return value if math.isfinite(value) else None
 
 
 def as_size(byte_count: float) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from uspft.blocks import HeadRange
     from uspft.comm import Waited
     from uspft.sequence import Rule
-    from uspft.sequence.rows.groups import KeyGroup
+    from uspft.sequence.rows.heads import KeyGroup
 
 
 class AttentionCall(BlockCall):

@@ -17,8 +17,7 @@ from uspft.families.table import chosen_experts
 from uspft.model.attention import NAME
 from uspft.model.linear import bind_linear_layers
 from uspft.parameters.experts import CORRECTION, corrections, is_experts, is_router
-from uspft.parameters.grown import table_names
-from uspft.parameters.source import FolderWeights, WeightsError
+from uspft.parameters.source import FolderWeights, WeightsError, table_names
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from uspft.families.projections import COLUMNS, ROWS
 from uspft.parameters.shards import used_of_stored, used_ranges
-from uspft.tensor.cutting import Used, cut, put_back
-from uspft.tensor.parts import Range
-from uspft.tensor.shared_heads import Maker, whole_head
-from uspft.tensor.sums import summed
+from uspft.tensor.parts import Range, Used, cut, put_back
+from uspft.tensor.sums import Maker, summed, whole_head
 
 if TYPE_CHECKING:
     from uspft.comm import Group

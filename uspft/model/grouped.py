@@ -16,7 +16,7 @@ from torch.nn.functional import grouped_mm, pad
 
 from uspft.model.parameter_adapter import ParameterAdapter, as_side, weight_of
 from uspft.parameters.names import BESIDE
-from uspft.tensor.cutting import Used, cut, put_back
+from uspft.tensor.parts import Used, cut, put_back
 
 if TYPE_CHECKING:
     from uspft.model.divided import Call

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Waited
-from uspft.sequence.head_exchange import both_ways, start_exchange, start_exchange_back
-from uspft.sequence.rows.groups import KeyGroup, key_groups
+from uspft.sequence.rows.heads import KeyGroup, key_groups
+from uspft.sequence.ulysses import both_ways, start_exchange, start_exchange_back
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange

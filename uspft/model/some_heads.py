@@ -35,8 +35,7 @@ from uspft.families.projections import (
 )
 from uspft.model.divided import PartLinear, SplitNorm, eps_of, some_product, wide
 from uspft.model.dropout import TokenDropout
-from uspft.tensor.cutting import cut
-from uspft.tensor.parts import Range
+from uspft.tensor.parts import Range, cut
 
 if TYPE_CHECKING:
     from uspft.families.projections import Projection

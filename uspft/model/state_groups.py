@@ -24,9 +24,9 @@ from uspft.model.some_heads import Hook, joined, standing_in
 from uspft.model.tiles import add_up
 from uspft.sequence import Heads
 from uspft.sequence.mixing import StateExchange
-from uspft.sequence.rows.groups import key_ranges
+from uspft.sequence.rows.heads import key_ranges
 from uspft.sequence.states import Mixed, kept_of, mixed_backward, mixed_forward
-from uspft.tensor.cutting import cut
+from uspft.tensor.parts import cut
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from uspft.parameters.shards import MatrixSplit, used_ranges
-from uspft.tensor.cutting import cut
+from uspft.tensor.parts import cut
 
 if TYPE_CHECKING:
     from uspft.model.divided import Call

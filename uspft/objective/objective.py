@@ -1,17 +1,26 @@
 """What an objective says of itself: its terms, what each is divided by, and what is told of it.
 
 Every rank gives its part of each term: the parts of all ranks that share rows add up to the term,
-and so do their gradients (objective/row_ranks.py makes parts of what is no sum over tokens). The
-step divides each term by its divisor's number over the whole step, known before the first forward.
+and so do their gradients. The step divides each term by its divisor's number over the whole step,
+known before the first forward.
+
+Of what is no sum over tokens, such as a function of whole documents, ranks that share a row make
+their parts in three steps, since a differentiable all-reduce would multiply gradients by the number
+of these ranks, and a plain one has no gradient. `document_sums` adds up over the ranks, and gives
+each the gradient of its own tokens alone; every rank works out the same function of the sums;
+`once` lets the value count on one rank, and the gradient pass on all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
+
+from uspft.comm import Group, sum_over
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -91,3 +100,49 @@ class TrainedModel(nn.Module):
     def named(self) -> dict[str, nn.Parameter]:
         """Return every parameter once, by its Hugging Face name."""
         return self.parts.named()
+
+
+def document_sums(values: Tensor, batch: Batch) -> Tensor:
+    """Return the sum of values over each document's targets, on all ranks that share its row, [D]
+    for the D documents of the micro-batch.
+
+    values [C]: of the C tokens of this rank that have a target (`batch.chosen`). Collective over
+    those ranks. The gradient is that of this rank's own values.
+    """
+    share = batch.share
+    places = torch.from_numpy(share.document_of).to(values.device, non_blocking=True)
+    here = values.new_zeros(len(share.documents))
+    here = here.index_add(0, places.index_select(0, batch.chosen), values)
+    found: Tensor = _Summed.apply(here, batch.world.mesh.context)
+    return found
+
+
+def once(whole: Tensor, batch: Batch) -> Tensor:
+    """Return this rank's part of what all ranks that share a micro-batch's rows have worked out.
+
+    It is all of it on the first of them, and 0 on the others; the gradient passes on every one.
+    """
+    found: Tensor = _Once.apply(whole, batch.world.mesh.context.index == 0)
+    return found
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over a group's members, of which each takes its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return sum_over(x.clone(), group, "objective")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, here: bool) -> Tensor:
+        return x.clone() if here else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None

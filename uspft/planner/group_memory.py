@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from uspft.planner.attention_memory import Sharing, forward_storages
 from uspft.planner.in_flight import BytesPerToken, backward_bytes, forward_bytes
 from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
-from uspft.sequence.rows.groups import key_groups
+from uspft.sequence.rows.heads import key_groups
 
 
 @dataclass(frozen=True)

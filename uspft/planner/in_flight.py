@@ -14,9 +14,9 @@ from typing import NamedTuple
 from uspft.blocks import Block, Mask, in_calls, joined
 from uspft.planner.tape import Storage, Tape
 from uspft.segments import Segments
-from uspft.sequence.rows.chunks import ChunkShares
-from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.parcels import Arrival, Exchange
+from uspft.sequence.chunked import ChunkShares
+from uspft.sequence.rows.balance import balanced
+from uspft.sequence.rows.exchange import Arrival, Exchange
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import tokens_in
 
@@ -220,7 +220,7 @@ class _Found(NamedTuple):
 
 
 class _Sum:
-    """As sequence/sums.py: a gradient that covers all is not copied while it is the only one."""
+    """As kernels/merge.py: a gradient that covers all is not copied while it is the only one."""
 
     def __init__(self, tape: Tape, tokens: int, size: float, wide: int) -> None:
         """size: the bytes of a token."""

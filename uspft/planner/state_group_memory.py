@@ -17,7 +17,7 @@ from uspft.planner.state_memory import (
     run_rule,
 )
 from uspft.planner.tape import GradientStorages, Storage, Tensor
-from uspft.sequence.rows.groups import key_ranges
+from uspft.sequence.rows.heads import key_ranges
 
 
 def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages:

@@ -17,7 +17,7 @@ from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
 from uspft.layout import Layout, layout_of, settled_layout
-from uspft.planner.mesh_tuner import Tuning
+from uspft.planner.mesh import Tuning
 from uspft.prepare.files import file_findings, find_paths, in_the_way
 from uspft.prepare.known import Known, cluster_of, gpu_count, gpu_name
 from uspft.prepare.layout_findings import host_findings, run_findings

@@ -17,8 +17,7 @@ from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
 from uspft.families import ModelShape
 from uspft.job import placed
-from uspft.planner.flops import device_of
-from uspft.planner.machine import Hardware, read_hardware
+from uspft.planner.machine import Hardware, device_of, read_hardware
 from uspft.prepare.invocation import CONFIGS
 from uspft.segments import Segments
 from uspft.switching.choose.choice import SwitchingChoice

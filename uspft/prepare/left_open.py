@@ -21,21 +21,12 @@ from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.planner.auto import (
-    RECOMPUTE,
-    ROWS,
-    STAGE,
-    Choice,
-    likely,
-    recommend,
-    values_of,
-)
-from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import options_of, unpredicted
-from uspft.planner.mesh_tuner import tune
+from uspft.planner.mesh import tune
+from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.stages import schedule_of
-from uspft.planner.ways import Space, Way, WhyNot
+from uspft.planner.ways import Space, Way, WhyNot, in_recipe
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import layout_findings
 from uspft.prepare.memory import settled_memory

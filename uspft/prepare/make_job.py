@@ -32,7 +32,7 @@ from uspft.data import Corpus, formats_of
 from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
 from uspft.lease import Lease
-from uspft.parameters.digest import base_digest
+from uspft.parameters.source import base_digest
 from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole

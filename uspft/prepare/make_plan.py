@@ -13,11 +13,10 @@ from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import strategies_of
 from uspft.job import ChunkPrices, Prices
-from uspft.planner.chunks import chunk_prices
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, options_of, row_memory
 from uspft.planner.rank import Ranking, ranking
-from uspft.planner.row_time import micro_step_seconds, row_time
+from uspft.planner.row_time import chunk_prices, micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way

@@ -29,8 +29,8 @@ from uspft.config.strategies import degrees_of, strategies_of, under, weights_mo
 from uspft.config.types import Open
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.planner.auto import RECOMPUTE
-from uspft.planner.mesh_tuner import Tuning, tune
+from uspft.planner.mesh import Tuning, tune
+from uspft.planner.rank import RECOMPUTE
 from uspft.prepare.known import Known, Weighed
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
 from uspft.prepare.memory import fitting_heads, settled_memory

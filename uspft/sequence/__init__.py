@@ -1,4 +1,4 @@
-"""Sequence parallelism: one file for each algorithm in the table of config/algorithms.py."""
+"""Sequence parallelism: the algorithms that the table of config/algorithms.py names."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
-from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.parcels import Exchange
+from uspft.sequence.rows.balance import balanced
+from uspft.sequence.rows.exchange import Exchange
 from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_traffic, in_turns
@@ -38,10 +38,9 @@ class AllGather:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
-        from uspft.sequence.exchange import attend_exchanged
+        from uspft.sequence.ulysses import attend_over_heads
 
-        how = rule, split.ring, split.kernel, split.earlier
-        return attend_exchanged(qkv, _exchange(share), share, *how)
+        return attend_over_heads(self.passes(share), qkv, share, rule, split)
 
     def passes(self, share: Share) -> Passes:
         from uspft.sequence.exchange import ExchangePasses

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from uspft.comm import Group
 from uspft.kernels import Kernel, Partial
-from uspft.kernels.merge import sinks_gradient
+from uspft.kernels.merge import Sum, sinks_gradient
 from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.chunked import ChunkShare
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
-from uspft.sequence.rows.chunks import ChunkShare
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.sums import Sum
 
 
 def of_chunk(passes: Passes, share: Share, keys: LayerKeys | None) -> Passes:

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from uspft.kernels.varlen import put
+from uspft.sequence.chunked import ChunkShare
 from uspft.sequence.kept_keys import LayerStates, leave
 from uspft.sequence.mixing import Convolution
-from uspft.sequence.rows.chunks import ChunkShare
 from uspft.sequence.rows.fragments import NOBODY, Fragment
 from uspft.sequence.states import Mixed, StateRule, laid, part_of
 

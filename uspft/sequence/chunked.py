@@ -1,22 +1,246 @@
-"""Another algorithm's rows, cut into chunks that follow one another through a pipeline."""
+"""Rows cut into chunks, which follow one another through a pipeline: where chunks end, which keys
+of earlier ones their queries see, and the algorithm that shares each chunk over ranks.
+
+A row's attention reaches back alone, so what a chunk needs of the row is the keys before it. Equal
+tokens would take unequal time: a token late in a document sees more keys.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from uspft.blocks import Block
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Algorithm, Passes, Rule, Split
-from uspft.sequence.rows.chunks import ChunkShares, Cut, cut_order
 from uspft.sequence.rows.share import Order, RowParts, Share
-from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut into chunks."""
+
+    chunks: int
+    multiple: int = 1
+    """Of how many tokens each chunk has a multiple: the ranks that share it divide it equally."""
+    token: float = 1.0
+    """What a token costs, whatever it sees."""
+    pairs: tuple[tuple[int | None, float], ...] = ()
+    """What a pair of query and key costs, by the sliding window of the layers in which it does."""
+
+    def bounds(self, row: Segments) -> tuple[int, ...]:
+        """Return where the chunks of a row begin, and where the last one ends: as equal in cost as
+        multiples allow. The row must have as many multiples as chunks, at least."""
+        return _bounds(self, row)
+
+    @property
+    def of_tokens(self) -> Cut:
+        """The same for chunks of equal tokens."""
+        return Cut(self.chunks, self.multiple)
+
+    def of_one_document(self, row_tokens: int) -> list[int]:
+        """Return the tokens of each chunk of a row that one document fills."""
+        return [b - a for a, b in pairwise(self.bounds(Segments.single(row_tokens)))]
+
+    def brought(self, row: Segments, window: int | None) -> float:
+        """Return how often a row's keys come to its queries: with each chunk those up to its end
+        that its queries see. window: of the layer."""
+        total = 0
+        for first, last in pairwise(self.bounds(row)):
+            seen = row.part(first, last).before
+            total += last - first + (seen if window is None else min(seen, window - 1))
+        return total / row.length
+
+    def costs(self, row: Segments) -> NDArray[np.float64]:
+        """Return what each chunk of a row costs."""
+        return np.diff(_cost_before(self, row, np.array(self.bounds(row))))
+
+
+@lru_cache(maxsize=4096)  # the rows of a step and of the next
+def _bounds(cut: Cut, row: Segments) -> tuple[int, ...]:
+    if cut.chunks == 1:
+        return (0, row.length)
+    multiples = row.length // cut.multiple
+    before = _cost_before(cut, row, np.arange(multiples + 1) * cut.multiple)
+    found = [0]
+    for chunk in range(1, cut.chunks):
+        # What is left is shared among what is left, so that no rounding adds up.
+        share = before[found[-1]] + (before[-1] - before[found[-1]]) / (cut.chunks - chunk + 1)
+        at = int(np.searchsorted(before, share))
+        at -= at > 0 and share - before[at - 1] < before[at] - share
+        found.append(min(max(at, found[-1] + 1), multiples - (cut.chunks - chunk)))
+    return (*(at * cut.multiple for at in found), row.length)
+
+
+def _cost_before(cut: Cut, row: Segments, places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return what the tokens before each place of a row cost."""
+    cost = cut.token * places
+    starts = np.array([start for start, _ in row] or [0])
+    stops = np.array([stop for _, stop in row] or [0])
+    document = np.maximum(np.searchsorted(starts, places, side="right") - 1, 0)
+    inside = np.minimum(places, stops[document]) - starts[document]
+    for window, price in cut.pairs:
+        whole = np.concatenate([[0], np.cumsum(pairs(stops - starts, window))])
+        cost = cost + price * (whole[document] + pairs(inside, window))
+    return np.asarray(cost, np.float64)
+
+
+def cut_order(order: Order, bounds: Sequence[int]) -> list[Order]:
+    """Return the positions of each chunk of a row that each context rank holds. order: the row's,
+    in which each rank's are in the order of chunks."""
+    return [
+        [tuple(span for own in spans for span in _within(own, a, b)) for spans in order]
+        for a, b in pairwise(bounds)
+    ]
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return spans in order, those that meet joined."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _within(span: Span, first: int, last: int) -> list[Span]:
+    a, b = max(span[0], first), min(span[1], last)
+    return [(a, b)] if a < b else []
+
+
+class ChunkShares:
+    """What one rank holds and computes of each chunk of a micro-batch's rows."""
+
+    def __init__(
+        self,
+        rows: Sequence[Segments],
+        orders: Sequence[Sequence[Order]],
+        place: tuple[int, int],
+        window: int | None = None,
+    ) -> None:
+        """orders: by chunk, of each row. place: as of Share."""
+        self.every = tuple(
+            ChunkShare(self, number, (rows, of_rows, place, window))
+            for number, of_rows in enumerate(orders)
+        )
+        self._how, self._window = (rows, orders, place), window
+        self._others: dict[int | None, ChunkShares] = {}
+
+    def with_window(self, window: int | None) -> ChunkShares:
+        """Return those of the same tokens under a sliding window."""
+        if window == self._window:
+            return self
+        if window not in self._others:
+            self._others[window] = ChunkShares(*self._how, window)
+        return self._others[window]
+
+    def places(self, held: Sequence[Span]) -> list[NDArray[np.int64]]:
+        """Return where among this rank's tokens those of each chunk are. held: the positions of all
+        of them, in the rank's order."""
+        whole = np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in held)])
+        found = []
+        for share in self.every:
+            inside = np.zeros(len(whole), bool)
+            for a, b in share.held:
+                inside |= (whole >= a) & (whole < b)
+            found.append(np.flatnonzero(inside))
+        return found
+
+
+class ChunkShare(Share):
+    """What one rank holds and computes of one chunk of each of a micro-batch's rows."""
+
+    def __init__(
+        self,
+        chunks: ChunkShares,
+        number: int,
+        how: tuple[Sequence[Segments], Sequence[Order], tuple[int, int], int | None],
+    ) -> None:
+        """chunks: all of them. number: of this one. how: as of Share."""
+        super().__init__(*how)
+        self._chunks, self.number = chunks, number
+
+    def with_window(self, window: int | None) -> ChunkShare:
+        return self._chunks.with_window(window).every[self.number]
+
+    @property
+    def holding(self) -> Holding:
+        """What this rank's Ulysses group has of the chunk."""
+        return self.holdings[self.ring_index]
+
+    @cached_property
+    def reach(self) -> tuple[Span, ...]:
+        """The positions before the chunk that its queries see, on whatever rank: its documents and
+        windows reach back so far."""
+        whole = Holding(_merged(span for held in self.holdings for span in held.spans))
+        back = looking_back(whole, self.documents, self.window)
+        return tuple((earliest, a) for earliest, a, _ in back)
+
+    @cached_property
+    def kept(self) -> Holding:
+        """What of it queries of later chunks see."""
+        later = chain.from_iterable(one.reach for one in self._chunks.every[self.number + 1 :])
+        return Holding(_merged(span for seen in later for span in self.holding.within(*seen)))
+
+    @cached_property
+    def keys(self) -> tuple[Holding, ...]:
+        """By ring rank, the keys up to the chunk's end that its queries see."""
+        every, found = self._chunks.every[: self.number], []
+        for place, own in enumerate(self.holdings):
+            earlier = [span for one in every for span in one.within(place, self)]
+            found.append(Holding(_merged([*own.spans, *earlier])) if earlier else own)
+        return tuple(found)
+
+    def within(self, place: int, later: ChunkShare) -> list[Span]:
+        """Return what a ring rank has of the chunk that queries of a later one see."""
+        return [span for seen in later.reach for span in self.holdings[place].within(*seen)]
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, Span], ...]:
+        """Where this rank's keys up to the chunk's end are, in the order of positions: in what is
+        kept of which chunk, or of this one in all of it, and which tokens of that."""
+        found = [(a, self.number, self.holding.places([(a, b)])) for a, b in self.holding.spans]
+        for one in self._chunks.every[: self.number]:
+            spans = one.within(self.ring_index, self)
+            found += [(a, one.number, one.kept.places([(a, b)])) for a, b in spans]
+        pieces: list[tuple[int, Span]] = []
+        for _, number, ((start, stop),) in sorted(found):
+            if pieces and pieces[-1] == (number, (pieces[-1][1][0], start)):
+                start = pieces.pop()[1][0]
+            pieces.append((number, (start, stop)))
+        return tuple(pieces)
+
+    @cached_property
+    def kept_places(self) -> tuple[Span, ...]:
+        """Where among the chunk's tokens those are."""
+        return self.holding.places(self.kept.spans)
+
+    @cached_property
+    def square(self) -> tuple[Block, ...]:
+        """The blocks of this chunk's queries against its own keys."""
+        return tuple(blocks_between(self.holding, self.holding, self.documents, self.window))
+
+    @cached_property
+    def behind(self) -> tuple[tuple[Block, ...], ...]:
+        """behind[j] are the blocks of this chunk's queries against what is kept of chunk j before
+        it."""
+        return tuple(
+            tuple(blocks_between(self.holding, before.kept, self.documents, self.window))
+            for before in self._chunks.every[: self.number]
+        )
 
 
 @dataclass(frozen=True)

@@ -15,40 +15,21 @@ from torch import Tensor
 
 from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
-from uspft.kernels.merge import sinks_gradient
+from uspft.kernels.merge import Sum, sinks_gradient
 from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
-from uspft.sequence.chunk_attention import of_chunk
-from uspft.sequence.kept_keys import LayerKeys
-from uspft.sequence.passes import attend_by
-from uspft.sequence.rows.parcels import Arrival, Exchange, Leg
-from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.exchange import Arrival, Exchange, Leg
 from uspft.sequence.rows.spans import Span, tokens_in
-from uspft.sequence.sums import Sum
-
-
-def attend_exchanged(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    exchange: Exchange,
-    share: Share,
-    rule: Rule,
-    ring: Group,
-    kernel: Kernel,
-    earlier: LayerKeys | None = None,
-) -> Tensor:
-    """Return attention out [t, h, D] of q [t, h, D] over the keys that its queries see,
-    differentiable.
-
-    All transfers are posted before anything is computed. The first arrives while blocks with this
-    rank's own keys are computed, each further one while the blocks of the arrival before it are.
-    The partial dK and dV of an arrival go home once, in the compute type, and are summed there in
-    float32 or wider. share: what the exchange is of. earlier: as of Split.
-    """
-    return attend_by(of_chunk(ExchangePasses(exchange), share, earlier), qkv, rule, ring, kernel)
 
 
 @dataclass(frozen=True)
 class ExchangePasses:
-    """The forward and the backward of attention over the keys that an exchange brings."""
+    """The forward and the backward of attention over the keys that an exchange brings.
+
+    All transfers are posted before anything is computed. The first arrives while blocks with this
+    rank's own keys are computed, each further one while the blocks of the arrival before it are.
+    The partial dK and dV of an arrival go home once, in the compute type, and are summed there in
+    float32 or wider.
+    """
 
     exchange: Exchange
 
@@ -115,19 +96,19 @@ class _Arriving:
                         for x_tgD in (k_tgD, v_tgD)
                     ]
                     copies[cuts] = torch.stack(pair)
-                parcel_2mgD = k_tgD.new_empty((2, tokens, *k_tgD.shape[1:]))
-                moves.append(Move(copies[cuts], parcel_2mgD, distance))
+                part_2mgD = k_tgD.new_empty((2, tokens, *k_tgD.shape[1:]))
+                moves.append(Move(copies[cuts], part_2mgD, distance))
         under_way = zip(shift(moves, ring, "gather"), moves, strict=True)
-        self._parcels: dict[Leg, list[tuple[Callable[[], None], Move]]] = {
+        self._moves: dict[Leg, list[tuple[Callable[[], None], Move]]] = {
             arrival.leg: [next(under_way) for _ in arrival.sizes] for arrival in exchange.arrivals
         }
 
     def wait(self, arrival: Arrival) -> tuple[Tensor, Tensor]:
         """Wait for an arrival, and return its keys and values [n, g, D]."""
-        parcels = self._parcels.pop(arrival.leg)
-        for wait, _ in parcels:
+        moves = self._moves.pop(arrival.leg)
+        for wait, _ in moves:
             wait()
-        whole_2ngD = _by_position(arrival, [move.out for _, move in parcels])
+        whole_2ngD = _by_position(arrival, [move.out for _, move in moves])
         return whole_2ngD[0], whole_2ngD[1]
 
 
@@ -164,26 +145,26 @@ class _Returning:
             own_2tgD.add_rows(cuts, move.out)
 
 
-def _by_position(arrival: Arrival, parcels_2mgD: list[Tensor]) -> Tensor:
-    """Return the parcels of all ring distances as one tensor [2, n, g, D], in the order of
+def _by_position(arrival: Arrival, parts_2mgD: list[Tensor]) -> Tensor:
+    """Return what came from all ring distances as one tensor [2, n, g, D], in the order of
     positions."""
-    if len(parcels_2mgD) == 1:
-        return parcels_2mgD[0]
+    if len(parts_2mgD) == 1:
+        return parts_2mgD[0]
     pieces = []
-    for spans, parcel_2mgD in zip(arrival.parcels, parcels_2mgD, strict=True):
+    for spans, part_2mgD in zip(arrival.sent, parts_2mgD, strict=True):
         lengths = [b - a for a, b in spans]
-        pieces += list(zip(spans, parcel_2mgD.split(lengths, dim=1) if spans else [], strict=True))
+        pieces += list(zip(spans, part_2mgD.split(lengths, dim=1) if spans else [], strict=True))
     pieces.sort(key=lambda piece: piece[0])
-    return torch.cat([tensor for _, tensor in pieces], dim=1) if pieces else parcels_2mgD[0]
+    return torch.cat([tensor for _, tensor in pieces], dim=1) if pieces else parts_2mgD[0]
 
 
 def _by_source(arrival: Arrival, whole_2ngD: Tensor) -> list[Tensor]:
-    """Return the parcel [2, m, g, D] of each ring distance, contiguous; the inverse of
+    """Return the part [2, m, g, D] of each ring distance, contiguous; the inverse of
     _by_position."""
-    if len(arrival.parcels) == 1:
+    if len(arrival.sent) == 1:
         return [whole_2ngD]
     found, keys = [], arrival.keys
-    for spans, tokens in zip(arrival.parcels, arrival.sizes, strict=True):
+    for spans, tokens in zip(arrival.sent, arrival.sizes, strict=True):
         cuts = [whole_2ngD[:, keys.before(a) : keys.before(b)] for a, b in spans]
         found.append(torch.cat(cuts, dim=1) if tokens else whole_2ngD[:, :0])
     return found

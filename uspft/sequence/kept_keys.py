@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from torch import Tensor
 
-from uspft.sequence.sums import Sum
+from uspft.kernels.merge import Sum
 
 
 class KeptKeys:

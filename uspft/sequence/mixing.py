@@ -19,16 +19,16 @@ from torch.autograd.function import once_differentiable
 from uspft.comm import Group, all_to_all
 from uspft.kernels.varlen import put
 from uspft.sequence.algorithm import Inside
-from uspft.sequence.head_exchange import (
+from uspft.sequence.rows.fragments import Halo
+from uspft.sequence.rows.heads import HeadSplit, split_heads
+from uspft.sequence.rows.share import Share
+from uspft.sequence.states import Mixed, StateRule, mix_over_states
+from uspft.sequence.ulysses import (
     both_ways,
     exchange_back,
     exchange_heads,
     gather_heads,
 )
-from uspft.sequence.rows.fragments import Halo
-from uspft.sequence.rows.heads import HeadSplit, split_heads
-from uspft.sequence.rows.share import Share
-from uspft.sequence.states import Mixed, StateRule, mix_over_states
 
 STATE = "state"
 """What transfers of layers with a state count as, those of heads apart."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
-from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.parcels import Exchange
+from uspft.sequence.rows.balance import balanced
+from uspft.sequence.rows.exchange import Exchange
 from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import (
@@ -23,8 +23,6 @@ from uspft.sequence.rows.traffic import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from uspft.kernels import Kernel
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,10 @@ class Planned:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
-        from uspft.sequence.exchange import attend_exchanged
-        from uspft.sequence.head_exchange import attend_over_heads
+        from uspft.sequence.exchange import ExchangePasses
+        from uspft.sequence.ulysses import attend_over_heads
 
-        def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
-            how = rule, split.ring, kernel, split.earlier
-            return attend_exchanged(qkv, self.exchange(share), share, *how)
-
-        return attend_over_heads(qkv, share, rule, split, inner)
+        return attend_over_heads(ExchangePasses(self.exchange(share)), qkv, share, rule, split)
 
     def exchange(self, share: Share) -> Exchange:
         least = None if self.stages else self.piece_tokens

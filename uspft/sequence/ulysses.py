@@ -1,55 +1,250 @@
-"""DeepSpeed Ulysses: heads are split in attention, tokens everywhere else (arXiv 2309.14509)."""
+"""DeepSpeed Ulysses: attention between two exchanges of tokens for heads and back (arXiv
+2309.14509).
+
+Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads, h/g
+this rank's; N/n all heads and this rank's heads of a tensor that may be any of q, k, v and out; D
+head dim.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from uspft.segments import Segments
-from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
-from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.share import RowParts, Share
-from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, heads_traffic
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from uspft.blocks import HeadRange
+from uspft.comm import Group, start_all_to_all
+from uspft.kernels import Grouped, Kernel
+from uspft.kernels.varlen import put
+from uspft.sequence.algorithm import Passes, Rule, Split, Tensors
+from uspft.sequence.chunk_attention import of_chunk
+from uspft.sequence.rows.heads import HeadSplit, split_heads
+from uspft.sequence.rows.share import Share
 
 
-@dataclass(frozen=True)
-class Ulysses:
-    """Each rank holds consecutive tokens; an all-to-all before attention and one after it exchange
-    tokens for heads and back."""
+def attend_over_heads(
+    passes: Passes, qkv: Tensors, share: Share, rule: Rule, split: Split
+) -> Tensor:
+    """Return attention's out [t, H, D] of q [t, H, D], k and v [t, G, D], differentiable: between
+    two all-to-alls each member of the Ulysses group attends with its own heads.
 
-    ulysses: int
-    ring: int = 1
+    passes: how the keys of the ring's ranks come to the queries there, for all that the share
+    names.
+    """
+    passes = of_chunk(passes, share, split.earlier)
 
-    def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
-        return rows_must_divide(row_tokens, self.ulysses, "one for each rank")
+    def inner(qkv: Tensors, rule: Rule, kernel: Kernel) -> Tensor:
+        out: Tensor = _ByPasses.apply(*qkv, rule.sinks, passes, rule, split.ring, kernel)
+        return out
 
-    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
-        return balanced(segments, self.ulysses, 1)
+    size, first = split.ulysses.size, split.ring.index * split.ulysses.size
+    if size == 1:
+        return inner(qkv, rule, split.kernel)
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
+    def attend(inputs: tuple[Tensor, ...]) -> Tensor:
+        q, k, v, *sinks = inputs
+        return inner((q, k, v), replace(mine, sinks=sinks[0]) if sinks else mine, kernel)
+
+    tokens = share.tokens[first : first + size]
+    query, kv = qkv[0].shape[1], qkv[1].shape[1]
+    heads = split_heads(query, kv, size)
+    groups = heads.groups(split.ulysses.index, query // kv)
+    kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
+    mine = rule.of_heads(heads.query[split.ulysses.index])
+    received: tuple[Tensor, ...] = _ScatterHeads.apply(*qkv, tokens, split.ulysses)
+    sorting, device = share.sorting, received[0].device
+    if sorting is not None:
+        index_T, received_T = share.once(("sorting", device), lambda: both_ways(sorting, device))
+        received = tuple(x_TnD.index_select(0, index_T) for x_TnD in received)
+    inputs = received if mine.sinks is None else (*received, mine.sinks)
+    out_ThD = split.inside(attend, inputs) if split.inside else attend(inputs)
+    if sorting is not None:
+        out_ThD = out_ThD.index_select(0, received_T)
+    return gather_heads(out_ThD, heads, tokens, split.ulysses)
+
+
+class _ByPasses(torch.autograd.Function):
+    """Attention as one function of q [T, h, D], k and v [T, g, D] and the sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_ThD: Tensor,
+        k_TgD: Tensor,
+        v_TgD: Tensor,
+        sinks: Tensor | None,
+        passes: Passes,
+        rule: Rule,
+        ring: Group,
+        kernel: Kernel,
     ) -> Tensor:
-        from uspft.sequence.head_exchange import blocks_over_heads
+        made = passes.forward(
+            (q_ThD, k_TgD, v_TgD), Rule(rule.scale, rule.window, sinks), ring, kernel
+        )
+        ctx.save_for_backward(q_ThD, k_TgD, v_TgD, sinks, *made)
+        ctx.passes, ctx.scale, ctx.ring, ctx.kernel = passes, rule.scale, ring, kernel
+        return made[0]
 
-        return blocks_over_heads(qkv, share, rule, split)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_ThD: Tensor) -> tuple[Tensor | None, ...]:
+        q_ThD, k_TgD, v_TgD, sinks, *made = ctx.saved_tensors
+        rule = Rule(ctx.scale, None, sinks)
+        qkv, saved = (q_ThD, k_TgD, v_TgD), (*made, dout_ThD)
+        del made
+        found = ctx.passes.backward(qkv, saved, rule, ctx.ring, ctx.kernel)
+        return *found, None, None, None, None
 
-    def passes(self, share: Share) -> Passes:
-        from uspft.sequence.ring_attention import BlockPasses
 
-        return BlockPasses(share)
+def both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (index that sorts, index that undoes it), both on the device."""
+    index = put(torch.from_numpy(sorting), device)
+    return index, index.argsort()
 
-    def cost(
-        self,
-        segments: Segments,
-        heads: Heads,
-        element_bytes: int,
-        window: int | None = None,
-        forwards: Forwards = ONCE,
-        parts: RowParts | None = None,
-    ) -> Cost:
-        tokens = segments.length // self.ulysses
-        return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards))
+
+def gather_heads(out_ThD: Tensor, split: HeadSplit, tokens: Sequence[int], group: Group) -> Tensor:
+    """Exchange out [T, h, D] for out [t, H, D]: the way back of the query heads."""
+    out_tHD: Tensor = _GatherHeads.apply(out_ThD, split, tuple(tokens), group)
+    return out_tHD
+
+
+class _ScatterHeads(torch.autograd.Function):
+    """Exchanges q [t, H, D], k and v [t, G, D] for q [T, h, D], k and v [T, g, D] in one
+    all-to-all; the tokens of the group's members are laid end to end."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_tHD: Tensor,
+        k_tGD: Tensor,
+        v_tGD: Tensor,
+        tokens: tuple[int, ...],
+        group: Group,
+    ) -> tuple[Tensor, ...]:
+        split = split_heads(q_tHD.shape[1], k_tGD.shape[1], group.size)
+        ctx.parts, ctx.tokens, ctx.group = (split.query, split.kv, split.kv), tokens, group
+        return exchange_heads((q_tHD, k_tGD, v_tGD), ctx.parts, tokens, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_TnD: Tensor) -> tuple[Tensor | None, ...]:
+        return *exchange_back(grads_TnD, ctx.parts, ctx.tokens, ctx.group), None, None
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, out_ThD: Tensor, split: HeadSplit, tokens: tuple[int, ...], group: Group
+    ) -> Tensor:
+        ctx.parts, ctx.tokens, ctx.group = (split.query,), tokens, group
+        return exchange_back((out_ThD,), ctx.parts, tokens, group)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_tHD: Tensor) -> tuple[Tensor | None, ...]:
+        return exchange_heads((grad_tHD,), ctx.parts, ctx.tokens, ctx.group)[0], None, None, None
+
+
+Parts = tuple[tuple[HeadRange, ...], ...]
+"""For each tensor, the range of its heads that each member has."""
+
+
+def _widths(tensors: Sequence[Tensor], parts: Parts) -> list[list[int]]:
+    """Return for each member how many elements of a token it has of each tensor."""
+    dims = [x.shape[-1] for x in tensors]
+    return [
+        [(b - a) * dim for (a, b), dim in zip(heads, dims, strict=True)]
+        for heads in zip(*parts, strict=True)
+    ]
+
+
+def exchange_heads(
+    tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
+) -> tuple[Tensor, ...]:
+    """Exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's heads; tensors
+    may differ in D."""
+    return start_exchange(tensors_tND, parts, tokens, group)()
+
+
+def start_exchange(
+    tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Start what `exchange_heads` does, and return the function that waits for it, which must be
+    called; the tensors are free at once."""
+    own, widths = tokens[group.index], _widths(tensors_tND, parts)
+    sizes = [own * sum(width) for width in widths]
+    send = tensors_tND[0].new_empty(sum(sizes))
+    for member, piece in enumerate(send.split(sizes)):
+        columns = piece.view(own, sum(widths[member])).split(widths[member], dim=1)
+        for x_tND, heads, part in zip(tensors_tND, parts, columns, strict=True):
+            a, b = heads[member]
+            part.unflatten(1, (b - a, x_tND.shape[-1])).copy_(x_tND[:, a:b])
+    width, dims = widths[group.index], [x.shape[-1] for x in tensors_tND]
+    wait = start_all_to_all(send, sizes, [n * sum(width) for n in tokens], group)
+    mine = [heads[group.index] for heads in parts]
+
+    def arrived() -> tuple[Tensor, ...]:
+        columns = wait().view(sum(tokens), sum(width)).split(width, dim=1)
+        each = zip(columns, dims, mine, strict=True)
+        return tuple(part.unflatten(1, (b - a, dim)) for part, dim, (a, b) in each)
+
+    return arrived
+
+
+def exchange_back(
+    tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
+) -> list[Tensor]:
+    """Exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all heads, where
+    shared heads add up; tensors may differ in D."""
+    return start_exchange_back(tensors_TnD, parts, tokens, group)()
+
+
+def start_exchange_back(
+    tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
+) -> Callable[[], list[Tensor]]:
+    """Start what `exchange_back` does, and return the function that waits for it, which must be
+    called; the tensors must not change until then."""
+    own, widths = tokens[group.index], _widths(tensors_TnD, parts)
+    width, dims = sum(widths[group.index]), [x.shape[-1] for x in tensors_TnD]
+    flat = [x_TnD.flatten(1) for x_TnD in tensors_TnD]
+    send = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+    sizes = [own * sum(w) for w in widths]
+    wait = start_all_to_all(send.reshape(-1), [n * width for n in tokens], sizes, group)
+
+    def arrived() -> list[Tensor]:
+        pieces = [
+            piece.view(own, sum(w)).split(w, dim=1)
+            for piece, w in zip(wait().split(sizes), widths, strict=True)
+        ]
+        each = zip(dims, zip(*pieces, strict=True), parts, strict=True)
+        return [_joined(dim, columns, heads) for dim, columns, heads in each]
+
+    return arrived
+
+
+def _joined(dim: int, pieces: Sequence[Tensor], heads: Sequence[HeadRange]) -> Tensor:
+    """Return all heads [t, N, D] of one tensor from the members' pieces [t, n · D]; replicas of a
+    head are summed in float32 or wider.
+
+    heads: the range of the tensor's heads that each member has.
+    """
+    like, shape = pieces[0], (len(pieces[0]), max(b for _, b in heads), dim)
+    parts = [
+        (piece.unflatten(1, (b - a, dim)), slice(a, b))
+        for piece, (a, b) in zip(pieces, heads, strict=True)
+    ]
+    if sum(part_tnD.shape[1] for part_tnD, _ in parts) == shape[1]:
+        whole_tND = like.new_empty(shape)
+        for part_tnD, place in parts:
+            whole_tND[:, place] = part_tnD
+        return whole_tND
+    whole_tND = like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    for part_tnD, place in parts:
+        whole_tND[:, place] += part_tnD
+    return whole_tND.to(like.dtype)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Waited, start_gather, start_sum_parts
+from uspft.tensor import Grid
 from uspft.tensor.parts import next_divisor
-from uspft.tensor.tensor_algorithm import Grid
 
 KIND = "tensor"
 """What its transfers count as."""

@@ -20,14 +20,14 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from uspft.config.problems import Finding
+from uspft.tensor import Grid
 from uspft.tensor.parts import divide_heads, next_divisor
-from uspft.tensor.tensor_algorithm import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.comm import Group
-    from uspft.tensor.cutting import Used
+    from uspft.tensor.parts import Used
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 """The products of a layer, in the order in which `tensor_slices` may name their numbers."""

@@ -1,13 +1,19 @@
-"""Which part of a matrix each tensor rank takes, so that parts lie inside one another.
+"""Which part of a matrix each tensor rank takes, so that parts lie inside one another; a part cut
+out of what a rank holds, and its gradient put back.
 
 A rank that takes part of a matrix at one degree may use a part of that at a higher one: numbered by
-the digit-reversed rank, its part at a degree contains its part at every multiple of it. No torch.
+the digit-reversed rank, its part at a degree contains its part at every multiple of it. Torch is
+imported where a part is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Range = tuple[int, int]
 
@@ -66,3 +72,48 @@ def tokens_of_each(tokens: int, ranks: int) -> int:
 def next_divisor(number: int, least: int) -> int:
     """Return the smallest divisor of a number that is at least `least`, or the number itself."""
     return next((n for n in range(least, number) if number % n == 0), number)
+
+
+Used = Sequence[Sequence[Range] | None]
+"""What a call uses of a held tensor: along each of its first dimensions ranges of it, laid end to
+end, or None for all."""
+
+
+def cut(held: Tensor, used: Used) -> Tensor:
+    """Return the part of a held tensor; with one range along each dimension it is a view."""
+    for dim, ranges in enumerate(used):
+        if ranges is not None:
+            pieces = [held.narrow(dim, start, stop - start) for start, stop in ranges]
+            held = pieces[0] if len(pieces) == 1 else _joined(pieces, dim)
+    return held
+
+
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    from torch import cat
+
+    return cat(pieces, dim)
+
+
+def put_back(part: Tensor, held: Tensor, used: Used) -> Tensor:
+    """Return a tensor like `held` with this part of it, and 0 elsewhere."""
+    if all(ranges is None for ranges in used):
+        return part
+    whole = part.new_zeros(held.shape)
+    pairs = [(whole, part)]
+    for dim, ranges in enumerate(used):
+        pairs = [
+            (there.narrow(dim, start, stop - start), here.narrow(dim, at, stop - start))
+            for there, here in pairs
+            for at, (start, stop) in _laid_out(ranges or [(0, held.shape[dim])])
+        ]
+    for there, here in pairs:
+        there.copy_(here)
+    return whole
+
+
+def _laid_out(ranges: Sequence[Range]) -> Iterator[tuple[int, Range]]:
+    """Yield where each range begins in the part, and the range."""
+    at = 0
+    for start, stop in ranges:
+        yield at, (start, stop)
+        at += stop - start

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from uspft.tensor.cutting import Used, put_back
+from uspft.tensor.parts import Used, put_back
 
 
 class PutOff:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, gather_over, sum_parts
-from uspft.tensor.cutting import Used, cut, put_back
+from uspft.tensor import Grid
 from uspft.tensor.flows import (
     KIND,
     left_stationary,
@@ -23,7 +23,7 @@ from uspft.tensor.flows import (
     output_stationary,
     right_stationary,
 )
-from uspft.tensor.tensor_algorithm import Grid
+from uspft.tensor.parts import Used, cut, put_back
 
 
 @dataclass(frozen=True)

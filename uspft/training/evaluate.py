@@ -4,25 +4,20 @@ leaves as it was."""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from uspft.comm import total
+from uspft.comm import largest, total
 from uspft.engine.step import counts_here
-
-if TYPE_CHECKING:
-    from uspft.data.rows.loader import EvalSet
-    from uspft.engine.step import Engine
-    from uspft.objective import Objective
-import time
-from typing import TYPE_CHECKING
-
-from uspft.comm import largest
-from uspft.metrics import Best, Journal, RunDisplay
+from uspft.metrics import Best, Journal, RunDisplay, finite
 
 if TYPE_CHECKING:
     from uspft.assemble import Run
+    from uspft.data.rows.loader import EvalSet
+    from uspft.engine.step import Engine
+    from uspft.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -98,19 +93,15 @@ def record_of(
     whole = sum(scores.values(), Score()).told(objective)
     record: dict[str, Any] = {
         "step": step,
-        **{f"eval_{name}": _finite(value) for name, value in whole.items()},
+        **{f"eval_{name}": finite(value) for name, value in whole.items()},
         "eval_seconds": seconds,
     }
     if len(scores) > 1:
         record["eval_sets"] = {
-            title: {name: _finite(value) for name, value in score.told(objective).items()}
+            title: {name: finite(value) for name, value in score.told(objective).items()}
             for title, score in scores.items()
         }
     return record
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no other number
 
 
 class Evaluation:

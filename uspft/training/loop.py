@@ -14,8 +14,7 @@ import torch
 from uspft.assemble import Run
 from uspft.checkpoint.folder import MODEL_FILES
 from uspft.checkpoint.hf_folder import write_exports, write_model_files
-from uspft.checkpoint.weights_of import multimodal_base
-from uspft.checkpoint.whole_model import WholeModel, export_order
+from uspft.checkpoint.weights import WholeModel, export_order, multimodal_base
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.data import kept_and_dropped, read_report
@@ -23,9 +22,8 @@ from uspft.engine.state import on_first_rank
 from uspft.engine.step import BadStep, StepResult
 from uspft.metrics import Journal, RunDisplay, tracking
 from uspft.model.adapter import touched
-from uspft.training.bad_steps import BadSteps
 from uspft.training.evaluate import Evaluation
-from uspft.training.guards import Guards
+from uspft.training.guards import BadSteps, Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
 from uspft.training.saving import Saving, writing
@@ -197,7 +195,7 @@ def export_run(run: Run, step: int) -> Path | None:
     names = touched(every, run.engine.trained()) if base else every
     order = export_order(names, model=asked)
     with on_first_rank(run.engine, order) as read:
-        if read:
+        if read and order:
             dtype, kind = getattr(torch, block.dtype), run.config.model_type
             whole = WholeModel(names, read, block, dtype, kind, base)
             with tempfile.TemporaryDirectory(prefix="uspft-") as aside:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -14,12 +13,13 @@ import torch
 
 from uspft.comm import KINDS, largest, total
 from uspft.config.strategies import layouts_of
-from uspft.metrics import peak_memory_bytes
+from uspft.metrics import finite, peak_memory_bytes
 from uspft.model.build import parameter_count
 from uspft.model.expert_load import ExpertLoad
 from uspft.model.hf_config import heads_of_layers, layer_windows
 from uspft.pipeline.stages import stages_of
-from uspft.planner.flops import peak_flops, step_flops
+from uspft.planner.machine import peak_flops
+from uspft.planner.products import step_flops
 from uspft.sequence import Heads
 from uspft.sequence.rows.heads import split_heads
 
@@ -75,8 +75,8 @@ class Meter:
         rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
         (_, *others), (counter, *_) = result.means, result.counts
         record = {
-            "loss": result.loss if math.isfinite(result.loss) else None,
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "loss": finite(result.loss),
+            "grad_norm": finite(result.grad_norm),
             "rows": rows,
             "tokens": row_tokens,
             counter: result.counts[counter],
@@ -94,8 +94,7 @@ class Meter:
             record["strategies"] = self._strategies(worlds, took, pages, sizes)
         if result.switch_seconds:
             record["switch_seconds"] = result.switch_seconds
-        told = {name: result.means[name] for name in others}
-        record |= {name: value if math.isfinite(value) else None for name, value in told.items()}
+        record |= {name: finite(result.means[name]) for name in others}
         record |= self._experts.told(each=self._tells_loads(step))
         return record | ({"skipped": True} if result.skipped else {})
 

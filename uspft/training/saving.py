@@ -20,8 +20,8 @@ from uspft.metrics import Journal, RunDisplay
 
 if TYPE_CHECKING:
     from uspft.assemble import Run
-    from uspft.training.bad_steps import BadSteps
     from uspft.training.evaluate import Evaluation
+    from uspft.training.guards import BadSteps
 
 
 class Saving:

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from uspft.checkpoint.weights_of import weights_of
+from uspft.checkpoint.weights import weights_of
 from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
 from uspft.model.expert_splits import expert_modules
@@ -30,10 +30,9 @@ from uspft.model.hf_config import attention_of
 from uspft.model.parameter_adapter import adapters, form_weights
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.experts import CORRECTION
-from uspft.parameters.fill import places
-from uspft.parameters.names import is_adapter
+from uspft.parameters.fill import generator
+from uspft.parameters.names import is_adapter, places
 from uspft.parameters.part import Part
-from uspft.parameters.source import generator
 from uspft.switching.deal.micro_steps import rows_of_samples
 from uspft.verify.gradients import See
 from uspft.verify.work import Measured

@@ -14,9 +14,9 @@ from benchmarks.attention.engines.engine import Attention, Cannot
 from benchmarks.attention.layer import Layer
 from uspft.config.algorithms import CONTEXT
 from uspft.kernels import Kernel, Partial
+from uspft.kernels.merge import Sum
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.sequence import Heads, Share, make_algorithm
-from uspft.sequence.sums import Sum
 
 
 def one_process(layer: Layer) -> Attention:

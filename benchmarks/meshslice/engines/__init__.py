@@ -14,9 +14,8 @@ from functools import partial
 from torch import Tensor
 
 from benchmarks.meshslice.engines import cannon, summa, wang
-from uspft.planner.mesh_products import Flow
-from uspft.tensor import flows
-from uspft.tensor.tensor_algorithm import Grid
+from uspft.planner.mesh import Flow
+from uspft.tensor import Grid, flows
 
 Flows = Mapping[Flow, Callable[[Tensor, Tensor, Grid], Tensor]]
 

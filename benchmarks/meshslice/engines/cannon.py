@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Group, Move, shift
-from uspft.tensor.tensor_algorithm import Grid
+from uspft.tensor import Grid
 
 KIND = "tensor"
 

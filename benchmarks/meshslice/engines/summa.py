@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uspft.comm import Group
-from uspft.tensor.tensor_algorithm import Grid
+from uspft.tensor import Grid
 
 
 def flows(times: int) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Group, Move, gather_over, shift, sum_parts
-from uspft.tensor.tensor_algorithm import Grid
+from uspft.tensor import Grid
 
 KIND = "tensor"
 WAYS = (1, -1)

@@ -40,7 +40,7 @@ from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
 from uspft.data.files.sources import list_files
 from uspft.kernels import Block, Mask
-from uspft.kernels.dense import dense_attention
+from uspft.kernels.plain import dense_attention
 from uspft.segments import Segments
 
 SETTING = Setting(4, 25, 8192, 8, 2, "halves", 3, ("ring_cp",))

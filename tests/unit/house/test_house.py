@@ -164,20 +164,20 @@ def test_the_launcher_and_tests_may_read_the_environment() -> None:
         assert "line 2: the environment is read" not in broken_rules(name, source)
 
 
-def told_of_algorithms(name: str, source: str) -> list[str]:
+def told_of_algorithms(name: str, source: str) -> set[str]:
     """Where a file names an algorithm's recipe value, or imports its class, though the table and
     the algorithm's own file alone may."""
-    found = []
+    found = set()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     for row in [*CONTEXT.values(), WHOLE]:
         module, _, cls = row.code.partition(":")
         if name in ("uspft/config/algorithms.py", f"{module.replace('.', '/')}.py"):
             continue
         if row is not WHOLE and re.search(rf"\b{row.name}\b", source):
-            found.append(row.name)
+            found.add(row.name)
         for node in imports:
             if node.module == module:
-                found += [alias.name for alias in node.names if alias.name == cls]
+                found |= {alias.name for alias in node.names if alias.name == cls}
     return found
 
 
@@ -187,10 +187,10 @@ def test_the_table_alone_lists_algorithms() -> None:
 
 
 def test_a_file_that_lists_algorithms_is_seen() -> None:
-    lists = 'if algorithm == "ring_cp":\n    from uspft.sequence.whole import Whole\n'
-    assert told_of_algorithms("uspft/layout.py", lists) == ["ring_cp", "Whole"]
-    assert told_of_algorithms("uspft/config/algorithms.py", lists) == []
-    assert told_of_algorithms("uspft/sequence/ring.py", lists) == ["Whole"]
+    lists = 'if algorithm == "planned_cp":\n    from uspft.sequence.usp import Usp\n'
+    assert told_of_algorithms("uspft/layout.py", lists) == {"planned_cp", "Usp"}
+    assert told_of_algorithms("uspft/config/algorithms.py", lists) == set()
+    assert told_of_algorithms("uspft/sequence/planned.py", lists) == {"Usp"}
 
 
 def bearers(files: Iterable[tuple[str, str]]) -> dict[str, set[str]]:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.algorithms import ALGORITHMS, named
 from uspft.__main__ import main
 from uspft.config.algorithms import CONTEXT, TENSOR, WHOLE, Splits
-from uspft.planner.layouts import MAX_LAYOUTS
+from uspft.planner.ways import MAX_LAYOUTS
 from uspft.segments import Segments
 from uspft.sequence import Heads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -101,6 +102,11 @@ def test_the_tests_are_found() -> None:
 def test_every_test_is_where_its_module_is() -> None:
     found = {name: misplaced(name, MODULES) for name in mirrors() if name not in ELSEWHERE}
     assert {name: told for name, told in found.items() if told} == {}
+
+
+def test_what_the_suite_names_is_there() -> None:
+    named = re.findall(r"tests/[\w/.]+", (ROOT / "tests/run.sh").read_text())
+    assert len(named) >= 5 and [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_no_test_uses_a_private_name() -> None:

@@ -125,6 +125,7 @@ def test_a_damaged_environment_makes_room(
     assert found == [path for name in kept for path in sandbox.root.glob(name)]
 
 
+@pytest.mark.full  # the same damage is above, without an installation
 def test_an_installation_that_did_not_end_is_made_anew(sandbox: Sandbox) -> None:
     venv = sandbox.root / ".venv"
     (venv / "half-copied").touch()

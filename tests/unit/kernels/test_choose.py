@@ -13,7 +13,7 @@ import torch
 from tests.support.kernel_sources import STALE, fake_sources, probe_on_cpu
 from tests.support.kernels import CPU, FLOAT, GPU, HEADS
 from uspft.families.table import CAPPED_KERNELS
-from uspft.kernels import believed_kernel, capped, choose, slower
+from uspft.kernels import believed_kernel, choose, plain, slower
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 
@@ -66,7 +66,7 @@ def test_a_softcap_takes_a_kernel_that_has_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(choose, "probe", probe_on_cpu)
     found, refused = believed_kernel("auto", [HEADS], FLOAT, GPU, 30.0)
     # flash_attn_3 is installed, and has none.
-    assert isinstance(found, capped.TorchCapped) and not refused
+    assert isinstance(found, plain.TorchCapped) and not refused
 
 
 class Narrow(TorchCpu):
@@ -84,10 +84,10 @@ def test_heads_that_no_flash_kernel_takes_are_written_out(monkeypatch: pytest.Mo
     on_cpu = lambda kernel, heads, *_: probe(kernel, heads, FLOAT, CPU)  # noqa: E731
     monkeypatch.setattr(choose, "probe", on_cpu)
     found, refused = believed_kernel("auto", [(2, 1, 264), (4, 2, 16)], FLOAT, GPU)
-    assert isinstance(found, capped.ByWidth) and not refused
+    assert isinstance(found, plain.ByWidth) and not refused
     assert "heads of at most 256 features" in str(slower(found, GPU))
     assert isinstance(believed_kernel("auto", [(4, 2, 256)], FLOAT, GPU)[0], Narrow)
-    for module in (capped, choose):  # without them the kernel is refused
+    for module in (plain, choose):  # without them the kernel is refused
         monkeypatch.setattr(module, "WIDEST", 512)
     with pytest.raises(RuntimeError, match="only heads of at most 256"):
         believed_kernel("auto", [(2, 1, 264)], FLOAT, GPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from uspft.kernels import Block, Mask, Partial
-from uspft.kernels.dense import dense_attention
+from uspft.kernels.plain import dense_attention
 from uspft.kernels.torch_cpu import TorchCpu
 
 

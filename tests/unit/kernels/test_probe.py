@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.kernels import CPU, FLOAT, HEADS, Broken
 from tests.support.varlen import varlen_on_cpu
-from uspft.kernels import Mask, capped, torch_cpu
+from uspft.kernels import Mask, plain, torch_cpu
 from uspft.kernels.kernel import BlockOutput
 from uspft.kernels.probe import SHORT, probe
 from uspft.kernels.torch_cpu import TorchCpu
@@ -30,13 +30,13 @@ def test_the_cpu_kernel_passes_the_probe(dtype: torch.dtype, heads: tuple[int, i
 def test_the_capped_kernel_passes_the_probe(
     dtype: torch.dtype, softcap: float | None, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capped, "TILE_SCORES", tile)
+    monkeypatch.setattr(plain, "TILE_SCORES", tile)
     shapes = ((4, 4, 16), (8, 2, 16), (6, 1, 24))
     if tile < 100:  # thousands of pieces
         monkeypatch.setattr("uspft.kernels.probe.LONG", SHORT)
         shapes = shapes[-1:]
     for heads in shapes:
-        probe(capped.TorchCapped(softcap), heads, dtype, CPU)
+        probe(plain.TorchCapped(softcap), heads, dtype, CPU)
 
 
 def test_the_variable_length_path_passes_the_probe() -> None:
@@ -58,7 +58,7 @@ def test_the_probe_allows_half_types_an_approximate_tanh(
 ) -> None:
     # float16 has the relative error of the GPU's instruction.
     monkeypatch.setattr(Tensor, "tanh_", lambda x: x.copy_(x.tanh().half()))
-    kernel = capped.TorchCapped(softcap)
+    kernel = plain.TorchCapped(softcap)
     for dtype in (torch.bfloat16, torch.float16):
         probe(kernel, HEADS, dtype, CPU)
     with pytest.raises(RuntimeError, match="is wrong on this machine"):

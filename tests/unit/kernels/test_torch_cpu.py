@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.kernels import TILED, TILED_SHAPES, computed, expected
 from uspft.kernels import Block, Mask, torch_cpu
-from uspft.kernels.dense import dense_attention
+from uspft.kernels.plain import dense_attention
 from uspft.kernels.torch_cpu import TorchCpu
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.kernels import TILED, TILED_SHAPES, computed, expected
 from tests.support.varlen import varlen_on_cpu
 from uspft.kernels import Block, Mask, varlen
-from uspft.kernels.dense import dense_attention
+from uspft.kernels.plain import dense_attention
 from uspft.sequence.rows.spans import Holding, blocks_between
 
 PACKED = [Block(a, b, a, b, Mask.CAUSAL) for a, b in pairwise((0, 17, 18, 40, 70))]

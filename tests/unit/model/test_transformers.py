@@ -1,6 +1,6 @@
 """What uspft counts on in transformers, at both ends of the supported range; fails when it changes.
 
-`bash tests/run.sh` runs this with the installed version and with the oldest that is supported.
+`bash tests/run.sh` runs this with the installed version and with the newest that is supported.
 """
 
 from __future__ import annotations
@@ -171,10 +171,10 @@ def stated(_: str = "uspft") -> list[str]:
 @pytest.mark.parametrize(
     ("found", "fits"),
     [
-        ("5.20.0", True),
-        ("5.23.9", True),
-        ("5.19.9", False),
-        ("5.24.0", False),
+        ("5.23.0", True),
+        ("5.24.9", True),
+        ("5.22.9", False),
+        ("5.25.0", False),
         ("4.57.6", False),
         (None, False),
     ],
@@ -194,13 +194,13 @@ def test_another_version_is_refused_by_name(found: str | None, fits: bool) -> No
         require_versions(stated, installed)
     (line,) = str(caught.value).splitlines()
     assert line.startswith("transformers: is ") and (found or "not installed") in line
-    assert "pip install 'transformers<5.24,>=5.20'" in line
+    assert "pip install 'transformers<5.25,>=5.23'" in line
 
 
 def test_both_ends_are_those_that_the_readme_names() -> None:
     ends = [text for text in stated() if text.startswith("transformers")]
-    assert ends == ["transformers>=5.20,<5.24"]
-    assert "5.20 to 5.23" in (ROOT / "uspft/model/README.md").read_text()
+    assert ends == ["transformers>=5.23,<5.25"]
+    assert "5.23 and 5.24" in (ROOT / "uspft/model/README.md").read_text()
     require_versions(stated)
 
 

@@ -227,7 +227,7 @@ FEW = [
     Case("many heads", "planned 4", "groups", "all", "bfloat16"),
     Case("qwen3", "tensor, tokens", "groups kept", "lora", "bfloat16"),
     Case("gpt-oss", "ulysses 4", "groups away", "no mlp", "bfloat16"),
-    Case("window", "ring 2", "groups, whole", "last layer", "float32"),
+    Case("window", "ulysses 4", "groups, whole", "last layer", "float32"),
     Case("gemma2", "allgather", "groups, no layer again", "some lora", "bfloat16"),
     Case("olmo2", "whole", "groups", "all", "bfloat16"),
     Case("phi3", "ulysses 4", "groups kept", "all", "float32"),

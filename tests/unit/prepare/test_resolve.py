@@ -19,7 +19,7 @@ from uspft.config.reference import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
+from uspft.planner.rank import RECOMPUTE, ROWS, STAGE
 from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.memory import memory_sentence
 from uspft.prepare.resolve import FIRST, SETTLED, resolve, tuning

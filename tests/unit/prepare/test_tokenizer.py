@@ -14,9 +14,8 @@ from tests.support.data_cases import CHAT, TEMPLATES, TOKENIZER, block, faults_o
 from tests.support.launch import ROOT
 from tests.support.models import make_model
 from uspft.config import Fault, RecipeError
-from uspft.parameters.grown import GrownWeights
 from uspft.parameters.part import Part
-from uspft.parameters.source import FolderWeights, WeightsError
+from uspft.parameters.source import FolderWeights, GrownWeights, WeightsError
 from uspft.prepare.examine import examine
 from uspft.prepare.model import examine_model
 from uspft.prepare.tokenizer import fetched, with_tokens

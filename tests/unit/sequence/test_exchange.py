@@ -15,7 +15,7 @@ from uspft.segments import Segments
 from uspft.sequence import Heads, Share
 from uspft.sequence.exchange import Exchange
 from uspft.sequence.planned import Planned
-from uspft.sequence.rows.order import balanced
+from uspft.sequence.rows.balance import balanced
 from uspft.sequence.rows.spans import Holding
 
 ROW = Segments((0, 700, 1500, 1600, 4000), 3 << 12)
@@ -39,7 +39,7 @@ def parts_of(plan: Share) -> list[object]:
                 for stage in exchange.arrivals
                 for d in stage.leg.distances
             ]
-        found += [each.blocks, each.hops, [each.parcel(i, 0) for i in range(ring)]]
+        found += [each.blocks, each.hops, [each.seen(i, 0) for i in range(ring)]]
     return found
 
 

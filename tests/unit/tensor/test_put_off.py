@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from uspft.model.divided import some_product
-from uspft.tensor.cutting import Used
+from uspft.tensor.parts import Used
 from uspft.tensor.put_off import PutOff
 
 

@@ -143,13 +143,19 @@ class ChatTemplate:
             raise SampleFault(f"the chat template refuses it: {what}; {remedy}") from error
         return texts[0], list(indices[0]) if marks else []
 
+    def text_of(self, turns: Sequence[Turn], prompt: bool = False, /) -> str | None:
+        """Return the turns as text, as `write` does; None where the template refuses them."""
+        try:
+            return self.write(turns, prompt)
+        except SampleFault:
+            return None
+
     @cached_property
     def prompts(self) -> bool:
         """Whether the generation prompt is all that the template writes before an answer."""
-        try:
-            plain, prompt = self.write([_USER]), self.write([_USER], True)
-            answered = self.write(_PROBE)
-        except SampleFault:
+        plain, prompt = self.text_of([_USER]), self.text_of([_USER], True)
+        answered = self.text_of(_PROBE)
+        if plain is None or prompt is None or answered is None:
             return False
         head = answered.partition(PLACEHOLDER)[0]
         return prompt != plain or not head.removeprefix(plain).strip()
@@ -157,17 +163,13 @@ class ChatTemplate:
     @cached_property
     def manner(self) -> Manner:
         """How the template writes answers where a conversation brings no settings of its own."""
-        try:
-            answered = self.write(_PROBE)
-        except SampleFault:
+        answered = self.text_of(_PROBE)
+        if answered is None:
             return Manner(self.prompts, self.tokens)
         head, _, tail = answered.partition(PLACEHOLDER)
         own = between(self.write, [_USER], head, self.prompts)
-        try:
-            tool = {"role": "tool", "content": PLACEHOLDER}
-            tools = PLACEHOLDER in self.write([_USER, {"role": "assistant", "content": "a"}, tool])
-        except SampleFault:
-            tools = False
+        tool = {"role": "tool", "content": PLACEHOLDER}
+        tools = self._writes_placeholder([_USER, {"role": "assistant", "content": "a"}, tool])
         return Manner(self.prompts, self.tokens, (own, tail), tools)
 
     @cached_property
@@ -189,19 +191,13 @@ class ChatTemplate:
 
     def _writes_placeholder(self, turns: list[Turn]) -> bool:
         """Tell whether the text of the turns holds the placeholder that one of them says."""
-        try:
-            return PLACEHOLDER in self.write(turns)
-        except SampleFault:
-            return False
+        return PLACEHOLDER in (self.text_of(turns) or "")
 
     @cached_property
     def reads_parts(self) -> bool:
         """Whether the template reads a content that is a list of parts; else they are joined."""
         part = {"type": "text", "text": PLACEHOLDER}
-        try:
-            text = self.write([{"role": "user", "content": [part]}])
-        except SampleFault:
-            return False
+        text = self.text_of([{"role": "user", "content": [part]}]) or ""
         return PLACEHOLDER in text and "'text'" not in text and '"text"' not in text
 
     def reads(self, key: str) -> bool:
@@ -235,26 +231,17 @@ class ChatTemplate:
             empty = _calls(arguments, {"content": ""})
             for said in ({"content": None}, {}):
                 for silent, plain in zip(_calls(arguments, said), empty, strict=True):
-                    try:
-                        text, without = self.write(silent), self.write(plain)
-                    except SampleFault:
-                        continue
-                    if text.count("None") > without.count("None"):
+                    text, without = self.text_of(silent), self.text_of(plain)
+                    if text and without is not None and text.count("None") > without.count("None"):
                         found.add("content" in said)
         return frozenset(found)
 
     def _called(self, arguments: Any) -> str:
         """Return a conversation as text with the placeholder in the arguments of a call; empty
         where no conversation does."""
-        for content in ("", None):
-            for some in _calls(arguments, {"content": content}):
-                try:
-                    text = self.write(some)
-                except SampleFault:
-                    continue
-                if PLACEHOLDER in text:
-                    return text
-        return ""
+        some = [one for content in ("", None) for one in _calls(arguments, {"content": content})]
+        texts = (self.text_of(one) or "" for one in some)
+        return next((text for text in texts if PLACEHOLDER in text), "")
 
 
 def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
@@ -333,10 +320,7 @@ def template_problems(
 
 def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
     """Return what the template writes that reads as a special token, and is none here."""
-    try:
-        text = template.write(_PROBE)
-    except SampleFault:  # the records' faults will tell what it refuses
-        return []
+    text = template.text_of(_PROBE) or ""  # the records' faults will tell what it refuses
     names = dict.fromkeys(_SPECIAL.findall(text))
     return [name for name in names if backend.token_to_id(name) is None]
 
@@ -401,10 +385,7 @@ def turn_ends(template: ChatTemplate) -> list[str]:
         ({"content": "", "tool_calls": [call]}, -1),
     )
     for answer, which in answers:
-        try:
-            text = template.write([_USER, {"role": "assistant", **answer}])
-        except SampleFault:
-            continue  # the template knows no calls, or no such conversation
+        text = template.text_of([_USER, {"role": "assistant", **answer}]) or ""
         tail = text.rpartition(PLACEHOLDER)[2] if PLACEHOLDER in text else ""
         ends = re.findall("|".join(map(re.escape, longest)), tail) if longest else []
         found += ends[which:][:1]

@@ -1,4 +1,5 @@
-"""Training and evaluation data are tokenised once, before the ranks start, and kept."""
+"""Training and evaluation data, tokenised once before the ranks start, and kept in folders; without
+evaluation data, a share of the samples is held out of training (`hold_out`)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from uspft.config.problems import counted
+from uspft.data.corpus.cache import cache_key, hashed, made_aside
 from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
 from uspft.data.corpus.counts import (
     Counts,
@@ -27,7 +32,7 @@ from uspft.data.corpus.counts import (
     unused_lines,
 )
 from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of, processes_for, tokenised
-from uspft.data.faults import BadRecord, DataError, Faults
+from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
 from uspft.data.files.sources import (
     describing_files,
     is_hub_id,
@@ -41,13 +46,19 @@ from uspft.data.records.values import Naming
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from numpy.typing import NDArray
 
-from uspft.data.corpus.cache import cache_key, made_aside
+    from uspft.config import Recipe
+    from uspft.config.recipe import DataBlock
 
 Progress = Callable[[int, int], None]
 """progress(done, total): bytes of files and records of hub data sets."""
 _TRAIN = re.compile(r"data\.train\b")  # \b leaves data.train_on out
+KEY = "data.eval_fraction"
+HELD_OUT = "held out"
+"""The title of the samples that are evaluated on."""
+_KEPT = ("shapes", "unused", "skipped", "untrained")
+"""What the report on all samples says that stands in the reports on its two parts too."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +185,13 @@ def build(
         counts, lines = _write(
             aside, data, reading, workers, progress or (lambda done, total: None)
         )
-        report = {
-            **asdict(counts),
-            "seconds": round(time.perf_counter() - started, 3),
-            "notes": counts.notes(),
-            "shapes": reading.shapes,
-            **lines,
-        }
-        (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+        seconds = round(time.perf_counter() - started, 3)
+        _write_report(aside, counts, {"seconds": seconds, "shapes": reading.shapes, **lines})
+
+
+def _write_report(folder: Path, counts: Counts, more: dict[str, Any]) -> None:
+    report = {**asdict(counts), "notes": counts.notes(), **more}
+    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 def _write(
@@ -234,7 +244,7 @@ def _write(
         mix = mixed(data.train, taken.tokens)
         spans = [
             SourceSpan(first, stop, times)
-            for first, stop, times in zip([0, *ends], ends, mix.times, strict=False)
+            for (first, stop), times in zip(pairwise([0, *ends]), mix.times, strict=True)
         ]
         files = [part.content.shown for part in reading.parts]
         writer.finish(files, spans, data.overlong, reading.contents)
@@ -279,3 +289,65 @@ def of_set(error: DataError, number: int, count: int) -> DataError:
         for named, what, remedy in error.findings
     ]
     return DataError(error.beside, findings)
+
+
+def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
+    """Return the folders of the samples that are trained on and of those that are held out.
+
+    folder: the prepared data. Both are made beside it where they are missing. Which samples are
+    held out depends on the seed and on the number of samples alone. Raises DataError where one of
+    the two has no trained token.
+    """
+    corpus, fraction = Corpus.open(folder), recipe.data.eval_fraction or 0.0
+    count = round(fraction * len(corpus))
+    if not 0 < count < len(corpus):
+        of = counted(len(corpus), "sample")
+        what = f"is {fraction:g}, which of {of} holds out {count:,}"
+        raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
+    # Raw bits: numpy guarantees their stream over versions and machines.
+    bits = np.random.Philox(np.random.SeedSequence((recipe.seed, count))).random_raw(len(corpus))
+    held = np.zeros(len(corpus), bool)
+    held[np.argsort(bits, kind="stable")[:count]] = True
+    whole = read_report(folder)
+    found = []
+    for part, chosen in (("trained", ~held), (HELD_OUT, held)):
+        named = [folder.name, fraction, recipe.seed, part, recipe.data.sequence_length, "mixed"]
+        place = folder.with_name(hashed(named))
+        if not place.exists():
+            more = {**whole, "held_out": count} if part != HELD_OUT else {}
+            _copy(corpus, np.flatnonzero(chosen), place, recipe.data, more)
+        found.append(place)
+    return found[0], found[1]
+
+
+def _copy(
+    corpus: Corpus, samples: NDArray[np.int64], place: Path, data: DataBlock, whole: dict[str, Any]
+) -> None:
+    """Write these samples of a corpus, in their order, as a corpus of their own.
+
+    whole: what the report says of all that was read, with how many are held out; empty for these.
+    """
+    lost = {name: whole.get(name, 0) for name in ("bad", "dropped", "held_out")}
+    counts = Counts(truncated=whole.get("truncated", 0), bad=lost["bad"], dropped=lost["dropped"])
+    lengths = []
+    with made_aside(place) as aside, CorpusWriter(aside) as writer:
+        for index in samples:
+            sample = counts.kept(corpus.sample(int(index)), corpus.overlong, data.sequence_length)
+            assert sample is not None  # what is dropped was dropped before
+            writer.add(sample)
+            lengths.append(len(sample.ids))
+        if not counts.target_tokens:
+            what = f"leaves {len(samples):,} samples without a trained token on one side"
+            raise wrong_key(KEY, what, "write another fraction, or another seed")
+        bounds = [np.searchsorted(samples, (s.first, s.stop)).tolist() for s in corpus.sources]
+        # An epoch has the weights' shares of what is trained, whichever samples that is without.
+        mix = mixed(data.train, [sum(lengths[first:stop]) for first, stop in bounds])
+        spans = [
+            SourceSpan(first, stop, times)
+            for (first, stop), times in zip(bounds, mix.times, strict=True)
+        ]
+        contents = hashed([corpus.contents, samples.tolist()])
+        writer.finish(list(corpus.files), spans, corpus.overlong, contents)
+        more = {"read": counts.samples + sum(lost.values()), "held_out": lost["held_out"]}
+        more |= {"mix": mix.lines()} if whole else {}
+        _write_report(aside, counts, more | {name: whole[name] for name in _KEPT if name in whole})

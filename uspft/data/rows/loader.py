@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +24,18 @@ from uspft.batch import Batch
 from uspft.comm import largest, total
 from uspft.config.problems import RunFailed
 from uspft.data.corpus.corpus import Corpus
-from uspft.data.rows.orders import Orders
 from uspft.data.rows.stream import Row, RowStream, empty_row
 from uspft.data.samples import NOT_TRAINED
 from uspft.kernels.varlen import copied, pinned
+from uspft.launcher.process_pool import end_with_parent
 from uspft.segments import Segments
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from uspft.job import Job
-    from uspft.sequence import Share
+    from uspft.sequence import Algorithm, Share
+    from uspft.sequence.rows.share import Order
     from uspft.world import World
 
 DIGEST = 1 << 40
@@ -58,42 +65,58 @@ def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
     return float(int(mixed.sum(dtype=np.uint64)) % DIGEST)
 
 
-Prefetched = TypeVar("Prefetched")
+REMEMBERED = 4096
+"""How many orders are remembered: those of the rows of a step and of the next."""
 
 
-class Prefetcher(Generic[Prefetched]):
-    """A thread that makes what one step needs, so that at most one step is made ahead."""
+class Orders:
+    """The token orders of rows by algorithm, each found once; threads may share it.
 
-    def __init__(self, make: Callable[[int], Prefetched]) -> None:
-        """make: makes what a step needs, by its number; runs in the thread or in the caller's, and
-        never in both at a time."""
-        self._make = make
-        self._pool = ThreadPoolExecutor(1, "rows ahead")
-        self._begun: tuple[int, Future[Prefetched]] | None = None
+    A search takes up to a second of a core. In a thread of the rank it would keep Python from the
+    thread that launches kernels, so it runs in a process of its own, which launches none.
+    """
 
-    def begin(self, step: int) -> None:
-        """Begin to make what a step needs; the one before it has been taken."""
-        self._drop()
-        self._begun = step, self._pool.submit(self._make, step)
+    def __init__(self, beside: ProcessPoolExecutor | None = None) -> None:
+        """beside: the process that searches; None: this one does."""
+        self._beside, self._searching = beside, threading.Lock()
+        self._found: OrderedDict[tuple[Algorithm, Segments], Order] = OrderedDict()
 
-    def taken(self, step: int) -> Prefetched:
-        """Return what a step needs, made here unless that was begun. Raises what making it did."""
-        if not self._begun or self._begun[0] != step:
-            self._drop()
-            return self._make(step)
-        (_, making), self._begun = self._begun, None
-        return making.result()
+    def of(self, algorithm: Algorithm, segments: Segments) -> Order:
+        """Return the positions of a row that each context rank holds."""
+        with self._searching:
+            key = algorithm, segments
+            if key not in self._found:
+                self._found[key] = self._search(algorithm, segments)
+                if len(self._found) > REMEMBERED:
+                    self._found.popitem(last=False)
+            return self._found[key]
 
-    def close(self) -> None:
-        """Give up what was begun, and end the thread."""
-        self._drop()
-        self._pool.shutdown()
+    def _search(self, algorithm: Algorithm, segments: Segments) -> Order:
+        if self._beside:
+            try:
+                return self._beside.submit(algorithm.token_order, segments).result()
+            except BrokenProcessPool:
+                self._beside = None  # it was killed: what it finds can be found here too
+        return algorithm.token_order(segments)
 
-    def _drop(self) -> None:
-        """Give up what nobody has asked for, and the fault that it may have met."""
-        if self._begun and not self._begun[1].cancel():
-            wait([self._begun[1]])
-        self._begun = None
+
+@contextmanager
+def searching_beside() -> Iterator[Orders]:
+    """Yield token orders that a process of their own finds, which ends with the `with` block.
+
+    The process is forked, which spares it the imports, and at once: devices and process groups may
+    not be there yet. A thread that draws on the screen holds no lock that it needs.
+    """
+    with ProcessPoolExecutor(1, get_context("fork"), _begin) as beside:
+        beside.submit(os.getpid).result()
+        yield Orders(beside)
+
+
+def _begin() -> None:
+    """Begin the process that searches; signals are for the rank, which ends it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
 
 
 EMPTY = -1
@@ -110,8 +133,8 @@ class Size(NamedTuple):
 class RowLoader(ABC):
     """A loader that makes a rank's micro-batches out of rows, and has ranks check them together.
 
-    Its batches depend on the step's number alone: there is no position to lose. While a step runs,
-    a thread makes those of the next on the host, this rank's tokens alone.
+    Its batches depend on the step's number alone, so that a checkpoint holds no position in the
+    data. While a step runs, a thread makes the next one's on the host, of this rank's tokens alone.
     """
 
     counts = "rows"
@@ -133,7 +156,8 @@ class RowLoader(ABC):
         self.stream, self._row_tokens = stream, row_tokens
         self._rows_per_step, self._last_row = rows_per_step, last_row
         self._reading, self._orders = threading.Lock(), orders or Orders()
-        self._ahead = Prefetcher(self._made)
+        self._thread = ThreadPoolExecutor(1, "rows ahead")
+        self._ahead: tuple[int, Future[tuple[list[Batch], float]]] | None = None
         self.epochs = 0.0
         """How many times the data has been taken once the step is done that was asked for last."""
 
@@ -141,16 +165,29 @@ class RowLoader(ABC):
         """Begin to make a step's micro-batches while other things are done; steps after the last
         have none."""
         if self.rows_of(step):
-            self._ahead.begin(step)
+            self._drop()
+            self._ahead = step, self._thread.submit(self._made, step)
 
     def close(self) -> None:
         """End the thread, and let go of what it has made."""
-        self._ahead.close()
+        self._drop()
+        self._thread.shutdown()
+
+    def _drop(self) -> None:
+        """Give up what was begun and nobody has asked for, and the error that it may have met."""
+        if self._ahead and not self._ahead[1].cancel():
+            wait([self._ahead[1]])
+        self._ahead = None
 
     def batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step, as many on every rank, and begin to make the
         next step's. Raises what the making of this one raised."""
-        made, self.epochs = self._ahead.taken(step)
+        if self._ahead and self._ahead[0] == step:
+            (_, making), self._ahead = self._ahead, None
+            made, self.epochs = making.result()
+        else:
+            self._drop()  # the thread and this one never make at the same time
+            made, self.epochs = self._made(step)
         found = [_on_device(batch) for batch in made]
         self.begin(step + 1)
         return found

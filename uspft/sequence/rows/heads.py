@@ -1,4 +1,8 @@
-"""Which heads each member of a Ulysses group attends with."""
+"""Which heads each member of a Ulysses group attends with, all at once or a group at a time.
+
+A group is one KV head of each member, with some of that head's query heads (UPipe, arXiv
+2602.21196).
+"""
 
 from __future__ import annotations
 
@@ -55,3 +59,75 @@ def split_heads(query: int, kv: int, members: int) -> HeadSplit:
     queries = tuple(pairwise(cuts))
     keys = tuple((a // per_kv, -(-b // per_kv)) if a < b else (0, 0) for a, b in queries)
     return HeadSplit(queries, keys)
+
+
+NO_HEADS: HeadRange = (0, 0)
+
+
+@dataclass(frozen=True)
+class KeyGroup:
+    """A KV head of each member of a Ulysses group, and its query heads, some after others."""
+
+    keys: tuple[int | None, ...]
+    """By member its KV head; None where the member has no further one. Members may have the same,
+    whose gradients add up."""
+    queries: tuple[tuple[HeadRange, ...], ...]
+    """By turn and member the query heads that are attended with at once; they may be none."""
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The KV heads, each once, rising."""
+        return tuple(sorted({head for head in self.keys if head is not None}))
+
+    @property
+    def parts(self) -> tuple[HeadRange, ...]:
+        """By member the place of its KV head among `heads`."""
+        heads = self.heads
+        places = (NO_HEADS if head is None else (heads.index(head),) * 2 for head in self.keys)
+        return tuple(
+            (a, b + (key is not None)) for (a, b), key in zip(places, self.keys, strict=True)
+        )
+
+    def widths(self, turn: int) -> tuple[int, ...]:
+        """Return by member how many query heads it has in a turn."""
+        return tuple(b - a for a, b in self.queries[turn])
+
+
+@lru_cache(maxsize=256)
+def key_groups(query: int, kv: int, members: int, at_once: int) -> tuple[KeyGroup, ...]:
+    """Return the groups of query heads and KV heads over the members of a Ulysses group, in order.
+
+    at_once: how many query heads of a KV head are attended with at once.
+    """
+    per_kv, split = query // kv, split_heads(query, kv, members)
+    found = []
+    for slot in range(max(last - first for first, last in split.kv)):
+        keys: list[int | None] = []
+        mine: list[HeadRange] = []
+        for (q0, q1), (k0, k1) in zip(split.query, split.kv, strict=True):
+            head = k0 + slot if k0 + slot < k1 else None
+            keys.append(head)
+            if head is None:
+                mine.append(NO_HEADS)
+            else:
+                mine.append((max(q0, head * per_kv), min(q1, (head + 1) * per_kv)))
+        most = max(b - a for a, b in mine)
+        turns = [
+            tuple((min(a + first, b), min(a + first + at_once, b)) for a, b in mine)
+            for first in range(0, most, at_once)
+        ]
+        found.append(KeyGroup(tuple(keys), tuple(turns)))
+    return tuple(found)
+
+
+def key_ranges(keys: int, members: int) -> list[HeadRange]:
+    """Return which key heads a layer with a state works on at once: one of each member of a Ulysses
+    group. Fewer than members go over all of them."""
+    return [(first, min(first + members, keys)) for first in range(0, keys, members)]
+
+
+def turns_of(query: int, kv: int, members: int, at_once: int) -> int:
+    """Return in how many turns the busiest member of a Ulysses group attends."""
+    groups = key_groups(query, kv, members, at_once)
+    turns = [one.widths(turn) for one in groups for turn in range(len(one.queries))]
+    return max(sum(width > 0 for width in of_member) for of_member in zip(*turns, strict=True))

@@ -132,15 +132,15 @@ class Share:
         both = self.holdings[i], self.keys[j]
         return tuple(blocks_between(*both, self.documents, self.window, own=i == j))
 
-    def parcel(self, i: int, j: int) -> tuple[Span, ...]:
+    def seen(self, i: int, j: int) -> tuple[Span, ...]:
         """Return the positions with ring rank j whose keys ring rank i's queries see."""
-        return self.once(("parcel", i, j), lambda: self._parcel(i, j))
+        return self.once(("seen of", i, j), lambda: self._seen_of(i, j))
 
     def places(self, i: int, j: int) -> tuple[Span, ...]:
         """Return where among its own keys ring rank j has those that ring rank i's queries see."""
-        return self.once(("places", i, j), lambda: self.keys[j].places(self.parcel(i, j)))
+        return self.once(("places", i, j), lambda: self.keys[j].places(self.seen(i, j)))
 
-    def _parcel(self, i: int, j: int) -> tuple[Span, ...]:
+    def _seen_of(self, i: int, j: int) -> tuple[Span, ...]:
         held, seen = self.keys[j], self.once(("seen", i), lambda: self._seen(i))
         return tuple(span for start, stop in seen for span in held.within(start, stop))
 
@@ -158,7 +158,7 @@ class Share:
         """hops[j] is how many ranks further round the ring the keys of rank j are needed."""
         ring = range(self.ring)
         return tuple(
-            max((h for h in ring if h and self.parcel((j + h) % self.ring, j)), default=0)
+            max((h for h in ring if h and self.seen((j + h) % self.ring, j)), default=0)
             for j in ring
         )
 

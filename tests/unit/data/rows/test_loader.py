@@ -1,12 +1,15 @@
-"""Batches of a step: which of their tokens are targets, the next step's token orders worked out
-while one runs, and the digest of what ranks hold."""
+"""Batches of a step: which of their tokens are targets, the next step's made while one runs, the
+digest of what ranks hold; token orders found in a process beside: the same, and none lost."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +19,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.algorithms import named
 from tests.support.hangs import HANG_SECONDS
+from tests.support.rows import packed
 from uspft.batch import Batch
-from uspft.data.rows.loader import DIGEST, EMPTY, StepLoader, digest, in_documents
+from uspft.data.rows.loader import (
+    DIGEST,
+    EMPTY,
+    Orders,
+    StepLoader,
+    digest,
+    in_documents,
+    searching_beside,
+)
 from uspft.data.rows.stream import Row
 from uspft.layout import Layout
 from uspft.segments import Segments
@@ -269,3 +282,62 @@ def test_the_digest_is_of_tokens_at_positions() -> None:
 
 def test_positions_are_counted_in_documents() -> None:
     assert in_documents(Segments((0, 3, 5), 7)).tolist() == [0, 1, 2, 0, 1, 0, 0]
+
+
+ROWS = [packed([40, 7, 17, 64]), packed([128]), Segments((0, 9, 50), 128)]
+
+
+@dataclass(frozen=True)
+class Teller:
+    """An algorithm whose order tells the process that found it."""
+
+    broken: int = 0
+
+    def token_order(self, segments: Segments) -> Any:
+        if segments.length == self.broken:
+            raise ValueError("this row cannot be dealt out")
+        return os.getpid()
+
+
+def test_orders_are_those_of_the_algorithm() -> None:
+    planned = named("planned_cp", 2, 4)
+    with searching_beside() as beside:
+        for orders in (beside, Orders()):
+            for row in ROWS:
+                assert orders.of(planned, row) == planned.token_order(row)
+
+
+def test_they_are_found_beside_and_remembered() -> None:
+    teller: Any = Teller()
+    with searching_beside() as beside:
+        process = beside.of(teller, ROWS[0])
+        assert process != os.getpid() == Orders().of(teller, ROWS[0])
+        assert beside.of(teller, ROWS[1]) == process
+        os.kill(process, signal.SIGKILL)
+        assert beside.of(teller, ROWS[0]) == process, "it is asked twice"
+        assert beside.of(teller, ROWS[2]) == os.getpid(), "what was killed is not replaced"
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_an_error_is_raised_here() -> None:
+    teller: Any = Teller(broken=128)
+    with searching_beside() as beside:
+        with pytest.raises(ValueError, match="cannot be dealt out"):
+            beside.of(teller, ROWS[0])
+        assert beside.of(teller, packed([64])) != os.getpid()
+
+
+def test_the_process_ends_with_the_one_that_it_searches_for() -> None:
+    """Though that one was killed and could say nothing."""
+    reader, writer = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        teller: Any = Teller()
+        with searching_beside() as beside:
+            os.write(writer, b"%d" % beside.of(teller, ROWS[0]))
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writer)
+    os.waitpid(owner, 0)
+    with os.fdopen(reader, "rb") as told:
+        assert int(told.read()) > 0  # and its end of the pipe is closed: it has ended

@@ -16,9 +16,8 @@ from tests.support.algorithms import ALGORITHMS, named
 from tests.support.rows import packed
 from uspft.segments import Segments
 from uspft.sequence import Heads
-from uspft.sequence.rows.balance import Search, assign
+from uspft.sequence.rows.balance import Search, assign, balanced
 from uspft.sequence.rows.dealt import Dealt
-from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.spans import Span
 
 Ints = NDArray[np.int64]

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from uspft.kernels.dense import SEEN
+from uspft.kernels.plain import SEEN
 from uspft.sequence.rows.spans import Holding, blocks_between, work_of
 
 

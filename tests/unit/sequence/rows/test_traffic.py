@@ -1,4 +1,5 @@
-"""What algorithms send, in closed form: the tables of the papers, and what masks save."""
+"""What algorithms send, in closed form: the tables of the papers, and what masks save; and what
+layers with a state send, which tests/parity/test_linear.py holds to the books."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ import pytest
 
 from tests.support.algorithms import named
 from tests.support.rows import packed
+from uspft.families import StateSizes
 from uspft.segments import Segments
 from uspft.sequence import FORWARDS, Cost, Heads, Share, Traffic
-from uspft.sequence.chunked import Chunked
+from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.exchange import Exchange
-from uspft.sequence.rows.chunks import Cut
-from uspft.sequence.rows.order import balanced
+from uspft.sequence.rows.balance import balanced
+from uspft.sequence.rows.traffic import state_cost
 
 ROW, DIM, BYTES = 1 << 14, 16, 2
 LLAMA_8B, QWEN_7B, LLAMA_70B = Heads(32, 8, DIM), Heads(28, 4, DIM), Heads(64, 8, DIM)
@@ -198,7 +200,7 @@ def test_the_order_of_chunks_heeds_which_ranks_share_a_host() -> None:
         plan = Share([row], [order], (1, 0))
         ways = [((0, 1), (2, 3)), ((2, 3), (0, 1))]
         return max(
-            sum(b - a for i in to for j in sources for a, b in plan.parcel(i, j))
+            sum(b - a for i in to for j in sources for a, b in plan.seen(i, j))
             for sources, to in ways
         )
 
@@ -209,3 +211,54 @@ def test_the_order_of_chunks_heeds_which_ranks_share_a_host() -> None:
     )
     assert blind[0] == ROW and heeding[0] == 3 * ROW // 4  # one document: 8 chunks against 6
     assert all(new <= old for new, old in zip(heeding, blind, strict=True))
+
+
+NINE = StateSizes(16, 32, 128, 128)
+"""Qwen3.5-9B's."""
+SUMMARY = 32 * 128 * 128 * 4
+"""The bytes of a state, and of what passes one on."""
+
+
+def dealt(name: str, ulysses: int, ring: int, row: Segments) -> list[tuple[tuple[int, int], ...]]:
+    return named(name, ulysses, ring).token_order(row)
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8, 64])
+def test_states_cost_the_same_at_every_length(ring: int) -> None:
+    """In zigzag order the last rank but one has most: two spans, one of which goes to all others
+    each way, and the other to all but one."""
+    found = []
+    for tokens in (32768, 1 << 20):
+        row = Segments.single(tokens)
+        cost = state_cost(row, dealt("ring_cp", 1, ring, row), 1, NINE, 2)
+        halo = 8192 * 2 * 3
+        summaries = (4 * (ring - 1) - 2) * 2 * SUMMARY
+        assert summaries < cost.state.bytes <= summaries + 8 * halo
+        assert cost.all_to_all.bytes == 0
+        found.append(cost.state)
+    assert found[0] == found[1]
+
+
+def test_heads_cost_by_the_token() -> None:
+    """All but its own part of q, k, v, both gates and out, there and back."""
+    row = Segments.single(32768)
+    cost = state_cost(row, dealt("ulysses_cp", 8, 1, row), 8, NINE, 2)
+    token = (2 * 16 * 128 + 2 * 32 * 128) * 2 + 32 * (4 + 2)
+    assert cost.all_to_all.bytes == 2 * 7 / 8 * (32768 / 8) * token
+    again = state_cost(row, dealt("ulysses_cp", 8, 1, row), 8, NINE, 2, FORWARDS["exchange"])
+    assert again.all_to_all.bytes == 1.5 * cost.all_to_all.bytes
+    assert again.state == cost.state
+
+
+def test_documents_whole_on_a_rank_send_nothing() -> None:
+    row = Segments((0, 512, 1024), 1024)
+    cost = state_cost(row, [((0, 512),), ((512, 1024),)], 1, NINE, 2)
+    assert cost.state == (0, 0)
+
+
+def test_both_at_once_share_the_heads_of_a_state() -> None:
+    row = Segments.single(32768)
+    one = state_cost(row, dealt("ring_cp", 1, 4, row), 1, NINE._replace(taps=1), 2)
+    both = state_cost(row, dealt("hybrid_cp", 2, 4, row), 2, NINE._replace(taps=1), 2)
+    assert both.state.bytes * 2 == one.state.bytes
+    assert both.state.messages == one.state.messages

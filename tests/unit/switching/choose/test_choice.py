@@ -57,7 +57,7 @@ def setting(memory: float = 105e9, speed: float = 5.0, **changes: Any) -> Settin
 
 @cache
 def chosen(memory: float = 105e9, speed: float = 5.0, stage: int = 1) -> SwitchingChoice:
-    return choose(setting(memory, speed, stage=stage), DrawnSteps(tail(), 1024, ROW))
+    return choose(setting(memory, speed, stage=stage), DrawnSteps(tail(), 512, ROW))
 
 
 def test_a_long_tail_whose_weights_do_not_fit_whole_is_switched_by_moving() -> None:
@@ -102,10 +102,10 @@ def test_where_no_mix_fits_it_is_the_mix_that_is_said_to_lack() -> None:
 
 
 def test_rows_of_one_sample_are_switched_since_short_rows_have_less_padding() -> None:
-    found = choose(setting(400e9), DrawnSteps(tail(), 256, ROW, packing="none"))
+    found = choose(setting(400e9), DrawnSteps(tail(), 128, ROW, packing="none"))
     assert found.layouts and found.switches and found.best_static and found.best_static.seconds
     assert found.best_static.seconds > 3 * found.switching_seconds
-    drawn = DrawnSteps(tail(), 256, ROW, packing="none")
+    drawn = DrawnSteps(tail(), 128, ROW, packing="none")
     again = beside_static(found.layouts, drawn)
     assert (again.switching_seconds, again.best_static) == (
         found.switching_seconds,
@@ -212,7 +212,7 @@ def test_a_checkpoint_keeps_its_kind_of_steps() -> None:
     drawn = DrawnSteps([ROW] * 8, 8, ROW)
     one = choose(setting(400e9), drawn, keeps=True)
     assert one.switches and one.layouts and len(one.layouts.buckets) == 1
-    assert not choose(setting(400e9), DrawnSteps(tail(), 256, ROW, "none"), keeps=False).switches
+    assert not choose(setting(400e9), DrawnSteps(tail(), 128, ROW, "none"), keeps=False).switches
 
 
 def test_rows_of_packed_samples_are_counted() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from itertools import product as every
 from math import log
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,18 +16,25 @@ from tests.support.hardware import H100, made, round_figures
 from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.mesh_products import (
+from uspft.planner.mesh import (
     FLOWS,
     Flow,
     FlowTime,
+    MeshPart,
     MeshProduct,
     Slice,
     flow_seconds,
     kept_of,
+    mesh_parts,
     mesh_products,
+    shapes_of,
+    tune,
+    why_no_mesh,
     why_not_kept,
 )
-from uspft.planner.products import ProductShape
+from uspft.planner.products import ProductShape, met_parameters
+from uspft.planner.step_shape import StepShape
+from uspft.segments import Segments
 
 MIB = 1 << 20
 LLAMA = hub("meta-llama/Llama-3.1-8B")
@@ -244,3 +253,158 @@ def test_a_weight_that_stays_has_features_over_rows_and_tokens_over_columns(
         for kept in ("weight", "output")
     ]
     assert few[0] < 0.5 * few[1], "256 tokens beside 4,096 and 16,384 features"
+
+
+LENGTH, WHOLE = 1 << 15, (1, 1, 1, 1)
+PLAIN_STEP = StepShape(LLAMA, Segments.single(LENGTH), (None,) * 32, step_rows=8, recompute=False)
+MESH = Layout(4, ring=2, mesh_rows=2)
+
+
+def parts(
+    step: StepShape = PLAIN_STEP, layout: Layout = MESH, slices: tuple[int, ...] = WHOLE
+) -> dict[str, MeshPart]:
+    return {part.name: part for part in mesh_parts(step, layout, slices, H100)}
+
+
+def test_bytes_of_the_products() -> None:
+    """Activations of a mesh row three times, twice where both gradients share what is gathered;
+    weights twice in bfloat16 and their gradient once in float32; the tokens are half a row's."""
+    found = parts()
+    features = {"qkv": 6144, "out": 4096, "gate_up": 28672, "down": 14336}
+    assert list(found)[:4] == list(features)
+    for name, wide in features.items():
+        times = 2 if name in ("out", "down") else 3
+        activations, weight = times * 2 * LENGTH / 2 * 4096, (2 + 2 + 4) * 4096 * wide / 4
+        assert found[name].bytes == pytest.approx(32 * (activations + weight)), name
+        assert found[name].hidden == 0, "one slice"
+
+
+def test_bytes_of_norms_loss_and_tables() -> None:
+    found, tokens = parts(), LENGTH / 2
+    assert found["norms"].bytes == (2 * 32 * 2 + 2) * 4 * tokens
+    assert found["loss"].bytes == 3 * 4 * tokens
+    table, activations = 2 * 128256 * 4096 / 4, 2 * tokens * 4096
+    for name in ("embedding", "head"):
+        assert found[name].bytes == 2 * table + 2 * activations
+    frozen = parts(replace(PLAIN_STEP, trained=0.0))
+    assert frozen["embedding"].bytes == table + activations
+    assert frozen["head"].bytes == table + 2 * activations
+
+
+def test_an_axis_of_one_moves_nothing() -> None:
+    flat, tall = parts(layout=Layout(8)), parts(layout=Layout(1, ring=8, mesh_rows=8))
+    assert flat["down"].bytes == pytest.approx(32 * 2 * 2 * LENGTH * 4096)
+    assert tall["down"].bytes == pytest.approx(32 * 8 * 4096 * 14336)
+    assert "norms" in flat and "norms" not in tall and "loss" not in tall
+
+
+def test_products_take_what_their_flops_take() -> None:
+    computed = sum(part.computed for part in parts().values())
+    flops = 6 * met_parameters(LLAMA) * LENGTH / 8
+    assert computed == pytest.approx(flops / (0.803 * 989e12), rel=0.02)
+    again = sum(part.computed for part in parts(replace(PLAIN_STEP, recompute=True)).values())
+    layers = met_parameters(LLAMA) - 128256 * 4096
+    assert again - computed == pytest.approx(2 * layers * LENGTH / 8 / (0.803 * 989e12), rel=0.02)
+
+
+def test_slices_hide_and_nothing_hides_more_than_there_is() -> None:
+    for part in parts(slices=(8, 8, 16, 8)).values():
+        assert 0 <= part.hidden <= min(part.moved, part.computed) + 1e-12
+        assert (part.hidden > 0) == (part.name in ("qkv", "out", "gate_up", "down"))
+
+
+def test_a_frozen_weight_has_no_gradient_to_move(tmp_path: Path) -> None:
+    frozen = replace(PLAIN_STEP, trained=0.0)
+    cluster = made(tmp_path)
+    two, three = (mesh_parts(step, MESH, WHOLE, cluster)[3] for step in (frozen, PLAIN_STEP))
+    assert two.bytes == pytest.approx(32 * 2 * (2 * LENGTH / 2 * 4096 + 2 * 4096 * 14336 / 4))
+    assert two.computed / three.computed == pytest.approx(2 / 3, rel=0.01)
+
+
+QWEN = hub("Qwen/Qwen2.5-7B")
+PHI, MIXTRAL = replace(LLAMA, model_type="phi3"), replace(LLAMA, model_type="mixtral")
+STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=8)
+
+
+def total(step: StepShape, layout: Layout, slices: tuple[int, ...]) -> float:
+    return sum(part.seconds for part in mesh_parts(step, layout, slices, H100))
+
+
+def test_the_choice_is_the_best_of_all() -> None:
+    """Every mesh of eight ranks, and on each of them some of its numbers of slices."""
+    found = tune(STEP, (8, 1, 1), H100)
+    assert {one.shape for one in found.tried} == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    assert found.refused == () and found.not_kept == ()
+    assert [one.seconds for one in found.tried] == sorted(one.seconds for one in found.tried)
+    for one in found.tried:
+        assert one.seconds == pytest.approx(total(STEP, one.layout, one.slices))
+        assert one.whole_seconds == pytest.approx(total(STEP, one.layout, (1, 1, 1, 1)))
+        counts = every((1, 4, 16), repeat=4)
+        assert min(total(STEP, one.layout, count) for count in counts) >= one.seconds - 1e-12
+
+
+def test_long_rows_want_mesh_rows_and_short_ones_columns() -> None:
+    """Activations move along mesh rows, in proportion to the tokens; weights along columns."""
+    rows = []
+    for length in (1 << 11, 1 << 13, 1 << 17):
+        found = tune(replace(STEP, row=Segments.single(length)), (8, 1, 1), H100)
+        rows.append(found.tried[0].shape[0])
+    assert rows == sorted(rows) and rows[0] < rows[-1]
+
+
+def test_slices_follow_the_launch(tmp_path: Path) -> None:
+    """What costs nothing to launch is cut as finely as its sums in float32, read and written once a
+    slice, let it; what takes longer than it hides is not."""
+    links = {name: {**round_figures()[name], "hop_seconds": 0.0} for name in ("inside", "between")}
+    free = {"launch_seconds": 0.0}
+    dear = {"launch_seconds": 1e3}
+    fine, whole = (
+        made(
+            tmp_path,
+            inside={**links["inside"], **launch},
+            between={**links["between"], **launch},
+            products={"share": 0.5, "launch_seconds": 0.0},
+        )
+        for launch in (free, dear)
+    )
+    many, one = (tune(STEP, (8, 1, 1), cluster).on((2, 4)) for cluster in (fine, whole))
+    assert many and min(many.slices) >= 8
+    assert one and one.slices == (1, 1, 1, 1) and one.seconds == one.whole_seconds
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    found = tune(STEP, (4, 2, 1), H100, slices=(2, 4, 8, 16))
+    assert {one.slices for one in found.tried} == {(2, 4, 8, 16)}
+    assert {one.layout.context for one in found.tried} == {2, 4, 8}
+    odd = tune(STEP, (4, 1, 1), H100, slices=(3, 1, 1, 1))
+    assert odd.tried == () and len(odd.refused) == 3 and "is 3, which" in odd.refused[0]
+    half = tune(STEP, (4, 1, 1), H100, why_not=lambda rows, columns: "no" if rows > 1 else None)
+    assert [one.shape for one in half.tried] == [(1, 4)]
+    assert half.refused == ("2 × 2: no", "4 × 1: no")
+
+
+def test_heads_and_features_decide_which_meshes_there_are() -> None:
+    def legal(model: object, ranks: int) -> list[tuple[int, int]]:
+        every = shapes_of(ranks)
+        return [shape for shape in every if why_no_mesh(model, *shape) is None]  # type: ignore[arg-type]
+
+    assert legal(LLAMA, 8) == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert legal(LLAMA, 64) == [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)]
+    assert legal(QWEN, 8) == [(2, 4), (4, 2), (8, 1)]  # 28 heads
+    assert legal(LLAMA, 3) == []
+    assert legal(PHI, 16) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+    assert why_no_mesh(MIXTRAL, 2, 2) == "experts are not split"
+    hybrid = replace(LLAMA, model_type="qwen3_5_text")
+    assert why_no_mesh(hybrid, 2, 2) == "layers with a state are not split on a mesh"
+    assert "hidden_size 4096 does not split over a mesh of 3 × 1" in str(why_no_mesh(LLAMA, 3, 1))
+
+
+def test_products_that_the_rule_would_keep_otherwise_are_named() -> None:
+    short = tune(replace(STEP, row=Segments.single(1 << 10)), (4, 1, 1), H100)
+    assert len(short.not_kept) == 4 and "qkv keeps its output" in short.not_kept[0]
+
+
+def test_a_hundred_ranks_take_seconds() -> None:
+    start = perf_counter()
+    tune(replace(STEP, model=hub("meta-llama/Llama-3.1-70B")), (128, 1, 2), H100)
+    assert perf_counter() - start < 10

@@ -1,5 +1,6 @@
-"""Attention whose scores are soft-capped, or whose heads are wide, in plain torch operations: for
-any device and any dtype.
+"""Attention in plain torch operations, for any device and any dtype: with every score in memory,
+which is the reference that kernels are probed against, and in tiles, for scores that are
+soft-capped and for wide heads.
 
 A score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2), which torch's flash
 kernels do not have; nor do flash kernels take heads of more than 256 features (Gemma 4's). A block
@@ -10,18 +11,52 @@ Shapes: n queries and m keys of a piece, g KV heads, r query heads for each of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from uspft.blocks import WIDEST, Block, Mask
-from uspft.kernels.dense import SEEN
 from uspft.kernels.kernel import BlockOutput, Gradient, Kernel
 
 TILE_SCORES = 2**18
 """How many scores of one head are in memory at once, in each of a few tensors. The number is the
 same for any number of heads, so that heads that are computed apart come in the same pieces."""
+
+SEEN: dict[Mask, Callable[[Tensor], Tensor]] = {
+    Mask.FULL: torch.clone,
+    Mask.CAUSAL: torch.tril,
+    Mask.FLIPPED: torch.triu,
+}
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Sequence[Block],
+    scale: float,
+    *,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out [T, h, D], lse [h, T]) over the union of blocks, differentiable.
+
+    It takes O(T · T') memory for T queries and T' keys. A query without a key has out 0 and lse
+    -inf.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
+    for block in blocks:
+        square = seen[block.q0 : block.q1, block.k0 : block.k1]
+        square |= SEEN[block.mask](torch.ones_like(square))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
 
 
 class TorchCapped:

@@ -1,8 +1,10 @@
-"""The whole model of a run or a checkpoint: trained weights, frozen ones, adapters merged."""
+"""Where the weights of a run's model come from when it is built (a checkpoint for what trains, the
+run's start for the rest), and the whole model of a run or a checkpoint, as an export reads it."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,29 +17,87 @@ from torch import Tensor
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError
 from uspft.checkpoint.identity import BASE
-from uspft.checkpoint.weights_of import multimodal_base, weights_of
 from uspft.config import ModelBlock
 from uspft.config.problems import InputError, said
 from uspft.families.multimodal import is_multimodal
-from uspft.model.adapter import adapter_of, merge_order, merged, touched
+from uspft.model.adapter import AdapterStart, adapter_of, merge_order, merged, touched
 from uspft.model.build import empty_model
 from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import language_config
 from uspft.model.trained import choose_trained, trained_parameters
-from uspft.parameters.digest import base_digest
-from uspft.parameters.fill import places
-from uspft.parameters.names import is_adapter
+from uspft.parameters.experts import corrections
+from uspft.parameters.fill import RandomWeights, SplitWeights
+from uspft.parameters.names import is_adapter, places
 from uspft.parameters.part import Part
-from uspft.parameters.source import FolderWeights
+from uspft.parameters.source import FolderWeights, GrownWeights, Weights, base_digest, table_names
 
-KEY = "model."
+WeightsOf = Callable[[ModelBlock, int, Any, Checkpoint | None], Weights]
+"""The type of `weights_of`, and of a function that takes its place."""
 
 
-def model_block(checkpoint: Checkpoint) -> ModelBlock:
-    """Return the `model` block of the recipe of a checkpoint's run."""
-    said = checkpoint.state["identity"]
-    fields = {key.removeprefix(KEY): v for key, v in said.items() if key.startswith(KEY)}
-    return ModelBlock.model_validate(fields)
+class CheckpointWeights:
+    """A checkpoint as the source of a model's weights."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def draws(self, name: str) -> bool:
+        return False
+
+    def read(self, name: str, part: Part) -> Tensor:
+        return self._checkpoint.read("weight", name, part)
+
+
+def weights_of(
+    block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
+) -> Weights:
+    """Return the source of weights for a model on meta, after `choose_trained` has marked it.
+
+    checkpoint: the source of what trains, if any; what is frozen is as it was before the first
+    step. Raises WeightsError.
+    """
+    if checkpoint is None:
+        return _start(block, seed, model)
+    held = CheckpointWeights(checkpoint)
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return held
+    return SplitWeights(trained_parameters(model), held, _start(block, seed, model))
+
+
+def carry_corrections(block: ModelBlock, model: Any) -> None:
+    """Give the routers of a model the corrections of their choices that its folder has; random
+    weights start without. Raises WeightsError."""
+    found = corrections(model)
+    if found and block.config is None:
+        folder = FolderWeights(Path(block.name_or_path or ""))
+        for name, buffer in found.items():
+            buffer.copy_(folder.read(name, Part.whole(tuple(buffer.shape))))
+
+
+def multimodal_base(block: ModelBlock) -> FolderWeights | None:
+    """Return the multimodal checkpoint of which a run trains the language model alone; None where
+    the run trains all of a model.
+
+    block: with folders in place of hub ids. Raises WeightsError.
+    """
+    folder = Path(block.name_or_path or "")
+    if block.config is not None:
+        return None
+    raw = json.loads((folder / "config.json").read_text("utf-8"))
+    return FolderWeights(folder) if is_multimodal(raw) else None
+
+
+def _start(block: ModelBlock, seed: int, model: Any) -> Weights:
+    """Return the source of the weights before the first step."""
+    base: Weights
+    if block.config is not None:
+        config = model.config
+        std = getattr(config, "initializer_range", math.sqrt(1 / config.hidden_size))
+        base = RandomWeights(model, seed, std)
+    else:
+        folder = FolderWeights(Path(block.name_or_path or ""))
+        base = GrownWeights(folder, table_names(model)) if block.add_tokens else folder
+    return AdapterStart(base, seed) if block.adapter else base
 
 
 @dataclass(frozen=True)
@@ -77,7 +137,9 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
     it cannot be read, is another model than was trained on, or is given and not needed; Fault.
     """
     config, raw = _config(checkpoint.model)
-    identity, said = checkpoint.state["identity"], model_block(checkpoint)
+    identity = checkpoint.state["identity"]
+    fields = {key: value for key, value in identity.items() if key.startswith("model.")}
+    said = ModelBlock.model_validate({key.removeprefix("model."): v for key, v in fields.items()})
     dtype = getattr(torch, said.dtype)
     if not (said.adapter or said.freeze or is_multimodal(raw)):  # all of it was trained
         if base:

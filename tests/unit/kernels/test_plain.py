@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from uspft.kernels import Block, Mask, capped
-from uspft.kernels.dense import SEEN
+from uspft.kernels import Block, Mask, plain
+from uspft.kernels.plain import SEEN
 
 
 def test_pieces_of_blocks_cover_each_score_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capped, "TILE_SCORES", 40)
+    monkeypatch.setattr(plain, "TILE_SCORES", 40)
     for block in (
         Block(3, 30, 5, 32, Mask.CAUSAL),
         Block(0, 29, 4, 33, Mask.FLIPPED),
         Block(1, 4, 0, 33, Mask.FULL),
         Block(0, 33, 7, 8, Mask.FULL),
     ):
-        pieces = list(capped.pieces([block]))
+        pieces = list(plain.pieces([block]))
         met = torch.zeros(33, 33, dtype=torch.int)
         for piece in pieces:
             assert (piece.q1 - piece.q0) * (piece.k1 - piece.k0) <= 40

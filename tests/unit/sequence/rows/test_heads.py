@@ -7,8 +7,7 @@ import pytest
 from tests.support.algorithms import named
 from uspft.segments import Segments
 from uspft.sequence import FORWARDS, Heads
-from uspft.sequence.rows.groups import key_groups, turns_of
-from uspft.sequence.rows.heads import split_heads
+from uspft.sequence.rows.heads import key_groups, split_heads, turns_of
 
 KINDS = [(32, 8, 8, 1), (32, 8, 8, 4), (32, 8, 2, 3), (9, 3, 2, 2), (4, 1, 4, 1), (6, 3, 4, 1)]
 KINDS += [(28, 4, 8, 2), (2, 1, 4, 1), (8, 8, 1, 1)]

@@ -1,7 +1,9 @@
-"""What DeepSpeed's tables of experts are told, and what it would compute wrong is refused."""
+"""What DeepSpeed's tables of experts are told, and what it would compute wrong is refused; a tied
+table's copy, and memory for its gradient, are where the run is, and the table may not be."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 
 from tests.support.known import EXPERTS
 from uspft.comm import Group
-from uspft.engine.expert_sets import ExpertSets, mark_for_partition
+from uspft.engine.replicas import ExpertSets, TiedTable, mark_for_partition
 from uspft.layout import Layout
 from uspft.parameters.shards import Holders, Shards
 
@@ -69,3 +71,11 @@ def test_what_deepspeed_computes_wrong_is_refused() -> None:
     with pytest.raises(ValueError, match="under ZeRO 1, 2 and 3, not 0"):
         ExpertSets(named(), holders(PAIRS), 0)
     assert not groups._EXPERT_PARALLEL_GROUP
+
+
+def test_a_copy_is_made_on_the_device_of_the_run() -> None:
+    lines: Any = SimpleNamespace(group=SimpleNamespace(index=1, size=2))
+    run = torch.device("meta")
+    tied = TiedTable(nn.Parameter(torch.zeros(0)), (4, 2), lines, torch.bfloat16, run)
+    assert tied.copy is not None and tied.copy.device == run
+    assert tied.buffer().device == run

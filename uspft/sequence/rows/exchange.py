@@ -7,7 +7,6 @@ The idea of sending only needed ranges is that of MagiAttention (arXiv 2505.1321
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -52,15 +51,23 @@ class Exchange:
         """
         me, ring = share.ring_index, share.ring
         self.keep, self.blocks_here = keep, share.blocks_here
-        parcels = _Parcels(share, trimmed, least)
         legs = _legs(ring, stages, 1 if least is None else MESSAGES)
+
+        def sent(to: int, source: int, leg: Leg) -> tuple[Span, ...]:
+            """Return the positions whose keys rank `source` sends to rank `to` in a leg."""
+            whole = share.seen(to, source) if trimmed else tuple(share.keys[source].spans)
+            if leg.pieces == 1:
+                return whole
+            size = max(least or 1, -(-tokens_in(whole) // leg.pieces))
+            return cut(whole, leg.piece * size, (leg.piece + 1) * size)
+
         self.arrivals = [
-            Arrival(share, leg, [parcels.of(me, (me - d) % ring, leg) for d in leg.distances])
+            Arrival(share, leg, [sent(me, (me - d) % ring, leg) for d in leg.distances])
             for leg in legs
         ]
         mine = share.keys[me]
         self._leaving = {
-            (d, leg): mine.places(parcels.of((me + d) % ring, me, leg))
+            (d, leg): mine.places(sent((me + d) % ring, me, leg))
             for leg in legs
             for d in leg.distances
         }
@@ -92,32 +99,15 @@ def _legs(ring: int, stages: int, messages: int) -> list[Leg]:
     return [Leg(distances, piece, pieces) for distances in parts for piece in range(pieces)]
 
 
-@dataclass(frozen=True)
-class _Parcels:
-    share: Share
-    trimmed: bool
-    least: int | None
-
-    def of(self, to: int, source: int, leg: Leg) -> tuple[Span, ...]:
-        """Return the positions whose keys rank `source` sends to rank `to` in a leg."""
-        share = self.share
-        whole = share.parcel(to, source) if self.trimmed else tuple(share.keys[source].spans)
-        if leg.pieces == 1:
-            return whole
-        size = max(self.least or 1, -(-tokens_in(whole) // leg.pieces))
-        return cut(whole, leg.piece * size, (leg.piece + 1) * size)
-
-
 class Arrival:
     """The keys that a leg brings, laid out by position, so that a run of queries needs one
     block."""
 
-    def __init__(self, share: Share, leg: Leg, parcels: list[tuple[Span, ...]]) -> None:
-        """Lay the keys out by position. parcels: the positions that each of the leg's ranks
-        sends."""
-        self.leg, self.parcels = leg, parcels
-        self.sizes = [tokens_in(spans) for spans in parcels]
-        self.keys = Holding([span for spans in parcels for span in spans])
+    def __init__(self, share: Share, leg: Leg, sent: list[tuple[Span, ...]]) -> None:
+        """Lay the keys out by position. sent: the positions that each of the leg's ranks sends."""
+        self.leg, self.sent = leg, sent
+        self.sizes = [tokens_in(spans) for spans in sent]
+        self.keys = Holding([span for spans in sent for span in spans])
         self._queries = share.holdings[share.ring_index]
         self._rule = share.documents, share.window
 
