@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from uspft.planner.activations import LayerBytes, LayerSizes, enter, norm
+from uspft.planner.activations import LayerBytes, enter, norm
+from uspft.planner.layer_sizes import LayerSizes
 from uspft.planner.mesh_memory import all_features
 from uspft.planner.operations import INDEX, WIDE, buffered, viewed
 from uspft.planner.tape import GradientStorages, Tape, Tensor

@@ -1,0 +1,292 @@
+"""A layer as a rank has it: the sizes, options and degrees that decide its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from uspft.families import NO_KEYS, layer_windows
+from uspft.families.projections import BEHIND, STATE_LAYER
+from uspft.pipeline.stages import first_layers
+from uspft.planner.attention_memory import Sharing
+from uspft.planner.attention_work import DrawnRows
+from uspft.planner.expert_memory import Experts
+from uspft.planner.expert_traffic import ranks_met
+from uspft.planner.in_flight import RING, KeyTransfer, Window
+from uspft.planner.layer_kinds import LLAMA, LayerKind, layer_kind, layer_kinds
+from uspft.planner.operations import WIDE
+from uspft.planner.products import (
+    SHARED_EXPERT,
+    SHARED_GATE,
+    inner_features,
+    layer_projections,
+)
+from uspft.planner.stages import stages_of
+from uspft.planner.state_memory import StateHeads
+from uspft.planner.trained import Trained, matrices_of_experts, trained_layers
+
+if TYPE_CHECKING:
+    from uspft.families import ModelShape
+    from uspft.layout import Layout
+    from uspft.planner.memory import Options
+
+OUT = "self_attn.o_proj"
+OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
+"""The projection out of each block that may lie on a mesh."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """A layer as a rank has it."""
+
+    sharing: Sharing
+    """Of attention, whose tokens are those inside of blocks."""
+    hidden: int
+    inner: int
+    """Features of the MLP, or of the expert that every token meets; 0 where there is neither."""
+    kind: LayerKind = LLAMA
+    tensor: int = 1
+    """Megatron's ranks, or mesh columns."""
+    splits_tokens: bool = False
+    """Whether Megatron's have different tokens between blocks."""
+    mesh_rows: int = 0
+    """0 where matrices do not lie on a mesh."""
+    slices: tuple[int, ...] = (1, 1, 1, 1)
+    """Of each product on a mesh: into attention, out of it, into the MLP, out of it."""
+    experts: Experts | None = None
+    trained: frozenset[str] = frozenset()
+    """The names inside a layer of modules whose weights train."""
+    adapted: frozenset[str] = frozenset()
+    """Those of projections that have an adapter."""
+    rank: int = 0
+    """Of adapters."""
+    dropout: bool = False
+    state: StateHeads | None = None
+    """The heads of a layer with a state and no attention."""
+    tile: int | None = None
+    """Tokens; None where MLPs and norms take all at once."""
+    at_once: int | None = None
+    """How many query heads of a KV head are attended with at once; None where all heads are."""
+    recompute: str | None = None
+    """What of attention is made again; None where the layer is not checkpointed."""
+    offloads: bool = False
+    first: bool = False
+    """Whether there is no layer below, whose input comes from the host."""
+    some_heads: bool = False
+    """Whether norms over all heads see those of a tensor rank, where `tensor` does not say so."""
+    use: str = ""
+    """BEFORE or BEHIND, where projections make features for what attention takes, or for what
+    follows it, and zeros for the rest; empty where for both."""
+
+    @property
+    def element(self) -> int:
+        return self.sharing.element
+
+    @property
+    def wide(self) -> float:
+        """How much larger float32 is than the type of the weights."""
+        return WIDE / self.element
+
+    @property
+    def between(self) -> int:
+        """The tokens between blocks."""
+        tokens = self.sharing.tokens
+        return -(-tokens // self.tensor) if self.splits_tokens else tokens
+
+    @property
+    def features(self) -> int:
+        """Of a token between blocks."""
+        return self.hidden // self.tensor if self.mesh_rows else self.hidden
+
+    @property
+    def trains(self) -> bool:
+        """Whether any weight of the layer does."""
+        experts = self.experts
+        routed = experts and (experts.adapts_router or any(experts.adapted))
+        return bool(self.trained or self.adapted or routed)
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether attention with its norms and residual is one function, and the rest another."""
+        alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
+        return bool(self.at_once) and not (self.tensor > 1 and alone)
+
+    def of_tile(
+        self, sharing: Sharing | None = None, state: StateHeads | None = None, use: str = ""
+    ) -> LayerSizes:
+        """Return the layer as it takes a tile of tokens, with other heads where they are given.
+        use: what projections make features for."""
+        sharing = sharing or self.sharing
+        tokens = min(self.tile or sharing.tokens, sharing.tokens)
+        of, state = replace(sharing, tokens=tokens), state or self.state
+        state = state and replace(state, tokens=tokens)
+        alone = replace(self, sharing=of, state=state, tile=None, tensor=1, splits_tokens=False)
+        return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
+
+    def weights(self, name: str, takes: int, gives: int) -> float:
+        """Return the bytes of those weights of a projection that train."""
+        own = takes * gives if name in self.trained else 0
+        return float(self.element * (own + self.rank * (takes + gives) * (name in self.adapted)))
+
+    def between_bytes(self) -> float:
+        """Return the bytes of what is between blocks."""
+        return float(self.between * self.features * self.element)
+
+    def inside_bytes(self) -> float:
+        """Return the bytes of all features of the tokens inside of blocks."""
+        return float(self.sharing.tokens * self.hidden * self.element)
+
+    def outputs(self, block: str) -> dict[str, int]:
+        """Return the features that each projection into a block makes."""
+        how = self.sharing
+        queries, keys = how.heads * how.dim, how.kv_heads * how.dim
+        if block == "self_attn" and self.kind.fused:
+            return {"self_attn.qkv_proj": queries + 2 * keys}
+        if block == STATE_LAYER and self.state:
+            return dict(self.state.into)
+        if block == "self_attn":
+            both = (1 + self.kind.gated) * queries
+            kinds = {"q": both, "k": keys} | ({} if self.kind.keys_are_values else {"v": keys})
+            return {f"self_attn.{one}_proj": size for one, size in kinds.items()}
+        if self.kind.fused:
+            return {"mlp.gate_up_proj": 2 * self.inner}
+        into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
+        return into | ({SHARED_GATE: 1} if self.mlp == SHARED_EXPERT else {})
+
+    def made_share(self, name: str) -> float:
+        """Return the share of a projection's features that are made and not zeros."""
+        if not self.use or name in (OUT, self.state and self.state.out):
+            return 1.0
+        behind = float(name in (f"{STATE_LAYER}.in_proj_z", f"{STATE_LAYER}.g_proj"))
+        if name == "self_attn.q_proj" and self.kind.gated:
+            behind = 0.5
+        elif name == f"{STATE_LAYER}.in_proj_qkvz" and self.state:
+            behind = self.state.values / dict(self.state.into)[name]
+        return behind if self.use == BEHIND else 1.0 - behind
+
+    @property
+    def mlp(self) -> str:
+        """The name of what every token meets."""
+        return self.kind.shared if self.experts else "mlp"
+
+
+def layers_of(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
+) -> list[LayerSizes]:
+    """Return every layer as a rank has it, those that are alike as one object. behind: as of
+    Sharing."""
+    tokens = -(-options.micro_batch * row_tokens // layout.context)
+    experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
+    everywhere = len(set(windows)) == 1
+    trains = trained_layers(shape, options.lora, options.freeze)
+    again = _checkpointed(shape, layout, row_tokens, options)
+    known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
+    found = []
+    of_layers = zip(layer_kinds(shape), windows, trains, strict=True)
+    for number, (kind, window, trained) in enumerate(of_layers):
+        key = id(kind), window, id(trained), number in again
+        if key not in known:
+            seen = None
+            if window not in (None, NO_KEYS) and window < row_tokens:
+                seen = Window(window, row_tokens, everywhere)
+            state = None
+            if window == NO_KEYS:
+                state = StateHeads.of(shape, layout, options.element, tokens)
+            known[key] = LayerSizes(
+                replace(
+                    _sharing(shape.of_window(window), layout, tokens, options, seen, kind.sinks),
+                    behind=behind,
+                ),
+                shape.hidden_size,
+                inner_features(shape, layout.mesh_columns, experts=bool(kind.router)),
+                kind,
+                layout.mesh_columns,
+                options.use_seq_parallel and not layout.is_mesh,
+                mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
+                slices=options.slices,
+                experts=_adapted(experts, kind, trained, options) if experts else None,
+                trained=trained.weights,
+                adapted=trained.adapters,
+                rank=options.lora.rank if options.lora else 0,
+                dropout=bool(options.lora and options.lora.dropout),
+                state=state,
+                tile=options.mlp_tile,
+                at_once=options.at_once,
+                recompute=options.recompute if number in again else None,
+                offloads=options.offload_activations and options.checkpointing,
+            )
+        found.append(known[key])
+    return found
+
+
+def _adapted(
+    experts: Experts, kind: LayerKind, trained: Trained, options: Options
+) -> Experts | None:
+    """Return a model's experts with the adapters of a layer; None where this has none."""
+    if not kind.router:
+        return None
+    return replace(
+        experts,
+        rank=options.lora.rank if options.lora else 0,
+        adapted=tuple(name in trained.adapters for name in matrices_of_experts(kind.router)),
+        adapts_router=kind.router in trained.adapters,
+    )
+
+
+def _checkpointed(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> Collection[int]:
+    """Return the layers that are checkpointed."""
+    if not options.checkpointing or options.first_layers is None:
+        return range(shape.layers) if options.checkpointing else ()
+    windows, schedule = layer_windows(shape), options.schedule
+    rows = DrawnRows.whole(row_tokens)
+    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=False)
+    return first_layers(options.first_layers, stages)
+
+
+def _sharing(
+    shape: ModelShape,
+    layout: Layout,
+    tokens: int,
+    options: Options,
+    window: Window | None,
+    sinks: bool,
+) -> Sharing:
+    """Return how ranks share a row's attention. tokens: of one of them."""
+    way = RING
+    if options.algorithm.all_at_once:
+        way = KeyTransfer(1, trimmed=False)
+    elif "exchange_stages" in options.algorithm.options:
+        way = KeyTransfer(options.exchange_stages)
+    heads, kv = (-(-each // layout.mesh_columns) for each in (shape.heads, shape.kv_heads))
+    degrees = layout.ulysses, layout.ring
+    sizes = options.element, tokens, heads, kv, shape.head_dim
+    return Sharing(*sizes, *degrees, way, window, sinks)
+
+
+def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
+    """Return the experts of a layer, where it has any."""
+    kind = layer_kind(shape)
+    down = layer_projections(shape)[-1].on(layout.tensor)
+    if not kind.router:
+        return None
+    between = -(-tokens // layout.tensor) if options.use_seq_parallel else tokens
+    return Experts(
+        options.element,
+        tokens,
+        shape.hidden_size,
+        down.inputs,
+        down.copies,
+        down.per_token,
+        kind.router,
+        kind.wide_router,
+        kind.wide_scores,
+        kind.probabilities,
+        kind.clamped,
+        layout.experts,
+        ranks_met(shape, layout.experts),
+        layout.tensor,
+        between,
+    )
