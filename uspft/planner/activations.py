@@ -61,13 +61,13 @@ class Layer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
-        alone = self.sizes.tensor > 1 and norms.behind_attention
-        if self.groups and not alone and not hidden.node and self._any_trains():
-            hidden = self.tape.leaf(hidden.size, hidden.storage)  # model/head_groups.py's halves
         if self.groups and self.sizes.in_halves:
             if self.sizes.trains and not hidden.node:  # it is given one with a gradient
                 hidden = self.tape.leaf(hidden.size, hidden.storage)
-            between = self.groups(hidden, trains=self._first_trains)
+            if self.sizes.whole_first:
+                between = self.groups(hidden, trains=self._first_trains)
+            else:
+                between = self._added(hidden, self._attention, norms[:2])
             self.below = None
             del hidden
             return self._second_half(between)
@@ -114,7 +114,8 @@ class Layer:
             return rest(self, between)
         names, norms = s.trained | s.adapted, s.kind.norms[2:]
         trains = any(name.startswith("mlp.") or name in norms for name in names)
-        part, share = Layer(tape, s.of_tile()), s.tile / s.sharing.tokens
+        part = Layer(tape, s.of_tile(split=s.splits_tokens))
+        share = s.tile / s.sharing.tokens
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from uspft.families import NO_KEYS, layer_windows
 from uspft.families.projections import BEHIND, STATE_LAYER
@@ -108,20 +108,25 @@ class LayerSizes:
 
     @property
     def in_halves(self) -> bool:
-        """Whether attention with its norms and residual is one function, and the rest another."""
-        alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
-        return bool(self.at_once) and not (self.tensor > 1 and alone)
+        """Whether the MLP with its norm and residual is one function."""
+        return bool(self.at_once) and not (self.tensor > 1 and self.kind.norms.behind_attention)
 
-    def of_tile(
-        self, sharing: Sharing | None = None, state: StateHeads | None = None, use: str = ""
-    ) -> LayerSizes:
-        """Return the layer as it takes a tile of tokens, with other heads where they are given.
-        use: what projections make features for."""
-        sharing = sharing or self.sharing
+    @property
+    def whole_first(self) -> bool:
+        """Whether attention with its norms and residual is one too."""
+        return self.in_halves and not (self.splits_tokens and (self.kind.gated or self.state))
+
+    def of_tile(self, some: Any = None, use: str = "", *, split: bool = False) -> LayerSizes:
+        """Return the layer as it takes a tile of tokens. some: other heads, as Sharing or
+        StateHeads. use: what projections make features for. split: whether tensor ranks have parts
+        of the tile."""
+        sharing = some if isinstance(some, Sharing) else self.sharing
+        state = some if isinstance(some, StateHeads) else self.state
         tokens = min(self.tile or sharing.tokens, sharing.tokens)
-        of, state = replace(sharing, tokens=tokens), state or self.state
+        of = replace(sharing, tokens=tokens)
         state = state and replace(state, tokens=tokens)
-        alone = replace(self, sharing=of, state=state, tile=None, tensor=1, splits_tokens=False)
+        ranks = self.tensor if split else 1
+        alone = replace(self, sharing=of, state=state, tile=None, tensor=ranks, splits_tokens=split)
         return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
     def weights(self, name: str, takes: int, gives: int) -> float:
