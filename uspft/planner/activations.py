@@ -1,4 +1,5 @@
-"""The bytes of activations on one rank: each layer as it runs, on a tape.
+"""The bytes of activations on one rank as they run, on a tape: each layer, and from behind the last
+its norm, the head and the loss, that of experts' balance too (model/causal.py, model/loss.py).
 
 Functions follow the code that they stand for line by line: transformers' layers, peft's
 projections, and what model/ and tensor/ put between them.
@@ -6,21 +7,25 @@ projections, and what model/ and tensor/ put between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import Remembered, attend, attend_over_heads
 from uspft.planner.expert_memory import routed
 from uspft.planner.group_tiles import in_groups
 from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
-from uspft.planner.mesh_memory import MeshOperation, inward, outward
+from uspft.planner.mesh_memory import MeshOperation, all_features, inward, outward
 from uspft.planner.operations import (
+    INDEX,
+    WIDE,
     Angles,
     NormKind,
     added,
     bent,
+    buffered,
     copied,
     dropped,
     gated,
@@ -36,12 +41,8 @@ from uspft.planner.operations import (
     viewed,
 )
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.state_memory import (
-    before_rule,
-    normed_by_head,
-    state_block,
-)
-from uspft.planner.tape import Storage, Tape, Tensor
+from uspft.planner.state_memory import before_rule, normed_by_head, state_block
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 
 
 class Layer:
@@ -460,3 +461,101 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
         tape.second_run(lambda: layer(hidden[0]), size, then)
     held = sum({id(one): one.size for one in tape.stays}.values())
     return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The last norm, the head and the loss as a rank has them."""
+
+    layer: LayerSizes
+    vocabulary: int
+    """The rows of the head that are here."""
+    tile: int | None
+    """Tokens; None for all at once."""
+    trains: bool = True
+    norm_trains: bool = True
+    capped: bool = False
+    """Whether logits have a soft-cap."""
+
+
+@lru_cache(maxsize=4096)
+def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
+    """Return what is alive from behind the last layer until before its backward (model/causal.py,
+    model/loss.py): between forward and backward, and at the most. reached: whether the gradient
+    goes on below it."""
+    tape, s = Tape(), sizes.layer
+    size = s.between_bytes()
+    before = tape.leaf(size)
+    if not reached:
+        before = Tensor(size, before.storage, None, 0)
+    hidden = norm(tape, s, before, s.between, trains=sizes.norm_trains)
+    del before
+    every = all_features(tape, hidden, s.tensor) if s.mesh_rows else enter(tape, s, hidden)
+    every = viewed(tape, every)
+    loss = _loss(tape, sizes, every)
+    del every, hidden
+    kept = tape.live
+    if loss.node:
+        loss.storage = None
+        tape.backward(loss, tape.new(0.0))
+    return LayerBytes(kept, tape.most)
+
+
+def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
+    s = sizes.layer
+    e, tokens = s.element, s.sharing.tokens
+    tile = min(sizes.tile or tokens, tokens)
+    rows = buffered(tape, hidden, hidden.size, 0.0, hidden.size)  # those that have a target
+    weight = float(s.hidden * sizes.vocabulary)
+    labels = tape.new(INDEX * tokens)
+    table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
+    table = all_features(tape, table, s.mesh_rows or 1)
+    of_rows = tape.new(rows.size) if rows.node else None
+    of_weight = tape.new(WIDE * weight) if sizes.trains else None
+    logits: object = None
+    bend: object = None
+    scaled: object = None  # a tile's logits, until those of the next have been bent
+    for _ in range(1 if tile == tokens else 2):
+        number = float(tile * sizes.vocabulary)
+        narrow = tape.new(e * number)
+        logits = narrow if e == WIDE else tape.new(WIDE * number)
+        del narrow
+        if sizes.capped:
+            bend = tape.new(WIDE * number)
+        scaled = logits
+        slope = tape.new(e * number) if e < WIDE else logits
+        if of_rows:
+            tape.new(float(e * tile * s.hidden))
+        if of_weight:
+            tape.new(e * weight)
+        del slope
+    del labels, bend, scaled
+    made = [one for one in (of_rows, of_weight) if one]
+    if of_weight and e < WIDE:
+        made[-1] = tape.new(e * weight)
+    del of_rows, of_weight
+    rows_train = bool(rows.node)
+
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found = [tape.new(one.size) for one in made]
+        return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
+
+    return tape.record((rows, table), (0.0,), backward)[0]
+
+
+def router_bytes(config: Mapping[str, Any], sizes: LayerSizes) -> float:
+    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
+    for; later their gradient's. config: the model's."""
+    of = sizes.experts
+    asked = of and config.get("output_router_logits", False)
+    return float(of.logit * of.tokens * of.number) if of and asked else 0.0
+
+
+def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
+    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
+    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
+    and its logits in float32."""
+    s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
+    wide = WIDE / s.element
+    gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
+    return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.group_memory import GatheredGroups, GroupMemory, GroupSizes
+from uspft.planner.group_memory import GatheredGroups, GroupMemory, GroupSizes, StateGroupMemory
 from uspft.planner.operations import WIDE, added, joined, remade, viewed
-from uspft.planner.state_group_memory import StateGroupMemory
 from uspft.planner.tape import Tape, Tensor
 
 
