@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.comm import Group
-    from uspft.kernels import Kernel
+    from uspft.kernels import Kernel, Qkv
     from uspft.sequence.kept_keys import LayerKeys
 
 
@@ -57,8 +57,6 @@ class Split:
     """The keys of earlier chunks in this layer, where the tokens are those of a chunk of rows."""
 
 
-Tensors: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
-"""q [t, h, D], k and v [t, g, D]: a ring rank's t tokens, its h query heads and g KV heads."""
 Saved: TypeAlias = "tuple[Tensor, ...]"
 """What a forward returned, with the gradient of its out [t, h, D] behind."""
 QkvGradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
@@ -69,12 +67,12 @@ class Passes(Protocol):
     """One way in which keys come to the queries of a ring rank, its forward and its backward
     apart."""
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         """Return out [t, h, D] and the log-sum-exp [h, t], with what else the backward needs."""
         ...
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         """Return the gradients of queries, keys, values and sinks."""
         ...
@@ -108,9 +106,7 @@ class Algorithm(Protocol):
         """
         ...
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
-    ) -> Tensor:
+    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
         """Return the attention out [T, H, D] of this rank's tokens, differentiable.
 
         q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
