@@ -57,7 +57,7 @@ COPIES = "fine_grain_interleave"
 """An option with a rule of its own, `copies`."""
 
 
-@reads("parallel_config", "memory", "model.adapter")
+@reads("parallel_config", "memory")
 def copies(recipe: Recipe) -> Iterator[Finding]:
     """Copies of tokens by turns hide transfers where there are some, and stand beside what takes
     all of a rank's tokens at once."""
@@ -90,9 +90,6 @@ def copies(recipe: Recipe) -> Iterator[Finding]:
     if memory.mlp_tile_tokens != "none":
         what = f"is {memory.mlp_tile_tokens}, {beside}"
         yield "memory.mlp_tile_tokens", what, "write none"
-    adapter = recipe.model.adapter
-    if adapter and adapter.dropout > 0:
-        yield "model.adapter.dropout", f"is {adapter.dropout}, {beside}", "write 0.0"
 
 
 @reads(

@@ -87,7 +87,7 @@ class RunDisplay:
             yield
 
     def knows(self, evaluations: Sequence[dict[str, Any]]) -> None:
-        """Take note of the records of earlier evaluations, the best of which is shown."""
+        """Take the records of earlier evaluations, whose best is shown."""
         self._best = Best.of(evaluations)
 
     def evaluation(self, record: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class RunDisplay:
 
 
 def facts(record: dict[str, Any]) -> str:
-    """Return what a person reads of a training step's record."""
+    """Return a training step's record in one line."""
     norm = record["grad_norm"]
     return "  ".join(
         [

@@ -53,11 +53,11 @@ def all_tokens(x_td: Tensor, tokens: int, group: Group) -> Tensor:
     return found
 
 
-def own_tokens_of_sum(x_Td: Tensor, group: Group) -> Tensor:
-    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable."""
-    found: Tensor = with_backward(
-        partial(_summed_part, group), partial(_gathered, group, len(x_Td)), x_Td
-    )
+def own_tokens_of_sum(x_Td: Tensor, group: Group, *, summed: bool = True) -> Tensor:
+    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable. summed: False where
+    the gradient alone is asked for: zeros are returned, and nothing is sent."""
+    there = partial(_summed_part if summed else _no_part, group)
+    found: Tensor = with_backward(there, partial(_gathered, group, len(x_Td)), x_Td)
     return found
 
 
@@ -73,6 +73,10 @@ def _summed_part(group: Group, x_Td: Tensor) -> Tensor:
     missing = tokens_of_each(len(x_Td), group.size) * group.size - len(x_Td)
     x_pd = pad(x_Td, (0, 0, 0, missing)) if missing else x_Td.contiguous()
     return sum_parts(x_pd, group, KIND)
+
+
+def _no_part(group: Group, x_Td: Tensor) -> Tensor:
+    return x_Td.new_zeros((tokens_of_each(len(x_Td), group.size), x_Td.shape[1]))
 
 
 class Maker(NamedTuple):
