@@ -32,7 +32,7 @@ from uspft.sequence.ulysses import (
 )
 
 STATE = "state"
-"""What transfers of layers with a state count as, those of heads apart."""
+"""The kind as which transfers of layers with a state are counted, but for those of heads."""
 
 
 class StateExchange:

@@ -1,8 +1,8 @@
-"""Where a state runs through documents whose tokens lie on several ranks, from positions alone.
+"""How a state passes through documents whose tokens lie on several ranks, from positions alone.
 
-A fragment is what one holder, a ring rank or a context rank, has of one document in one stretch.
-The fragments of a document in the order of positions are its chain: what a layer with a state has
-of the document's earlier tokens enters each fragment from the one before it.
+A fragment is a run of consecutive positions of one document on one holder: a ring rank, or a
+context rank. The fragments of a document in the order of positions are its chain: the state of a
+layer that has one enters each fragment from the one before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What each way of splitting a row sends, counted from which rank holds and which needs what."""
+"""The bytes and messages that algorithms and layers with a state send for a row, counted from the
+positions that each rank holds and those whose keys it needs."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Forwards(NamedTuple):
 
 ONCE = Forwards()
 FORWARDS = {"nothing": ONCE, "exchange": Forwards(heads=2), "attention": Forwards(2, 2)}
-"""By what `memory.recompute` says is made again of a checkpointed layer's attention."""
+"""By `memory.recompute`: which part of a checkpointed layer's attention is computed again."""
 
 
 @dataclass(frozen=True)
