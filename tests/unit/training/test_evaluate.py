@@ -14,7 +14,7 @@ from torch import nn
 from tests.support.data_cases import TOKENIZER, write_lengths, write_lines
 from uspft.commands.summary import summary
 from uspft.config import Recipe, load
-from uspft.config.recipe import DataBlock, Source
+from uspft.config.inputs import DataBlock, Source
 from uspft.data import Corpus, DataError, prepare_sets
 from uspft.job import Job
 from uspft.metrics import Journal, RunDisplay

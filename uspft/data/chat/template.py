@@ -20,7 +20,7 @@ from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records.known_fields import ROLES
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 TABLE = Path(__file__).with_name("marked_templates.yaml")
 

@@ -25,7 +25,7 @@ from uspft.durable import publish
 from uspft.lease import Lease, is_abandoned
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 VERSION = 5  # raise it with every change that gives other tokens for the same data
 SKIPPED = "skip, and read on, strings with a NUL or a byte-order mark too"

@@ -17,7 +17,7 @@ from uspft.data.records.other_fields import in_yaml
 from uspft.data.samples import NOT_TRAINED, Sample
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock, Source
+    from uspft.config.inputs import DataBlock, Source
 
 
 @dataclass

@@ -27,7 +27,7 @@ from uspft.data.records.reader import pair_notes, read
 from uspft.data.samples import Record
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock, Source
+    from uspft.config.inputs import DataBlock, Source
 
 RECORDS = 100
 """How many records of each file are looked at."""

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from uspft.config import Recipe
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 Progress = Callable[[int, int], None]
 """progress(done, total): bytes of files and records of hub data sets."""

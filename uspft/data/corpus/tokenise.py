@@ -26,7 +26,7 @@ from uspft.data.faults import DataError, SampleFault, wrong_key
 from uspft.data.samples import NOT_TRAINED, Record, Rendered, Sample
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 KEY = "model.tokenizer"
 VOCABULARIES = (

@@ -25,7 +25,7 @@ from uspft.data.samples import Entry, Record, Sample
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 _BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from uspft.data.faults import SHOWN_PLACES, grouped
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock, Source
+    from uspft.config.inputs import DataBlock, Source
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 STDLIB = "python:stdlib"

@@ -19,7 +19,7 @@ from uspft.data.samples import Entry
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
-    from uspft.config.recipe import Source
+    from uspft.config.inputs import Source
     from uspft.data.files.sources import SourceFile
 
 _HASH_RECORDS = 1000

@@ -136,7 +136,7 @@ def lives(process: int) -> bool:
 ENDED = f"""
 import os, signal, sys
 from pathlib import Path
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import prepare
 from uspft.data.corpus import workers
 workers.WORTH_PROCESSES, workers.EACH_PROCESS, workers.BATCH_RECORDS = 0, 1, 3

@@ -15,7 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.data_cases import TOKENIZER, block, faults_of, source
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import Corpus, DataError, first_look, prepare, read_report
 from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.files import json_files, readers
