@@ -27,11 +27,11 @@ from uspft.model.linear import believe_linear_layers
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.tile_sizes import tile_tokens
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.fill import fill
+from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
-from uspft.planner.chunks import cut_of
-from uspft.planner.stages import schedule_of
+from uspft.planner.stages import cut_of, schedule_of
 from uspft.switching.deal.dealing import training_loader
 from uspft.switching.move.moving import MovingEngine
 from uspft.world import World, live_worlds
@@ -85,7 +85,7 @@ def assemble(
     cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
     worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
     world = worlds[-1]  # of the longest rows
-    by_degree = sorted(worlds, key=lambda one: one.layout.held)
+    by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # the last is how weights are held
     most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
 

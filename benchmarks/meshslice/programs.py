@@ -16,7 +16,7 @@ from math import lcm, sqrt
 from benchmarks.meshslice.events import Task
 from benchmarks.meshslice.torus import ELEMENT_BYTES, Axis, Moved, Torus
 from uspft.planner.machine import product_bytes
-from uspft.planner.mesh_products import Flow, flow_sides
+from uspft.planner.mesh import Flow, flow_sides
 
 AXES: tuple[Axis, Axis] = ("row", "column")
 SCATTERED: Mapping[Flow, Axis | None] = {"output": None, "left": "row", "right": "column"}

@@ -23,7 +23,7 @@ from benchmarks.meshslice.simulate import (
     slices_on,
     tuned,
 )
-from uspft.planner.mesh_products import FLOWS
+from uspft.planner.mesh import FLOWS
 
 CHIPS = (16, 32, 64, 128, 256)
 LINKS = (("fast", "fast"), ("fast", "slow"), ("slow", "fast"), ("slow", "slow"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.meshslice.programs import Product
 from benchmarks.meshslice.torus import ELEMENT_BYTES
 from uspft.layout import Layout
-from uspft.planner.mesh_products import FLOWS, MeshProduct, Stationary, kept_of
+from uspft.planner.mesh import FLOWS, MeshProduct, Stationary, kept_of
 from uspft.planner.products import ProductShape
 
 SEQUENCE = 2048

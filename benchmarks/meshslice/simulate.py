@@ -16,9 +16,7 @@ from benchmarks.meshslice.programs import AXES, Product, cannon, meshslice, summ
 from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, mesh_product
 from benchmarks.meshslice.torus import MEMORY_BYTES_PER_SECOND, Axis, Torus
 from uspft.families import ModelShape
-from uspft.planner.mesh_products import MeshProduct, Stationary
-from uspft.planner.mesh_step import product_part
-from uspft.planner.mesh_tuner import best_slices
+from uspft.planner.mesh import MeshProduct, Stationary, best_slices, product_part
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 

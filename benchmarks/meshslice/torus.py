@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from uspft.layout import Layout
-from uspft.planner.links import Link
-from uspft.planner.machine import Hardware
+from uspft.planner.machine import Hardware, Link
 
 Axis = Literal["row", "column"]
 """Along a mesh row (its chips differ in the mesh column), or along a mesh column."""

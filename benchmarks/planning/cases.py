@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.families import ModelShape
 from uspft.layout import Layout
+from uspft.planner.attention_step import attention_one_way
 from uspft.planner.machine import Hardware
-from uspft.planner.step import attention_one_way, step_time
+from uspft.planner.step import step_time
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm

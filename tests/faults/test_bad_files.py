@@ -131,7 +131,7 @@ def checkpoint_of(ground: Ground) -> Path:
     """A checkpoint of the recipe as it stands, as far as its identity goes."""
     from uspft.checkpoint.identity import BASE, CONTENTS, identity_of
     from uspft.data import Corpus, prepare
-    from uspft.parameters.digest import base_digest
+    from uspft.parameters.source import base_digest
     from uspft.prepare.examine import examine
 
     recipe = examine(ground.path, [], 1, None).recipe

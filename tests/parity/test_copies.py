@@ -31,7 +31,8 @@ from uspft.model.copies import LayerInCopies
 from uspft.model.divided import PartLinear
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.objective.causal import Causal
-from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.fill import fill
+from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
 from uspft.sequence import make_algorithm
 from uspft.tensor.interleaved import Crossing, GradientSum

@@ -24,9 +24,9 @@ from uspft.comm import Books
 from uspft.layout import Layout
 from uspft.mesh import Groups, make_mesh
 from uspft.parameters import counting
+from uspft.parameters.fill import generator
 from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders
-from uspft.parameters.source import generator
 
 ROW, ROWS = 24, 4
 RING = {"context_parallel_algo": "ring_cp"}

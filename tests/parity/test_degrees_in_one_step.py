@@ -44,7 +44,7 @@ from tests.support.ranks import spawn
 from tests.support.stages import FULLY
 from uspft.model.parallel import vocabulary_of
 from uspft.parameters.shards import used_of_stored, used_ranges
-from uspft.planner.flops import step_flops
+from uspft.planner.products import step_flops
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -36,10 +36,10 @@ from tests.support.known import (
     values,
 )
 from tests.support.ranks import spawn
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.parameters.digest import base_digest
+from uspft.parameters.source import base_digest
 
 STEPS = 2
 STAGES, BESIDE = Layout(data=2, pipeline=2), Layout(mesh_columns=2, pipeline=2)
@@ -176,7 +176,8 @@ def resumed(rank: int, folder: Path, pairs: dict[Case, Case]) -> dict[Case, Any]
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights import CheckpointWeights
-    from uspft.parameters.source import FolderWeights, SplitWeights
+    from uspft.parameters.fill import SplitWeights
+    from uspft.parameters.source import FolderWeights
 
     faulthandler.dump_traceback_later(200, exit=True)
     groups, found = Groups(), {}

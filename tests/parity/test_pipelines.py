@@ -119,7 +119,7 @@ def left_out(what: str) -> AbstractContextManager[Any]:
     first = property(lambda mesh: mesh.layout.coordinates(mesh.rank)["mesh_columns"] == 0)
     return {
         "begin_accumulation": patch("uspft.engine.pipelined.begin_accumulation", nothing),
-        "TiedTable.add": patch("uspft.engine.tied.TiedTable.add", nothing),
+        "TiedTable.add": patch("uspft.engine.replicas.TiedTable.add", nothing),
         "Pipeline.updated": patch("uspft.engine.pipelined.Pipeline.updated", nothing),
         "counting.is_counted": patch("uspft.parameters.counting.is_counted", no),
         "all_reduce of the norm": patch(

@@ -134,7 +134,7 @@ def in_one_process(rank: int, folder: Path) -> list[Any]:
 
 def drawn(rank: int) -> Any:
     """Weights from the seed: who draws whole tensors, and what comes together of the parts."""
-    from uspft.parameters.source import RandomWeights
+    from uspft.parameters.fill import RandomWeights
 
     class Draws(RandomWeights):
         def __init__(self) -> None:

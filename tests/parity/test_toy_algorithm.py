@@ -18,7 +18,7 @@ from tests.support.runs import run_recipe, small_recipe
 from uspft.config import RecipeError
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.config.messages import schema_of
-from uspft.planner.layouts import candidates
+from uspft.planner.ways import candidates
 from uspft.prepare.examine import examine
 from uspft.prepare.layout_findings import layout_findings
 from uspft.segments import Segments

@@ -22,8 +22,8 @@ from uspft.layout import Layout
 from uspft.mesh import Groups, make_mesh
 from uspft.objective.causal import LOSS as LOSS_TERM
 from uspft.objective.causal import ROUTERS
+from uspft.parameters.fill import generator
 from uspft.parameters.shards import Holders, MatrixSplit, Shards
-from uspft.parameters.source import generator
 from uspft.tensor.megatron import Megatron
 
 LAYERS, RATE, CLIP, DECAY = 4, 1e-2, 0.5, 0.1

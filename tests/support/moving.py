@@ -143,7 +143,8 @@ def started(
     from uspft.model.parallel import shards_of, split_model
     from uspft.model.recompute import recompute_layers
     from uspft.objective import TrainedModel, make_objective
-    from uspft.parameters.fill import fill, shapes_of
+    from uspft.parameters.fill import fill
+    from uspft.parameters.names import shapes_of
     from uspft.parameters.shards import Holders
     from uspft.switching.move.moving import MovingEngine
 

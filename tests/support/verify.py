@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config import Recipe
-from uspft.planner.layouts import Candidate, candidates
+from uspft.planner.ways import Candidate, candidates
 from uspft.prepare.layout_findings import layout_findings
 from uspft.verify.work import Difference, Measured, Result
 

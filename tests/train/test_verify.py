@@ -20,7 +20,7 @@ from tests.support.ranks import spawn
 from tests.support.runs import VOCABULARY, job_of, small_recipe
 from uspft.families import ModelShape, read_shape
 from uspft.planner.memory import USABLE_SHARE
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 from uspft.prepare.make_verify_job import sizes_of
 from uspft.verify.gradients import GradientFile
 from uspft.verify.inject import FAULTS
@@ -81,7 +81,7 @@ def alone(rank: int, folder: Path) -> None:
 
 def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool, str]]:
     """(case, fault) → whether the verdict is as it must be, and the table."""
-    from uspft.planner.layouts import candidates
+    from uspft.planner.ways import candidates
     from uspft.prepare.known import Known
     from uspft.prepare.layout_findings import layout_findings
     from uspft.prepare.make_verify_job import with_layers

@@ -18,18 +18,12 @@ import torch
 import torch.distributed as dist
 
 from uspft.blocks import Block, Mask
-from uspft.calibration.points import (
-    AttentionPoint,
-    HidingPoint,
-    LinkPoint,
-    Points,
-    ProductPoint,
-)
+from uspft.calibration.fits import AttentionPoint, HidingPoint, LinkPoint, Points, ProductPoint
 from uspft.comm import Books, Group, Move, largest, shift
 from uspft.kernels import Kernel
 from uspft.launcher import host_memory
 from uspft.mesh import Groups
-from uspft.planner.links import COLLECTIVES, SUMS, Collective
+from uspft.planner.machine import COLLECTIVES, SUMS, Collective
 
 KIB, MIB = 1 << 10, 1 << 20
 TRIALS, MOST_CALLS = 3, 100

@@ -24,13 +24,11 @@ from uspft.model.adapter import AdapterStart, adapter_of, merge_order, merged, t
 from uspft.model.build import choose_trained, empty_model, trained_parameters
 from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import language_config
-from uspft.parameters.digest import base_digest
 from uspft.parameters.experts import corrections
-from uspft.parameters.fill import places
-from uspft.parameters.grown import GrownWeights, table_names
-from uspft.parameters.names import is_adapter
+from uspft.parameters.fill import RandomWeights, SplitWeights
+from uspft.parameters.names import is_adapter, places
 from uspft.parameters.part import Part
-from uspft.parameters.source import FolderWeights, RandomWeights, SplitWeights, Weights
+from uspft.parameters.source import FolderWeights, GrownWeights, Weights, base_digest, table_names
 
 WeightsOf = Callable[[ModelBlock, int, Any, Checkpoint | None], Weights]
 """The type of `weights_of`, and of a function that takes its place."""
@@ -169,8 +167,8 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
 
 
 def _config(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Read the config in a checkpoint's `model` folder: that of the model which trains, and what
-    the file says. Raises CheckpointError."""
+    """Read a checkpoint's config.json: the config of the language model, and the file's own fields.
+    Raises CheckpointError."""
     try:
         return language_config(folder), json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError, LookupError) as error:

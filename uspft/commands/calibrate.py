@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from uspft.calibration.fits import as_yaml, fitted
-from uspft.calibration.points import Points
+from uspft.calibration.fits import Points, as_yaml, fitted
 from uspft.calibration.sweeps import SIZES, Bench, Says, measure
 from uspft.comm import said_by_all
 from uspft.commands.rank import joined, ranks_of_host, start_ranks
@@ -28,8 +27,7 @@ from uspft.mesh import Groups
 from uspft.planner.machine import read_hardware
 from uspft.prepare.examine import examine
 from uspft.prepare.files import not_writable
-from uspft.prepare.gpus import require_here
-from uspft.prepare.invocation import CONFIGS, Invocation
+from uspft.prepare.host import CONFIGS, Invocation, require_here
 from uspft.prepare.known import STANDS_IN, shipped
 from uspft.prepare.output import output_of
 

@@ -19,7 +19,7 @@ from uspft.commands.plan_pages import (
     shown,
     switching_lines,
 )
-from uspft.commands.plan_timeline import as_picture, in_characters
+from uspft.commands.plan_timeline import as_picture, in_characters, timeline_of
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
 from uspft.config.messages import closest
@@ -27,20 +27,18 @@ from uspft.config.problems import UsageError, counted
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.layout import Layout
-from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.mesh_tuner import Tuning
+from uspft.planner.mesh import Tuning
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import StepShape
-from uspft.planner.timeline import timeline_of
+from uspft.planner.ways import in_recipe
 from uspft.prepare.examine import Examined
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
-from uspft.prepare.model import examine_model, must_be_built
-from uspft.prepare.tokenizer import tokenizer_here
+from uspft.prepare.model import examine_model, must_be_built, tokenizer_here
 from uspft.prepare.weigh_strategies import has_strategies, sample_of, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 

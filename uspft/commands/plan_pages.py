@@ -13,10 +13,9 @@ from uspft.config.algorithms import AUTO
 from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.auto import ROWS, STAGE
-from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.rank import Ranked, Ranking
+from uspft.planner.rank import ROWS, STAGE, Ranked, Ranking
+from uspft.planner.ways import in_recipe
 from uspft.switching.choose.choice import SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
 from uspft.switching.choose.layout_set import LayoutSet

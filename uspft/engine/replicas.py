@@ -1,7 +1,14 @@
-"""The ranks that hold the same parameters, as DeepSpeed is told of them, and their gradients.
+"""Parameters that several ranks hold, as DeepSpeed 0.19 is told of them, and their gradients.
 
-The "model parallel unit" names their groups; hooks make the gradients of what several tensor ranks
-hold one inside the backward pass. How often each is counted, parameters/counting.py says.
+The "model parallel unit" names the groups of ranks; hooks make the gradients of what several tensor
+ranks hold one inside the backward pass. How often each is counted, parameters/counting.py says.
+
+Experts are held by fewer ranks than the rest. DeepSpeed has groups of ranks for experts of its own
+kind, which it looks up by a name. Stages 1 and 2 take them for groups of parameters that say so, if
+a module of its own kind is there to be seen; stage 3 asks each parameter, before it is partitioned,
+and takes the word of its own AutoEP. It then averages over the ranks that hold the same experts and
+divides by as many as hold the same of the rest, so that no loss has another scale. Upstream range:
+deepspeed >= 0.19, < 0.20. tests/parity/test_holders.py fails when upstream changes.
 """
 
 from __future__ import annotations
@@ -9,6 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from uspft.comm import sum_over
@@ -18,6 +29,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from uspft.comm import Group
+    from uspft.engine.mail import Lines
     from uspft.parameters.shards import Holders
     from uspft.world import World
 
@@ -105,3 +117,156 @@ def mpu_of(holders: Holders) -> Mpu | None:
     DeepSpeed then uses its own group of all ranks.
     """
     return Mpu(holders) if counting.norm_group(holders).size > 1 else None
+
+
+_TABLES = (
+    groups._EXPERT_PARALLEL_GROUP,
+    groups._EXPERT_PARALLEL_GROUP_RANKS,
+    groups._EXPERT_DATA_PARALLEL_GROUP,
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+)
+"""By a name: the ranks that divide experts, and those that hold the same of them."""
+
+
+def _name(holders: Holders) -> str:
+    return f"ep_size_{holders.experts.size}"
+
+
+def mark_for_partition(named: Mapping[str, nn.Parameter], holders: Holders) -> None:
+    """Tell ZeRO-3 which ranks divide experts, before it partitions these parameters."""
+    for name in named.keys() & holders.shards.experts.keys():
+        one: Any = named[name]
+        one.ds_zero_partition_process_group = holders.alike.handle
+        one.ds_zero_placement_family = "autoep_expert"
+        one.ds_zero_partition_group_name = _name(holders)
+
+
+class ExpertSets:
+    """The sets of ranks that divide experts, as DeepSpeed keeps them for the process.
+
+    All of it does nothing where no parameter is divided so.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], holders: Holders, stage: int) -> None:
+        """Take the place in DeepSpeed's tables, and mark parameters for stages 1 and 2.
+
+        named: those of which this rank holds some. Raises ValueError for what DeepSpeed computes
+        wrong.
+        """
+        self._here = [named[name] for name in named if name in holders.shards.experts]
+        self._name, self._stage = _name(holders), stage
+        if not holders.shards.experts:
+            return
+        if stage == 0:  # it clips by the norm of a rank's own experts
+            raise ValueError("experts are divided under ZeRO 1, 2 and 3, not 0")
+        divide, same = holders.experts, holders.alike
+        found = divide.handle, list(divide.ranks), same.handle, list(same.ranks)
+        for table, value in zip(_TABLES, found, strict=True):
+            table[self._name] = value
+        for parameter in self._here if stage < 3 else ():
+            parameter.allreduce, parameter.group_name = False, self._name  # type: ignore[attr-defined]
+
+    def set_apart(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Give trained experts parameter groups of their own, and the module a `_Sign` of them."""
+        trained = {id(one) for one in self._here if one.requires_grad}
+        if self._stage == 3 or not trained:
+            return
+        found: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            for is_expert in (False, True):
+                members = [p for p in group["params"] if (id(p) in trained) == is_expert]
+                named = {"moe": True, "name": self._name} if is_expert else {}
+                found += [{**group, "params": members, **named}] if members else []
+        optimizer.param_groups[:] = found
+        module.experts_are_divided = _Sign()
+
+    def close(self) -> None:
+        """Leave DeepSpeed's tables."""
+        for table in _TABLES:
+            table.pop(self._name, None)
+
+
+class _Sign(MoE):
+    """A module that computes nothing and shows DeepSpeed that the model has experts."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = 0
+
+    def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class TiedTable:
+    """A table of embeddings that is the head's too, where a pipeline's last stage is not the first.
+
+    The first stage holds and trains it. The last one has a copy, no parameter: the sum of its
+    gradients goes to the first stage before the step's last backward there, and the table's values
+    come back after each update.
+    """
+
+    def __init__(
+        self,
+        table: nn.Parameter,
+        size: tuple[int, ...],
+        lines: Lines,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """table: the parameter, of no elements but on the first rank. size: of the part that ranks
+        hold. lines: between the ranks along the pipeline. device: of the copy; the table comes
+        there when an engine takes its module."""
+        self._table, self._size, self._lines = table, size, lines
+        self._dtype, self._device = dtype, device
+        self._came: Tensor | None = None
+        self._sum: Tensor | None = None
+        self.copy: Tensor | None = None
+        """What the last rank's head uses."""
+        trains = table.requires_grad
+        self._is_first = lines.group.index == 0
+        if self._is_first and trains:
+            table.register_hook(self._with_other)
+        if lines.group.index == lines.group.size - 1:
+            self.copy = torch.zeros(size, dtype=dtype, device=device, requires_grad=trains)
+            if trains:
+                self.copy.register_post_accumulate_grad_hook(self._collect)
+
+    def buffer(self) -> Tensor:
+        """Return memory for the copy's gradient."""
+        return torch.empty(self._size, dtype=torch.float32, device=self._device)
+
+    def _collect(self, copy: Tensor) -> None:
+        assert copy.grad is not None
+        self._sum = copy.grad.float() if self._sum is None else self._sum.add_(copy.grad)
+        copy.grad = None
+
+    def gradient(self) -> Tensor:
+        """Return the sum of the copy's gradients in this step, once."""
+        found, self._sum = self._sum, None
+        assert found is not None
+        return found
+
+    def add(self, gradient: Tensor) -> None:
+        """Add the copy's gradient to the table's, in the backward to come."""
+        self._came = gradient
+
+    def _with_other(self, gradient: Tensor) -> Tensor:
+        if self._came is None:
+            return gradient
+        found, self._came = gradient + self._came.to(gradient.dtype), None
+        return found
+
+    def spread(self, stage: int) -> None:
+        """Give the copy the table's values; collective. stage: ZeRO's."""
+        if self._is_first and stage == 3:
+            with deepspeed.zero.GatheredParameters([self._table]):
+                self._send()
+        elif self._is_first:
+            self._send()
+        elif self.copy is not None:
+            with torch.no_grad():
+                self._lines.receive(0, self.copy)()
+
+    def _send(self) -> None:
+        last = self._lines.group.size - 1
+        self._lines.send(last, self._table.detach().contiguous()).wait()

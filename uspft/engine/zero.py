@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from uspft.comm import largest, total
 from uspft.engine.deepspeed_config import deepspeed_config
-from uspft.engine.expert_sets import ExpertSets, mark_for_partition
 from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import compare_traces_within, forget_mpu, judge_norm, sum_norm_once
-from uspft.engine.replicas import Replicas, mpu_of
+from uspft.engine.replicas import ExpertSets, Replicas, mark_for_partition, mpu_of
 from uspft.engine.state import adamw, start_moments
 from uspft.engine.step import (
     Engine,

@@ -1,11 +1,17 @@
 """What is known of each model type, and which models are refused; no torch."""
 
-from uspft.families.blocks import Blocks, expert_layers, layer_blocks
+from uspft.families.layers import (
+    Blocks,
+    StateSizes,
+    expert_layers,
+    layer_blocks,
+    layer_windows,
+    state_layers,
+    state_sizes,
+)
 from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
-from uspft.families.states import StateSizes, state_layers, state_sizes
 from uspft.families.table import FAMILIES, NO_KEYS
-from uspft.families.windows import layer_windows
 
 __all__ = [
     "FAMILIES",

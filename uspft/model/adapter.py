@@ -20,9 +20,10 @@ from uspft.config.problems import Fault
 from uspft.model.dropout import TokenDropout, token_words
 from uspft.model.recompute import before_each_run
 from uspft.parameters.experts import INPUTS_FIRST, expert_words, is_experts, is_router
+from uspft.parameters.fill import generator
 from uspft.parameters.names import ADAPTER, BESIDE, is_adapter, plain_name
 from uspft.parameters.part import Part
-from uspft.parameters.source import Weights, generator
+from uspft.parameters.source import Weights
 
 if TYPE_CHECKING:
     from uspft.config.inputs import AdapterBlock

@@ -22,14 +22,13 @@ from uspft.model.adapter import add_lora
 from uspft.model.attention import NAME
 from uspft.model.linear import bind_linear_layers
 from uspft.parameters.experts import CORRECTION, corrections, is_experts, is_router
-from uspft.parameters.grown import table_names
 from uspft.parameters.names import plain_name
-from uspft.parameters.source import FolderWeights, WeightsError
+from uspft.parameters.source import FolderWeights, WeightsError, table_names
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from uspft.config.recipe import ModelBlock
+    from uspft.config.inputs import ModelBlock
 
 CPU = torch.device("cpu")
 

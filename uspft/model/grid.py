@@ -26,8 +26,7 @@ from uspft.model.parallel import (
     table_of,
 )
 from uspft.model.recompute import before_each_run
-from uspft.parameters.fill import places
-from uspft.parameters.names import plain_name
+from uspft.parameters.names import places, plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
 from uspft.tensor.parts import cut, part_index, part_range
 from uspft.tensor.sums import summed

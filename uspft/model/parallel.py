@@ -44,8 +44,7 @@ from uspft.model.hf_config import heads_of
 from uspft.model.linear import divide_states
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
-from uspft.parameters.fill import places
-from uspft.parameters.names import plain_name
+from uspft.parameters.names import places, plain_name
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
 from uspft.tensor.parts import Range, cut, part_index, part_range
 

@@ -14,7 +14,7 @@ from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.staged import is_table, ranks_of
 from uspft.model.tile_sizes import mlp_tile_tokens
 from uspft.model.tiles import inner_features, work_in_tiles
-from uspft.parameters.fill import shapes_of
+from uspft.parameters.names import shapes_of
 from uspft.pipeline.stages import Stages, first_layers
 
 if TYPE_CHECKING:

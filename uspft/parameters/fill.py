@@ -1,20 +1,25 @@
-"""The filling of a module on meta, one parameter after another, partitioned at once in ZeRO-3."""
+"""The filling of a module on meta, one parameter after another, partitioned at once in ZeRO-3, with
+values of files or drawn from the seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from uspft.parameters.names import plain_name
-from uspft.parameters.part import Part, Shape
+from uspft.families.table import FAMILIES
+from uspft.parameters.experts import is_experts, is_router
+from uspft.parameters.names import places, plain_name
+from uspft.parameters.part import Part
+from uspft.parameters.source import Weights, WeightsError
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Holders
-    from uspft.parameters.source import Weights
 
 BATCH_BYTES = 1 << 28
 """Bytes of parameters that are whole on a rank at one time while a ZeRO-3 model is filled.
@@ -27,24 +32,6 @@ Partition = Callable[[dict[str, nn.Parameter]], None]
 
 Those of which this rank holds nothing are not among them.
 """
-
-
-def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Return every parameter by its first name in files, with all its (module, attribute) places.
-
-    Tied parameters have several places.
-    """
-    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
-            found.setdefault(id(parameter), (name, parameter, []))[2].append((module, attribute))
-    return {name: (parameter, owners) for name, parameter, owners in found.values()}
-
-
-def shapes_of(model: nn.Module) -> dict[str, Shape]:
-    """Return the whole shape of every parameter of a model on meta, by its name in files."""
-    return {name: tuple(parameter.shape) for name, (parameter, _) in places(model).items()}
 
 
 def fill(
@@ -96,3 +83,93 @@ def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """Return a generator whose draws are a function of the seed and a parameter's name alone."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class RandomWeights:
+    """Random weights as a function of the seed and each parameter's name alone.
+
+    They are drawn as transformers initialises them: projections, embeddings, experts and their
+    routers are normal(0, initializer_range), and so are attention's sinks and a router's bias. The
+    padding token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0. Of
+    a gated delta net the convolution is normal too, and `decays` says how its gates start.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, std: float) -> None:
+        # Of a projection and its adapter's wrapper, which share a name, the projection comes last.
+        self._modules = {plain_name(name): module for name, module in model.named_modules()}
+        self._seed, self._std = seed, std
+        self._config: Any = getattr(model, "config", None)
+        kind = getattr(self._config, "model_type", None)
+        self._norm = FAMILIES[kind].norm_start if kind in FAMILIES else 1.0
+
+    def draws(self, name: str) -> bool:
+        return True
+
+    def read(self, name: str, part: Part) -> Tensor:
+        return part.cut(self.draw(name, part.shape))
+
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        owner, _, kind = name.rpartition(".")
+        module = self._modules[owner]
+        routes = is_router(module)
+        if kind in ("A_log", "dt_bias"):
+            return decays(kind, shape, generator(self._seed, name), self._config)
+        if kind.endswith("bias") and not routes:
+            return torch.zeros(shape)
+        projects = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d)
+        if projects or routes or kind == "sinks" or is_experts(name):
+            source = generator(self._seed, name)
+            value = torch.empty(shape).normal_(0.0, self._std, generator=source)
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None:
+                value[padding] = 0.0
+            return value
+        of = type(module).__name__.lower()
+        if kind.endswith("scale") and of.endswith("router"):
+            return torch.ones(shape)
+        if len(shape) == 1 and "norm" in of:
+            return torch.full(shape, 1.0 if of.endswith("gated") else self._norm)
+        what = f"no rule to initialise {name} of {type(module).__name__}"
+        raise WeightsError(what, "name a folder with weights")
+
+
+def decays(kind: str, shape: tuple[int, ...], source: torch.Generator, config: Any) -> Tensor:
+    """Return a new `A_log` or `dt_bias` of a gated delta net, as transformers starts it.
+
+    Both are drawn from ranges that OLMo Hybrid's config has; elsewhere A is uniform(0.01, 16) and
+    the bias of the step is 1.
+    """
+    least, most = (
+        getattr(config, "linear_a_log_min", 0.01),
+        getattr(config, "linear_a_log_max", 16.0),
+    )
+    if kind == "A_log":
+        return torch.empty(shape).uniform_(least, most, generator=source).log_()
+    if not hasattr(config, "linear_dt_min"):
+        return torch.ones(shape)
+    first, last = math.log(config.linear_dt_min), math.log(config.linear_dt_max)
+    step = torch.empty(shape).uniform_(first, last, generator=source).exp_()
+    step.clamp_(min=config.linear_dt_init_floor)
+    return step + torch.log(-torch.expm1(-step))  # softplus of it is the step
+
+
+class SplitWeights:
+    """Weights that take what trains from one source, and what is frozen from another."""
+
+    def __init__(self, trained: Collection[str], source: Weights, rest: Weights) -> None:
+        self._trained, self._source, self._rest = trained, source, rest
+
+    def draws(self, name: str) -> bool:
+        return self._of(name).draws(name)
+
+    def read(self, name: str, part: Part) -> Tensor:
+        return self._of(name).read(name, part)
+
+    def _of(self, name: str) -> Weights:
+        return self._source if name in self._trained else self._rest

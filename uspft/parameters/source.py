@@ -1,28 +1,31 @@
-"""The sources of parameters' values: safetensors files, or the seed."""
+"""The weights of a model's folder: read a part at a time, with tables that have grown, and told
+apart from others by a digest."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from uspft.config.problems import InputError, said
 from uspft.families.multimodal import own_name
-from uspft.families.table import FAMILIES
-from uspft.parameters.experts import Stored, find, fused_shapes, is_experts, is_router
+from uspft.parameters.experts import Stored, find, fused_shapes
 from uspft.parameters.mxfp4 import read_quantised, whole_shape
 from uspft.parameters.names import plain_name
 from uspft.parameters.part import Part, as_slices, read_boxes
+
+if TYPE_CHECKING:
+    from uspft.config.inputs import ModelBlock
+    from uspft.tensor.parts import Range
 
 
 class WeightsError(InputError):
@@ -245,91 +248,95 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
     return WeightsError(f"{path} cannot be read: {said(error)}", "copy or download it again")
 
 
-def generator(seed: int, name: str) -> torch.Generator:
-    """Return a generator whose draws are a function of the seed and a parameter's name alone."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+_ROWS = 4096
+"""How many rows are in memory at one time for the mean."""
 
 
-class RandomWeights:
-    """Random weights as a function of the seed and each parameter's name alone.
+def table_names(model: Any) -> set[str]:
+    """Return the names in files of a model's embedding and head, whose rows are tokens."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {id(module.weight) for module in modules if module is not None}
+    named = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name) for name, value in named if id(value) in tables}
 
-    They are drawn as transformers initialises them: projections, embeddings, experts and their
-    routers are normal(0, initializer_range), and so are attention's sinks and a router's bias. The
-    padding token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0. Of
-    a gated delta net the convolution is normal too, and `decays` says how its gates start.
+
+class GrownWeights:
+    """The weights of a folder, with its tables grown to the rows that the model has.
+
+    Each new row is the mean of the table's rows in the folder, as transformers starts new tokens
+    without noise (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models").
     """
 
-    def __init__(self, model: nn.Module, seed: int, std: float) -> None:
-        # Of a projection and its adapter's wrapper, which share a name, the projection comes last.
-        self._modules = {plain_name(name): module for name, module in model.named_modules()}
-        self._seed, self._std = seed, std
-        self._config: Any = getattr(model, "config", None)
-        kind = getattr(self._config, "model_type", None)
-        self._norm = FAMILIES[kind].norm_start if kind in FAMILIES else 1.0
+    def __init__(self, base: FolderWeights, tables: Collection[str]) -> None:
+        shapes = base.shapes()
+        self._base = base
+        self._tables = {name: shapes[name] for name in tables if name in shapes}
 
     def draws(self, name: str) -> bool:
-        return True
+        return False
 
     def read(self, name: str, part: Part) -> Tensor:
-        return part.cut(self.draw(name, part.shape))
+        stored = self._tables.get(name)
+        grows = stored and stored[0] < part.shape[0] and stored[1:] == part.shape[1:]
+        if not (stored and grows):
+            return self._base.read(name, part)
+        rows, columns = stored[0], part.ranges[1:]
 
-    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        owner, _, kind = name.rpartition(".")
-        module = self._modules[owner]
-        routes = is_router(module)
-        if kind in ("A_log", "dt_bias"):
-            return decays(kind, shape, generator(self._seed, name), self._config)
-        if kind.endswith("bias") and not routes:
-            return torch.zeros(shape)
-        projects = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d)
-        if projects or routes or kind == "sinks" or is_experts(name):
-            source = generator(self._seed, name)
-            value = torch.empty(shape).normal_(0.0, self._std, generator=source)
-            padding = getattr(module, "padding_idx", None)
-            if padding is not None:
-                value[padding] = 0.0
-            return value
-        of = type(module).__name__.lower()
-        if kind.endswith("scale") and of.endswith("router"):
-            return torch.ones(shape)
-        if len(shape) == 1 and "norm" in of:
-            return torch.full(shape, 1.0 if of.endswith("gated") else self._norm)
-        what = f"no rule to initialise {name} of {type(module).__name__}"
-        raise WeightsError(what, "name a folder with weights")
+        def held(ranges: tuple[Range, ...]) -> Tensor:
+            return self._base.read(name, Part(stored, (ranges, *columns)))
+
+        start: Tensor | None = None
+        pieces = []
+        for first, stop in part.ranges[0]:
+            if first < rows:
+                pieces.append(held(((first, min(stop, rows)),)))
+            if stop > rows:
+                start = _mean(held, rows) if start is None else start
+                pieces.append(start.expand(stop - max(first, rows), -1))
+        dtype = held(((0, 1),)).dtype
+        return torch.cat([piece.to(dtype) for piece in pieces])
 
 
-def decays(kind: str, shape: tuple[int, ...], source: torch.Generator, config: Any) -> Tensor:
-    """Return a new `A_log` or `dt_bias` of a gated delta net, as transformers starts it.
+def _mean(held: Any, rows: int) -> Tensor:
+    """Return the mean of all rows, [1, columns] in float64."""
+    total = 0.0
+    for first in range(0, rows, _ROWS):
+        total = total + held(((first, min(first + _ROWS, rows)),)).double().sum(0, keepdim=True)
+    assert isinstance(total, Tensor)
+    return total / rows
 
-    Both are drawn from ranges that OLMo Hybrid's config has; elsewhere A is uniform(0.01, 16) and
-    the bias of the step is 1.
+
+PIECE = 64
+"""How many bytes in the middle of every tensor are looked at: training changes every tensor."""
+
+
+def base_digest(block: ModelBlock) -> str:
+    """Return a digest of config.json, every tensor's name, type and shape, and a piece of each.
+
+    Where weights are random, it is of the config alone. Raises WeightsError, OSError.
     """
-    least, most = (
-        getattr(config, "linear_a_log_min", 0.01),
-        getattr(config, "linear_a_log_max", 16.0),
-    )
-    if kind == "A_log":
-        return torch.empty(shape).uniform_(least, most, generator=source).log_()
-    if not hasattr(config, "linear_dt_min"):
-        return torch.ones(shape)
-    first, last = math.log(config.linear_dt_min), math.log(config.linear_dt_max)
-    step = torch.empty(shape).uniform_(first, last, generator=source).exp_()
-    step.clamp_(min=config.linear_dt_init_floor)
-    return step + torch.log(-torch.expm1(-step))  # softplus of it is the step
+    if isinstance(block.config, dict):
+        text = json.dumps(block.config, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    source = Path(block.config or block.name_or_path or "")
+    file = source / "config.json" if source.is_dir() else source
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=16)
+    if block.config is None:
+        for name, what in sorted(_tensors(source)):
+            digest.update(name.encode() + what)
+    return digest.hexdigest()
 
 
-class SplitWeights:
-    """Weights that take what trains from one source, and what is frozen from another."""
-
-    def __init__(self, trained: Collection[str], source: Weights, rest: Weights) -> None:
-        self._trained, self._source, self._rest = trained, source, rest
-
-    def draws(self, name: str) -> bool:
-        return self._of(name).draws(name)
-
-    def read(self, name: str, part: Part) -> Tensor:
-        return self._of(name).read(name, part)
-
-    def _of(self, name: str) -> Weights:
-        return self._source if name in self._trained else self._rest
+def _tensors(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield each tensor's name in a folder's safetensors files, and the bytes to digest of it."""
+    for path in FolderWeights(folder).files:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            for name, entry in json.loads(file.read(length)).items():
+                if name == "__metadata__":
+                    continue
+                first, stop = entry["data_offsets"]
+                middle = max(first, (first + stop - PIECE) // 2)
+                file.seek(8 + length + middle)
+                shape = json.dumps([entry["dtype"], entry["shape"]]).encode()
+                yield name, shape + file.read(min(PIECE, stop - middle))

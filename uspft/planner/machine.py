@@ -9,13 +9,22 @@ equal shares of all ranks that send at the same time.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import lcm, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from uspft.config.document import bare, parse, places
+from uspft.config.messages import shown
 from uspft.config.problems import Fault, Origins, Problem, RecipeError, fault
 from uspft.config.types import (
+    As,
     Count,
     Fraction,
     NotNegative,
@@ -25,10 +34,231 @@ from uspft.config.types import (
     Text,
     validated,
 )
-from uspft.config.yaml.document import bare, parse, places
-from uspft.planner.flops import PEAK_BF16
-from uspft.planner.links import Collective, Link, Links
-from uspft.planner.spread import Spread
+from uspft.layout import AXES, HELD, Layout
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
+COLLECTIVES: tuple[Collective, ...] = (
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"),
+)
+SUMS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""Those whose rate across hosts depends on how many members of a group a host has."""
+
+LAUNCH_SECONDS, HOP_SECONDS = 15e-6, 1.5e-6
+"""What stands for a link of which a file says neither: 16 GPUs of two hosts take 46 µs for 8 bytes
+(github.com/NVIDIA/nccl/issues/1244), and 8 on PCIe 42 (issue 1530)."""
+
+
+def _by_number(value: Any) -> Any:
+    """Return a mapping of numbers of ranks to rates, whose keys are numbers in a file too."""
+    if not isinstance(value, Mapping) or not value:
+        raise fault(f"expected rates by a number of ranks, got {shown(value)}", "write {'2': 1e9}")
+    wrong = [ranks for ranks in value if not str(ranks).isdigit() or int(ranks) < 1]
+    if wrong:
+        what = [(str(ranks), f"expected a number of ranks, got {shown(ranks)}") for ranks in wrong]
+        raise Fault([(key, said, "write '2': 1e9") for key, said in what])
+    return {str(ranks): rate for ranks, rate in value.items()}
+
+
+_Rates = Annotated[
+    Mapping[int, float],
+    As(
+        Annotated[
+            dict[str, Positive],
+            BeforeValidator(_by_number),
+            AfterValidator(lambda found: {int(k): found[k] for k in sorted(found, key=int)}),
+        ]
+    ),
+]
+
+
+def rate_of(rates: Mapping[int, float], ranks: int) -> float:
+    """Return the rate of the largest number of ranks that is not above `ranks`, or else of the
+    smallest."""
+    return rates[max((known for known in rates if known <= ranks), default=min(rates))]
+
+
+class Link(RecipeBlock):
+    """The line of a transfer: launch + (messages that follow one another) × hop + bytes ÷ rate."""
+
+    launch_seconds: NotNegative = LAUNCH_SECONDS
+    """Seconds before a collective moves anything, whatever it moves."""
+    hop_seconds: NotNegative = HOP_SECONDS
+    """Seconds that ranks take to come together for one step of a ring."""
+    bytes_per_second: Positive
+    """Bytes that a rank sends in a second, in one direction."""
+    by_ranks: _Rates | None = None
+    """The same for groups of so many ranks, a host's groups all at once; null: one rate for all."""
+    host_by_members: _Rates | None = None
+    """Bytes that a host sends to others in a second in all-gathers and sums, by how many members of
+    a group it has, all its groups at once; null: as `host_bytes_per_second` says."""
+
+    def rate(self, ranks: int) -> float:
+        """Return the bytes per second of a rank in a group of so many."""
+        return rate_of(self.by_ranks, ranks) if self.by_ranks else self.bytes_per_second
+
+    def ring_seconds(self, ranks: int, shard_bytes: float, rate: float | None = None) -> float:
+        """Return the seconds of an all-gather or reduce-scatter in a ring of P ranks.
+
+        They are launch + (P − 1) · (hop + s ÷ rate), where s is the bytes of one rank's shard
+        (MeshSlice, formula 5).
+        """
+        return self.launch_seconds + (ranks - 1) * (
+            self.hop_seconds + shard_bytes / (rate or self.rate(ranks))
+        )
+
+
+class Links(Link):
+    """The links of one kind; a collective that was measured by itself has a line of its own."""
+
+    host_bytes_per_second: Positive | None = None
+    """Bytes that all ranks of a host together send to others; null: each has a card of its own."""
+    all_gather: Link | None = None
+    reduce_scatter: Link | None = None
+    all_reduce: Link | None = None
+    """Where it is null, an all-reduce is a reduce-scatter and an all-gather."""
+    all_to_all: Link | None = None
+    point_to_point: Link | None = None
+
+    def link(self, kind: Collective) -> Link:
+        """Return the line of a collective: its own, or else that of all."""
+        own: Link | None = getattr(self, kind)
+        return own or self
+
+    def of_host(self, kind: Collective, members: int) -> float | None:
+        """Return the bytes per second of a host that has so many members of each group, where they
+        are known."""
+        known = self.link(kind).host_by_members or self.host_by_members
+        return rate_of(known, members) if known else None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A group of ranks that exchange data, as the links between them see it."""
+
+    ranks: int
+    """Members of the group."""
+    per_host: int
+    """Members that a host holds; where hosts hold unequal numbers, the fewest, which send most of
+    what they send to other hosts."""
+    groups: int = 1
+    """Groups like this one with members on the same host, which all send at the same time."""
+    even: bool = True
+    """Whether every host holds as many members."""
+
+    @classmethod
+    def inside(cls, ranks: int) -> Spread:
+        """Return a group whose members are all on one host."""
+        return cls(ranks, ranks)
+
+    @classmethod
+    @cache
+    def of(cls, layout: Layout, axes: tuple[str, ...], ranks_per_host: int) -> Spread:
+        """Return the spread of a layout's groups whose members differ along `axes`.
+
+        Ranks are numbered host by host. Groups along neighbouring axes whose ranks fill hosts
+        evenly follow from their degrees and the ranks between two members; others are counted.
+        """
+        axis = _neighbouring(axes)
+        if axis is None:
+            return cls._counted(layout.groups(axes), ranks_per_host)
+        apart, size = layout.apart(axis)[0], prod(layout.apart(one)[1] for one in axes)
+        return cls._regular(apart, size, layout.ranks, ranks_per_host)
+
+    @classmethod
+    @cache
+    def _regular(cls, apart: int, size: int, ranks: int, host: int) -> Spread:
+        """Return the spread of groups of so many members, so many ranks apart."""
+        block = apart * size
+        inside = host % block == 0
+        if inside or (block % host == 0 and (host % apart == 0 or apart % host == 0)):
+            here = max(1, min(size, host // apart))
+            return cls(size, here, min(host, ranks) // here)
+        repeats = lcm(block, host)
+        some = range(0, repeats if ranks % repeats == 0 else ranks, block)
+        return cls._counted(
+            [range(first + n, first + block, apart) for first in some for n in range(apart)], host
+        )
+
+    @classmethod
+    def _counted(cls, every: Sequence[Sequence[int]], host: int) -> Spread:
+        hosts = [Counter(rank // host for rank in group) for group in every]
+        beside = Counter(host for group in hosts for host in group)
+        counts = {count for group in hosts for count in group.values()}
+        return cls(len(every[0]), min(counts), max(beside.values()), len(counts) == 1)
+
+    @property
+    def spans_hosts(self) -> bool:
+        return self.per_host < self.ranks
+
+    @property
+    def by_host(self) -> tuple[Spread, Spread] | None:
+        """Return the members of a host, and those in one place on every host, where each host has
+        as many of several; what is collected then goes by hosts (comm.gather_over)."""
+        if not self.spans_hosts or self.per_host == 1 or not self.even:
+            return None
+        across = Spread(self.ranks // self.per_host, 1, self.groups * self.per_host)
+        return Spread.inside(self.per_host), across
+
+    @property
+    def share_across(self) -> float:
+        """The share of what a member sends to the others in equal parts that leaves its host."""
+        return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0
+
+
+def _neighbouring(axes: Sequence[str]) -> str | None:
+    """Return the fastest-varying of axes that follow one another, or None where they do not."""
+    for order in (AXES, HELD):
+        places = sorted(order.index(axis) for axis in axes if axis in order)
+        if len(places) == len(axes) and places == list(range(places[0], places[0] + len(places))):
+            return order[places[0]]
+    return None
+
+
+PEAK_BF16 = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "B100": 1.75e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L20": 119.5e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+"""Dense 16-bit matrix FLOP/s from the makers' data sheets, by words of the device's name.
+
+Where a name begins with another one, the longer name stands first. Hardware files name a row: a
+run's MFU needs the peaks of many devices, and only some of them are in a cluster that a file
+describes.
+"""
+
+OTHER = r" (?:Ti|D|Laptop)\b|.*\bMIG\b"
+"""The pattern that, after a device's name, marks a slower or faster relative, or a slice of it."""
+
+
+def device_of(device_name: str) -> str | None:
+    """Return the words of the table that a device's name holds, or None (a CPU, a new GPU)."""
+    for words in PEAK_BF16:
+        if re.search(rf"(?<!\w){words}(?!\w|{OTHER})", device_name):
+            return words
+    return None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's 16-bit peak, or None where it is not known."""
+    words = device_of(device_name)
+    return PEAK_BF16[words] if words else None
+
 
 _SUM_BYTES = 4
 """Of an element of a sum of products."""
@@ -100,7 +330,7 @@ class Hardware(RecipeBlock):
     what: Annotated[Text, Field(title="what the cluster is")]
     sources: Annotated[tuple[Text, ...], Strict(False), Field(title="a list of sources")]
     device: Annotated[str, OneOf(lambda: {name: name for name in PEAK_BF16})] | None = None
-    """The GPU's name in the table of peaks (planner/flops.py), which has the FLOP/s."""
+    """The GPU's name in the table of peaks, which has the FLOP/s."""
     peak_flops: Positive | None = None
     """FLOP/s of matrix products where no table has them: of a CPU, the most that was measured."""
     kernel: Text | None = None

@@ -17,17 +17,15 @@ from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import LayerBytes, LayerSizes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.chunks import chunk_keys, chunk_multiple, each_chunk
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
-from uspft.planner.flops import cut_by_flops
 from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LayerKind, layer_kind, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, inner_features, layer_projections
-from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
-from uspft.planner.stages import schedule_of, stage_layers, stages_of
+from uspft.planner.stage_memory import ROUNDS, PassBytes, chunk_keys, each_chunk, rank_bytes
+from uspft.planner.stages import chunk_multiple, cut_by_flops, schedule_of, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.state_memory import StateHeads
 from uspft.planner.trained import (

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import (
     COLUMNS,
+    FUSED,
     GATED_QUERY,
     STATE_GATE,
     STATE_GATES,
@@ -238,3 +239,35 @@ def met_parameters(shape: ModelShape) -> int:
     )
     outside = [*outside_modules(shape).values()][1:2]  # neither look-up nor norm
     return layers + head_projection(shape).met + sum(one.met for one in outside)
+
+
+def step_flops(
+    parameters: int,
+    tokens: int,
+    attention_pairs: int,
+    heads: tuple[int, int, int],
+    *,
+    frozen: int = 0,
+) -> float:
+    """Return the forward and backward FLOPs of a step.
+
+    parameters: how many there are, frozen ones included, the embedding look-up left out. tokens:
+    tokens of the step. attention_pairs: the visible (query, key) pairs of one layer, which depend
+    on documents and on the causal mask. heads: layers, query heads, head dim. frozen: how many of
+    the parameters are frozen.
+
+    A parameter costs 6 FLOPs per token, or 4 where it is frozen and has no gradient of its own. A
+    pair costs 12 · heads · dim in each layer: 2 for each of two products forward and four backward.
+    """
+    layers, query_heads, dim = heads
+    products = 6.0 * parameters - 2.0 * frozen
+    return products * tokens + 12.0 * layers * query_heads * dim * attention_pairs
+
+
+def gathered_elements(model: ModelShape, tensor: int) -> float:
+    """Return how many elements of a token a tensor rank sends to those that share its key-value
+    head, one way; 0 where a head's matrices are not fused with others and thus held by each."""
+    if FAMILIES[model.model_type].projections is not FUSED or tensor <= model.kv_heads:
+        return 0.0
+    sharing = tensor / model.kv_heads
+    return 2 * model.head_dim * (sharing - 1) / sharing

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from uspft.families import NO_KEYS
+from uspft.job import ChunkPrices
 from uspft.layout import Layout
+from uspft.pipeline.schedules import PLAIN
 from uspft.planner.machine import Hardware
 from uspft.planner.step import forward_and_backward
 from uspft.planner.step_shape import StepPart, StepShape
 from uspft.planner.zero_time import hidden_behind, zero_in_each_pass
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
+from uspft.sequence.rows.spans import pairs
 
 
 class RowTime(NamedTuple):
@@ -57,3 +63,25 @@ def micro_step_seconds(
 
 def _seconds(parts: list[StepPart]) -> float:
     return sum(part.seconds - part.hidden for part in parts)
+
+
+def chunk_prices(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+) -> ChunkPrices:
+    """Return what a row's tokens and pairs of query and key take, by the cost model."""
+    step = replace(step, schedule=PLAIN)  # of whole rows
+    length = step.row.length
+    empty, full = Segments((0,), length), Segments.single(length)
+
+    def seconds(shape: StepShape, row: Segments) -> float:
+        return row_time(shape, layout, algorithm, hardware, row).row
+
+    def of_pairs() -> Iterator[tuple[int | None, float]]:
+        for window, layers in Counter(step.windows).items():
+            if window == NO_KEYS:
+                continue
+            one = replace(step, model=replace(step.model, layers=1), windows=(window,))
+            more = seconds(one, full) - seconds(one, empty)
+            yield window, layers * max(more, 0.0) / int(pairs(length, window))
+
+    return ChunkPrices(seconds(step, empty) / length, tuple(of_pairs()))

@@ -4,7 +4,7 @@ under way keep, what one that goes back needs beside, and messages (engine/pipel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from uspft.pipeline.schedules import Schedule, actions_of
 from uspft.pipeline.stages import Stages
-from uspft.planner.activations import LayerBytes
+from uspft.planner.activations import LayerBytes, LayerSizes
+from uspft.planner.state import WIDE
 
 SENT = 2
 """Sent tensors that a line to another rank keeps, until the next ones are sent."""
@@ -244,3 +245,32 @@ def _source(kind: str, stage: int, last: int, ranks: int) -> int:
 def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
     """Note what a line keeps. alone: nothing else does; what goes forward the backward needs."""
     lines[to] = [*lines.get(to, []), alone][-SENT:]
+
+
+def each_chunk(
+    tokens: Sequence[int], ring: int, taking: Callable[[float], PassBytes]
+) -> list[PassBytes]:
+    """Return what each chunk takes if it has as many tokens as the largest one.
+
+    tokens: of each. taking: with so many tokens of earlier ones behind each of its own. Where no
+    ring brings their keys together, one earlier chunk is at work at a time, however many there are.
+    """
+    before = accumulate(tokens[:-1], initial=0)
+    behind = [a / b if ring > 1 else float(a > 0) for a, b in zip(before, tokens, strict=True)]
+    known = {one: taking(one) for one in {*behind}}
+    return [known[one] for one in behind]
+
+
+def chunk_keys(layer: LayerSizes) -> ChunkKeys:
+    """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
+    hands on, whose gradient comes once that is done. layer: of that chunk."""
+    if layer.state:
+        of = layer.state.sizes
+        return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
+    how, seen = layer.sharing, 1.0
+    if how.window:
+        seen = min(1.0, how.window.keys / (how.tokens * how.ulysses))
+    pair = seen * how.bytes(2 * how.ulysses * how.widest[1])
+    # They are the attention's own, unless it keeps none, or an exchange has brought them together.
+    kept, wide = pair if layer.recompute or how.ulysses > 1 else 0.0, pair * WIDE / how.element
+    return ChunkKeys(kept, pair if how.ring == 1 else wide, wide)

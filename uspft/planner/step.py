@@ -10,41 +10,39 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
-from uspft.families import NO_KEYS, Blocks, ModelShape
+from uspft.families import NO_KEYS, Blocks
 from uspft.layout import COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
+from uspft.planner.attention_step import attention_parts, state_parts
 from uspft.planner.attention_work import (
-    AttentionWork,
     DrawnRows,
-    attention_of_row,
-    attention_of_sample,
-    in_chunks,
-    in_groups,
-    is_whole,
 )
-from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
-from uspft.planner.flops import cut_by_flops, step_flops
 from uspft.planner.layer_kinds import layer_kind
-from uspft.planner.links import Collective
-from uspft.planner.machine import Hardware
-from uspft.planner.mesh_step import mesh_parts
+from uspft.planner.machine import Collective, Hardware, Spread
+from uspft.planner.mesh import mesh_parts
 from uspft.planner.products import (
     SHARED_EXPERT,
     ProductShape,
+    gathered_elements,
     head_projection,
     met_parameters,
     parameters_of,
     projections_of_layers,
+    step_flops,
 )
-from uspft.planner.spread import Spread
-from uspft.planner.stages import links_of, message_bytes, stages_of
-from uspft.planner.state_step import state_parts
+from uspft.planner.stages import (
+    PipelineCosts,
+    PipelineWaits,
+    estimated,
+    links_of,
+    message_bytes,
+    stages_of,
+)
 from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime
-from uspft.planner.wire import gathered_elements, wire_of
 from uspft.planner.zero_time import (
     HeldBytes,
     held_bytes,
@@ -52,8 +50,7 @@ from uspft.planner.zero_time import (
     zero_in_each_pass,
     zero_once,
 )
-from uspft.sequence import Algorithm, Heads
-from uspft.sequence.rows.heads import split_heads
+from uspft.sequence import Algorithm
 
 Priced = TypeVar("Priced")
 
@@ -62,9 +59,6 @@ NOT_PREDICTED = (
     "host time: Python, reading data, launches that a device waits for",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
 )
-JOIN_BYTES = (18, 10)
-"""Read and written for each element of a query where what one arrival of keys gives is joined with
-what is there: forward (kernels/merge.py), and backward its gradient."""
 HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
 ROUNDING = 1e-9
@@ -114,7 +108,7 @@ def forward_and_backward(
         *_matrices(step, layout, hardware),
         *_dispatch(step, layout, hardware),
         _elementwise(step, layout, hardware),
-        *_attention(step, layout, algorithm, hardware),
+        *attention_parts(step, layout, algorithm, hardware),
         *state_parts(step, layout, algorithm, hardware),
     ]
 
@@ -214,88 +208,6 @@ def _elements_per_token(
     divided = step.use_seq_parallel or step.slices is not None
     outside = 8 * model.hidden_size / (tensor if divided else 1)
     return outside + 3 * heads / tensor + 2 * inner
-
-
-def _attention(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> Iterator[StepPart]:
-    """Yield the attention of one forward and backward of all layers, and what it moves."""
-    for window, layers in Counter(step.windows).items():
-        if window == NO_KEYS:
-            continue
-        of = step, layout, algorithm, hardware, window
-        again = {"attention": step.attention.keys, "all_to_all": step.attention.heads}
-        for part in attention_one_way(*of):
-            yield part.times(layers * again.get(part.name, step.attention.keys))
-        for part in attention_one_way(*of, backward=True):
-            yield part.times(layers)
-
-
-def attention_one_way(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    window: int | None = None,
-    *,
-    backward: bool = False,
-) -> list[StepPart]:
-    """Return what one layer's attention takes in one direction, once, and what it moves.
-
-    Keys come while attention to those that are there goes on: of what both could do at the same
-    time, the hardware's `hide` is done so. Nothing hides what waits for the last to arrive, nor the
-    gradients of these that go home after it. Heads are exchanged before and after, and nothing
-    hides that.
-    """
-    work = _work(step, layout, algorithm, window)
-    heads = local_heads(step.model.of_window(window), layout.mesh_columns)
-    shares = split_heads(heads.query, heads.kv, layout.ulysses).query
-    most = max(last - first for first, last in shares)
-    pairs, arrivals = step.rows * work.pairs, work.forward.arrivals
-    computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
-    joined = JOIN_BYTES[backward] * step.rows * work.joined * most * heads.dim
-    beside = arrivals * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
-    moved = wire_of(work.backward if backward else work.forward, layout, hardware, step.rows)
-    waits = (layout.ring - 1) / (layout.ring * max(1, arrivals))
-    for name in ("ring", "gather"):
-        able = moved[name].seconds * (1 - work.home_share / max(1, arrivals) if backward else 1)
-        hidden = hardware.hide * min(able, computed * (1 - waits))
-        moved[name] = moved[name]._replace(hidden=hidden)
-    return [StepPart("attention", computed + beside), *moved.values()]
-
-
-def _work(
-    step: StepShape, layout: Layout, algorithm: Algorithm, window: int | None
-) -> AttentionWork:
-    heads = local_heads(step.model.of_window(window), layout.mesh_columns)
-    frozen = cast("Hashable", algorithm)  # a dataclass that is
-    if step.sample is None and (step.dealt or is_whole(step.row, window)):
-        found = attention_of_row(frozen, step.row, heads, step.element_bytes, window)
-    else:
-        rows = step.sample or DrawnRows((step.row,))
-        of = heads, step.element_bytes, window
-        found = attention_of_sample(frozen, rows, *of, dealt=step.dealt)
-    if layout.pipeline > 1 and step.schedule.chunks > 1 and layout.ring > 1:
-        found = in_chunks(found, step.schedule.chunks, _brought(step, window))
-    if step.attention.at_once is None:
-        return found
-    tokens = step.row.length // (algorithm.ring * algorithm.ulysses)
-    return in_groups(found, algorithm, heads, tokens * step.element_bytes, step.attention.at_once)
-
-
-def _brought(step: StepShape, window: int | None) -> float:
-    """Return how often chunks of rows make keys come in a layer with this window, the mean."""
-    cut = cut_by_flops(step.model, step.windows, step.schedule.chunks, 1)
-    rows = step.sample.rows if step.sample else (step.row,)
-    return sum(cut.brought(row, window) for row in rows) / len(rows)
-
-
-def local_heads(model: ModelShape, tensor: int) -> Heads:
-    """Return the heads of one layer on a tensor rank.
-
-    A KV head that does not divide is replicated.
-    """
-    return Heads(-(-model.heads // tensor), -(-model.kv_heads // tensor), model.head_dim)
 
 
 def _tensor(

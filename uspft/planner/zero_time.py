@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.stages import Stages
-from uspft.planner.links import Collective
-from uspft.planner.machine import Hardware
+from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.products import head_projection, parameters_of
-from uspft.planner.spread import Spread
 from uspft.planner.stages import stage_layers
 from uspft.planner.step_shape import StepPart, StepShape
 

@@ -14,7 +14,7 @@ import numpy as np
 from uspft.config.strategies import strategies_of
 from uspft.data import Corpus, Row, RowStream, training_rows
 from uspft.layout import Layout
-from uspft.planner.chunks import cut_of
+from uspft.planner.stages import cut_of
 from uspft.prepare.make_plan import chunk_prices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe

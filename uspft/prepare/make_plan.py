@@ -13,21 +13,19 @@ from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import strategies_of
 from uspft.job import ChunkPrices, Prices
-from uspft.planner.chunks import chunk_prices
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, options_of, row_memory
 from uspft.planner.rank import Ranking, ranking
-from uspft.planner.row_time import micro_step_seconds, row_time
+from uspft.planner.row_time import chunk_prices, micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
-from uspft.prepare.known import cluster_of
+from uspft.prepare.known import cluster_of, matrices_of, stage_of, step_shape
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
 from uspft.prepare.memory import saving_most
 from uspft.prepare.pipelines import says_layers
-from uspft.prepare.step import matrices_of, stage_of, step_shape
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 

@@ -16,9 +16,7 @@ from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, fits, offset, stated
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.chunks import chunk_multiple
-from uspft.planner.flops import cut_by_flops
-from uspft.planner.stages import stages_of
+from uspft.planner.stages import chunk_multiple, cut_by_flops, stages_of
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """An objective's terms summed over rows and ranks, and what they are summed over, by name."""
+    """The sums of an objective's terms over rows and ranks, and what each is divided by."""
 
     sums: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Score:
         return Score(_added(self.sums, other.sums), _added(self.counts, other.counts))
 
     def told(self, objective: Objective) -> dict[str, float]:
-        """Return what is told of it: each term's mean, what is derived from them, and counts."""
+        """Return what is logged: each term's mean, what is derived from them, and counts."""
         means, counts = dict[str, float](), dict[str, int]()
         for term in objective.terms:
             if term.evaluated:
@@ -131,7 +131,7 @@ class Evaluation:
         return due and step > 0 and bool(self._run.evaluation)
 
     def is_missing(self) -> bool:
-        """Return whether the run that this one goes on from was stopped before its evaluation."""
+        """Return whether the resumed run was stopped before the evaluation of its last step."""
         step = self._run.first_step
         if not self.is_due(step):
             return False
@@ -168,7 +168,7 @@ class Evaluation:
         return self.best_step in (None, step)
 
     def _conclude(self) -> None:
-        """Find out on all ranks what follows from the evaluations so far."""
+        """Set `is_over` and `best_step` from the evaluations so far; collective."""
         recipe, patience = self._run.job.recipe, self._run.job.recipe.training.patience
         over = patience is not None and self._best.since >= patience
         if over:

@@ -1,5 +1,5 @@
-"""The saves of a run: when each is written, what is deleted after it, and how a full disk is
-told."""
+"""The checkpoints that a run saves: when each is written, which are deleted after it, and the
+message for a full disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Saving:
         journal: Journal,
         display: RunDisplay,
     ) -> None:
-        """journal: gets a record of each save. display: where is said what is waited for."""
+        """journal: gets a record of each save. display: shows what is waited for."""
         self._run, self._evaluation, self._bad_steps = run, evaluation, bad_steps
         self._journal, self._display = journal, display
         self._speaks = run.world.mesh.rank == 0
@@ -108,7 +108,7 @@ class Saving:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Finish the save under way where all ranks refuse to go on after a bad step."""
+        """Finish the save under way where a bad step ends the run, as on all ranks."""
         try:
             yield
         except BadStep:

@@ -30,10 +30,9 @@ from uspft.model.build import choose_trained, trained_parameters
 from uspft.model.experts import expert_modules
 from uspft.model.hf_config import attention_of
 from uspft.parameters.experts import CORRECTION
-from uspft.parameters.fill import places
-from uspft.parameters.names import is_adapter
+from uspft.parameters.fill import generator
+from uspft.parameters.names import is_adapter, places
 from uspft.parameters.part import Part
-from uspft.parameters.source import generator
 from uspft.switching.deal.micro_steps import rows_of_samples
 from uspft.verify.gradients import See
 from uspft.verify.work import Measured

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from uspft.config import as_tree
-from uspft.planner.layouts import Candidate
+from uspft.planner.ways import Candidate
 from uspft.verify.verdict import (
     PLAIN,
     Tolerance,

@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from benchmarks.meshslice.engines import cannon, summa, wang
-from uspft.planner.mesh_products import Flow
+from uspft.planner.mesh import Flow
 from uspft.tensor import Grid, flows
 
 Flows = Mapping[Flow, Callable[[Tensor, Tensor, Grid], Tensor]]

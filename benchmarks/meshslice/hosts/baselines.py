@@ -17,7 +17,7 @@ from benchmarks.meshslice.hosts.local import Local
 from benchmarks.meshslice.hosts.setting import MESHES, Setting
 from benchmarks.meshslice.hosts.turns import Seconds, in_turns, require_same
 from uspft.mesh import Groups, Mesh
-from uspft.planner.mesh_products import FLOWS
+from uspft.planner.mesh import FLOWS
 
 PASSES = ("forward", "input", "weight")
 """The three flows of a product: forward, of the input's gradient, of the weight's."""

@@ -26,9 +26,9 @@ from uspft.mesh import Groups
 from uspft.model import grid, parallel
 from uspft.model.attention import Bound
 from uspft.model.build import empty_model
-from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.fill import RandomWeights, fill
+from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
-from uspft.parameters.source import RandomWeights
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import TensorAlgorithm

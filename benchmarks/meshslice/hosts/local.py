@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from uspft.comm import start_gather, start_sum_parts
-from uspft.planner.mesh_products import Flow
+from uspft.planner.mesh import Flow
 from uspft.tensor import Grid
 
 KIND = "tensor"

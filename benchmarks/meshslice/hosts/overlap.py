@@ -16,7 +16,7 @@ from benchmarks.meshslice.hosts.overlapped import PRODUCTS, TRANSFERS
 from benchmarks.meshslice.hosts.setting import SQUARE, Setting
 from benchmarks.meshslice.hosts.turns import Seconds, in_turns, require_same
 from uspft.mesh import Groups
-from uspft.planner.mesh_products import FLOWS, Flow
+from uspft.planner.mesh import FLOWS, Flow
 
 
 def measure(setting: Setting, tell: Tell) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from uspft.planner.mesh_products import Flow, Slice, flow_seconds
+from uspft.planner.mesh import Flow, Slice, flow_seconds
 
 PRODUCTS, TRANSFERS = "products alone", "transfers alone"
 """What takes turns with the slices, and bounds them."""

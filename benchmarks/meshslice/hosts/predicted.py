@@ -9,10 +9,9 @@ from benchmarks.lab.results import ROOT
 from benchmarks.meshslice.hosts.grids import layout_on
 from benchmarks.meshslice.hosts.points import KINDS, MIB
 from benchmarks.meshslice.hosts.setting import ELEMENT_BYTES, Setting
+from uspft.calibration.fits import fit_seconds
 from uspft.config import as_tree
-from uspft.planner.least_squares import fit_seconds
-from uspft.planner.machine import Hardware, read_hardware
-from uspft.planner.spread import Spread
+from uspft.planner.machine import Hardware, Spread, read_hardware
 
 STANDS_IN = ROOT / "configs" / "hardware" / "cpu.yaml"
 """Whose memory's size and attention stand where a product asks for neither."""

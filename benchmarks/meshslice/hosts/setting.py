@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from uspft.families import ModelShape
-from uspft.planner.mesh_products import FLOWS, MeshProduct, mesh_products
+from uspft.planner.mesh import FLOWS, MeshProduct, mesh_products
 
 HOSTS = 4
 SQUARE = (2, 2)

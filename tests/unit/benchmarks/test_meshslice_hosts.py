@@ -43,7 +43,7 @@ from benchmarks.meshslice.hosts.setting import (
 )
 from tests.support.ranks import spawn
 from uspft.mesh import Groups
-from uspft.planner.mesh_products import Flow
+from uspft.planner.mesh import Flow
 
 MIB = 1 << 20
 ABOUT: dict[str, Any] = {

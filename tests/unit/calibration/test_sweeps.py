@@ -11,8 +11,7 @@ import torch
 
 from tests.support.hardware import H100
 from tests.support.ranks import spawn
-from uspft.calibration.fits import fitted
-from uspft.calibration.points import LinkPoint, Points
+from uspft.calibration.fits import LinkPoint, Points, fitted
 from uspft.calibration.sweeps import (
     SIZES,
     Bench,
@@ -25,7 +24,7 @@ from uspft.calibration.sweeps import (
 from uspft.comm import Group
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.mesh import Groups
-from uspft.planner.links import COLLECTIVES, SUMS
+from uspft.planner.machine import COLLECTIVES, SUMS
 
 TINY = SweepSizes([1 << 12], (16, 32), (16,), 1 << 16, trial_seconds=0.001)
 

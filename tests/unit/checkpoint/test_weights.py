@@ -20,10 +20,10 @@ from tests.support.models import make_model
 from tests.support.runs import small_recipe
 from uspft.__main__ import main
 from uspft.checkpoint.identity import BASE
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.model.adapter import AdapterStart
-from uspft.parameters.digest import base_digest
 from uspft.parameters.part import Part
+from uspft.parameters.source import base_digest
 
 SEED, RANK, ALPHA = 5, 3, 6.0
 FREEZE = ["lora_A", r"layers\.0\..*lora_B"]

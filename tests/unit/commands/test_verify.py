@@ -13,7 +13,7 @@ from tests.support.models import make_documents, make_model
 from tests.support.refused import Ground
 from tests.support.verify import REFERENCE, result
 from uspft.__main__ import main
-from uspft.planner.layouts import MAX_LAYOUTS
+from uspft.planner.ways import MAX_LAYOUTS
 from uspft.verify import work as verify_work
 from uspft.verify.work import Measured, Result, VerifyJob
 

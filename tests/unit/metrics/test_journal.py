@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from uspft.metrics import Best, Journal
-from uspft.planner.flops import PEAK_BF16, peak_flops, step_flops
+from uspft.planner.machine import PEAK_BF16, peak_flops
+from uspft.planner.products import step_flops
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_model, trained_of
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.families.table import EXPERTS, FAMILIES
 from uspft.layout import Layout
@@ -22,16 +22,11 @@ from uspft.model.build import empty_model, parameter_count, require_fit
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.parameters import source
 from uspft.parameters.experts import as_files, corrections, is_experts
-from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.fill import RandomWeights, decays, fill, generator
+from uspft.parameters.names import shapes_of
 from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders, Shards
-from uspft.parameters.source import (
-    FolderWeights,
-    RandomWeights,
-    WeightsError,
-    decays,
-    generator,
-)
+from uspft.parameters.source import FolderWeights, WeightsError
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

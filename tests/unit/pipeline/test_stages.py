@@ -11,7 +11,7 @@ import pytest
 from tests.support.shapes import hub
 from uspft.pipeline.stages import Stages, dealt_out, first_layers, fits, offset, stated
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.flops import layer_flops
+from uspft.planner.stages import layer_flops
 
 KEY = "parallel_config.layers_per_stage"
 

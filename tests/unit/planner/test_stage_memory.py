@@ -18,10 +18,9 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
-from uspft.planner.chunks import chunk_multiple
-from uspft.planner.flops import cut_by_flops
 from uspft.planner.stage_memory import moments
-from uspft.prepare.invocation import CONFIGS
+from uspft.planner.stages import chunk_multiple, cut_by_flops
+from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
 

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from uspft.config.algorithms import WHOLE, row_of
 from uspft.families import layer_windows
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
+from uspft.planner.attention_step import attention_one_way
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.bubble import simulated
-from uspft.planner.flops import layer_flops, step_flops
 from uspft.planner.machine import Hardware
-from uspft.planner.products import met_parameters
-from uspft.planner.stages import links_of, message_bytes, stage_layers, stages_of
+from uspft.planner.products import met_parameters, step_flops
+from uspft.planner.row_time import chunk_prices, row_time
+from uspft.planner.stages import (
+    PipelineCosts,
+    cut_by_flops,
+    estimated,
+    layer_flops,
+    links_of,
+    message_bytes,
+    simulated,
+    stage_layers,
+    stages_of,
+    timeline,
+)
 from uspft.planner.step import dealt_stages, forward_and_backward, pipeline_costs, step_time
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.trained import counts_of
 from uspft.planner.zero_time import held_bytes
 from uspft.segments import Segments
+from uspft.sequence import make_algorithm
+from uspft.sequence.chunked import Cut
+from uspft.sequence.rows.spans import pairs
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
 TABLE = LLAMA.vocab_size * LLAMA.hidden_size
 LAYER = (8_030_261_248 - 2 * TABLE - LLAMA.hidden_size) // 32
-WHOLE = named("whole", 1, 1)
+ALONE = named("whole", 1, 1)
 
 
 def step(**changes: Any) -> StepShape:
@@ -40,7 +57,7 @@ def step(**changes: Any) -> StepShape:
 
 
 def timed(layout: Layout, hardware: Hardware = H100, **changes: Any) -> StepTime:
-    shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else WHOLE
+    shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else ALONE
     return step_time(step(**changes), layout, shared, hardware)
 
 
@@ -89,7 +106,7 @@ def test_by_the_price_no_layer_more_or_less_makes_the_dearest_stage_cheaper(
     def dearest(sizes: tuple[int, ...]) -> float:
         shape = replace(step(), model=model, row=rows.rows[0], windows=windows)
         shape = replace(shape, schedule=Schedule(sizes=sizes), use_seq_parallel=layout.tensor > 1)
-        shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else WHOLE
+        shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else ALONE
         return pipeline_costs(shape, layout, shared, H100)[0].most
 
     last = len(dealt) - 1
@@ -109,7 +126,7 @@ def test_stages_take_together_what_the_whole_model_takes() -> None:
     for layout in (Layout(pipeline=4), Layout(2, ulysses=2, pipeline=2)):
         for schedule in (PLAIN, Schedule(virtual=2)):
             shape = step(schedule=schedule, windows=windows)
-            shared = named("ulysses_cp", 2, 1) if layout.context > 1 else WHOLE
+            shared = named("ulysses_cp", 2, 1) if layout.context > 1 else ALONE
             costs, most, _ = pipeline_costs(shape, layout, shared, H100)
             whole = forward_and_backward(shape, layout, shared, H100)
             seconds = sum(part.seconds - part.hidden for part in whole)
@@ -133,10 +150,10 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
         assert held.weights + divided == pytest.approx(2 * mine.every, rel=1e-5)
         assert divided == pytest.approx(2 * mine.experts)
         assert bool(divided) == (place == 1 < experts)
-    costs, *_ = pipeline_costs(shape, layout, WHOLE, H100)
-    whole = forward_and_backward(shape, layout, WHOLE, H100)
+    costs, *_ = pipeline_costs(shape, layout, ALONE, H100)
+    whole = forward_and_backward(shape, layout, ALONE, H100)
     assert sum(costs.stages) == pytest.approx(sum(part.seconds - part.hidden for part in whole))
-    alike = forward_and_backward(replace(shape, experts=(True,) * 46), layout, WHOLE, H100)
+    alike = forward_and_backward(replace(shape, experts=(True,) * 46), layout, ALONE, H100)
     some, every = ([p.bytes for p in one if p.name == "experts"] for one in (whole, alike))
     assert some == pytest.approx([26 / 46 * size for size in every]) and bool(some) == (experts > 1)
     flops, head = layer_flops(model, windows, DrawnRows.whole(1 << 13))
@@ -251,6 +268,209 @@ def test_a_schedule_run_action_by_action_is_near_its_closed_form() -> None:
         for schedule in (PLAIN, Schedule(virtual=2), Schedule("gpipe")):
             shape = step(schedule=schedule, step_rows=64)
             quick, close = (
-                step_time(shape, layout, WHOLE, H100, *how).seconds for how in ((), (simulated,))
+                step_time(shape, layout, ALONE, H100, *how).seconds for how in ((), (simulated,))
             )
             assert quick == pytest.approx(close, rel=0.05), (layout, schedule)
+
+
+SCHEDULES = [Schedule("gpipe"), Schedule(), Schedule(virtual=2), Schedule(virtual=4)]
+
+
+def alike(ranks: int, virtual: int, link: float = 0.0, forward: float = 0.25) -> PipelineCosts:
+    """Ranks that each take a second for a micro-batch."""
+    stages = ranks * virtual
+    links = (link / virtual,) * (stages - 1)
+    return PipelineCosts((1 / virtual,) * stages, links, forward, ranks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_equal_stages_wait_as_the_papers_say(schedule: Schedule) -> None:
+    for ranks, rounds in product((2, 3, 4, 8, 16), (1, 2, 5, 40)):
+        costs, many = alike(ranks, schedule.virtual), ranks * rounds
+        want = (ranks - 1) / schedule.virtual
+        for how in (estimated, simulated):
+            assert how(costs, schedule, many).bubble == pytest.approx(want)
+            assert how(costs, schedule, many).messages == pytest.approx(0)
+
+
+def test_of_chunks_one_goes_through_all_ranks_but_the_slowest() -> None:
+    for ranks, virtual, chunks, rounds in product((2, 4, 8), (1, 2), (2, 4), (1, 2, 6)):
+        costs, schedule = alike(ranks, virtual), Schedule("seqpipe", virtual, chunks=chunks)
+        for how in (estimated, simulated):
+            found = how(costs, schedule, ranks * rounds)
+            assert found.bubble == pytest.approx((ranks - 1) / (virtual * chunks))
+
+
+def test_few_micro_batches_go_through_every_stage() -> None:
+    for ranks, virtual in product((2, 4, 8), (2, 4)):
+        for many in range(1, ranks):
+            costs, schedule = alike(ranks, virtual), Schedule(virtual=virtual)
+            want = ranks + (many - 1) / virtual - many
+            assert estimated(costs, schedule, many).bubble == pytest.approx(want)
+            assert simulated(costs, schedule, many).bubble == pytest.approx(want)
+
+
+def test_a_group_that_is_not_full_waits_about_as_long_as_it_does() -> None:
+    apart, plain = [0.0], [0.0]
+    for ranks, virtual, rounds in product((2, 4, 8), (2, 4), (1, 3)):
+        costs, schedule = alike(ranks, virtual), Schedule(virtual=virtual)
+        for many in range(ranks * rounds + 1, ranks * (rounds + 1)):
+            exact = many + simulated(costs, schedule, many).bubble
+            apart.append(abs(many + estimated(costs, schedule, many).bubble - exact) / exact)
+            plain.append((many + (ranks - 1) / virtual) / exact)
+    assert max(apart) < 0.09
+    assert min(one for one in plain if one) < 0.8, "what the formula for full groups would say"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_1f1b_waits_for_messages_in_every_round_and_others_at_the_ends(schedule: Schedule) -> None:
+    link, virtual = 0.02, schedule.virtual
+    for ranks, rounds in product((2, 4, 8), (1, 2, 6)):
+        costs, many = alike(ranks, virtual, link), ranks * rounds
+        hops = 2 * (ranks * virtual - 1) * link / virtual
+        if schedule == Schedule():
+            hops += 2 * (ranks - 2) * link + (rounds - 1) * 2 * (ranks - 1) * link
+        for how in (estimated, simulated):
+            assert how(costs, schedule, many).messages == pytest.approx(hops)
+
+
+def test_a_slow_link_sets_the_pace_wherever_it_is() -> None:
+    """Two ranks have two micro-batches among them, which wait for it there and back."""
+    for slow in range(3):
+        links = tuple(0.1 * (stage == slow) for stage in range(3))
+        costs = PipelineCosts((1.0,) * 4, links, 0.25, 4)
+        for how in (estimated, simulated):
+            few, many = (how(costs, Schedule(), count).messages for count in (16, 56))
+            assert many - few == pytest.approx(40 * 0.1, rel=0.02)
+
+
+def test_a_line_carries_one_message_at_a_time() -> None:
+    """A message that takes longer than a stage sets the pace, whatever the schedule."""
+    for schedule in SCHEDULES[:2]:
+        costs = alike(2, 1, link=3.0)
+        found = simulated(costs, schedule, 20)
+        assert found.messages + 20 > 60
+        assert 20 + sum(estimated(costs, schedule, 20)) == pytest.approx(20 + sum(found), rel=0.15)
+
+
+def test_no_rank_waits_for_more_than_others_work() -> None:
+    for slow in range(4):
+        stages = tuple(3.0 if stage == slow else 1.0 for stage in range(4))
+        costs = PipelineCosts(stages, (0.0,) * 3, 0.25, 4)
+        most = estimated(costs, Schedule(), 12).bubble
+        assert most == 3.0 == costs.most
+        assert simulated(costs, Schedule(), 12).bubble <= most
+    assert simulated(costs, Schedule(), 12).bubble == pytest.approx(most), "of the last rank"
+
+
+def test_many_micro_batches_are_drawn_out_from_few() -> None:
+    stages = (1.0, 1.3, 0.8, 1.1, 0.9, 1.2, 1.0, 1.4)
+    for schedule in (Schedule(), Schedule(virtual=2)):
+        ranks = 8 // schedule.virtual
+        costs = PipelineCosts(stages, (0.05,) * 7, 0.25, ranks)
+        for many in (6 * ranks, 9 * ranks + 1, 8 * ranks - 1):
+            whole = timeline(costs, schedule, many).end
+            drawn = many * costs.most + sum(simulated(costs, schedule, many))
+            assert drawn == pytest.approx(whole, rel=0.005), (schedule, many)
+
+
+def test_nothing_is_waited_for_in_less_than_no_time() -> None:
+    """Of stages and links that differ, and chunks in groups that do not fill the ranks."""
+    draw, apart = random.Random(3), [0.0]
+    for _ in range(200):
+        ranks, virtual, chunks = draw.choice((2, 3, 4)), draw.choice((1, 2, 4)), draw.choice((1, 2))
+        schedule = Schedule("seqpipe" if chunks > 1 else "1f1b", virtual, chunks=chunks)
+        stages = tuple(draw.uniform(0.5, 1.5) for _ in range(ranks * virtual))
+        links = tuple(draw.choice((0.0, 0.2)) for _ in stages[1:])
+        costs, many = PipelineCosts(stages, links, 0.25, ranks), draw.randint(1, 10 * ranks)
+        found = simulated(costs, schedule, many)
+        assert min(*found, *estimated(costs, schedule, many)) > -1e-9, (schedule, many)
+        exact = timeline(costs, schedule, many).end
+        apart.append(abs(many * costs.most + sum(found) - exact) / exact)
+    assert max(apart) < 0.02
+
+
+ROW = 32768
+ROWS = {
+    "one document": Segments.single(ROW),
+    "packed": Segments((0, 5000, 9000, 30000), ROW),
+    "long at the end": Segments((0, 100, 200, 6000, ROW), ROW),
+    "padding alone": Segments((0,), ROW),
+}
+
+
+def written_out(cut: Cut, row: Segments) -> list[float]:
+    """What chunks cost, token by token."""
+    first = np.zeros(row.length, int)
+    for a, b in row:
+        first[a:b] = a
+    places = np.arange(row.length)
+    cost = np.full(row.length, cut.token)
+    inside = places < row.bounds[-1]
+    for window, price in cut.pairs:
+        seen = places - first + 1
+        cost += price * inside * (seen if window is None else np.minimum(seen, window))
+    bounds = cut.bounds(row)
+    return [float(cost[a:b].sum()) for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_chunk_takes_a_tenth_more_than_the_mean(name: str) -> None:
+    row, prices = ROWS[name], ((None, 1e-3), (512, 2e-3))
+    for chunks in (1, 2, 3, 4, 8, 16):
+        cut = Cut(chunks, 8, 1.0, prices)
+        costs, bounds = cut.costs(row), cut.bounds(row)
+        assert costs.max() <= 1.01 * costs.mean(), (name, chunks)
+        assert costs.tolist() == pytest.approx(written_out(cut, row))
+        assert len(bounds) == chunks + 1 and all(b % 8 == 0 for b in bounds)
+        tokens = np.diff(Cut(chunks, 8).bounds(row))
+        assert tokens.min() >= ROW // chunks // 8 * 8 and tokens.max() <= ROW // chunks + 8
+
+
+def test_equal_tokens_take_unequal_time() -> None:
+    row, prices = ROWS["one document"], ((None, 1e-3), (512, 2e-3))
+    before = [n + 1e-3 * pairs(n, None) + 2e-3 * pairs(n, 512) for n in range(0, ROW + 1, ROW // 4)]
+    most, mean = np.diff(before).max(), np.diff(before).mean()
+    assert most > 1.4 * mean == pytest.approx(1.4 * Cut(4, 8, 1.0, prices).costs(row).mean())
+
+
+def test_each_chunk_has_a_multiple_at_least() -> None:
+    row = Segments.single(64)
+    steep = Cut(8, 8, 0.0, ((None, 1.0),))
+    assert steep.bounds(row) == tuple(range(0, 65, 8))
+    assert Cut(4, 16, 1.0).bounds(row) == (0, 16, 32, 48, 64)
+
+
+def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
+    row, layout = Segments.single(ROW), Layout(ring=4, pipeline=2)
+    whole = StepShape(LLAMA, row, (None,) * 32, 8)
+    chunks = replace(whole, schedule=Schedule("seqpipe", 1, (), 4))
+    ring = row_of("ring_cp", 4)
+    once, more = (
+        {
+            part.name: part.bytes
+            for part in attention_one_way(one, layout, make_algorithm(ring, 1, 4), H100)
+        }
+        for one in (whole, chunks)
+    )
+    equal, cut = Cut(4, 8), cut_by_flops(LLAMA, whole.windows, 4, 1)
+    assert equal.brought(row, None) == 2.5 < cut.brought(row, None)
+    assert more["ring"] / once["ring"] == pytest.approx(cut.brought(row, None))
+    # Windows and documents bound what is asked for again.
+    assert equal.brought(row, 1025) == 1 + 3 * 1024 / ROW
+    assert equal.brought(Segments((0, ROW // 4, ROW), ROW), None) == 1 + 3 / 4
+
+
+def test_prices_are_those_of_the_cost_model() -> None:
+    windows = (None, 1024) * 16
+    step = StepShape(LLAMA, Segments.single(ROW), windows, 8)
+    algorithm = make_algorithm(WHOLE, 1, 1)
+    found = chunk_prices(step, Layout(pipeline=2), algorithm, H100)
+    whole = row_time(step, Layout(pipeline=2), algorithm, H100, step.row).row
+    of_pairs = {w: price * int(pairs(ROW, w)) for w, price in found.pair_seconds}
+    assert found.token_seconds * ROW + sum(of_pairs.values()) == pytest.approx(whole, rel=0.02)
+    assert of_pairs.keys() == {None, 1024} and of_pairs[None] > 5 * of_pairs[1024] > 0
+    cut = Cut(4, 1, *found)
+    assert np.diff(cut.bounds(step.row))[0] > 1.3 * np.diff(cut.bounds(step.row))[-1]
+    by_flops = cut_by_flops(LLAMA, windows, 4, 1)
+    assert by_flops.bounds(step.row) == pytest.approx(cut.bounds(step.row), rel=0.1)

@@ -15,7 +15,7 @@ from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware, read_hardware
-from uspft.planner.mesh_step import mesh_parts
+from uspft.planner.mesh import mesh_parts
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.prepare.known import shipped

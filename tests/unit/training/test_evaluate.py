@@ -14,14 +14,14 @@ from torch import nn
 from tests.support.data_cases import TOKENIZER, write_lengths, write_lines
 from uspft.commands.summary import summary
 from uspft.config import Recipe, load
-from uspft.config.recipe import DataBlock, Source
+from uspft.config.inputs import DataBlock, Source
 from uspft.data import Corpus, DataError, prepare_sets
 from uspft.job import Job
 from uspft.metrics import Journal, RunDisplay
 from uspft.model import loss
 from uspft.model.loss import Head
 from uspft.objective.causal import Causal
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.training.evaluate import Score
 from uspft.training.evaluate import record_of as evaluation_record
 

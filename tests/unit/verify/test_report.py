@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.verify import REFERENCE, RING, layouts, recipe, result
-from uspft.planner.layouts import MAX_LAYOUTS, candidates, chosen
+from uspft.planner.ways import MAX_LAYOUTS, candidates, chosen
 from uspft.prepare.examine import examine
 from uspft.prepare.layout_findings import run_findings
 from uspft.verify.report import Report

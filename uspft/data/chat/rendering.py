@@ -1,9 +1,9 @@
 """Records as text, with the spans that train; conversations through the tokenizer's chat template.
 
-A template may mark the assistant's part with {% generation %} … {% endgeneration %}; of those that
-do not, known ones have a copy that does (marked_templates.yaml), and of others rendering with and
-without each turn tells the part (`turn_spans`). The text is never searched for answers. What a
-template leaves out of a conversation is an error: nothing is lost unseen.
+Answers are found by a template's marks, {% generation %} … {% endgeneration %}; of a known template
+without them, by those of a marked copy (marked_templates.yaml); else by rendering with and without
+each turn (`turn_spans`). The text is never searched for answers. That a template leaves out part of
+a conversation is an error.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _unmarked(
 def _told(
     turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
 ) -> Spans:
-    """Return the spans of the answers asked for, told by rendering with and without each."""
+    """Return the spans of the answers asked for, found by rendering with and without each."""
 
     def write(some: Sequence[Turn], prompt: bool = False) -> str:
         return template.write(some, prompt, **more)
@@ -238,7 +238,7 @@ def _pieces(turn: Turn) -> list[str]:
 
 
 def lost_thoughts(turns: list[Turn], template: ChatTemplate) -> str:
-    """Return what to say of answers with thoughts where the template writes none; else nothing."""
+    """Return a warning for answers with thoughts where the template writes none; else ""."""
     if not any(turn.get(name) for turn in turns for name in _THOUGHTS) or template.writes_thoughts:
         return ""
     remedy = "name a data.chat_template that writes them"
@@ -308,7 +308,7 @@ def _ways(piece: str, role: str) -> Iterator[str]:
 
 
 def _shown(turn: Turn, text: str) -> list[str]:
-    """Return what a turn says; of an answer whose thoughts are left out, what follows them."""
+    """Return a turn's texts; of an answer whose thoughts the template drops, what follows them."""
     return [
         piece.rpartition(_THOUGHT)[2]
         if _THOUGHT in piece and turn["role"] == "assistant" and piece.strip() not in text
@@ -318,7 +318,10 @@ def _shown(turn: Turn, text: str) -> list[str]:
 
 
 def _as_often(piece: str, text: str, held: str) -> bool:
-    """Tell whether the text holds a piece, as it is or inside JSON, as often as the turns do."""
+    """Tell whether the text holds a piece, as it is or inside JSON, as often as the turns do.
+
+    held: the texts of all turns.
+    """
     asked, found = held.count(piece), text.count(piece)
     if found < asked and (inside := json.dumps(piece)[1:-1]) != piece:
         found += text.count(inside)

@@ -138,7 +138,7 @@ class RowLoader(ABC):
     """
 
     counts = "rows"
-    """The word for what a step takes from the data, by number."""
+    """What a step takes from the data, as messages call it."""
     worlds: Sequence[World] = ()
     """The live layout of each strategy, where the recipe has several."""
 
@@ -174,7 +174,7 @@ class RowLoader(ABC):
         self._thread.shutdown()
 
     def _drop(self) -> None:
-        """Give up what was begun and nobody has asked for, and the error that it may have met."""
+        """Give up the step that was begun, and the error that it may have met."""
         if self._ahead and not self._ahead[1].cancel():
             wait([self._ahead[1]])
         self._ahead = None
@@ -209,8 +209,8 @@ class RowLoader(ABC):
         return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
 
     def rows_of(self, step: int) -> range:
-        """Return the indices, in the stream, of what a step takes, from 1; the last step may have
-        fewer."""
+        """Return the indices in the stream of what a step takes; steps count from 1, and the last
+        one may have fewer."""
         first = (step - 1) * self._rows_per_step
         stop = first + self._rows_per_step
         return range(first, stop if self._last_row is None else min(stop, self._last_row))

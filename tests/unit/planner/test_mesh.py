@@ -1,0 +1,410 @@
+"""Flows on a mesh: MeshSlice's formula, which matrix stays, and how much moves where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from itertools import product as every
+from math import log
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from tests.support.hardware import H100, made, round_figures
+from tests.support.shapes import hub
+from uspft.layout import Layout
+from uspft.planner.machine import Hardware
+from uspft.planner.mesh import (
+    FLOWS,
+    Flow,
+    FlowTime,
+    MeshPart,
+    MeshProduct,
+    Slice,
+    flow_seconds,
+    kept_of,
+    mesh_parts,
+    mesh_products,
+    shapes_of,
+    tune,
+    why_no_mesh,
+    why_not_kept,
+)
+from uspft.planner.products import ProductShape, met_parameters
+from uspft.planner.step_shape import StepShape
+from uspft.segments import Segments
+
+MIB = 1 << 20
+LLAMA = hub("meta-llama/Llama-3.1-8B")
+QKV, OUT, GATE_UP, DOWN = mesh_products(LLAMA)
+FREE = {"launch_seconds": 0.0, "hop_seconds": 0.0}
+
+
+def tpu(folder: Path, **links: Any) -> Hardware:
+    """MeshSlice's constants of TPUv4: 16 chips side by side, and a faster way to 16 more."""
+    gather = {"launch_seconds": 13e-6, "hop_seconds": 5e-6, "bytes_per_second": 79.751e9}
+    scatter = {**gather, "launch_seconds": 26e-6, "bytes_per_second": 63.17e9}
+    inside = {**gather, "reduce_scatter": scatter}
+    return made(
+        folder,
+        peak_flops=242e12,
+        ranks_per_host=16,
+        products={"share": 1.0, "launch_seconds": 0.0},
+        memory={"bytes": 32e9, "bytes_per_second": 1.2e12},
+        inside={**inside, **links},
+    )
+
+
+def moving(rate: float, folder: Path) -> Hardware:
+    """A cluster on which launches and products take nothing."""
+    return made(
+        folder,
+        peak_flops=2e30,
+        products={"share": 1.0, "launch_seconds": 0.0},
+        memory={"bytes": 1e9, "bytes_per_second": 1e30},
+        inside={**FREE, "bytes_per_second": rate},
+    )
+
+
+def test_a_gather_along_a_mesh_row_is_the_specifications(tmp_path: Path) -> None:
+    """Eight chips, 16 MiB a shard, 79.751 GB/s: 1.521 ms; nothing crosses a mesh of one row."""
+    product = MeshProduct("out", "input", 8 << 10, (ProductShape(1024, 8 << 10, "inputs"),))
+    output = product.times(1 << 13, 1, Layout(mesh_columns=8), tpu(tmp_path), 2)[1]
+    assert output.moved == pytest.approx(1.521e-3, rel=1e-3)
+    assert output.bytes == 8 * 16 * MIB
+
+
+@pytest.mark.parametrize(
+    ("flow", "seconds"),
+    [
+        ("output", {1: 5 + 4, 2: 5 + 5 + 4, 4: 5 + 3 * 5 + 4}),
+        ("left", {1: 5 + 4 + 2, 2: 5 + 5 + 4 + 2, 4: 5 + 3 * 5 + 4 + 2}),
+        ("right", {1: 2 + 4 + 5, 4: 2 + 3 * 5 + 4 + 5}),
+    ],
+)
+def test_the_formula_where_transfers_decide(flow: Flow, seconds: dict[int, float]) -> None:
+    """2 along the mesh row and 5 along the mesh column beside a product of 4."""
+    one = Slice(2, 5, 4)
+    assert {count: flow_seconds(flow, one, count) for count in seconds} == seconds
+
+
+def test_the_formula_where_products_decide() -> None:
+    one = Slice(2, 5, 40)
+    assert flow_seconds("output", one, 4) == 5 + 4 * 40
+    assert flow_seconds("left", one, 4) == flow_seconds("right", one, 4) == 2 + 5 + 4 * 40
+
+
+def test_directions_that_share_links_follow_one_another() -> None:
+    one = Slice(2, 5, 4)
+    assert flow_seconds("output", one, 4, shared=True) == 7 + 3 * 7 + 4
+    assert flow_seconds("left", one, 1, shared=True) == flow_seconds("left", one, 1)
+    assert flow_seconds("left", one, 3, shared=True) == 2 + 5 + 4 + 2 * 7
+
+
+def test_one_slice_is_the_collective_one_after_the_other(tmp_path: Path) -> None:
+    layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), tpu(tmp_path)
+    for product in (QKV, OUT, GATE_UP, DOWN):
+        for time in product.times(4096, 1, layout, cluster, 2):
+            assert time.seconds == pytest.approx(time.moved + time.computed) and time.hidden == 0
+
+
+def test_slices_hide_transfers_and_cost_launches(tmp_path: Path) -> None:
+    layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), tpu(tmp_path)
+    alone, four = (GATE_UP.times(1 << 16, count, layout, cluster, 2) for count in (1, 4))
+    for one, cut in zip(alone, four, strict=True):
+        assert cut.seconds < one.seconds and 0 < cut.hidden < cut.moved
+        assert cut.moved > one.moved and cut.bytes == one.bytes
+    tiny = [GATE_UP.times(16, count, layout, cluster, 2)[0].seconds for count in (1, 64)]
+    assert tiny[1] > tiny[0]
+
+
+def test_what_moves_in_each_flow(tmp_path: Path) -> None:
+    """Activations move along mesh rows and weights along mesh columns, whichever is kept; the
+    gradient of a weight moves in float32, and of a kept input with what is there already."""
+    layout, tokens = Layout(mesh_columns=2, ring=2, mesh_rows=2), 100
+    for product, wide in ((QKV, 6144), (OUT, 4096), (GATE_UP, 28672), (DOWN, 14336)):
+        assert product.features(2) == wide / 2
+        activations, weight = 2 * tokens * 4096, 2 * 4096 * wide / 2
+        times = product.times(tokens, 1, layout, H100, 2)
+        sent = dict(zip(FLOWS[product.kept], (time.bytes for time in times), strict=True))
+        assert sent == {
+            "output": activations + weight,
+            "left": activations + weight,
+            "right": (product.kept == "output") * activations + 2 * weight,
+        }
+
+
+def test_a_key_value_head_is_never_cut() -> None:
+    assert QKV.features(8) == 128 * (4 + 1 + 1) == QKV.features(16) + 128 * 2
+    qwen = mesh_products(hub("Qwen/Qwen2.5-7B"))[0]
+    assert qwen.features(4) == 128 * (7 + 1 + 1)
+
+
+def test_links_are_shared_unless_one_direction_leaves_the_host(tmp_path: Path) -> None:
+    """Four ranks a host: 4 × 4 has mesh rows inside hosts and mesh columns between them, 2 × 2 has
+    both inside."""
+    cluster = made(tmp_path)
+
+    def beside(layout: Layout) -> FlowTime:
+        return QKV.times(4096, 1, layout, cluster, 2)[FLOWS["output"].index("output")]
+
+    inside, across = beside(Layout(2, ring=2, mesh_rows=2)), beside(Layout(4, ring=4, mesh_rows=4))
+    assert inside.hidden == pytest.approx(0), "one after the other"
+    assert across.hidden > 0, "side by side"
+
+
+def test_more_bandwidth_never_takes_longer(tmp_path: Path) -> None:
+    layout = Layout(mesh_columns=2, ring=2, mesh_rows=2)
+    clusters = [
+        made(tmp_path, inside={**round_figures()["inside"], "bytes_per_second": rate})
+        for rate in (1e7, 1e8, 1e9, 1e10)
+    ]
+    for slices in (1, 4, 16):
+        every = [DOWN.times(4096, slices, layout, cluster, 2) for cluster in clusters]
+        seconds = [sum(time.seconds for time in times) for times in every]
+        assert all(slow > fast for slow, fast in pairwise(seconds))
+
+
+@pytest.mark.parametrize(("tokens", "best"), [(1 << 8, 4), (1 << 10, 8), (1 << 12, 16)])
+def test_the_best_mesh_balances_both_directions(tokens: int, best: int, tmp_path: Path) -> None:
+    """(Nr − 1) ÷ (Nc − 1) is next to |M along rows| ÷ |M along columns| where each direction has
+    links of its own: 64 ranks, of which the mesh rows stay on hosts as large as they are."""
+    features = 1 << 10
+    product = MeshProduct("down", "input", 1 << 12, (ProductShape(features, 1 << 12, "inputs"),))
+    seconds = {}
+    for rows in (2, 4, 8, 16, 32):
+        links = {**FREE, "bytes_per_second": 1e9}
+        cluster = moving(1e9, tmp_path).model_copy(
+            update={"ranks_per_host": 64 // rows, "between": H100.between.model_copy(update=links)}
+        )
+        layout = Layout(mesh_columns=64 // rows, ring=rows, mesh_rows=rows)
+        seconds[rows] = product.times(tokens / rows, 1, layout, cluster, 2)[1].seconds
+    assert min(seconds, key=lambda rows: seconds[rows]) == best
+    ratios = {rows: (rows - 1) / (64 / rows - 1) for rows in seconds}
+    nearest = min(ratios, key=lambda rows: abs(log(ratios[rows] * features / tokens)))
+    assert nearest == best
+
+
+def test_slices_divide_what_each_rank_holds() -> None:
+    assert QKV.legal_slices(2, 4) == [1 << n for n in range(11)]
+    assert replace(QKV, hidden=60).legal_slices(2, 3) == [1, 2, 5, 10]
+    assert replace(QKV, hidden=60).legal_slices(7, 1) == []
+    assert replace(QKV, hidden=60).legal_slices(1, 8) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        ((1 << 18, 4096, 14336), "output"),
+        ((1 << 18, 14336, 4096), "input"),
+        ((1 << 18, 4096, 4096), "input"),
+        ((1024, 4096, 14336), "weight"),
+        ((1024, 14336, 4096), "weight"),
+    ],
+)
+def test_the_largest_matrix_is_kept(sizes: tuple[int, int, int], kept: str) -> None:
+    tokens, inputs, outputs = sizes
+    matrices = {"input": tokens * inputs, "output": tokens * outputs, "weight": inputs * outputs}
+    assert kept_of(*sizes) == kept
+    assert matrices[kept] == max(matrices.values())
+
+
+def test_what_is_not_kept_though_it_is_the_largest_is_told() -> None:
+    every = (QKV, OUT, GATE_UP, DOWN)
+    assert why_not_kept(every, 1 << 15) == []
+    assert why_not_kept(every, 1 << 10) == [
+        f"{name} keeps its {kept}, though its weight is the largest"
+        for name, kept in zip(
+            ("qkv", "out", "gate_up", "down"), ("output", "input") * 2, strict=True
+        )
+    ]
+
+
+def test_slices_are_cut_out_and_put_in_place_by_copies(tmp_path: Path) -> None:
+    """Each of several slices of what travels is read and written once more; one is not cut."""
+    layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), moving(1e30, tmp_path)
+    memory = cluster.memory.model_copy(update={"bytes_per_second": 1e12})
+    slow = cluster.model_copy(update={"memory": memory})
+    rows, weights = 2 * 1000 * 4096 / 4, 2 * 4096 * 28672 / 4 / 4
+    whole, cut = (GATE_UP.times(1000, count, layout, slow, 2) for count in (1, 4))
+    left = [one.computed - other.computed for one, other in zip(cut, whole, strict=True)][1]
+    again = 3 * 2 * 1000 * 28672 / 4  # the gradient beside it is read in each product
+    assert left == pytest.approx((2 * (rows + weights) + again) / 1e12, rel=1e-6)
+
+
+def test_a_weight_that_stays_has_features_over_rows_and_tokens_over_columns(
+    tmp_path: Path,
+) -> None:
+    """Forward and backward gather or scatter activations, in the model's type; the weight's
+    gradient is made where it stays, and no gradient moves in float32."""
+    part = ProductShape(4096, 16384, "outputs")
+    product = MeshProduct("up", "weight", 4096, (part,))
+    layout, tokens = Layout(mesh_columns=2, ring=4, mesh_rows=4), 256
+    inputs, outputs = 2 * 1024 * 4096 / 4, 2 * 1024 * 16384 / 2
+    for time in product.times(tokens, 2, layout, tpu(tmp_path), 2):
+        assert time.bytes == inputs + outputs
+    assert product.legal_slices(4, 2, 1024) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert product.legal_slices(4, 2, 1022) == []
+    few = [
+        sum(flow.seconds for flow in replace(product, kept=kept).times(64, 1, layout, cluster, 2))
+        for cluster in [moving(1e9, tmp_path)]
+        for kept in ("weight", "output")
+    ]
+    assert few[0] < 0.5 * few[1], "256 tokens beside 4,096 and 16,384 features"
+
+
+LENGTH, WHOLE = 1 << 15, (1, 1, 1, 1)
+PLAIN_STEP = StepShape(LLAMA, Segments.single(LENGTH), (None,) * 32, step_rows=8, recompute=False)
+MESH = Layout(4, ring=2, mesh_rows=2)
+
+
+def parts(
+    step: StepShape = PLAIN_STEP, layout: Layout = MESH, slices: tuple[int, ...] = WHOLE
+) -> dict[str, MeshPart]:
+    return {part.name: part for part in mesh_parts(step, layout, slices, H100)}
+
+
+def test_bytes_of_the_products() -> None:
+    """Activations of a mesh row three times, twice where both gradients share what is gathered;
+    weights twice in bfloat16 and their gradient once in float32; the tokens are half a row's."""
+    found = parts()
+    features = {"qkv": 6144, "out": 4096, "gate_up": 28672, "down": 14336}
+    assert list(found)[:4] == list(features)
+    for name, wide in features.items():
+        times = 2 if name in ("out", "down") else 3
+        activations, weight = times * 2 * LENGTH / 2 * 4096, (2 + 2 + 4) * 4096 * wide / 4
+        assert found[name].bytes == pytest.approx(32 * (activations + weight)), name
+        assert found[name].hidden == 0, "one slice"
+
+
+def test_bytes_of_norms_loss_and_tables() -> None:
+    found, tokens = parts(), LENGTH / 2
+    assert found["norms"].bytes == (2 * 32 * 2 + 2) * 4 * tokens
+    assert found["loss"].bytes == 3 * 4 * tokens
+    table, activations = 2 * 128256 * 4096 / 4, 2 * tokens * 4096
+    for name in ("embedding", "head"):
+        assert found[name].bytes == 2 * table + 2 * activations
+    frozen = parts(replace(PLAIN_STEP, trained=0.0))
+    assert frozen["embedding"].bytes == table + activations
+    assert frozen["head"].bytes == table + 2 * activations
+
+
+def test_an_axis_of_one_moves_nothing() -> None:
+    flat, tall = parts(layout=Layout(8)), parts(layout=Layout(1, ring=8, mesh_rows=8))
+    assert flat["down"].bytes == pytest.approx(32 * 2 * 2 * LENGTH * 4096)
+    assert tall["down"].bytes == pytest.approx(32 * 8 * 4096 * 14336)
+    assert "norms" in flat and "norms" not in tall and "loss" not in tall
+
+
+def test_products_take_what_their_flops_take() -> None:
+    computed = sum(part.computed for part in parts().values())
+    flops = 6 * met_parameters(LLAMA) * LENGTH / 8
+    assert computed == pytest.approx(flops / (0.803 * 989e12), rel=0.02)
+    again = sum(part.computed for part in parts(replace(PLAIN_STEP, recompute=True)).values())
+    layers = met_parameters(LLAMA) - 128256 * 4096
+    assert again - computed == pytest.approx(2 * layers * LENGTH / 8 / (0.803 * 989e12), rel=0.02)
+
+
+def test_slices_hide_and_nothing_hides_more_than_there_is() -> None:
+    for part in parts(slices=(8, 8, 16, 8)).values():
+        assert 0 <= part.hidden <= min(part.moved, part.computed) + 1e-12
+        assert (part.hidden > 0) == (part.name in ("qkv", "out", "gate_up", "down"))
+
+
+def test_a_frozen_weight_has_no_gradient_to_move(tmp_path: Path) -> None:
+    frozen = replace(PLAIN_STEP, trained=0.0)
+    cluster = made(tmp_path)
+    two, three = (mesh_parts(step, MESH, WHOLE, cluster)[3] for step in (frozen, PLAIN_STEP))
+    assert two.bytes == pytest.approx(32 * 2 * (2 * LENGTH / 2 * 4096 + 2 * 4096 * 14336 / 4))
+    assert two.computed / three.computed == pytest.approx(2 / 3, rel=0.01)
+
+
+QWEN = hub("Qwen/Qwen2.5-7B")
+PHI, MIXTRAL = replace(LLAMA, model_type="phi3"), replace(LLAMA, model_type="mixtral")
+STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=8)
+
+
+def total(step: StepShape, layout: Layout, slices: tuple[int, ...]) -> float:
+    return sum(part.seconds for part in mesh_parts(step, layout, slices, H100))
+
+
+def test_the_choice_is_the_best_of_all() -> None:
+    """Every mesh of eight ranks, and on each of them some of its numbers of slices."""
+    found = tune(STEP, (8, 1, 1), H100)
+    assert {one.shape for one in found.tried} == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    assert found.refused == () and found.not_kept == ()
+    assert [one.seconds for one in found.tried] == sorted(one.seconds for one in found.tried)
+    for one in found.tried:
+        assert one.seconds == pytest.approx(total(STEP, one.layout, one.slices))
+        assert one.whole_seconds == pytest.approx(total(STEP, one.layout, (1, 1, 1, 1)))
+        counts = every((1, 4, 16), repeat=4)
+        assert min(total(STEP, one.layout, count) for count in counts) >= one.seconds - 1e-12
+
+
+def test_long_rows_want_mesh_rows_and_short_ones_columns() -> None:
+    """Activations move along mesh rows, in proportion to the tokens; weights along columns."""
+    rows = []
+    for length in (1 << 11, 1 << 13, 1 << 17):
+        found = tune(replace(STEP, row=Segments.single(length)), (8, 1, 1), H100)
+        rows.append(found.tried[0].shape[0])
+    assert rows == sorted(rows) and rows[0] < rows[-1]
+
+
+def test_slices_follow_the_launch(tmp_path: Path) -> None:
+    """What costs nothing to launch is cut as finely as its sums in float32, read and written once a
+    slice, let it; what takes longer than it hides is not."""
+    links = {name: {**round_figures()[name], "hop_seconds": 0.0} for name in ("inside", "between")}
+    free = {"launch_seconds": 0.0}
+    dear = {"launch_seconds": 1e3}
+    fine, whole = (
+        made(
+            tmp_path,
+            inside={**links["inside"], **launch},
+            between={**links["between"], **launch},
+            products={"share": 0.5, "launch_seconds": 0.0},
+        )
+        for launch in (free, dear)
+    )
+    many, one = (tune(STEP, (8, 1, 1), cluster).on((2, 4)) for cluster in (fine, whole))
+    assert many and min(many.slices) >= 8
+    assert one and one.slices == (1, 1, 1, 1) and one.seconds == one.whole_seconds
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    found = tune(STEP, (4, 2, 1), H100, slices=(2, 4, 8, 16))
+    assert {one.slices for one in found.tried} == {(2, 4, 8, 16)}
+    assert {one.layout.context for one in found.tried} == {2, 4, 8}
+    odd = tune(STEP, (4, 1, 1), H100, slices=(3, 1, 1, 1))
+    assert odd.tried == () and len(odd.refused) == 3 and "is 3, which" in odd.refused[0]
+    half = tune(STEP, (4, 1, 1), H100, why_not=lambda rows, columns: "no" if rows > 1 else None)
+    assert [one.shape for one in half.tried] == [(1, 4)]
+    assert half.refused == ("2 × 2: no", "4 × 1: no")
+
+
+def test_heads_and_features_decide_which_meshes_there_are() -> None:
+    def legal(model: object, ranks: int) -> list[tuple[int, int]]:
+        every = shapes_of(ranks)
+        return [shape for shape in every if why_no_mesh(model, *shape) is None]  # type: ignore[arg-type]
+
+    assert legal(LLAMA, 8) == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert legal(LLAMA, 64) == [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)]
+    assert legal(QWEN, 8) == [(2, 4), (4, 2), (8, 1)]  # 28 heads
+    assert legal(LLAMA, 3) == []
+    assert legal(PHI, 16) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+    assert why_no_mesh(MIXTRAL, 2, 2) == "experts are not split"
+    hybrid = replace(LLAMA, model_type="qwen3_5_text")
+    assert why_no_mesh(hybrid, 2, 2) == "layers with a state are not split on a mesh"
+    assert "hidden_size 4096 does not split over a mesh of 3 × 1" in str(why_no_mesh(LLAMA, 3, 1))
+
+
+def test_products_that_the_rule_would_keep_otherwise_are_named() -> None:
+    short = tune(replace(STEP, row=Segments.single(1 << 10)), (4, 1, 1), H100)
+    assert len(short.not_kept) == 4 and "qkv keeps its output" in short.not_kept[0]
+
+
+def test_a_hundred_ranks_take_seconds() -> None:
+    start = perf_counter()
+    tune(replace(STEP, model=hub("meta-llama/Llama-3.1-70B")), (128, 1, 2), H100)
+    assert perf_counter() - start < 10

@@ -1,0 +1,392 @@
+"""Reading of a recipe, or of every problem at once: the file, the fragments below it and the
+command line above it merge into one tree, which is checked; and writing as YAML."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from uspft.config.algorithms import AUTO
+from uspft.config.document import MAX_DEPTH, Tree, bare, parse, places, plain
+from uspft.config.messages import findings_of
+from uspft.config.other_tools import tool_of
+from uspft.config.problems import COMMAND_LINE, Finding, Origins, Problem, RecipeError
+from uspft.config.recipe import PLANNED, Recipe
+from uspft.config.rules import broken, touches
+from uspft.config.types import as_tree
+from uspft.config.unknown import unknown_keys, without_nulls
+
+# Required keys: what to write, and a value that stands in for a faulty one so that rules still run.
+_REQUIRED: dict[str, tuple[str, Any]] = {
+    "data.train": ("write a file, a folder, a glob, a hub id, or a list of them", "stand-in"),
+    "data.sequence_length": ("write the tokens of a row, such as 4096 or 128k", 2),
+    "training.global_batch_size": ("write the rows of one optimizer step, such as 32", 1),
+}
+_BLOCKS = ("model", "data", "training")  # with required keys: an absent one reads as empty
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe and the places where its keys were written."""
+
+    recipe: Recipe
+    origins: Origins
+
+
+@dataclass(frozen=True)
+class Read:
+    """A recipe as far as it can be read, with its problems."""
+
+    loaded: Loaded
+    """The recipe, in which every faulty key has its default, or a stand-in."""
+    problems: list[Problem]
+    faulty: frozenset[str]
+    """The keys of the problems, and those that their faults may have hidden."""
+
+    def sound(self, *keys: str) -> bool:
+        """Return whether no problem touches these keys or blocks."""
+        return not any(touches(key, bad) for key in keys for bad in self.faulty)
+
+    def together(self, findings: Sequence[Finding]) -> RecipeError:
+        """Return the error that tells the problems and these findings, in the files' order."""
+        found = [*self.problems, *(self.loaded.origins.problem(*one) for one in findings)]
+        return RecipeError(
+            sorted(found, key=_order(self.loaded.origins.file)) if self.problems else found
+        )
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Return the recipe in `path` over its `base` fragments, under `key.path=value` overrides.
+
+    It reads the files named and nothing else. Raises RecipeError with every problem at once.
+    """
+    found = read(path, overrides)
+    if found.problems:
+        raise found.together(())
+    return found.loaded
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Read:
+    """Return what `load` does, with the problems in place of an error.
+
+    Raises RecipeError where a file cannot be read.
+    """
+    path = Path(path)
+    tree, problems = read_recipe(path, overrides)
+    if tree is None:
+        raise RecipeError(problems)
+    tree = without_nulls(tree)
+    origins = Origins(str(path), dict(places(tree)))
+    raw = bare(tree)
+    _require_ours(path, raw, origins)
+    raw, findings, meant = unknown_keys(raw)
+    misnamed = {key for key in meant if key not in origins.places}
+    recipe, wrong = _validated(raw, misnamed)
+    # A value that was not read rightly has its problem already.
+    misread = {(problem.where, problem.key) for problem in problems}
+    found = [origins.problem(*finding) for finding in [*findings, *wrong]]
+    problems += [each for each in found if (each.where, each.key) not in misread]
+    if recipe.output_dir is None:
+        recipe = recipe.model_copy(update={"output_dir": Path("outputs") / path.stem})
+    faulty = frozenset({problem.key for problem in problems} | misnamed)
+    return Read(Loaded(recipe, origins), problems, faulty)
+
+
+def _require_ours(path: Path, raw: dict[str, Any], origins: Origins) -> None:
+    """Raise RecipeError, in one line, where the file is a configuration of another tool."""
+    written = {key for key in raw if origins.places.get(key) != COMMAND_LINE}
+    if written & {"data", "training"} or written <= set(Recipe.model_fields):
+        return
+    tool = tool_of(written, Recipe.model_fields)
+    if tool is not None:
+        what = f"is a configuration of {tool.title}, and no recipe"
+        remedy = f"write ./launch.sh convert {shlex.quote(str(path))} -o RECIPE.yaml"
+        raise RecipeError([Problem(f"{path}:1", "", what, remedy)])
+
+
+def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Finding]]:
+    """Return the recipe in `raw`, with faulty keys at their defaults, and what is wrong with it."""
+    tree = _complete(_without(raw, faulty), faulty)
+    findings: list[Finding] = []
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        findings = [_with_example(finding) for finding in findings_of(error, tree, Recipe)]
+        wrong = {_field(key) for key, _, _ in findings}
+        faulty = faulty | wrong
+        recipe = Recipe.model_validate(_complete(_without(tree, wrong), faulty))
+    return recipe, findings + broken(recipe, faulty)
+
+
+def _with_example(finding: Finding) -> Finding:
+    key, what, remedy = finding
+    missing = what.startswith("is missing") and key in _REQUIRED
+    return key, what, _REQUIRED[key][0] if missing else remedy
+
+
+def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
+    """Return the tree completed for validation.
+
+    Absent blocks are empty, and faulty required keys have stand-ins.
+    """
+    result = {**{block: {} for block in _BLOCKS}, **raw}
+    for key, (_, value) in _REQUIRED.items():
+        block, _, name = key.partition(".")
+        if faulty & {key, block} and isinstance(result[block], dict):
+            result[block] = {name: value, **result[block]}
+    return result
+
+
+def _field(key: str) -> str:
+    """Return the path of the field, in a block or at the top, in which a key lies."""
+    return re.sub(r"\[.*", "", ".".join(key.split(".")[:2]))
+
+
+def _without(raw: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+    """Return a copy of the tree without these keys; a list keeps its items, which may lose keys."""
+    return {name: _pruned(value, name, keys) for name, value in raw.items() if name not in keys}
+
+
+def _pruned(value: Any, at: str, keys: set[str]) -> Any:
+    if isinstance(value, dict):
+        kept = {name: item for name, item in value.items() if f"{at}.{name}" not in keys}
+        return {name: _pruned(item, f"{at}.{name}", keys) for name, item in kept.items()}
+    if isinstance(value, list):
+        return [_pruned(item, f"{at}[{index}]", keys) for index, item in enumerate(value)]
+    return value
+
+
+def _order(file: str) -> Any:
+    """Return the key by which problems are sorted.
+
+    The recipe's own come first, each file's from top to bottom, and the command line's last.
+    """
+
+    def key(problem: Problem) -> tuple[bool, bool, str, int]:
+        name, _, line = problem.where.rpartition(":")
+        return (not name, name != file, name, int(line) if name and line.isdigit() else 0)
+
+    return key
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes each string that `load` would read as another value; writes no alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = None if isinstance(plain(value), str) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _string)
+
+
+def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
+    """Return YAML with every key that may be set, which load() reads back to an equal recipe.
+
+    comments: sentences that stand above their keys.
+    """
+    data = as_tree(recipe, all_keys=False)
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if not comments:
+        return text
+    tree, _ = parse(text, str)
+    assert tree  # what was dumped can be read
+    lines = text.splitlines(keepends=True)
+    above = {int(where): comments[key] for key, where in places(tree) if comments.get(key)}
+    for line in sorted(above, reverse=True):
+        indent = " " * (len(lines[line - 1]) - len(lines[line - 1].lstrip(" ")))
+        wrapped = wrap(
+            above[line], 98 - len(indent), break_long_words=False, break_on_hyphens=False
+        )
+        lines[line - 1 : line - 1] = [f"{indent}# {part}\n" for part in wrapped]
+    return "".join(lines)
+
+
+# The file, the fragments below it and the command line above it, merged into one tree.
+
+MAX_BYTES = 256 * 1024  # PyYAML reads some 100 KB a second
+MAX_FRAGMENTS = 100  # fragments that name fragments twice double with every level
+
+
+def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list[Problem]]:
+    """Return the merged tree without `base`, and every problem; no tree if a file is unreadable."""
+    reader = _Files()
+    tree = reader.top(path)
+    if tree is None or not reader.complete:
+        return None, reader.problems
+    problems = reader.problems
+    for text in overrides:
+        tree = _override(_opened(tree), text, problems)
+    return _opened(tree), problems
+
+
+def merge(low: Tree, high: Tree) -> Tree:
+    """Return `high` over `low`: mappings merge, lists and scalars replace what stood there."""
+    if not isinstance(low.value, dict) or not isinstance(high.value, dict):
+        return high
+    merged = dict(low.value)
+    for key, child in high.value.items():
+        merged[key] = merge(merged[key], child) if key in merged else child
+    return Tree(merged, high.where)
+
+
+def _opened(tree: Tree) -> Tree:
+    """Return a recipe's tree in which `parallel_config: auto` is a mapping whose keys are auto.
+
+    So what is written over it stands beside what is left open, and the word replaces a mapping.
+    """
+    key = "parallel_config"
+    if not isinstance(tree.value, dict) or key not in tree.value or tree.value[key].value != AUTO:
+        return tree
+    where = tree.value[key].where
+    block = Tree({name: Tree(AUTO, where) for name in PLANNED}, where)
+    return Tree({**tree.value, key: block}, tree.where)
+
+
+class Unreadable(Exception):
+    """The error that a file cannot be read: what is wrong with it, the remedy, and the line."""
+
+    def __init__(self, what: str, remedy: str, line: int | None = None) -> None:
+        super().__init__(what)
+        self.what, self.remedy, self.line = what, remedy, line
+
+
+def text_of(path: Path, most_bytes: int = MAX_BYTES) -> str:
+    """Return what a file of UTF-8 says. Raises Unreadable."""
+    try:
+        if path.is_dir():
+            raise Unreadable("is a folder", "name a YAML file")
+        if not path.exists():
+            raise Unreadable("does not exist", "check the path")
+        if not path.is_file():
+            raise Unreadable("is not a regular file", "name a YAML file")
+        if path.stat().st_size > most_bytes:
+            raise Unreadable(f"is larger than {most_bytes} bytes", "name a recipe")
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"cannot be read: {error}", "check the path") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise Unreadable("is not UTF-8", "save the file as UTF-8", line) from error
+
+
+class _Files:
+    """A reader of a file and, below it, the fragments that its `base` lists; collects problems."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.complete = True
+        self._count = 0
+
+    def top(self, path: Path) -> Tree | None:
+        try:
+            return self._tree(path, text_of(path), ())
+        except Unreadable as error:
+            self._lost(Problem(f"{path}:{error.line or 1}", "", error.what, error.remedy))
+            return None
+
+    def _lost(self, problem: Problem) -> None:
+        self.problems.append(problem)
+        self.complete = False
+
+    def _tree(self, path: Path, text: str, above: tuple[Path, ...]) -> Tree | None:
+        tree, problems = parse(text, lambda line: f"{path}:{line}")
+        self.problems += problems
+        if tree is None:
+            self.complete = False
+            return None
+        if not isinstance(tree.value, dict):
+            self._lost(Problem(tree.where, "", "is not a mapping of keys", "write `key: value`"))
+            return None
+        own = Tree({k: v for k, v in tree.value.items() if k != "base"}, tree.where)
+        merged = Tree({}, tree.where)
+        if "base" in tree.value:
+            for key, entry in self._entries(tree.value["base"]):
+                fragment = self._fragment(path, key, entry, (*above, path.resolve()))
+                merged = merged if fragment is None else merge(_opened(merged), fragment)
+        return merge(_opened(merged), own)
+
+    def _entries(self, base: Tree) -> list[tuple[str, Tree]]:
+        if isinstance(base.value, list):
+            return [(f"base[{index}]", entry) for index, entry in enumerate(base.value)]
+        remedy = (
+            f"write base: [{base.value}]" if isinstance(base.value, str) else "write base: [FILE]"
+        )
+        self._lost(Problem(base.where, "base", "expected a list of files", remedy))
+        return []
+
+    def _fragment(self, path: Path, key: str, entry: Tree, above: tuple[Path, ...]) -> Tree | None:
+        if not isinstance(entry.value, str):
+            self._lost(
+                Problem(entry.where, key, "expected the path of a file", "write base: [FILE]")
+            )
+            return None
+        target = path.parent / entry.value
+        self._count += 1
+        try:
+            if self._count > MAX_FRAGMENTS:
+                raise Unreadable(f"comes after {MAX_FRAGMENTS} other fragments", "name each once")
+            text = text_of(target)
+            if target.resolve() in above:
+                raise Unreadable("leads back to a file that names it", "break the circle")
+        except Unreadable as error:
+            where = f"{target}:{error.line}" if error.line else entry.where
+            self._lost(Problem(where, key, f"`{entry.value}` {error.what}", error.remedy))
+            return None
+        return self._tree(target, text, above)
+
+
+def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
+    """Return the tree under one `key.path=value` of the command line; unchanged if it is wrong."""
+    key, _, value = text.partition("=")
+    fault = _malformed(text)
+    if fault is not None:
+        problems.append(fault)
+        return tree
+    new, faults = parse(value, lambda line: COMMAND_LINE, key)
+    problems += faults
+    if new is None:
+        return tree
+    names, wheres, node = key.split("."), [tree.where], tree
+    for depth, name in enumerate(names[:-1], 1):
+        below = node.value.get(name) if isinstance(node.value, dict) else None
+        node = Tree({}, COMMAND_LINE) if below is None or below.value is None else below
+        wheres.append(node.where)
+        if not isinstance(node.value, dict):
+            at = ".".join(names[:depth])
+            what = f"`{at}` is a {'list' if isinstance(node.value, list) else 'single value'}"
+            problems.append(Problem(COMMAND_LINE, key, what, f"replace it whole: {at}=..."))
+            return tree
+    for name, where in zip(reversed(names), reversed(wheres), strict=True):
+        new = Tree({name: new}, where)
+    return merge(tree, new)
+
+
+def _malformed(text: str) -> Problem | None:
+    key, equals, value = text.partition("=")
+    names = key.split(".")
+    named = all(name and name == name.strip() for name in names) and len(names) <= MAX_DEPTH
+    if not equals or not named:
+        remedy = "write key.path=value, such as training.steps=10"
+        return Problem(COMMAND_LINE, text, "is not of the form key.path=value", remedy)
+    if not value.strip():
+        # An unset shell variable ends here too: seed=$SEED.
+        return Problem(COMMAND_LINE, key, "has no value", f"write {key}=null for none")
+    if names[0] == "base":
+        remedy = "list the fragment under `base:` in the recipe"
+        return Problem(COMMAND_LINE, key, "cannot be set on the command line", remedy)
+    return None

@@ -1,0 +1,139 @@
+"""What each layer of a model is made of, as its config.json has it: attention with its sliding
+window, or a state; experts, or an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from uspft.families.shape import ModelShape
+from uspft.families.table import EXPERTS, FAMILIES, NO_KEYS
+
+
+class Blocks(NamedTuple):
+    """What a layer has of what layers of its family may have."""
+
+    state: bool
+    """Whether a state, and no attention."""
+    experts: bool
+    """Whether experts that tokens choose among, and no MLP that all of them meet alone."""
+    sees_all: bool = False
+    """Whether heads of the size of those without a window, where others have another."""
+    borrows: bool = False
+    """Whether the keys and values of another layer."""
+
+    def sizes(self, shape: ModelShape) -> ModelShape:
+        """Return a model with the sizes of such a layer."""
+        of = shape.of_window(None) if self.sees_all else shape
+        return of.borrowing if self.borrows else of
+
+
+def layer_blocks(
+    shape: ModelShape,
+    windows: Sequence[int | None] | None = None,
+    experts: Sequence[bool] | None = None,
+) -> tuple[Blocks, ...]:
+    """Return what each layer of a model has. windows, experts: of each layer; None: as the config
+    says."""
+    windows = layer_windows(shape) if windows is None else windows
+    experts, own = experts or expert_layers(shape), shape.layers - shape.borrowers
+    return tuple(
+        Blocks(window == NO_KEYS, some, bool(shape.seeing_all) and window is None, number >= own)
+        for number, (window, some) in enumerate(zip(windows, experts, strict=True))
+    )
+
+
+def expert_layers(shape: ModelShape) -> tuple[bool, ...]:
+    """Tell of each layer of a model whether tokens choose among experts there; in others they all
+    meet one MLP. Fields that transformers does not have for the family say nothing."""
+    family, every = FAMILIES[shape.model_type], range(shape.layers)
+    if not shape.routed or not any(map(shape.full.get, EXPERTS)):
+        return (False,) * shape.layers
+    said = {name: value for name, value in shape.full.items() if name in family.defaults}
+    first = said.get("first_k_dense_replace") or said.get("moe_layer_start_index") or 0
+    last = shape.full.get("moe_layer_end_index", -1) if "moe_layer_interval" in said else -1
+    end = shape.layers if last == -1 else last + 1
+    step = said.get("decoder_sparse_step") or said.get("moe_layer_interval") or 1
+    dense = said.get("mlp_only_layers") or ()
+    return tuple(first <= n < end and (n + 1) % step == 0 and n not in dense for n in every)
+
+
+def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
+    """Return the window of each layer in keys; None where it sees all, NO_KEYS where it has no
+    attention."""
+    window, family = shape.window, FAMILIES[shape.model_type]
+    types, layers = shape.raw.get("layer_types"), range(shape.layers)
+    if family.states:
+        return tuple(NO_KEYS if state else None for state in state_layers(shape))
+    one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
+    if window is None or (one_for_all and not types):
+        return (window,) * shape.layers
+    if types:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family.windows == "switched":
+        if shape.model_type == "smollm3":  # those without rotary positions
+            every = int(shape.raw.get("no_rope_layer_interval", 4))
+            turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
+            return tuple(None if turned[i] else window for i in layers)
+        first = shape.raw.get("max_window_layers", 28)
+        if shape.model_type == "qwen2_moe":  # every other one of the first
+            return tuple(None if i >= first or i % 2 else window for i in layers)
+        return tuple(window if i >= first else None for i in layers)
+    full = 6 if shape.model_type == "gemma3_text" else 2
+    return tuple(window if (i + 1) % full else None for i in layers)
+
+
+class StateSizes(NamedTuple):
+    """The heads of a layer with a state, and the features of each."""
+
+    keys: int
+    """Key heads, each of which as many value heads share."""
+    values: int
+    """Value heads; each has a state [key_dim, value_dim]."""
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    """How many tokens the convolution before the rule sees, the token itself counted."""
+
+    @property
+    def channels(self) -> int:
+        """The features that the convolution takes: of queries, keys and values."""
+        return 2 * self.keys * self.key_dim + self.values * self.value_dim
+
+    def on(self, ranks: int) -> StateSizes:
+        """Return the sizes of the tensor rank with most heads; a key head stands with all its value
+        heads."""
+        keys = -(-self.keys // ranks)
+        return self._replace(keys=keys, values=keys * (self.values // self.keys))
+
+
+def state_layers(shape: ModelShape) -> tuple[bool, ...]:
+    """Tell of each layer of a model whether it has a state and no attention."""
+    if not FAMILIES[shape.model_type].states:
+        return (False,) * shape.layers
+    types, every = shape.raw.get("layer_types"), int(shape.raw.get("full_attention_interval", 4))
+    usual = [(number + 1) % every != 0 for number in range(shape.layers)]
+    named = [kind == "linear_attention" for kind in types or ()]
+    return tuple((named or usual)[: shape.layers])
+
+
+def state_sizes(shape: ModelShape) -> StateSizes | None:
+    """Return the sizes of a model's layers with a state; None where it has none.
+
+    OLMo Hybrid's are made of those of attention where its config has none.
+    """
+    if not FAMILIES[shape.model_type].states:
+        return None
+    usual = {"key_heads": 16, "value_heads": 32}
+    if shape.model_type == "olmo_hybrid":
+        usual = {"key_heads": shape.heads, "value_heads": shape.heads}
+    raw = {key: value for key, value in shape.raw.items() if value is not None}
+    keys = int(raw.get("linear_num_key_heads", usual["key_heads"]))
+    values = int(raw.get("linear_num_value_heads", usual["value_heads"]))
+    dims = 128, 128
+    if shape.model_type == "olmo_hybrid":
+        key_dim = int(raw.get("linear_key_head_dim", 0.75 * shape.hidden_size / keys))
+        dims = key_dim, 2 * key_dim
+    key_dim = int(raw.get("linear_key_head_dim", dims[0]))
+    value_dim = int(raw.get("linear_value_head_dim", dims[1]))
+    return StateSizes(keys, values, key_dim, value_dim, int(raw.get("linear_conv_kernel_dim", 4)))
