@@ -28,15 +28,15 @@ QUIET_SECONDS = 15.0
 
 
 class RunDisplay:
-    """The progress display of a run of `steps` steps, silent on all ranks but the first.
+    """The progress display of a run of `steps` steps; is_main: on rank 0, the others show nothing.
 
     terminal: where it is shown; by default the standard output.
     """
 
     def __init__(
-        self, steps: int, done: int, *, speaks: bool, terminal: Terminal | None = None
+        self, steps: int, done: int, *, is_main: bool, terminal: Terminal | None = None
     ) -> None:
-        self._terminal = terminal or Terminal(quiet=not speaks, highlight=False, soft_wrap=True)
+        self._terminal = terminal or Terminal(quiet=not is_main, highlight=False, soft_wrap=True)
         self._steps, self._done = steps, done
         self._last_line, self._started = 0.0, time.monotonic()
         self._first_step = done

@@ -112,8 +112,8 @@ class Evaluation:
 
     def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
         self._run, self._journal, self._display = run, journal, display
-        self._speaks = run.engine.holders.rank == 0
-        known = journal.evaluations() if self._speaks else []
+        self._is_main = run.engine.holders.rank == 0
+        known = journal.evaluations() if self._is_main else []
         display.knows(known)
         self._best = Best.of(known)
         self.is_over = False
@@ -135,7 +135,7 @@ class Evaluation:
         step = self._run.first_step
         if not self.is_due(step):
             return False
-        records = self._journal.evaluations() if self._speaks else []
+        records = self._journal.evaluations() if self._is_main else []
         stands = any(record["step"] == step for record in records)
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         return largest([float(stands)], everyone, device) == [0.0]
@@ -151,7 +151,7 @@ class Evaluation:
         if scores is None:
             self._display.say(f"the evaluation after step {step} was stopped")
             return False
-        if self._speaks:
+        if self._is_main:
             objective = run.engine.module.objective
             record = record_of(step, scores, time.perf_counter() - started, objective)
             self._best = self._best.after(record)
@@ -176,7 +176,7 @@ class Evaluation:
             count = f"{patience} evaluation{'s' * (patience != 1)}"
             self._display.say(f"training.patience: {count} without a better; {least}")
         best = self._best.step if recipe.checkpoint.keep_best else None
-        said = [float(over), float(best or 0)] if self._speaks else [0.0, 0.0]
+        known = [float(over), float(best or 0)] if self._is_main else [0.0, 0.0]
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-        over_on_all, step = largest(said, everyone, device)
+        over_on_all, step = largest(known, everyone, device)
         self.is_over, self.best_step = bool(over_on_all), int(step) or None

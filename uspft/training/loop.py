@@ -54,7 +54,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
         _begin(run, journal)
     meter = Meter(run)
     with (
-        RunDisplay(last, step, speaks=first_rank) as display,
+        RunDisplay(last, step, is_main=first_rank) as display,
         _tracked(run, journal, display),
     ):
         guards = Guards(run, display.say)
@@ -171,7 +171,7 @@ def _step(
         result = run.engine.step(batches, rate, stop, most=bad_steps.most())
     except BadStep as error:
         with writing(f"the incident of step {step}"):
-            say(f"warning: {bad_steps.bad(step, error, speaks=run.world.mesh.rank == 0)}")
+            say(f"warning: {bad_steps.bad(step, error, is_main=run.world.mesh.rank == 0)}")
         return error.result
     except torch.OutOfMemoryError as error:
         rows = run.loader.rows_of(step)

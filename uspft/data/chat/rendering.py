@@ -259,10 +259,10 @@ def require_turns(
 ) -> None:
     """Check that the text has every turn: templates silently leave out roles that they do not know.
 
-    Of answers only the calls are looked for, since templates leave earlier thoughts out. Any other
-    turn counts as written where the template writes its role and the text has its content as often
-    as the turns do; where that is not so, the text must change when the turn's content does. more:
-    tools and other settings. Raises SampleFault.
+    Of an answer only its calls are looked for, since templates leave earlier thoughts out. Another
+    turn is there if the template writes its role and the text has its content at least as often as
+    all turns have it; else the text must change when the content of this turn does. more: tools and
+    other settings. Raises SampleFault.
     """
     ordered = _in_order(turns, text)
     held = "" if ordered else "\0".join(piece for turn in turns for piece in _shown(turn, text))
@@ -284,8 +284,7 @@ def require_turns(
 
 
 def _in_order(turns: list[Turn], text: str) -> bool:
-    """Tell whether the text contains the turns' contents in their order: then it has each as often
-    as the turns do, and the slow count is not needed."""
+    """Tell whether the text has the turns' contents in their order, which spares counting them."""
     at = 0
     for turn in turns:
         for piece in _pieces(turn):

@@ -294,16 +294,16 @@ class RowLoader(ABC):
         for batch in batches:
             world = batch.world
             rows = [self.row(index) for index in batch.rows]
-            said = self._share(world, self.documents(batch)).held
-            places = [np.arange(a, b) for a, b in said]
-            told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
-            held_here = [x.cpu().numpy() for x in told]
-            here = digest(np.concatenate(places or [held_here[0][:0]]), held_here)
+            expected = self._share(world, self.documents(batch)).held
+            places = [np.arange(a, b) for a, b in expected]
+            tensors = (batch.input_ids[0], batch.labels, batch.position_ids[0])
+            arrays = [x.cpu().numpy() for x in tensors]
+            here = digest(np.concatenate(places or [arrays[0][:0]]), arrays)
             each = [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
             in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
             whole = digest(np.arange(len(in_rows[0])), in_rows)
             held, wrong = total(
-                [here, float(said != batch.share.held)], world.mesh.context, world.device
+                [here, float(expected != batch.share.held)], world.mesh.context, world.device
             )
             if wrong or held % DIGEST != whole:
                 raise RuntimeError(
