@@ -92,7 +92,7 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
 
 
 def _layout(run: Conversion, rows: int) -> None:
-    """Write the algorithm with which ranks share a row, by their ring."""
+    """Write the algorithm by which ranks share a row, named by their ring's function."""
     func = str(run.value("ring_attn_func", ""))
     gathers = func == "varlen_llama3" or (not func and run.value("sample_packing") is True)
     key = run.written("context_parallel_size", "sequence_parallel_degree")
@@ -347,7 +347,7 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
 
 
 def _memory(run: Conversion) -> None:
-    """Write what waits on the host, and tiles."""
+    """Write what is offloaded to the host, and whether MLPs run in tiles."""
     if str(run.value("gradient_checkpointing")).startswith("offload"):
         run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
     run.switch("tiled_mlp", "memory.mlp_tile_tokens", "auto")

@@ -107,7 +107,7 @@ def _words(value: Any) -> list[str]:
 
 
 def _stage(run: Conversion) -> bool:
-    """Return whether texts train whole."""
+    """Return whether the stage is pre-training, in which texts train whole."""
     stage = run.word("stage", default="sft")
     if stage in ("sft", "pt"):
         what = "texts, all of which train" if stage == "pt" else "a recipe trains answers"

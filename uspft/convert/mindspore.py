@@ -126,7 +126,7 @@ def _dtype(run: Conversion) -> None:
 
 
 def _not_here(run: Conversion, why: str) -> None:
-    """Leave the dimensions out, and say why."""
+    """Leave the model's dimensions out, and say why."""
     for name in SHAPE:
         if f"{CONFIG}.{name}" in run.theirs.values:
             run.ignored(f"{CONFIG}.{name}", why)
@@ -382,7 +382,7 @@ def sharding(run: Conversion, degrees: TheirDegrees, micro_batches: int) -> None
 
 
 def _least(run: Conversion, stage: int) -> None:
-    """Write from which size on parameters are sharded: their KB are elements here."""
+    """Write the size from which on parameters are sharded: theirs is in KB, ours in elements."""
     key = f"{OPTIMIZER}.parallel_optimizer_threshold"
     if not run.written(key):
         return

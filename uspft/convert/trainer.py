@@ -118,7 +118,7 @@ def global_batch(
 
 
 def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -> None:
-    """Write that ranks share a row, by the algorithm with Megatron's name."""
+    """Write how many ranks share a row, and by which algorithm, named as Megatron does."""
     if degree > 1:
         row = next(row for row in CONTEXT.values() if row.megatron == megatron)
         run.put("parallel_config.context_parallel", degree, key)
@@ -231,7 +231,7 @@ def _shape(run: Conversion, kind: str, block: str) -> None:
 
 
 def of_peak(peak: float, run: Conversion, key: str) -> float:
-    """Return the share of the peak that a key says, without the last digits of binary products."""
+    """Return the share of the peak rate that a key says, rounded to 12 digits."""
     return float(f"{peak * run.number(key, default=0.0):.12g}")
 
 
@@ -381,7 +381,7 @@ def evaluating(run: Conversion, dialect: Dialect) -> None:
 
 
 def logs(run: Conversion, dialect: Dialect) -> None:
-    """Write where the numbers go."""
+    """Write which trackers get the numbers, how long collectives wait, and the device."""
     asked = run.value("report_to", dialect.default("report_to"))
     names = [str(one).lower() for one in (asked if isinstance(asked, list | tuple) else [asked])]
     known = {"tensorboard": True, "wandb": {}, "mlflow": {}}
