@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.engine.mail import TIE, Lines, Mail, Sent
+from uspft.engine.mail import TIE, Lines, Mail, Message
 from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.replicas import TiedTable
 from uspft.model.staged import StagedModel, stage_of
@@ -209,7 +209,7 @@ class Pipeline:
         if stage == self._stages.count - 1:
             loss = made.sum()
         else:
-            gradient = mail.receive(Sent(*action))
+            gradient = mail.receive(action)
             loss = _Given.apply(made, gradient)
         if last and self._tied and self._ends.tie and stage == 0:
             self._tied.add(mail.receive(TIE))
@@ -242,13 +242,13 @@ class Pipeline:
     def _entering(self, action: Action, mail: Mail) -> Tensor | None:
         if not action.stage:
             return None
-        x = mail.receive(Sent(*action))
+        x = mail.receive(action)
         return x.requires_grad_(torch.is_grad_enabled() and action.stage > self._ends.first)
 
-    def _sent(self, action: Action) -> tuple[int, Sent]:
+    def _sent(self, action: Action) -> tuple[int, Action]:
         """Return what an action sends, and to which rank along the pipeline."""
         stage = action.stage + (1 if action.kind == "forward" else -1)
-        return self._stages.rank_of(stage), Sent(*action._replace(stage=stage))
+        return self._stages.rank_of(stage), action._replace(stage=stage)
 
     def _ties(self, action: Action, micro_batches: int) -> bool:
         """Return whether a backward completes the gradient of the last stage's table."""
@@ -256,8 +256,8 @@ class Pipeline:
         return self._ends.tie and action == last
 
     def _mail(self, lists: Sequence[Sequence[Action]], batches: Sequence[Batch]) -> Mail:
-        def buffer(message: Sent) -> Tensor:
-            if message == TIE:
+        def buffer(message: Message) -> Tensor:
+            if isinstance(message, str):
                 assert self._tied
                 return self._tied.buffer()
             batch = batches[message.micro_batch]
@@ -265,7 +265,7 @@ class Pipeline:
                 batch.chunks[message.chunk] if self._chunks > 1 else batch
             )
 
-        def messages(actions: Sequence[Action]) -> Iterator[Sent]:
+        def messages(actions: Sequence[Action]) -> Iterator[Message]:
             for action in actions:
                 to, message = self._sent(action)
                 first = self._ends.first if action.kind == "backward" else 0
