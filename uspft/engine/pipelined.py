@@ -1,9 +1,9 @@
-"""A step of a pipeline: each rank takes the actions of its schedule, and passes on what they make.
+"""A step of a pipeline: each rank runs the actions of its schedule, and sends on what they make.
 
 Nothing is negotiated: both ends of a message know its shape from their own share of the batch, and
-its place among others from the schedule. Ranks that share rows have equal lists, so that what they
-exchange inside an action waits for nobody outside it. Backward actions are the engine's, of a
-scalar whose gradient is the one that came.
+its place among others from the schedule. Ranks that share rows run equal lists of actions, so what
+they exchange inside an action waits for no other rank. A backward action is the engine's backward
+pass of a scalar, whose gradient is the one that came from the next stage.
 """
 
 from __future__ import annotations
@@ -88,22 +88,22 @@ class _Given(torch.autograd.Function):
 
 
 class KeysUnderWay:
-    """What a rank keeps of the keys of earlier chunks, for each micro-batch in each of its stages,
-    from its first chunk's forward to its last action."""
+    """The keys and states that a rank keeps of earlier chunks, for each micro-batch in each of its
+    stages, from the first chunk's forward to the first chunk's backward."""
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
         self.by_pass: dict[tuple[int, int], RowKeys] = {}
 
     def part(self, batch: Batch, action: Action) -> Batch:
-        """Return what of a micro-batch an action takes."""
+        """Return the micro-batch of an action, or the chunk of it."""
         if self._chunks == 1:
             return batch
         keys = self.by_pass.setdefault((action.stage, action.micro_batch), RowKeys())
         return replace(batch.chunks[action.chunk], keys=keys)
 
     def forget(self, action: Action, last: bool) -> None:
-        """Let go of what an action's stage has kept, if it was the last one of its micro-batch."""
+        """Free what an action's stage has kept, if it was the last one of its micro-batch."""
         if last:
             self.by_pass.pop((action.stage, action.micro_batch), None)
 
