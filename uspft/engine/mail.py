@@ -26,7 +26,7 @@ PATIENCE = 0.9
 nothing would tell what was waited for."""
 
 
-Message = Action | str
+PipelineMessage = Action | str
 """The action that takes what is sent, a stage's output or the gradient of its input; or TIE."""
 TIE = "gradient of the tied table"
 
@@ -75,15 +75,15 @@ class Mail:
     def __init__(
         self,
         lines: Lines,
-        coming: Sequence[Sequence[Message]],
-        buffer: Callable[[Message], Tensor],
+        coming: Sequence[Sequence[PipelineMessage]],
+        buffer: Callable[[PipelineMessage], Tensor],
     ) -> None:
         """coming: by rank what it sends to this one, in order. buffer: returns memory for it."""
         self._lines, self._here, self._buffer = lines, lines.group.index, buffer
         self._from = {m: rank for rank, every in enumerate(coming) for m in every}
         self._coming = [deque(every) for every in coming]
-        self._posted: dict[Message, tuple[Tensor, Callable[[], None]]] = {}
-        self._own: dict[Message, Tensor] = {}
+        self._posted: dict[PipelineMessage, tuple[Tensor, Callable[[], None]]] = {}
+        self._own: dict[PipelineMessage, Tensor] = {}
         self._under_way: dict[int, deque[tuple[Tensor, dist.Work]]] = {}
         for rank in range(lines.group.size):
             self._post(rank)
@@ -95,7 +95,7 @@ class Mail:
             x = self._buffer(message)
             self._posted[message] = x, self._lines.receive(rank, x)
 
-    def send(self, to: int, message: Message, x: Tensor) -> None:
+    def send(self, to: int, message: PipelineMessage, x: Tensor) -> None:
         """Send a tensor, which is kept until it is taken."""
         x = x.detach()
         if to == self._here:
@@ -106,7 +106,7 @@ class Mail:
             line.popleft()[1].wait()
         line.append((x, self._lines.send(to, x)))
 
-    def receive(self, message: Message) -> Tensor:
+    def receive(self, message: PipelineMessage) -> Tensor:
         """Wait for a message.
 
         Raises RuntimeError, which names it, where no rank sends it or it does not come.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.engine.mail import TIE, Lines, Mail, Message
+from uspft.engine.mail import TIE, Lines, Mail, PipelineMessage
 from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.replicas import TiedTable
 from uspft.model.staged import StagedModel, stage_of
@@ -256,7 +256,7 @@ class Pipeline:
         return self._ends.tie and action == last
 
     def _mail(self, lists: Sequence[Sequence[Action]], batches: Sequence[Batch]) -> Mail:
-        def buffer(message: Message) -> Tensor:
+        def buffer(message: PipelineMessage) -> Tensor:
             if isinstance(message, str):
                 assert self._tied
                 return self._tied.buffer()
@@ -265,7 +265,7 @@ class Pipeline:
                 batch.chunks[message.chunk] if self._chunks > 1 else batch
             )
 
-        def messages(actions: Sequence[Action]) -> Iterator[Message]:
+        def messages(actions: Sequence[Action]) -> Iterator[PipelineMessage]:
             for action in actions:
                 to, message = self._sent(action)
                 first = self._ends.first if action.kind == "backward" else 0

@@ -12,11 +12,11 @@ import torch
 
 from tests.support.ranks import spawn
 from uspft.comm import Group
-from uspft.engine.mail import AHEAD, Lines, Mail, Message
+from uspft.engine.mail import AHEAD, Lines, Mail, PipelineMessage
 from uspft.pipeline.schedules import Action, forward_alone, forward_and_backward
 
 
-def alone(coming: list[Message]) -> Mail:
+def alone(coming: list[PipelineMessage]) -> Mail:
     return Mail(Lines(Group()), [coming], lambda _: torch.empty(1))
 
 
