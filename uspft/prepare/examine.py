@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
+from uspft.config import Fault, Finding, InputError, Loaded, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import as_written
 from uspft.config.problems import counted
@@ -148,13 +148,15 @@ class Examined:
     @property
     def settled(self) -> list[str]:
         """How the run is split, by which hardware file, and why; a line each, for a person."""
-        found = [f"layout: {self.sentence}"]
-        stages = stages_sentence(self.recipe, self.layout, self.loaded.recipe, self.known)
-        found += [f"stages: {how}" for how in [stages] if how]
-        found += [f"strategies: {why}" for why in [self.why_strategies] if why]
-        found += [f"strategy: {line}" for line in self.strategies]
-        found += [f"auto: {line}" for line in (self.decision.lines if self.decision else ())]
-        return [*found, f"hardware: {self.hardware}"]
+        told = [
+            ("layout", self.sentence),
+            ("stages", stages_sentence(self.recipe, self.layout, self.loaded.recipe, self.known)),
+            ("strategies", self.why_strategies),
+            *(("strategy", line) for line in self.strategies),
+            *(("auto", line) for line in (self.decision.lines if self.decision else ())),
+            ("hardware", self.hardware),
+        ]
+        return [f"{of}: {what}" for of, what in told if what]
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
         """Return the examination of another recipe, which `change` makes from the user's own."""
@@ -186,9 +188,6 @@ class Examined:
             raise Fault(findings)
         return found
 
-    def problem(self, finding: Finding) -> Problem:
-        return self.loaded.origins.problem(*finding)
-
     @contextmanager
     def placed(self) -> Iterator[None]:
         """Turn findings raised inside the `with` block into a RecipeError that has their places.
@@ -200,7 +199,8 @@ class Examined:
         except InputError as error:
             if not error.findings:
                 raise
-            raise RecipeError(map(self.problem, error.findings), error.beside) from error
+            problems = (self.loaded.origins.problem(*one) for one in error.findings)
+            raise RecipeError(problems, error.beside) from error
 
 
 def examine(
@@ -234,9 +234,8 @@ def examine(
     if isinstance(shape, ModelShape):
         known = replace(known, shape=shape)
     elif shape is None:
-        open_questions.append(
-            f"the sizes of model {asked.model.name_or_path} (not on this machine)"
-        )
+        named = asked.model.name_or_path
+        open_questions.append(f"the sizes of model {named} (not on this machine)")
     else:
         findings += shape
     if not sound(*LAYOUT):
@@ -274,11 +273,8 @@ def examine(
 def _no_way(key: str, ranks: int | None) -> Finding:
     """Return why a degree that was left to the planner is open still."""
     if ranks is None:
-        return (
-            key,
-            UNTOLD,
-            "write launch.processes (check and plan also take --ranks N), or degrees",
-        )
+        remedy = "write launch.processes (check and plan also take --ranks N), or degrees"
+        return key, UNTOLD, remedy
     what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
     return key, what, "leave some of them out"
 
@@ -294,13 +290,8 @@ def _not_here(recipe: Recipe) -> list[str]:
 
 def _precision(recipe: Recipe, device: str) -> list[Finding]:
     if device == "cuda" and recipe.model.dtype == "float32":
-        return [
-            (
-                "model.dtype",
-                "float32 has no flash attention on a GPU",
-                "write bfloat16, or launch.device: cpu",
-            )
-        ]
+        what, remedy = "float32 has no flash attention on a GPU", "bfloat16, or launch.device: cpu"
+        return [("model.dtype", what, f"write {remedy}")]
     if device == "cpu" and recipe.model.attention.startswith("flash"):
         what = f"{recipe.model.attention} runs on GPUs only"
         return [("model.attention", what, "write auto or torch")]

@@ -35,7 +35,6 @@ from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
     from uspft.families import ModelShape
 
 MAX_PLAIN_TOKENS = 4096
@@ -72,7 +71,7 @@ class Sizes:
 
 
 def sizes_of(recipe: Recipe, config: Any, shape: ModelShape, *, with_plain: bool) -> Sizes:
-    """Return the sizes of a recipe's model on one process, which no stage of ZeRO divides.
+    """Return the sizes of a recipe's model on one process, whose state ZeRO does not divide.
 
     with_plain: whether plain transformers runs there too, in float32, with all logits at once.
     """

@@ -85,7 +85,8 @@ def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
     tokenizer = read_tokenizer(place)
     own = tokenizer.get_vocab()
     if known := [(n, token) for n, token in enumerate(tokens) if token in own]:
-        raise Fault([_known(number, token) for number, token in known])
+        what = "`{}` is a token of the tokenizer already"
+        raise Fault([(f"{KEY}[{n}]", what.format(token), "leave it out") for n, token in known])
     words = [AddedToken(token, special=True, normalized=False) for token in tokens]
     tokenizer.add_tokens(words, special_tokens=True)
     parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), place, *tokens)
@@ -97,10 +98,6 @@ def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
         what = f"the tokenizer that has them cannot be written to {folder}: {error.strerror}"
         raise Fault([(KEY, what, "give XDG_CACHE_HOME a folder with room")]) from error
     return folder
-
-
-def _known(number: int, token: str) -> Finding:
-    return f"{KEY}[{number}]", f"`{token}` is a token of the tokenizer already", "leave it out"
 
 
 def _save(tokenizer: object, folder: Path) -> None:
@@ -269,18 +266,20 @@ def serving_of(
         return Serving(None, (), base)
     tokeniser = load_tokeniser(tokenizer or tokenizer_of(recipe.model), recipe.data)
     template = tokeniser.template or None
+    source = without_marks(template.source) if template else None
     if tokens:
-        return Serving(without_marks(template.source) if template else None, (), base)
+        return Serving(source, (), base)
     ends = turn_ends(template) if template and "messages" in formats else []
     if recipe.model.name_or_path:
         base = {EOS: config.eos_token_id, "bos_token_id": config.bos_token_id} | base
+    own = base.get(EOS)
     numbers = [tokeniser.backend.token_to_id(token) for token in ends]
-    stops = _once([*numbers, tokeniser.eos, *_listed(base.get(EOS))])
+    numbers += [tokeniser.eos, *(own if isinstance(own, list | tuple) else [own])]
+    stops = [number for number in dict.fromkeys(numbers) if number is not None]
     generation = {key: value for key, value in base.items() if value is not None}
     if stops:
         generation[EOS] = stops if len(stops) > 1 else stops[0]
         generation.setdefault(PAD, tokeniser.eos if tokeniser.eos is not None else stops[0])
-    source = without_marks(template.source) if template else None
     return Serving(source, tuple(ends), generation)
 
 
@@ -294,11 +293,3 @@ def _generation(recipe: Recipe) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         what = f"{place} cannot be read: {said(error)}"
         raise Fault([("model.name_or_path", what, "mend that file, or delete it")]) from error
-
-
-def _listed(value: Any) -> list[int]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _once(numbers: Sequence[int | None]) -> list[int]:
-    return [number for number in dict.fromkeys(numbers) if number is not None]

@@ -162,11 +162,9 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
     parallel, training = recipe.parallel_config, recipe.training
     asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
     if asked not in (AUTO, passes) and (asked != 1 or layout.pipeline > 1):
-        what = (
-            f"is {asked}, and training.global_batch_size {training.global_batch_size} ÷ "
-            f"(micro_batch_size {training.micro_batch_size} × data_parallel {layout.data}) "
-            f"makes {passes}"
-        )
+        of = f"micro_batch_size {training.micro_batch_size} × data_parallel {layout.data}"
+        batch = f"training.global_batch_size {training.global_batch_size}"
+        what = f"is {asked}, and {batch} ÷ ({of}) makes {passes}"
         one = "" if layout.pipeline > 1 else ", or 1"
         remedy = f"write {AUTO} or {passes}{one}, or change the batch"
         findings.append(("parallel_config.micro_batch_num", what, remedy))

@@ -67,8 +67,8 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         return _with(recipe, "parallel_config", switching=None)
     if not every:
         return recipe
-    keys = ["tensor_slices", "context_parallel_algo", "data_parallel", "exchange_stages"]
-    keys, found = [*keys, "micro_batch_num"], []
+    settles = (_slices, _algorithm, _replicas, _options, _stages)
+    found = []
     longest = under(recipe, len(every) - 1)
     ranks = ranks_of(recipe, known)
     if ranks is None and isinstance(layout := layout_of(longest.parallel_config, None), Layout):
@@ -79,8 +79,8 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         here = replace(known, ranks=ranks, rows=[row] if known.rows else ())
         decision = decided(alone, here)
         alone = with_values(alone, decision.values if decision else {})
-        for key in keys:
-            alone = SETTLED[f"parallel_config.{key}"](alone, here)
+        for settle in settles:
+            alone = settle(alone, here)
         degrees = degrees_of(alone.parallel_config)
         if strategy.pipeline_stage > 1:  # a step's samples decide
             degrees["micro_batch_num"] = AUTO
@@ -88,9 +88,8 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     # Of as many stages all have the layers that one states, or that the longest rows deal out.
     said = {one.pipeline_stage: one.layers_per_stage for one in every if one.layers_per_stage}
     layers = {one.pipeline_stage: one.layers_per_stage for one in found} | said
-    found = [
-        one.model_copy(update={"layers_per_stage": layers[one.pipeline_stage]}) for one in found
-    ]
+    dealt = [{"layers_per_stage": layers[one.pipeline_stage]} for one in found]
+    found = [one.model_copy(update=own) for one, own in zip(found, dealt, strict=True)]
     update = {**degrees_of(found[-1]), "strategies": tuple(found)}
     if parallel.switching in (AUTO, None):
         update["switching"] = "move" if weights_move(parallel) else "in_place"
@@ -311,14 +310,8 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
     assert best  # or the choice would have been refused
     layout = best.priced.layout
     degrees = {**keys_of(layout, best.priced.row), "data_parallel": layout.data}
-    rows = {"global_batch_size": weighed.drawn.packed_rows}
-    training = recipe.training.model_copy(update=rows)
-    return _with(
-        recipe.model_copy(update={"training": training}),
-        "parallel_config",
-        strategies=None,
-        **degrees,
-    )
+    recipe = _with(recipe, "training", global_batch_size=weighed.drawn.packed_rows)
+    return _with(recipe, "parallel_config", strategies=None, **degrees)
 
 
 def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:
