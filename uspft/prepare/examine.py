@@ -38,9 +38,11 @@ LAYOUT = (
     *("launch.processes", "launch.device", "launch.hardware"),
 )
 PRECISION = ("model.dtype", "model.attention", "launch.device")
-"""The keys that an examination reads; it is left out where one of them is faulty."""
+"""The keys that one part of the examination reads, which is left out where one of them is faulty;
+SOURCES, SHAPE and LAYOUT are those of other parts."""
 UNTOLD = f"is {AUTO}, and nothing says on how many processes"
 SUMMED = ("deepspeed.zero_optimization.stage", "deepspeed.zero_optimization.offload_optimizer")
+"""Keys that may be wrong because of the type in which gradients are summed, `model.dtype`."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,11 @@ def examine(
     trains: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Examined:
-    """Load and check a recipe; touch no device or network, and write no file.
+    """Load and check a recipe, without a device or network, and without writing a file.
 
-    hosts: how many there are. ranks: processes of all hosts together; None: what the recipe and
-    this machine give. trains: whether this is for a run, which takes its output folder.
-    environment: that of the processes that would train, where any would. Raises RecipeError with
+    hosts: how many hosts the run has. ranks: processes of all hosts together; None: as many as the
+    recipe and this machine say. trains: whether a run follows, which takes the output folder.
+    environment: of the processes that would train; None: there are none. Raises RecipeError with
     all problems at once.
     """
     given = read(path, overrides)

@@ -16,8 +16,8 @@ EXPERTS = "parallel_config.expert_parallel"
 
 
 def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return the findings that speak against a recipe's layout, and those of its strategies on as
-    many ranks."""
+    """Return what is wrong with a recipe's layout, or with each of its strategies on as many
+    ranks."""
     every = len(strategies_of(recipe))
     if not every:
         return layout_findings(recipe, layout, shape)
@@ -45,7 +45,7 @@ def _of_strategy(finding: Finding, number: int) -> Finding:
 
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return the findings that speak against a recipe's `parallel_config` under its layout."""
+    """Return what is wrong with the `parallel_config` of a recipe that has one layout."""
     if layout.tensor > 1 and (wrong := tile_findings(recipe)):
         return wrong
     if wrong := group_findings(recipe, shape, layout.mesh_columns):

@@ -1,5 +1,5 @@
-"""The making of what `verify` compares: as many layers as one process holds, by an estimate before
-anything is built, and every layout that the recipe can run in."""
+"""What `verify` compares: the model, cut to as many layers as one process can hold, in every layout
+that the recipe can run in. How many layers that is, is estimated before anything is built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides the memory of one process that holds its rows whole."""
+    """What decides how much memory one process needs that holds rows whole."""
 
     shape: ModelShape
     kinds: tuple[Hashable, ...]

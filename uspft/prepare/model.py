@@ -118,9 +118,9 @@ def _save(tokenizer: object, folder: Path) -> None:
 
 
 def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
-    """Return what `read_shape` does, with as many tokens as the model has with `add_tokens`.
+    """Return what `read_shape` returns, with the vocabulary that `add_tokens` makes.
 
-    They are counted where the tokenizer is on this machine.
+    The tokens are counted only where the tokenizer is on this machine.
     """
     shape, place = read_shape(model, CONFIGS), tokenizer_of(model)
     file = Path(place or "") / "tokenizer.json"
@@ -141,7 +141,8 @@ def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
 
 
 def with_vocabulary(recipe: Recipe, shape: ModelShape | None) -> Recipe:
-    """Return the recipe whose model has room for the tokens that it adds, once that is known."""
+    """Return the recipe with the vocabulary that its added tokens make; unchanged where it adds
+    none, or where the model's sizes are not known yet."""
     if not recipe.model.add_tokens or shape is None:
         return recipe
     overrides = {**recipe.model.overrides, "vocab_size": shape.vocab_size}
@@ -165,8 +166,8 @@ class ExaminedModel(NamedTuple):
 
 
 def must_be_built(recipe: Recipe) -> bool:
-    """Tell whether a recipe names parts of its model, or weights that are here, which it takes a
-    built model to check."""
+    """Tell whether only a built model can check a recipe: it names parts of the model, or weights
+    that are on this machine."""
     model = recipe.model
     names = model.adapter or model.freeze or model.overrides or model.add_tokens
     folder = model.name_or_path if model.config is None else None
@@ -204,10 +205,10 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
 
 
 def _require_inside(recipe: Recipe, model: Any) -> None:
-    """Require that every strategy uses a part of what ranks hold. Raises Fault.
+    """Check that every strategy uses parts of what ranks store. Raises Fault.
 
-    Ranks hold the least tensor degree of all. Weights that move are stored at each, and strategies
-    whose ranks hold blocks have the same mesh.
+    Ranks store the shards of the least tensor degree. Nothing is to be checked where weights move,
+    since they are stored at each degree then; strategies on a mesh all have the same mesh.
     """
     every = strategies_of(recipe)
     degrees = {one.model_parallel for one in every}
@@ -222,10 +223,10 @@ def _require_inside(recipe: Recipe, model: Any) -> None:
 
 
 def inside_findings(strategies: Sequence[Strategy], stored: Shards) -> list[Finding]:
-    """Return the strategies that use more of a parameter than ranks hold.
+    """Return the strategies that use more of a parameter than ranks store.
 
-    stored: who holds what under the strategy of the least tensor degree, which divides all others.
-    On a mesh columns use parts as those of so many ranks; mesh rows use parts of what is whole.
+    stored: the shards of the strategy with the least tensor degree, which divides all others. On a
+    mesh the mesh columns divide what ranks store; mesh rows divide only what each rank has whole.
     """
     from uspft.parameters.shards import outside
 

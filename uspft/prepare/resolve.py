@@ -1,9 +1,9 @@
 """Every `auto` of a recipe is settled here: a function for each key, asked again as more is known.
 
-What the planner chooses it chooses together; a function returns the recipe as it is where nothing
-is to be settled, or where what it needs is not known yet. The recipe's reference tells which `auto`
-stays for good: that of `checkpoint.resume`, and of algorithms' options whose `auto` means what no
-value says.
+Keys that the planner chooses are chosen all at once (left_open.py). A function returns the recipe
+unchanged where its key is not `auto`, or where what decides it is not known yet. Some `auto` are
+never settled, as the recipe's reference says: that of `checkpoint.resume`, and those of algorithms'
+options for whose meaning there is no other value.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
 
 
 def _strategies(recipe: Recipe, known: Known) -> Recipe:
-    """Settle what strategies leave open; the degrees beside them are those of the longest rows.
+    """Settle what strategies leave open, and set the degrees beside them to the longest rows'.
 
-    Each is settled as a recipe of its own whose rows have its length, on as many processes as the
-    longest rows' layout has.
+    Each strategy is settled as a recipe of its own whose rows have its length, on as many processes
+    as the layout of the longest rows has.
     """
     every, parallel = strategies_of(recipe), recipe.parallel_config
     if parallel.strategies is None:
@@ -85,7 +85,8 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         if strategy.pipeline_stage > 1:  # a step's samples decide
             degrees["micro_batch_num"] = AUTO
         found.append(strategy.model_copy(update=degrees))
-    # Of as many stages all have the layers that one states, or that the longest rows deal out.
+    # Strategies with as many stages have the same layers in them: those that one of them states, or
+    # else those that suit the longest rows.
     said = {one.pipeline_stage: one.layers_per_stage for one in every if one.layers_per_stage}
     layers = {one.pipeline_stage: one.layers_per_stage for one in found} | said
     dealt = [{"layers_per_stage": layers[one.pipeline_stage]} for one in found]
@@ -163,10 +164,11 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the algorithm where the planner was not asked: where rows are whole it is none.
+    """Settle the algorithm that the planner did not choose: none where rows are whole.
 
-    Mesh rows share a row of tokens also where the recipe does not say how; and `auto` that the
-    planner has no way for is an algorithm all the same, so that what is wrong is told.
+    The rows of a mesh share each row of tokens, so that they have an algorithm also where the
+    recipe names none. An `auto` for which the planner found no layout becomes an algorithm too: the
+    checks that follow then tell what is wrong.
     """
     parallel = recipe.parallel_config
     name, shared = parallel.context_parallel_algo, parallel.row_ranks > 1
@@ -240,7 +242,7 @@ def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None
 
 
 def _memory(recipe: Recipe, known: Known) -> Recipe:
-    """Settle what is done in tiles, and what is made again where the planner has no choice."""
+    """Settle the tiles, and `memory.recompute` where there is one choice only."""
     if known.shape is None:
         return recipe
     recipe, block = settled_memory(recipe, known.shape), recipe.memory
@@ -251,7 +253,7 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _head_groups(recipe: Recipe, known: Known) -> Recipe:
-    """Settle how many heads attention works on at once, by what a rank needs."""
+    """Settle how many heads attention works on at once, by the memory that a rank needs."""
     layout = _layout(recipe, known)
     if recipe.memory.attention_heads != AUTO or not (known.shape and known.cluster and layout):
         return recipe
