@@ -18,8 +18,7 @@ class Blocks(NamedTuple):
     experts: bool
     """Whether it has experts, among which tokens choose, in place of one MLP for all of them."""
     sees_all: bool = False
-    """Whether it attends without a window, in a model whose layers without one have heads of another
-    size."""
+    """Whether it attends without a window, where layers with one have heads of another size."""
     borrows: bool = False
     """Whether it attends to the keys and values of another layer."""
 
