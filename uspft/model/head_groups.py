@@ -40,7 +40,7 @@ from uspft.model.some_heads import (
     second_half,
 )
 from uspft.model.state_groups import StateCall
-from uspft.model.tiles import TOKENS, Tiled, with_gradient
+from uspft.model.tiles import Tiled, with_gradient
 
 if TYPE_CHECKING:
     from uspft.model.attention import Bound
@@ -162,7 +162,7 @@ class TwoHalves:
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         between, bound = self._first.attend(hidden_states, kwargs), kwargs["uspft"]
         del hidden_states
-        if not self._tile or between.shape[TOKENS] <= self._tile:
+        if not self._tile:
             return self._second(between)
 
         def rest(x: Tensor) -> Tensor:
