@@ -86,7 +86,7 @@ def assemble(
     cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
     worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
     world = worlds[-1]  # of the longest rows
-    by_degree = sorted(worlds, key=lambda one: one.layout.held)
+    by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # the last is how weights are held
     most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
 

@@ -37,9 +37,9 @@ STAGES = HELD[4:5]
 """The axis along which ranks hold different parameters."""
 
 
-HeldAs = tuple[int, int, int, bool]
-"""What of a layout says which rank holds which part: the ranks that hold the model once, stages,
-mesh rows, and whether there are blocks."""
+StoredAs = tuple[int, int, int, bool]
+"""How ranks store the parameters: over how many ranks the model is divided, into how many stages,
+over how many mesh rows, and whether matrices lie in blocks."""
 
 
 def as_processes(count: int) -> str:
@@ -96,9 +96,10 @@ class Layout:
         return self.mesh_columns * self.mesh_rows
 
     @property
-    def held(self) -> HeldAs:
-        """What two layouts have in common under which each rank holds the same, of stages with as
-        many layers and where no expert is divided; the least sharded first."""
+    def stored_as(self) -> StoredAs:
+        """How ranks store the parameters: layouts of which this is equal store them alike, where
+        stages have as many layers and experts are not divided. It orders layouts by how far they
+        divide the model."""
         return self.tensor * self.pipeline, self.pipeline, self.mesh_rows, self.blocks
 
     @property

@@ -64,7 +64,7 @@ class StraightEngine(MovingEngine):
         return replace(result, switch_seconds=moved)
 
     def fetch(self, shards: Shards) -> Tensor:
-        if shards.layout.held != self._at.layout.held:
+        if shards.layout.stored_as != self._at.layout.stored_as:
             self._weights = self._moved(self._weights, shards, trained=False)
             if self._reduced is not None:
                 self._reduced = self._moved(self._reduced, shards, trained=True)
@@ -81,7 +81,7 @@ class StraightEngine(MovingEngine):
         reduce = self.switches.from_owners(shards, shards, trained=True)
         pieces = sums.new_zeros(reduce.count_before)
         reduce.add(sums, pieces)
-        if shards.layout.held == self._home.layout.held:
+        if shards.layout.stored_as == self._home.layout.stored_as:
             self.owners.gradients.add_(pieces)
             return
         reduce.copy(pieces, sums)

@@ -18,9 +18,11 @@ from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import records, write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.runs import small_recipe
+from uspft.launcher.meeting import HEARD_SECONDS
 
 HOST = f"""
-import signal, sys, time
+import os, signal, sys, time
+from uspft.commands import arguments, main
 from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import Meeting, hosts_from, meeting as module, watch
 module.PATIENCE_SECONDS, module.AGAIN_SECONDS, module.LEAVE_SECONDS = 0.2, 0.2, 0.4
@@ -35,16 +37,16 @@ def up():
     while not meeting.watch.called:
         time.sleep(0.01)
     print("up", flush=True)
+class Told(InputError):
+    def __str__(self):
+        first = not said
+        said.append(1)
+        first and self.args[0]()
+        return "r.yaml:3: model.nam: unknown key"
+said = []
+arguments.command_of = lambda words, meeting, losses: lambda: run(meeting, convene)
 with Meeting(hosts_from(environment)) as meeting:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    meeting.may_interrupt()
-    try:
-        code = meeting.end(run(meeting, convene))
-    except (InputError, RunFailed) as error:
-        print(error, file=sys.stderr)
-        code = meeting.end(2 if isinstance(error, InputError) else 1, str(error))
-    except KeyboardInterrupt:
-        code = meeting.end(130, "stopped")
+    code = main._command(["train"], meeting, ())
 sys.exit(code)
 """
 
@@ -174,6 +176,22 @@ def test_a_host_that_is_stopped_stops_the_others(body: str) -> None:
     for host in (other, last):
         code, _, err = host.end()
         assert code == 130 and f"host 0 ({NAME}): stopped" in err
+
+
+def test_a_refusal_stays_what_it_is_when_another_host_fails_meanwhile() -> None:
+    """While the first host tells its error, it hears of the second's: each ends with its own."""
+    slow = "up(); raise Told(lambda: time.sleep(1.2))"
+    quick = "up(); time.sleep(0.4); raise RunFailed('no disk')"
+    ends = [(code, err) for code, _, err in meet(slow, quick)]
+    assert ends == [(2, "r.yaml:3: model.nam: unknown key\n"), (1, "no disk\n")]
+
+
+def test_a_stop_ends_the_wait_to_be_heard() -> None:
+    port, began = two_free_ports(), time.monotonic()
+    alone = Host("raise Told(lambda: os.kill(os.getpid(), signal.SIGINT))", 0, port)
+    code, _, err = alone.end()
+    assert (code, err) == (2, "r.yaml:3: model.nam: unknown key\n")
+    assert time.monotonic() - began < HEARD_SECONDS
 
 
 def test_a_killed_host_is_missed() -> None:

@@ -168,7 +168,7 @@ def switched(folder: Path, data: Documents) -> tuple[tuple[int, int], tuple[floa
     home, hosts = engine.holders.shards, tuple(GROUPS.host_of(each) for each in range(4))
     assert hosts == (0, 0, 1, 1)
     owned = {name: owned_parts(home, name, shape) for name, shape in shapes.items()}
-    assert len({batch.world.layout.held for batch in batches}) == 3
+    assert len({batch.world.layout.stored_as for batch in batches}) == 3
     for shards in engine.every.values():
         moves = plan_moves(owned, stock_of(shards, shapes), hosts, once_into_hosts=True)
         for one in moves.deliveries:

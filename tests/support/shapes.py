@@ -8,7 +8,7 @@ from typing import Any
 
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -177,7 +177,7 @@ def _contend(folder: Path, start: Any, answers: Any) -> None:
 @pytest.mark.parametrize("left", [None, 61.0])
 def test_of_many_that_come_at_once_at_most_one_holds(tmp_path: Path, left: float | None) -> None:
     contend: Callable[..., None] = _contend
-    context, comers = get_context("forkserver"), 6
+    context, comers = get_context("fork"), 6
     held = 0
     for turn in range(5):
         folder = tmp_path / str(turn)

@@ -166,7 +166,7 @@ def export_folder(
     aside = _begun(target, files)
     (aside / ADAPTER_CARD).unlink(missing_ok=True)
     config = json.loads((aside / CONFIG).read_text("utf-8"))
-    named = _beside(tensors, dtype, base, config) if base else _alone(tensors, dtype, config)
+    named = _multimodal(tensors, dtype, base, config) if base else _model(tensors, dtype, config)
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
     if (untrained := aside / CORRECTIONS).exists():
@@ -197,16 +197,16 @@ def _begun(target: Path, files: Path) -> Path:
     return aside
 
 
-def _alone(
+def _model(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, config: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's files."""
+    """Yield a model's tensors, under the names that files have."""
     for pair in tensors:
         for name, value in as_files(*pair, config):
             yield name, _held(value, dtype)
 
 
-def _beside(
+def _multimodal(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     base: FolderWeights,

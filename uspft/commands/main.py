@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -65,8 +66,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _heed(meeting: Meeting, number: int, frame: FrameType | None) -> None:
+    """Interrupt the command; before it has begun, leave; once it has ended, its code stands."""
+    if meeting.ended:
+        meeting.hurried = meeting.alarm is None
+    elif meeting.begun:
+        raise KeyboardInterrupt
+    else:
+        _leave(number, frame)
 
 
 def _main(words: list[str]) -> int:
@@ -82,17 +89,15 @@ def _main(words: list[str]) -> int:
         hosts = hosts_from(os.environ) if starts_ranks(words) else Hosts()
         losses: tuple[Loss, ...] = ()
         while True:
+            _on_stop(_leave)
             with Meeting(hosts) as meeting:
                 code = _command(words, meeting, losses)
-            if meeting.again is None:
+            if meeting.again is None or meeting.hurried:
                 return code
             losses, hosts = (*losses, meeting.again), meeting.again.hosts
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
-        return INTERRUPTED
 
 
 def program() -> list[str]:
@@ -107,20 +112,21 @@ def _command(words: list[str], meeting: Meeting, losses: Sequence[Loss]) -> int:
     """
     from uspft.commands.arguments import command_of, starts_ranks
 
+    _on_stop(partial(_heed, meeting))
     try:
         command = command_of(words, meeting, losses)
         keep_imports()
-        _on_stop(_interrupt)
-        meeting.may_interrupt()
-        return meeting.end(command())
+        meeting.begun = True
+        code = command()
+        meeting.ended = True  # no signal is handled between a result, or an error, and this line
+        return meeting.end(code)
     except (InputError, RunFailed) as error:
+        meeting.ended = True
         print(error, file=sys.stderr)
         return meeting.end(2 if isinstance(error, InputError) else 1, str(error))
     except KeyboardInterrupt:
-        stopped = STOPPED if starts_ranks(words) else "stopped"
-        if not meeting.alarm:
-            print(stopped, file=sys.stderr)
-        return meeting.end(INTERRUPTED, stopped)
+        meeting.ended = True
+        return meeting.interrupted(INTERRUPTED, STOPPED if starts_ranks(words) else "stopped")
 
 
 def _rank(words: Sequence[str]) -> int:

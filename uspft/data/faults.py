@@ -11,7 +11,7 @@ from uspft.config.problems import Finding, InputError, on_one_line
 
 SHOWN_LINES, SHOWN_PLACES = 20, 3
 _OWN = re.compile(r"'[^']*'|0x[0-9a-f]{2}|\d[\d,.]*|(?<= the fields )[^;]*|(?<=, but )[^;]*")
-"""What faults of one kind have of their own."""
+"""What differs between faults of one kind: quoted values, bytes, numbers, lists of fields."""
 
 
 class DataError(InputError):
@@ -58,7 +58,7 @@ class SampleFault(Exception):
 
 
 def grouped(told: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong and the remedy, once for all things of which the same is told.
+    """Yield what is wrong and the remedy, once for all things with the same fault and remedy.
 
     told: a thing's name, what is wrong with it, and the remedy.
     """
@@ -72,7 +72,7 @@ def grouped(told: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
 
 
 class Faults:
-    """The faults of a whole reading, those alike in one group; 20 groups at most are told."""
+    """The faults of all records, grouped by kind; SHOWN_LINES groups are told."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}

@@ -42,7 +42,13 @@ class Meeting:
         """What another host has said that ends the run."""
         self.again: Loss | None = None
         """How the run was lost, where it starts again."""
-        self._interruptible = False
+        self.begun = False
+        """Whether a stop interrupts the main thread; before, while modules are imported, an end by
+        another host leaves the process at once."""
+        self.ended = False
+        """Whether the command has ended: its exit code stands, whatever another host says then."""
+        self.hurried = False
+        """Whether this host does not wait for the others to hear how it ended."""
         self._last: Message | None = None
         self._rest = threading.Event()
         self._listener: threading.Thread | None = None
@@ -73,23 +79,22 @@ class Meeting:
         """Note what this host does now, for hosts that wait for it."""
         self.watch.doing = doing
 
-    def may_interrupt(self) -> None:
-        """Let an end by another host raise KeyboardInterrupt in the main thread.
-
-        Until then, while modules are imported, such an end leaves the process at once.
-        """
-        self._interruptible = True
-
     def end(self, code: int, text: str = "") -> int:
-        """Note how this host ends, for the others, and return its exit code.
+        """Note how this host ends by itself, for the others, and return its exit code."""
+        text = f"host {self.hosts.index} ({socket.gethostname()}): {text}"
+        return self._ends(code, text)
 
-        Where another host has ended the run, what that one said is printed, and its code returned.
-        """
+    def interrupted(self, code: int, text: str) -> int:
+        """Say why the command was interrupted, note it, and return its exit code: another host's,
+        where that one has ended the run, and else this one's."""
         if self.alarm:
             say(self.alarm.text)
-            code, text = self.alarm.code, self.alarm.text
-        else:
-            text = f"host {self.hosts.index} ({socket.gethostname()}): {text}"
+            return self._ends(self.alarm.code, self.alarm.text)
+        say(text)
+        return self.end(code, text)
+
+    def _ends(self, code: int, text: str) -> int:
+        self.ended = True
         self._last = {"kind": "failed" if code else "done", "code": code, "text": text}
         return code
 
@@ -158,13 +163,15 @@ class Meeting:
     def _listen(self) -> None:
         """Keep the lines alive beside the main thread, and end it where another host says so."""
         while not self._rest.wait(POLL_SECONDS):
-            self.alarm = self.watch.news()
-            if self.alarm and self._interruptible:
+            alarm = self.watch.news()
+            if alarm is None or self.ended:
+                continue
+            self.alarm = alarm
+            if self.begun:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
-            if self.alarm:
-                say(self.alarm.text)
-                os._exit(self.alarm.code)
+            say(alarm.text)
+            os._exit(alarm.code)
 
     def _take_over(self) -> None:
         """Let the main thread have the lines for itself."""
@@ -176,7 +183,7 @@ class Meeting:
     def _be_heard(self, last: Message) -> None:
         """Tell the other hosts why this one has ended, also those that call within a while."""
         until = time.monotonic() + HEARD_SECONDS
-        while not self.watch.all_called() and time.monotonic() < until:
+        while not (self.watch.all_called() or self.hurried) and time.monotonic() < until:
             self.watch.news()
             time.sleep(POLL_SECONDS)
         self.watch.tell(last["kind"], last["text"], last["code"])

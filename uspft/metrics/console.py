@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console as Terminal
@@ -65,12 +64,7 @@ class RunDisplay:
             self._live.start(refresh=True)  # a line that is said meanwhile would run into it
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._waiting.over()
         self._live.stop()
 

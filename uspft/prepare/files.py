@@ -174,7 +174,8 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
 
     def found(key: str, value: Any, *, words: tuple[str, ...] = ()) -> Any:
         name = str(value)
-        if value is None or name in words or name.startswith("~") or os.path.isabs(name):
+        absolute = name.startswith("~") or os.path.isabs(name)
+        if value is None or isinstance(value, dict) or name in words or absolute:
             return value
         beside = os.path.join(file.parent, name)
         if os.path.realpath(beside) == os.path.realpath(name) and _is_there(name):

@@ -27,10 +27,9 @@ from uspft.planner.mesh import tune
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, recomputes_of, slices_of, stage_of, step_shape
 from uspft.prepare.layout_findings import layout_findings
 from uspft.prepare.memory import settled_memory
-from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"

@@ -32,7 +32,7 @@ from uspft.model.build import empty_model, require_fit
 from uspft.model.hf_config import model_config
 from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, WeightsError
-from uspft.prepare.tokenizer import serving_of
+from uspft.prepare.model import serving_of
 
 
 def rewritten(folder: Path, change: Any) -> None:

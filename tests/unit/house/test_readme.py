@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,18 +176,37 @@ def dangling(page: Path, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["README.md", "benchmarks/README.md", "benchmarks/results/README.md", "uspft/model/README.md"]
-    + [f"docs/{name}" for name in DOCS],
-)
+def missing(text: str) -> list[str]:
+    """Files of the project that a page names and that are not there."""
+    named = re.findall(r"`(?:\.\./)*([\w/]+\.(?:py|sh))(?:::?\w+)?`", text)
+    here = ["/" + path.relative_to(ROOT).as_posix() for path in SOURCES]
+    return [
+        name
+        for name in named
+        if name not in OTHERS_FILES and not any(path.endswith(f"/{name}") for path in here)
+    ]
+
+
+FOLDERS = ("benchmarks", "data", "tests", "uspft")
+PAGES = ["README.md", "benchmarks/README.md", "benchmarks/results/README.md"]
+PAGES += ["data/README.md", "tests/gpu/README.md", "uspft/model/README.md"]
+PAGES += [f"docs/{name}" for name in DOCS]
+SOURCES = [*ROOT.glob("*.*"), *chain(*((ROOT / f).rglob("*.*") for f in FOLDERS))]
+OTHERS_FILES = {"preprocess_data.py"}
+"""Files of other projects that pages name."""
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_every_link_leads_somewhere(name: str) -> None:
-    assert dangling(ROOT / name, (ROOT / name).read_text()) == []
+    text = (ROOT / name).read_text()
+    assert dangling(ROOT / name, text) == [] and missing(text) == []
 
 
 def test_a_dangling_link_is_seen() -> None:
     text = "[a](docs/none.md) [b](docs/hosts.md#none) [c](docs/hosts.md#devices) [d](README.md)"
     assert dangling(ROOT / "README.md", text) == ["docs/none.md", "docs/hosts.md#none"]
+    text = "`model/none.py` `model/causal.py` `launch.sh` `../launch.sh` `none.sh`"
+    assert missing(text) == ["model/none.py", "none.sh"]
 
 
 def test_readme_is_two_pages_and_leads_to_every_other() -> None:

@@ -29,7 +29,7 @@ from uspft.planner.memory import (
     memory_of,
     unpredicted,
 )
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 TOKENS = 4096
 """Of one rank."""

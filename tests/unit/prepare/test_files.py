@@ -70,6 +70,19 @@ def test_what_is_in_neither_place_names_both(project: Path) -> None:
         assert "does not exist" in told and both in told
 
 
+def test_a_config_in_the_recipe_itself_is_looked_for_nowhere(project: Path) -> None:
+    path = project / "recipes" / "r.yaml"
+    recipe = {
+        "model": {"config": {"model_type": "no-such-type"}, "tokenizer": "../model"},
+        "data": {"train": "d.jsonl", "sequence_length": 16},
+        "training": {"steps": 1, "global_batch_size": 1},
+    }
+    path.write_text(yaml.safe_dump(recipe))
+    with pytest.raises(RecipeError, match=r"model\.config: .*no-such-type") as error:
+        examine(path, [], 1, None)
+    assert "looked for" not in str(error.value) and str(error.value).count("no-such-type") == 1
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_a_shipped_recipe_works_from_any_folder(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from uspft.metrics import Journal, RunDisplay
 from uspft.model import loss
 from uspft.model.loss import Head
 from uspft.objective.causal import Causal
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.training.evaluate import Score
 from uspft.training.evaluate import record_of as evaluation_record
 

@@ -1,9 +1,9 @@
 """Records as text, with the spans that train; conversations through the tokenizer's chat template.
 
-A template may mark the assistant's part with {% generation %} … {% endgeneration %}; of those that
-do not, known ones have a copy that does (marked_templates.yaml), and of others rendering with and
-without each turn tells the part (`turn_spans`). The text is never searched for answers. What a
-template leaves out of a conversation is an error: nothing is lost unseen.
+Answers are found by a template's marks, {% generation %} … {% endgeneration %}; of a known template
+without them, by those of a marked copy (marked_templates.yaml); else by rendering with and without
+each turn (`turn_spans`). The text is never searched for answers. That a template leaves out part of
+a conversation is an error.
 """
 
 from __future__ import annotations

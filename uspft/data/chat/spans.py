@@ -1,4 +1,4 @@
-"""The assistant's part of a conversation, told by rendering with and without each of its turns."""
+"""Which spans of a conversation's text are answers, found by rendering with and without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACEHOLDER = "\ue0a0answer\ue0a1"
 
 
 class SpanUnknown(Exception):
-    """Which part of the text a turn is cannot be told; the text is the reason."""
+    """The span of a turn cannot be found; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def turn_spans(
 
 
 def _ended(text: str, start: int, stop: int, tokens: tuple[str, ...]) -> int:
-    """Return where a turn ends: white space after the token that ends it is never generated."""
+    """Return where a turn ends: the white space behind its last token is never generated."""
     bare = start + len(text[start:stop].rstrip())
     return bare if text.endswith(tokens, start, bare) else stop
 

@@ -66,7 +66,7 @@ TODAY = "26 Jul 2024"
 _USER = {"role": "user", "content": "a"}
 _PROBE = [_USER, {"role": "assistant", "content": PLACEHOLDER}]
 _ID = "abcdefghi"
-"""What a call is known by: Mistral's templates ask for nine characters."""
+"""The id of a call: Mistral's templates ask for nine characters."""
 _CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
@@ -319,7 +319,7 @@ def template_problems(
 
 
 def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
-    """Return what the template writes that reads as a special token, and is none here."""
+    """Return what looks like a special token in what the template writes, and is none here."""
     text = template.text_of(_PROBE) or ""  # the records' faults will tell what it refuses
     names = dict.fromkeys(_SPECIAL.findall(text))
     return [name for name in names if backend.token_to_id(name) is None]

@@ -20,7 +20,7 @@ _LEADS = ("\n", ".", "a")
 
 
 class TokenBytes(dict[int, bytes]):
-    """By id, the bytes that each token of a byte-level tokenizer stands for, once it was met.
+    """The bytes of each token of a byte-level tokenizer by id, found when first asked for.
 
     The tokens' own characters are GPT-2's printable stand-ins for bytes; added ones are as they
     decode.

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,25 +35,14 @@ SKIPPED = "skip, and read on, strings with a NUL or a byte-order mark too"
 LAID_OUT = 2  # raise it where the files of a corpus hold the same tokens in another way
 
 
-@dataclass(frozen=True)
-class CacheKey:
-    """Two names of a corpus, each a hash.
-
-    folder: stands for everything in the corpus's folder. contents: stands for its tokens alone,
-    wherever their files lay.
-    """
-
-    folder: str
-    contents: str
-
-
 def cache_key(
     data: DataBlock,
     parts: list[tuple[SourcePart, Record | None]],
     tokeniser: TextTokeniser | None,
     vocab_size: int,
-) -> CacheKey:
-    """Return the names of the corpus that these parts become.
+) -> tuple[str, str]:
+    """Return two hashes that name the corpus which these parts become: the name of its folder, and
+    a name of its tokens alone, which is the same wherever their files lay.
 
     parts: each with its first record.
     """
@@ -74,7 +62,7 @@ def cache_key(
     }
     contents = hashed(identity)
     shown = [part.content.shown for part, _ in parts]
-    return CacheKey(hashed([LAID_OUT, contents, *shown]), contents)
+    return hashed([LAID_OUT, contents, *shown]), contents
 
 
 def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:

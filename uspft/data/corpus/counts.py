@@ -92,7 +92,7 @@ def total(every: Iterable[Counts]) -> Counts:
 
 
 def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what became of the samples that were read: kept + all of dropped = read.
+    """Return how many samples were read, kept, and dropped for which reason.
 
     report: what `read_report` returns. None where every sample was kept.
     """
@@ -148,7 +148,7 @@ def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
 
 
 class SourceLimits:
-    """What has been taken of each source, and the sources of which that is all that is wanted."""
+    """What has been taken of each source, and which have reached max_samples or max_tokens."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -175,7 +175,7 @@ class SourceLimits:
         return not long
 
     def add(self, source: int, tokens: int) -> None:
-        """Count a sample; where no more is wanted behind it, its source is full."""
+        """Count a sample; with the last of max_samples its source is full."""
         self.samples[source] += 1
         self.tokens[source] += tokens
         if self.samples[source] == self._sources[source].max_samples:

@@ -47,7 +47,7 @@ class Look:
 
 @dataclass
 class _Seen:
-    """What was seen of one file of a source: the formats of its records, and what they become."""
+    """What the first records of one file are: their formats, counts, lengths and unused fields."""
 
     source: Source
     formats: set[str]
@@ -125,9 +125,9 @@ def _seen(
     faults: Faults,
     lost: Faults,
 ) -> _Seen:
-    """Return what the records of a part are and become; what is wrong with them is noted.
+    """Return what the first records of a part are, noting in `faults` what is wrong with them.
 
-    lost: notes what a template leaves out of good ones.
+    lost: notes what the chat template leaves out of good ones.
     """
     formats = {item.format for item in items if isinstance(item, Record)}
     shape = next((item.shape for item in items if isinstance(item, Record)), "")

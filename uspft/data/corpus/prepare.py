@@ -131,12 +131,13 @@ def _reading(
     require_instructions(data, [record.shape for record in known])
     encoder = encoder_of(formats, data, tokenizer_path, vocab_size)
     tokeniser = encoder.tokeniser
-    key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
+    both = list(zip(parts, first, strict=True))
+    name, contents = cache_key(data, both, tokeniser, vocab_size)
     counts = Counter(record.shape for record in known)
     shapes = [f"{shape} ({n:,} files)" if n > 1 else shape for shape, n in counts.items()]
     shapes += pair_notes(known, tokeniser is not None and tokeniser.has_template)
     shapes += describing_files(data) + (tokeniser.notes(formats) if tokeniser else [])
-    return key.folder, Reading(parts, encoder, key.contents, shapes)
+    return name, Reading(parts, encoder, contents, shapes)
 
 
 def parts_of(data: DataBlock) -> list[SourcePart]:
@@ -242,10 +243,8 @@ def _write(
         require_targets(data, counts, faults.lines() + left.lines())
         ends = list(accumulate(ends, max))  # a source without samples ends where the last one did
         mix = mixed(data.train, taken.tokens)
-        spans = [
-            SourceSpan(first, stop, times)
-            for (first, stop), times in zip(pairwise([0, *ends]), mix.times, strict=True)
-        ]
+        bounds = pairwise([0, *ends])
+        spans = [SourceSpan(*at, times) for at, times in zip(bounds, mix.times, strict=True)]
         files = [part.content.shown for part in reading.parts]
         writer.finish(files, spans, data.overlong, reading.contents)
     progress(total, total)

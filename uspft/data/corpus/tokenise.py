@@ -229,8 +229,8 @@ def given(record: Record, vocab_size: int) -> Sample:
 
 
 def _begun(sample: Sample) -> Sample:
-    """Return a sample whose first label is masked: nothing before a document predicts its first
-    token. Raises SampleFault where it has no token."""
+    """Return a sample with its first label masked, since nothing predicts a document's first token.
+    Raises SampleFault where it has no token."""
     if not len(sample.ids):
         raise SampleFault("an empty sample (no tokens); remove the record")
     sample.labels[0] = NOT_TRAINED

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, cast
 
-from uspft.data.faults import SampleFault
 from uspft.data.files.sources import SourceFile
 
 BOM = b"\xef\xbb\xbf"
@@ -123,18 +122,6 @@ _ENCODINGS = (
     _Encoding("cp1252", _LATIN, 0.9, most=2.0),
     _Encoding("cp1250", "ąćęłńóśźżčďěňřšťůžýáéíúôöüőűăâîțșŁŚŻŽŠČ„”“’–—…«»", 0.9, most=2.0),
 )
-
-
-class NotUtf8(SampleFault):
-    """A line is no UTF-8 from byte `start` on; whoever knows its file says which encoding it is."""
-
-    def __init__(self, line: bytes, start: int) -> None:
-        super().__init__(line, start)
-        self.line, self.start = line, start
-
-    def told(self, file: SourceFile) -> str:
-        """Return what is wrong and the remedy."""
-        return not_utf8(file, self.line, self.start)
 
 
 def not_utf8(file: SourceFile, content: bytes, start: int) -> str:

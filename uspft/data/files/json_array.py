@@ -1,4 +1,4 @@
-"""The elements of a JSON array, read piece by piece: a file may be larger than memory."""
+"""The elements of a JSON array, read piece by piece, since a file may be larger than memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARK = "a byte-order mark inside the array", "take it out"
 
 
 class BrokenArray(Exception):
-    """The array cannot be read on; the text says why. line: the place, counted from 1."""
+    """Reading cannot go on; the text says why. line: where, counted from 1."""
 
     def __init__(self, what: str, line: int) -> None:
         super().__init__(what)
@@ -29,9 +29,9 @@ class BrokenArray(Exception):
 
 @dataclass(frozen=True)
 class Element:
-    """One element, with the line where it begins and the share of what was read that is behind.
+    """One element, with the line where it begins, and its number, counted from 1.
 
-    number: which element it is, counted from 1.
+    behind: of the characters read so far, the share up to the element's end.
     """
 
     line: int
@@ -48,7 +48,7 @@ class ArrayText:
         self._read, self._longest = read, longest
         self._decode = codecs.getincrementaldecoder("utf-8-sig")()
         self._scan = json.JSONDecoder().raw_decode
-        self._text, self._at, self._ended = "", 0, False
+        self._text, self._at, self._ended = "", 0, False  # in memory; next character; end of file
         self._undecoded: UnicodeDecodeError | None = None
         self._line, self._counted = 1, 0
         self.number = 0
@@ -92,7 +92,7 @@ class ArrayText:
             )
 
     def _here(self) -> int:
-        """Return the line that the text has been read up to."""
+        """Return the line of the next character."""
         self._line += self._text.count("\n", self._counted, self._at)
         self._counted = self._at
         return self._line

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from uspft.data.faults import BadRecord, SampleFault, a_kind, place
-from uspft.data.files.decoding import A_MARK, BOM, NotUtf8, not_utf8, nul, opened, other_kind
+from uspft.data.files.decoding import A_MARK, BOM, not_utf8, nul, opened, other_kind
 from uspft.data.files.delimited import rows
 from uspft.data.files.json_array import PIECE, ArrayText, BrokenArray
 from uspft.data.files.megatron import documents
@@ -23,7 +23,7 @@ LONGEST_TEXT = 1 << 28
 """Bytes of the longest file that is read whole, as one text."""
 _TABLES = ("parquet", "arrow")
 Chosen = Callable[[list[str]], list[str]]
-"""From the columns of a table, those that are read; raises SampleFault."""
+"""Chooses those columns of a table that are read; raises SampleFault."""
 
 
 def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
@@ -38,7 +38,7 @@ def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | 
 def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
     """Yield what a file or split holds in order; the records of a table, several at a time.
 
-    One that holds none is a fault of its own.
+    That it holds nothing, or cannot be read, is yielded as a BadRecord.
     """
     last, library = 0, isinstance(content, SourceFile) and content.library
     empty = not library
@@ -80,7 +80,7 @@ def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
 
 
 def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield a file as one text; one of Python's library that is none is left out."""
+    """Yield a file as one text; a file of Python's own library that is no text is left out."""
     with opened(file)[0] as handle:
         content = handle.read(LONGEST_TEXT + 1)
     if len(content) > LONGEST_TEXT:
@@ -161,17 +161,21 @@ def _lines(handle: IO[bytes]) -> Iterator[bytes]:
         yield raw
 
 
-def fields_of(entry: Entry) -> dict[str, Any]:
-    """Return the object itself. Raises SampleFault where its line of JSON holds none."""
+def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
+    """Return the object that an entry is. Raises SampleFault where its line of JSON holds none.
+
+    file: which the entry was read from; None for a data set's split.
+    """
     raw = entry.content
     if isinstance(raw, dict):
         return raw
+    assert file  # a split's entries are objects
     if raw.startswith(BOM):
         raise SampleFault(f"{A_MARK} begins the line, as where files were joined; take it out")
     try:
         fields = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise NotUtf8(raw, error.start) from error
+        raise SampleFault(not_utf8(file, raw, error.start)) from error
     except json.JSONDecodeError as error:
         if b"\0" in raw:
             raise SampleFault(nul()) from error

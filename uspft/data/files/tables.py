@@ -1,6 +1,6 @@
 """Tables by pyarrow: Parquet, Arrow, and the sets of `datasets` (of the hub or `save_to_disk`).
 
-A few records travel as columns, which any process can unpack.
+Records of files go as columns, some at a time, to the process that tokenises and unpacks them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _HashSink:
         return len(content)
 
     def flush(self) -> None:
-        """Do nothing, since nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
 
 def load_saved(source: Source) -> HubSplit:
@@ -129,14 +129,14 @@ def _is_cached(name: str) -> bool:
 
 
 RECORDS, BYTES = 256, 1 << 19
-"""Records and bytes that columns have at most, unless one record is larger."""
+"""The most records and bytes of one Columns, unless a single record is larger."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Consecutive records of a table, as bytes of an Arrow stream: what they hold is not unpacked.
+    """Consecutive records of a table, not unpacked: the bytes of an Arrow stream.
 
-    first: the number of the first, counted from 1. size: bytes of the file for each, about.
+    first: the number of the first, counted from 1. size: about how many bytes of the file each has.
     """
 
     shown: str
@@ -254,7 +254,7 @@ def opened_arrow(source: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 
 def _stream(batch: pa.RecordBatch) -> bytes:
-    """Return a batch as bytes; of one that is a slice, pickle would write the whole."""
+    """Return a batch as an Arrow stream: of a slice, pickle would write the whole that it is of."""
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()

@@ -1,5 +1,5 @@
-"""Documents packed into rows, and the endless stream of these, in which any row is found by its
-index, the same on every machine."""
+"""Documents packed into rows, and the endless stream of rows, each of which follows from its index
+alone, on every machine alike."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from uspft.layout import COPIES, HeldAs, Layout
+from uspft.layout import COPIES, Layout, StoredAs
 from uspft.pipeline.stages import Stages
 from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
@@ -122,11 +122,11 @@ class LayoutSet:
     def held_in_turn(self) -> list[Layout]:
         """The layouts in which ranks hold weights one after another, where these move; the least
         sharded first. In them no row is shared."""
-        ranks, found = self.setting.ranks, dict[HeldAs, Layout]()
+        ranks, found = self.setting.ranks, dict[StoredAs, Layout]()
         for one in self.buckets:
             tensor, stages = one.layout.tensor, one.layout.pipeline
             alone = Layout(tensor, data=ranks // (tensor * stages), pipeline=stages)
-            found[alone.held] = alone
+            found[alone.stored_as] = alone
         return [found[held] for held in sorted(found)]
 
     def least_seconds(self, drawn: DrawnSteps) -> float:

@@ -20,7 +20,7 @@ from uspft.world import make_world
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.job import Job, Prices
-    from uspft.layout import HeldAs, Layout
+    from uspft.layout import Layout, StoredAs
     from uspft.mesh import Groups
     from uspft.world import World
 
@@ -36,12 +36,13 @@ class Strategies:
 
     worlds: Sequence[World]
     row_lengths: Sequence[int]
-    idle: Mapping[HeldAs, World]
-    """The layout that a rank without a row uses, by what ranks hold, the least sharded first. In it
-    no row is shared, except by the rows of a mesh. Where weights stay in place there is one, in
-    which they are stored; where they move there is one for each that a strategy has."""
+    idle: Mapping[StoredAs, World]
+    """The layout in which a rank without a row computes an empty one, by how ranks store the
+    parameters, the least sharded first. In it no ranks share a row, except those of a mesh. Where
+    weights stay in place there is one; where they move, one for each way in which strategies store
+    them."""
     rows_at_once: int
-    """How many rows of the most expensive kind a rank may hold in memory at once."""
+    """How many rows of the kind that needs most memory a rank may compute at once."""
     lockstep: bool
     """Whether all ranks run the same number of micro-batches, since every micro-batch contains a
     collective of all of them (ZeRO-2 and 3, divided experts)."""
@@ -50,14 +51,13 @@ class Strategies:
 
 
 class Phase(NamedTuple):
-    """The part of a step during which all weights are laid out in one way."""
+    """The part of a step during which all ranks store the parameters in one way."""
 
-    held: HeldAs
-    """It, by which the layout of a rank that has no row is found."""
+    stored: StoredAs
     groups: tuple[MicroStep, ...]
     lockstep: bool
-    """Whether all ranks run as many micro-batches: where `Strategies.lockstep` says so, and in a
-    pipeline, whose ranks of all replicas thus take shared rows at the same place."""
+    """Whether all ranks run equally many micro-batches: where `Strategies.lockstep` says so, and in
+    a pipeline, where ranks that share a row must take it at the same place of their schedules."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class SwitchingLoader(RowLoader):
 
     def on_host(self, step: int) -> list[Batch]:
         plan, found = self.plan(step), []
-        for held, micro_steps, lockstep in plan.phases:
+        for stored, micro_steps, lockstep in plan.phases:
             here = []
             for mine in map(self._mine, micro_steps):
                 if mine:
                     here.append(self.of_group(plan, mine))
                 elif lockstep:
-                    here.append(self._idle(held))
-            found += here or [self._idle(held)]
+                    here.append(self._idle(stored))
+            found += here or [self._idle(stored)]
         return found
 
     def plan(self, step: int) -> StepPlan:
@@ -141,22 +141,23 @@ class SwitchingLoader(RowLoader):
         return StepPlan(rows, tuple(numbers), tuple(self._phases(works, limits)))
 
     def _phases(self, works: Sequence[RowWork], limits: Limits) -> Iterator[Phase]:
-        """Yield the groups of a step, of one way to hold weights after another where they move."""
+        """Yield the groups of a step; where weights move, those of one way to store them after
+        another."""
         layouts = [world.layout for world in self._strategies.worlds]
         sharing_ranks = list(map(_sharing, layouts))
-        for held, idle in self._strategies.idle.items():
+        for stored, idle in self._strategies.idle.items():
             moves, stages = self._strategies.moves, idle.layout.pipeline
             chosen = [
                 number
                 for number, work in enumerate(works)
-                if not moves or layouts[work.bucket].held == held
+                if not moves or layouts[work.bucket].stored_as == stored
             ]
             if chosen:
                 here = [works[number] for number in chosen]
                 limits = replace(limits, lockstep=self._strategies.lockstep or stages > 1)
                 groups = schedule(here, sharing_ranks, idle.layout.ranks // stages, limits)
                 renumbered = tuple(_renumbered(one, chosen) for one in groups)
-                yield Phase(held, renumbered, limits.lockstep)
+                yield Phase(stored, renumbered, limits.lockstep)
 
     def _mine(self, groups: MicroStep) -> RankGroup | None:
         """Return the group of a micro-step that this rank is in, if any; of stages each rank is in
@@ -170,15 +171,15 @@ class SwitchingLoader(RowLoader):
         return None
 
     def of_group(self, plan: StepPlan, group: RankGroup) -> Batch:
-        """Return this rank's share of the rows of its group, on the host."""
+        """Return this rank's share of its group's rows, in the host's memory."""
         world = self._strategies.worlds[group.bucket]
         return self._cut(world, [plan.numbers[row] for row in group.rows])
 
     def empty(self) -> Batch:
         return self.batch_of(next(iter(self._strategies.idle.values())), [EMPTY])
 
-    def _idle(self, held: HeldAs) -> Batch:
-        return self._cut(self._strategies.idle[held], [EMPTY])
+    def _idle(self, stored: StoredAs) -> Batch:
+        return self._cut(self._strategies.idle[stored], [EMPTY])
 
     def row(self, index: int) -> Row:
         if index == EMPTY:
@@ -198,7 +199,7 @@ class SwitchingLoader(RowLoader):
 
 
 def _sharing(layout: Layout) -> int:
-    """Return how many ranks of a stage share a row."""
+    """Return how many ranks of one stage share a row."""
     return layout.ranks // (layout.data * layout.pipeline)
 
 
@@ -216,9 +217,9 @@ def training_loader(
 ) -> RowLoader:
     """Return the loader of the training rows, which end with the last epoch or step; collective.
 
-    worlds: of each strategy, or of the one layout. holders: of them, those under which ranks hold
-    the parameters, the least sharded first; several where weights move. orders: where token orders
-    are found; None: in this process.
+    worlds: of each strategy, or of the one layout. holders: those of them in which ranks store the
+    parameters, the least sharded first; several where weights move. orders: the processes that work
+    out token orders; None: this one does.
     """
     recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
     switches = bool(strategies_of(recipe))
@@ -235,11 +236,11 @@ def training_loader(
             last_row=last,
             orders=orders,
         )
-    by_held = {one.layout.held: one for one in holders}
+    by_storage = {one.layout.stored_as: one for one in holders}
     strategies = Strategies(
         worlds,
         row_lengths(recipe),
-        {held: _idle_world(one, groups) for held, one in by_held.items()},
+        {stored: _idle_world(one, groups) for stored, one in by_storage.items()},
         rows_at_once=training.micro_batch_size,
         lockstep=ranks_in_lockstep(recipe),
         moves=recipe.parallel_config.switching == "move",

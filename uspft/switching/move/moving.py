@@ -84,10 +84,10 @@ class MovingEngine(Engine):
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
         if divided := [s.layout.name() for s in every if s.layout.experts > 1]:
             raise ValueError(f"weights do not move where experts are divided: {', '.join(divided)}")
-        self.every = {shards.layout.held: shards for shards in every}
+        self.every = {shards.layout.stored_as: shards for shards in every}
         """Who holds what, by how ranks hold it."""
         for shards in every:
-            if self.every[shards.layout.held].splits_tokens != shards.splits_tokens:
+            if self.every[shards.layout.stored_as].splits_tokens != shards.splits_tokens:
                 twice = f"tensor degree {shards.layout.tensor}"
                 raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
@@ -187,16 +187,16 @@ class MovingEngine(Engine):
         was not made with.
         """
         for batch in batches:
-            if batch.world.layout.held not in self.every:
+            if batch.world.layout.stored_as not in self.every:
                 known = ", ".join(shards.layout.name() for shards in self.every.values())
                 raise ValueError(f"weights move between {known}, not to {batch.world.name}")
         place = {key: number for number, key in enumerate(sorted(self.every))}
-        keys = [batch.world.layout.held for batch in batches]
+        keys = [batch.world.layout.stored_as for batch in batches]
         turns = [
             (self.every[key], [number for number, one in enumerate(keys) if one == key])
             for key in sorted(set(keys))
         ]
-        mine = float(sum(1 << place[shards.layout.held] for shards, _ in turns))
+        mine = float(sum(1 << place[shards.layout.stored_as] for shards, _ in turns))
         everyone = self.holders.everyone
         numbers, squares = total([mine, mine * mine], everyone, self.device)
         if numbers * numbers != squares * everyone.size:  # equal just where all numbers are
@@ -290,7 +290,7 @@ class MovingEngine(Engine):
 
     def terms(self, batch: Batch) -> dict[str, float]:
         """Return this rank's part of each term that evaluation tells; collective."""
-        shards = self.every[batch.world.layout.held]
+        shards = self.every[batch.world.layout.stored_as]
         if self._here is not shards:
             self._release()
             self._bind(shards)

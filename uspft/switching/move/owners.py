@@ -24,7 +24,7 @@ from uspft.switching.move.switch import Switch
 if TYPE_CHECKING:
     from uspft.comm import Group
     from uspft.config import Recipe
-    from uspft.layout import HeldAs
+    from uspft.layout import StoredAs
     from uspft.parameters.part import Shape
     from uspft.parameters.shards import Holders, Shards
 
@@ -150,8 +150,8 @@ class Switches:
         """hosts: a number of each rank's host; None for one host."""
         self._owners, self._everyone = owners, everyone
         self._hosts = tuple(hosts or (0,) * everyone.size)
-        self._stocks: dict[tuple[HeldAs, bool, bool], Stock] = {}
-        self._made: dict[tuple[tuple[HeldAs, bool, bool], ...], Switch] = {}
+        self._stocks: dict[tuple[StoredAs, bool, bool], Stock] = {}
+        self._made: dict[tuple[tuple[StoredAs, bool, bool], ...], Switch] = {}
 
     def from_owners(self, home: Shards, shards: Shards, *, trained: bool) -> Switch:
         """Return the switch to what ranks hold from what they own of what `home` gives them.
@@ -169,7 +169,7 @@ class Switches:
         and not all that they hold.
         """
         (one, other) = (
-            (s.layout.held, trained, o) for s, o in zip((before, after), owned, strict=True)
+            (s.layout.stored_as, trained, o) for s, o in zip((before, after), owned, strict=True)
         )
         if (one, other) not in self._made:
             stocks = self._stock(before, one), self._stock(after, other)
@@ -177,7 +177,7 @@ class Switches:
             self._made[one, other] = Switch(moves, *stocks, self._everyone)
         return self._made[one, other]
 
-    def _stock(self, shards: Shards, key: tuple[HeldAs, bool, bool]) -> Stock:
+    def _stock(self, shards: Shards, key: tuple[StoredAs, bool, bool]) -> Stock:
         _, trained, owned = key
         if key not in self._stocks:
             names = self._owners.trained if trained else self._owners.shapes
