@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from uspft.config.algorithms import row_of
 
 if TYPE_CHECKING:
-    from uspft.config.degrees import Degrees, ParallelBlock
     from uspft.config.problems import Finding
+    from uspft.config.recipe import Degrees, ParallelBlock
 
 AXES = ("mesh_columns", "ulysses", "ring", "data", "pipeline")
 """The axes of a layout, the fastest-varying first.
@@ -124,8 +124,8 @@ class Layout:
                 left, place[axis] = divmod(left, degree)
         return place
 
-    def apart(self, axis: str) -> tuple[int, int]:
-        """Return by how many two neighbours along an axis differ in rank, and the axis's degree."""
+    def stride(self, axis: str) -> tuple[int, int]:
+        """Return by how many two neighbours along an axis differ in rank, and its degree."""
         every = AXES if axis in AXES else HELD
         *within, degree = self._degrees(every[: every.index(axis) + 1])
         return prod(within), degree

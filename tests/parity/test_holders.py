@@ -36,7 +36,7 @@ from tests.support.known import (
     values,
 )
 from tests.support.ranks import spawn
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.parameters.source import base_digest
@@ -330,7 +330,7 @@ def broken(rank: int, folder: Path, case: Case, left_out: list[str]) -> str | fl
 class Untold:
     """What takes the place of ExpertSets."""
 
-    def set_apart(self, *_: Any) -> None:
+    def give_groups(self, *_: Any) -> None:
         pass
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from uspft.config import Recipe, load
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.families.multimodal import loading_class
 from uspft.prepare.host import CONFIGS

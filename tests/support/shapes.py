@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.prepare.host import CONFIGS
 

@@ -90,12 +90,12 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """The bytes of all files beside state.json; 0 in a checkpoint that does not say them."""
+        """The bytes of all files beside state.json; 0 where an earlier version wrote it."""
         return sum(self.state["sizes"].values())
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the checksums of the files stand in state.json, as since uspft writes them."""
+        """Whether state.json has the files' checksums, which earlier versions did not write."""
         return bool(self.state["checksums"])
 
     def tensor(self, kind: str, name: str) -> Tensor:
@@ -154,7 +154,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[Any]:
-        """Open a slice of a stored tensor. Raises CheckpointError, also for what is read inside."""
+        """Open a tensor to be read in the `with` block. Raises CheckpointError, also there."""
         if key not in self.state["files"]:
             raise CheckpointError(f"{self.folder} holds no {key}")
         file = self.folder / self.state["files"][key]
@@ -200,7 +200,7 @@ class _State(BaseModel, strict=True):
     identity: dict[str, Any]
     """What a resumed run must agree with, by key (checkpoint/identity.py)."""
     course: dict[str, Any] = {}
-    """What else of the run goes on."""
+    """Other state of the run that goes on: past gradient norms, bad steps."""
     files: dict[str, str]
     """The file that holds each tensor."""
     sizes: dict[str, int] = {}

@@ -140,7 +140,7 @@ def _write_config(folder: Path, config: Any, job: Job) -> None:
 
 
 def _keep_corrections(folder: Path, model: nn.Module, config: Any) -> None:
-    """Write what corrects a model's routers, where there is any."""
+    """Write the corrections of a model's routers, if it has any."""
     raw = {"model_type": config.model_type}
     every = [as_files(name, one, raw) for name, one in corrections(model).items()]
     if every:
@@ -315,7 +315,7 @@ def nested(names: Collection[str]) -> dict[str, str]:
 
 
 def _modules(names: Iterable[str], parameters: Collection[str]) -> set[str]:
-    """Return the last words of the adapted projections. parameters: what is adapted beside them."""
+    """Return the last part of the names of adapted projections. parameters: adapted beside them."""
     owners = {name.partition(".lora_")[0] for name in names}
     every = {one for one in owners if not any(_is_of(one, parameter) for parameter in parameters)}
     return {one.rpartition(".")[2] for one in every}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 1 << 30
-"""A rank writes the tensors that it holds as a file once they come to this many bytes."""
+"""A rank begins a new file once its tensors come to this many bytes."""
 
 
 class _Parts:
@@ -75,7 +75,7 @@ class _Parts:
 
 
 class Save:
-    """A checkpoint under way: what it holds is fixed, and this rank writes its files."""
+    """A checkpoint being written: its contents are fixed, and this rank writes its own files."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Save:
             self._error = error
 
     def is_written(self) -> bool:
-        """Return whether this rank's files are on the disk, or one of them cannot be."""
+        """Return whether this rank's files are on the disk, or writing them has failed."""
         return not self._thread.is_alive()
 
     def finish(self, identity: Mapping[str, Any], write_model: Callable[[Path], object]) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from uspft.config.others import table_of
+from uspft.config.document import parse, places
+from uspft.config.other_tools import table_of
 from uspft.config.problems import Problem
 from uspft.config.recipe import Recipe
-from uspft.config.yaml.document import parse, places
 from uspft.convert.theirs import Theirs
 
 HUGE = 1e100

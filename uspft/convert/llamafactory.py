@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from uspft.config.document import bare
 from uspft.config.problems import InputError
-from uspft.config.yaml.document import bare
 from uspft.convert import trainer
 from uspft.convert.conversion import NOTHING, Conversion, Outcome, short
 from uspft.convert.sharding import sharding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uspft.config.others import table_of
+from uspft.config.other_tools import table_of
 from uspft.convert import trainer
 from uspft.convert.accelerate import devices_sharding, layout, split, world
 from uspft.convert.accelerate import precision as devices_precision

@@ -25,7 +25,7 @@ class Origin(NamedTuple):
     """Where a sample was read, as a corpus keeps it."""
 
     file: int
-    """The number of its file or split among all that are read."""
+    """The number of its file or split, among all that are read."""
     line: int
     """The line, counted from 1; in a table, the number of the record."""
     number: int = 0

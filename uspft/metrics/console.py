@@ -28,15 +28,15 @@ QUIET_SECONDS = 15.0
 
 
 class RunDisplay:
-    """The progress display of a run of `steps` steps, silent on all ranks but the first.
+    """The progress display of a run of `steps` steps; is_main: on rank 0, the others show nothing.
 
     terminal: where it is shown; by default the standard output.
     """
 
     def __init__(
-        self, steps: int, done: int, *, speaks: bool, terminal: Terminal | None = None
+        self, steps: int, done: int, *, is_main: bool, terminal: Terminal | None = None
     ) -> None:
-        self._terminal = terminal or Terminal(quiet=not speaks, highlight=False, soft_wrap=True)
+        self._terminal = terminal or Terminal(quiet=not is_main, highlight=False, soft_wrap=True)
         self._steps, self._done = steps, done
         self._last_line, self._started = 0.0, time.monotonic()
         self._first_step = done
@@ -87,7 +87,7 @@ class RunDisplay:
             yield
 
     def knows(self, evaluations: Sequence[dict[str, Any]]) -> None:
-        """Take note of the records of earlier evaluations, the best of which is shown."""
+        """Take the records of earlier evaluations, whose best is shown."""
         self._best = Best.of(evaluations)
 
     def evaluation(self, record: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class RunDisplay:
 
 
 def facts(record: dict[str, Any]) -> str:
-    """Return what a person reads of a training step's record."""
+    """Return a training step's record in one line."""
     norm = record["grad_norm"]
     return "  ".join(
         [

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, ON_A_MESH, TENSOR, Splits
 from uspft.config.deepspeed_fields import stages_for
-from uspft.config.degrees import PLANNED
-from uspft.config.layout_rules import experts
+from uspft.config.layout_rules import beside_stages, experts
 from uspft.config.messages import as_written
-from uspft.config.pipeline_rules import beside_stages
+from uspft.config.recipe import PLANNED
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from uspft.config import Fault, Finding, Recipe
 from uspft.config.algorithms import AUTO, OBJECTIVES
-from uspft.config.pipeline_rules import beside_stages
+from uspft.config.layout_rules import beside_stages
 from uspft.config.problems import UsageError
 from uspft.layout import Layout
 from uspft.model.build import empty_model

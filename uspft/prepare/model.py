@@ -28,7 +28,7 @@ from uspft.model.fetch import fetch_model
 from uspft.prepare.host import CONFIGS
 
 if TYPE_CHECKING:
-    from uspft.config.degrees import Strategy
+    from uspft.config.recipe import Strategy
     from uspft.parameters.shards import Shards
 
 KEY = "model.add_tokens"

@@ -24,7 +24,7 @@ from uspft.config.algorithms import (
     every_option,
     row_of,
 )
-from uspft.config.degrees import Strategy
+from uspft.config.recipe import Strategy
 from uspft.config.strategies import degrees_of, strategies_of, under, weights_move
 from uspft.config.types import Open
 from uspft.families import with_factor

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl: what each step gave, computed and moved."""
+"""The records of metrics.jsonl: each step's loss, speed, memory, and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 LOADS = 64
-"""Lines of a run, beside the last, that have the load of every expert."""
+"""At most so many lines of a run, beside the last, have the load of every expert."""
 
 
 class Meter:
@@ -53,7 +53,7 @@ class Meter:
         self._kinds = {
             stages: Counter(every[n] for n in here) for stages, here in layers_here(run).items()
         }
-        """By how many stages there are, how many layers of this rank have each window and heads."""
+        """By the number of stages: how many layers of this rank have each window and heads."""
         self._experts = ExpertLoad(run.model, run.engine.holders, device)
         run.world.books.close()
 
@@ -156,8 +156,7 @@ class Meter:
 
 
 def layers_here(run: Run) -> dict[int, list[int]]:
-    """Return the layers that this rank computes, by how many stages there are: those of its stages,
-    or all where there is one."""
+    """Return the layers that this rank computes, by the number of stages of each layout."""
     found, everyone = {}, run.world.layout.ranks
     for stages in map(stages_of, layouts_of(run.job.recipe)):
         if stages is None:

@@ -22,8 +22,8 @@ from tests.support.multimodal import changed, make_checkpoint, stored
 from uspft.checkpoint import hf_folder
 from uspft.checkpoint.hf_folder import export_folder, write_model_files
 from uspft.config import Recipe, load
+from uspft.config.inputs import ModelBlock
 from uspft.config.problems import Fault
-from uspft.config.recipe import ModelBlock
 from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.families import FAMILIES
 from uspft.families.multimodal import own_name

@@ -18,7 +18,7 @@ from tests.support.mindspore import converted as outcome_of_tree
 from tests.support.shapes import TINY
 from uspft.__main__ import main
 from uspft.config import load
-from uspft.config.others import table_of
+from uspft.config.other_tools import table_of
 from uspft.config.problems import InputError
 from uspft.convert import Outcome, convert_theirs, read_theirs
 

@@ -20,6 +20,7 @@ from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.prepare.known import shipped
 from uspft.segments import Segments
+from uspft.sequence.rows.traffic import Forwards
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
 PARAMETERS = 8_030_261_248
@@ -143,6 +144,9 @@ def test_bytes_of_tensor_parallelism() -> None:
     assert again.bytes_of("tensor") == pytest.approx((5 * 32 + 2) * activations + of_loss)
     split = timed(Layout(4), step_rows=1, recompute=True, use_seq_parallel=True)
     assert split.bytes_of("tensor") == pytest.approx((5.5 * 32 + 2) * activations + of_loss)
+    groups = {"attention": Forwards(2, 2, 1), "recompute": True, "use_seq_parallel": True}
+    gathered = timed(Layout(4), step_rows=1, **groups)
+    assert gathered.bytes_of("tensor") == pytest.approx((6 * 32 + 2) * activations + of_loss)
     halves = timed(Layout(4, ulysses=2), step_rows=1)
     assert halves.bytes_of("tensor") == pytest.approx(found.bytes_of("tensor") / 2)
 

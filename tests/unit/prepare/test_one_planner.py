@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError, read
-from uspft.config.degrees import PLANNED
+from uspft.config.recipe import PLANNED
 from uspft.planner import row_time, step
 from uspft.planner.memory import options_of
 from uspft.planner.mesh import MeshPart

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tests.support.models import make_model
 from tests.support.shapes import hub
 from uspft.config import ParallelBlock, Recipe, load
-from uspft.config.degrees import PLANNED
+from uspft.config.recipe import PLANNED
 from uspft.config.reference import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape

@@ -14,7 +14,7 @@ Write = Callable[..., str]
 """write(turns, prompt=False) → text; raises SampleFault where the template refuses the turns."""
 
 PLACEHOLDER = "\ue0a0answer\ue0a1"
-"""What stands for an answer, in characters that no text has (a private-use area of Unicode)."""
+"""Is written in place of an answer, in private-use characters, which no text has."""
 
 
 class SpanUnknown(Exception):
@@ -26,9 +26,9 @@ class Manner:
     """How a template writes answers."""
 
     prompts: bool
-    """Whether its generation prompt is all that it writes before an answer."""
+    """Whether nothing but its generation prompt comes before an answer."""
     tokens: tuple[str, ...]
-    """The texts of special tokens, one of which ends a turn in most templates."""
+    """The special tokens as text: most templates end a turn with one."""
     around: tuple[str, str] | None = None
     """What it writes of itself between its generation prompt and an answer that ends a
     conversation, and behind that answer; None where that is not known."""

@@ -25,7 +25,7 @@ from uspft.data.samples import Entry, Record, Sample
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 _BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512
@@ -35,7 +35,7 @@ SHRINKS = 4
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A file or split of source number `source`, with what the recipe says of its records."""
+    """A file or split, the number of its source, and what the recipe says of its records."""
 
     source: int
     asked: Naming
@@ -126,7 +126,7 @@ class Bundle:
         self.items.append((reader, kept))
 
     def samples(self, encoder: Encoder) -> list[Sample | BadRecord]:
-        """Return the samples that the objects are, and what is wrong with those that are none."""
+        """Return each entry as a sample, or as a BadRecord."""
         return [
             _sample(reader, one, encoder)
             for reader, item in self.items

@@ -1,4 +1,4 @@
-"""Files as decompressed bytes, and what is wrong with bytes that are no text in UTF-8."""
+"""Files as decompressed bytes, and what is wrong with bytes that are not UTF-8: their encoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = (  # how they begin; what they are; the ending that says so, or none th
 
 
 def opened(file: SourceFile) -> tuple[IO[bytes], Callable[[], int]]:
-    """Open a file; return it decompressed, and a function that tells how far it was read."""
+    """Open a file; return it decompressed, and a function for the bytes of the file read so far."""
     raw = file.path.open("rb")
     if file.packed == ".gz":
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)), raw.tell
@@ -61,7 +61,7 @@ def other_kind(file: SourceFile) -> str:
 
 
 def nul() -> str:
-    """Return what is wrong with text that holds NUL bytes, and the remedy."""
+    """Return the message for text with NUL bytes."""
     return "holds NUL bytes: UTF-16, or no text at all; save it as UTF-8, or leave it out"
 
 
@@ -78,7 +78,7 @@ _LATIN = "àáâãäåæçèéêëìíîïñòóôõöøùúûüýÿßœÀÁÂÄ
 
 @dataclass(frozen=True)
 class _Encoding:
-    """An encoding, with what texts in it are like beyond ASCII."""
+    """An encoding, and what the characters beyond ASCII of its texts are like."""
 
     name: str
     common: str
@@ -189,7 +189,7 @@ def _beyond_ascii(content: bytes, name: str) -> list[str]:
 
 
 def _is_mostly_utf8(content: bytes) -> bool:
-    """Tell whether most of what is beyond ASCII is UTF-8: then few bytes of it are damaged."""
+    """Tell whether most bytes beyond ASCII are UTF-8: then it is a damaged file in UTF-8."""
     wrong = every = 0
     for start in range(0, len(content), _PIECE):
         text = content[start : start + _PIECE].decode("utf-8", "replace")

@@ -121,7 +121,7 @@ def _told(wrong: SampleFault, where: str) -> SampleFault:
 
 
 def _unread(error: csv.Error, longest: int) -> SampleFault:
-    """Return what is wrong where csv itself cannot read on."""
+    """Return the message for an error of the csv module, which ends the reading."""
     if "new-line" in str(error):
         return SampleFault(f"a line ends with CR alone: {_REST}; save it with ends of LF or CRLF")
     what = f"a value of more than {longest:,} characters" if "limit" in str(error) else str(error)

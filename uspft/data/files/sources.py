@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from uspft.data.faults import SHOWN_PLACES, grouped
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock, Source
+    from uspft.config.inputs import DataBlock, Source
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 STDLIB = "python:stdlib"
@@ -71,13 +71,13 @@ class SourceFile:
 
     @property
     def packed(self) -> str:
-        """The ending that tells how the file is compressed, or an empty string."""
+        """The ending of the compression, or an empty string."""
         suffix = self.path.suffix.lower()
         return suffix if suffix in PACKED else ""
 
 
 def tokens_of(index: Path) -> Path:
-    """Return the file of an index's tokens, which lies beside it."""
+    """Return the file with an index's tokens."""
     return index.with_suffix(".bin")
 
 
@@ -88,7 +88,7 @@ def _suffix(path: Path) -> str:
 
 
 def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
-    """Return (key, what, remedy) for each fault of data.train and data.eval that listings show."""
+    """Return (key, what, remedy) for each fault of data.train and data.eval; no file is read."""
     problems: list[tuple[str, str, str]] = []
     for key, source in _keyed(data):
         declared = source.format or data.format
@@ -194,7 +194,7 @@ def _index_problems(key: str, source: Source, declared: str) -> Iterator[tuple[s
 
 
 def _split_problems(key: str, source: Source) -> Iterator[tuple[str, str, str]]:
-    """Yield what is wrong with the name and split of a folder that `save_to_disk` wrote."""
+    """Yield what is wrong with `name` and `split` of a source that `save_to_disk` wrote."""
     if source.name is not None:
         what = f"name {source.name!r} means nothing for a saved data set"
         yield f"{key}.name", what, "leave it out; only a hub data set has it"

@@ -19,7 +19,7 @@ from uspft.data.samples import Entry
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
-    from uspft.config.recipe import Source
+    from uspft.config.inputs import Source
     from uspft.data.files.sources import SourceFile
 
 _HASH_RECORDS = 1000
@@ -28,7 +28,7 @@ _HUB_SECONDS = 10
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set; its record n, from 1, stands for line n of a file."""
+    """One split of a data set; messages have a record's number, from 1, where a file has a line."""
 
     dataset: Any  # datasets.Dataset
     shown: str
@@ -54,7 +54,7 @@ class HubSplit:
 
 
 class _HashSink:
-    """A file, as far as pyarrow can tell, which only hashes what is written to it."""
+    """A file for pyarrow to write to, which only hashes what is written."""
 
     closed = False
 
@@ -146,7 +146,7 @@ class Columns:
     stream: bytes
 
     def entries(self) -> Iterator[Entry | BadRecord]:
-        """Yield the records, or what is wrong with one of which Python has no value."""
+        """Yield the records, or a BadRecord where Python has no value for one."""
         for line, fields in enumerate(self._records(), self.first):
             if isinstance(fields, SampleFault):
                 yield BadRecord(place(self.shown, line), str(fields))
@@ -165,7 +165,7 @@ class Columns:
 
 
 def _record(row: pa.Table) -> dict[str, Any] | SampleFault:
-    """Return the one record of a table, or what is wrong with the first field that has no value."""
+    """Return a table's only record, or the fault of its first field without a value in Python."""
     fields = {}
     for name in row.column_names:
         try:
@@ -200,7 +200,7 @@ def tables(
 
 
 def parquet_bytes(path: Path) -> int:
-    """Return what a file's columns take unpacked; what the file takes where it cannot be read."""
+    """Return the bytes of a file's columns, unpacked; of one that cannot be read, its size."""
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 

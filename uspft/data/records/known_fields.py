@@ -62,7 +62,7 @@ class Refused(KnownField):
 
 
 def is_empty(value: Any) -> bool:
-    """Tell whether a value says nothing: null, an empty text, or a list or object of such."""
+    """Tell whether a value is null, an empty text, or a list or object of such."""
     if isinstance(value, list | tuple):
         return all(map(is_empty, value))
     if isinstance(value, dict):
@@ -203,7 +203,7 @@ MASKS = (
     ),
     KnownField("attention_mask", "left out; where it hides a token, refused: padding is made here"),
 )
-"""Fields beside token ids that say which of them count."""
+"""Masks beside token ids."""
 
 _PREFERENCE = f"is there, and {PREFERENCES}"
 _MEDIUM = "is there, and only text is trained"
@@ -384,7 +384,7 @@ LIKELY = {
 
 @dataclass(frozen=True)
 class RecordShape:
-    """A shape of records: the fields that tell it, those that it may have, and its formats.
+    """A shape of records: the fields by which it is known, others that it may have, its formats.
 
     The first format is that of `auto`.
     """

@@ -138,7 +138,7 @@ _YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
 def mapping(fields: Collection[str], asked: Naming) -> str:
-    """Return what to do: the mapping to write where fields are named almost like a shape's."""
+    """Return the remedy for a record of no shape: a mapping where one is likely."""
     needed = {need for shape in SHAPES for need in shape.required} - set(fields)
     if absent := [theirs for ours, theirs in asked.names.items() if theirs and ours in needed]:
         return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
@@ -194,7 +194,7 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _may_be(ours: str, name: str, value: Any) -> bool:
-    """Tell whether a field can be what we call `ours`; its value is None where it is not known."""
+    """Tell whether a field may be what we call `ours`. value: None where it is not known."""
     if ours in ("messages", "input_ids"):
         text = ours == "messages" and isinstance(value, str) and value.lstrip().startswith("[")
         return value is None or isinstance(value, list) or text

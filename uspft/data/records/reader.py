@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from uspft.data.faults import BadRecord, SampleFault
-from uspft.data.files.readers import fields_of, objects
+from uspft.data.files.json_files import fields_of
+from uspft.data.files.readers import objects
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import HubSplit, with_values
 from uspft.data.records.known_fields import FORMATS, RecordShape
@@ -35,7 +36,7 @@ class Reader:
     """
 
     def __init__(self, content: SourceFile | HubSplit, asked: Naming, number: int = 0) -> None:
-        """number: that of the file or split among all that are read."""
+        """number: of the file or split, among all that are read."""
         self.shown = content.shown
         self._asked, self._number = asked, number
         # Not a hub's split, all of which would go to the processes that copies work in.
@@ -49,7 +50,7 @@ class Reader:
 
     @property
     def settled(self) -> bool:
-        """Whether it is decided what records look like."""
+        """Whether the shape of the records is decided."""
         return self._text or self._indexed or bool(self._format)
 
     def columns(self, content: SourceFile | HubSplit, names: list[str]) -> list[str]:
@@ -60,7 +61,7 @@ class Reader:
         return read
 
     def record(self, item: Entry | BadRecord) -> Record | BadRecord:
-        """Return the record that an object is, or what is wrong with it."""
+        """Return an entry as a checked record, or what is wrong with it."""
         if isinstance(item, BadRecord):
             return replace(item, file=self._number)
         origin = Origin(self._number, item.line, item.number)

@@ -218,7 +218,7 @@ def check_tools(name: str, value: Any) -> None:
 
 
 def check_settings(name: str, value: Any) -> None:
-    """Check that a value is an object, whose keys leave alone what rendering is asked with."""
+    """Check that a value is an object without keys that are arguments of rendering itself."""
     if not isinstance(value, dict):
         raise SampleFault(f"{name} is {a_kind(value)}; write an object")
     if ours := [key for key in value if key in _RENDERING]:

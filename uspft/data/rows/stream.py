@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 WINDOW_SAMPLES = 4096
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER, block, faults_of, source, write_lines
 from tests.support.megatron_index import CODES, written
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import Corpus, DataError, first_look, prepare, read_report, source_problems
 from uspft.data.faults import BadRecord
 from uspft.data.files.readers import objects
