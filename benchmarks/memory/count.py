@@ -32,7 +32,7 @@ from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model import linear
-from uspft.model.build import hold_corrections
+from uspft.model.build import choose_trained, hold_corrections
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
@@ -41,7 +41,6 @@ from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.staged import StagedModel, stage_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
-from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
