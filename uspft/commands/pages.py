@@ -28,8 +28,8 @@ pre { font: 13px/1.5 ui-monospace, monospace; }
 
 
 def html_page(title: str, style: str, body: str, head: str = "") -> str:
-    """Return a page. style: the CSS of this page alone. body: HTML. head: tags of this page alone,
-    which come first."""
+    """Return a page. style: CSS that this page needs beside STYLE. body: HTML. head: tags that come
+    before the title."""
     named = escape(title)
     return (
         f"{BEGIN}{head}<title>{named}</title>\n<style>\n{STYLE}\n{style}\n</style>\n"
