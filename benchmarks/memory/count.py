@@ -115,6 +115,7 @@ def count(
     """Count one row of one document as that of the ranks holds it which has the most.
 
     They are those of a ring, whose members need other keys; all ranks of Ulysses have the same.
+    What waits on the host is of the one that has most there.
     config: of transformers, with the compute type. tokens: of the whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
     every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between
@@ -136,7 +137,8 @@ def count(
             world = world_of(layout, algorithm, device, kernel, parallel, groups=groups, **options)
             with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
                 found.append(count_here(config, tokens, memory, world, groups, trained))
-    return max(found, key=lambda counted: counted.most_bytes["all"])
+    most = max(found, key=lambda counted: counted.most_bytes["all"])
+    return replace(most, host_bytes=max(counted.host_bytes for counted in found))
 
 
 class _Engine:
