@@ -43,8 +43,8 @@ from uspft.engine.step import (
     require_good,
     scales_of,
 )
+from uspft.model.adapter import adapters
 from uspft.model.head_groups import WHOLE
-from uspft.model.parameter_adapter import adapters
 from uspft.model.tiles import Tiled
 from uspft.parameters import counting
 
