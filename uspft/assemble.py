@@ -20,13 +20,12 @@ from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job
 from uspft.layout import settled_layout
 from uspft.mesh import Groups
-from uspft.model.build import empty_model
+from uspft.model.build import choose_trained, empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import heads_of_layers, model_config, shared_window, softcap_of
-from uspft.model.linear_probe import believe_linear_layers
+from uspft.model.linear import believe_linear_layers
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.tile_sizes import tile_tokens
-from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of

@@ -113,7 +113,7 @@ def routed(
 
 
 def _formed(tape: Tape, size: float, of: Experts) -> Tensor:
-    """Return a router's matrix with its adapter's product (model/parameter_adapter.py)."""
+    """Return a router's matrix with its adapter's product (model/adapter.py)."""
     thin = float(of.element * of.rank * (of.number + of.hidden))
 
     of_thin = lambda grads: [tape.new(thin)]  # noqa: E731

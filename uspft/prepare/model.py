@@ -181,9 +181,14 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     parameter that rows use lies inside what ranks hold. Raises Fault or WeightsError.
     """
     # These imports take seconds, which a recipe that is refused before does without.
-    from uspft.model.build import parameter_count, require_fit, require_model
+    from uspft.model.build import (
+        choose_trained,
+        parameter_count,
+        require_fit,
+        require_model,
+        what_trains,
+    )
     from uspft.model.hf_config import model_config
-    from uspft.model.trained import choose_trained, what_trains
 
     file = config_file(recipe.model, CONFIGS)
     assert isinstance(file, Path | dict)  # anything else was refused before

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Group
-from uspft.kernels import Kernel, Partial
+from uspft.kernels import Kernel, Partial, Qkv
 from uspft.kernels.merge import Sum, sinks_gradient
-from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved
 from uspft.sequence.chunked import ChunkShare
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
 from uspft.sequence.rows.share import Share
@@ -48,7 +48,7 @@ class ChunkPasses:
     share: ChunkShare
     keys: LayerKeys
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         q_thD, k_tgD, v_tgD = qkv
         partial = Partial(q_thD)
         for chunk, blocks in enumerate(self.share.behind):
@@ -61,7 +61,7 @@ class ChunkPasses:
         return partial.result(rule.sinks)
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         q_thD, k_tgD, _ = qkv
         found = saved[0], saved[1], saved[-1]
@@ -94,13 +94,13 @@ class ChunkOverRanks:
     keys: LayerKeys
     over: Passes
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         made = self.over.forward(self._up_to_end(qkv), rule, ring, kernel)
         _keep(self.share, self.keys, *qkv[1:])
         return made
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         dq_thD, dk_mgD, dv_mgD, dsinks = self.over.backward(
             self._up_to_end(qkv), saved, rule, ring, kernel
@@ -120,7 +120,7 @@ class ChunkOverRanks:
             for total, part in zip(home.open(), (dk_mgD, dv_mgD), strict=True):
                 total[a:b] += part[first:last]
 
-    def _up_to_end(self, qkv: Tensors) -> Tensors:
+    def _up_to_end(self, qkv: Qkv) -> Qkv:
         """Return queries [t, h, D], and keys and values [m, g, D] up to the chunk's end."""
         q_thD, k_tgD, v_tgD = qkv
         pieces = self.share.pieces

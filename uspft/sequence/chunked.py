@@ -26,6 +26,8 @@ from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from uspft.kernels import Qkv
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -280,9 +282,7 @@ class Chunked:
         ]
         return ChunkShares(rows, [[*chunk] for chunk in zip(*by_row, strict=True)], place)
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
-    ) -> Tensor:
+    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
         return self.of.attend(qkv, share, rule, split)
 
     def passes(self, share: Share) -> Passes:
