@@ -35,7 +35,7 @@ def summary(
 ) -> str:
     """Return a few lines for the end of a run that went well.
 
-    chats: whether it trained on conversations. hosts: on how many hosts.
+    chats: whether it trained on conversations. hosts: how many hosts it ran on.
     """
     output = output_of(recipe)
     lines = []
