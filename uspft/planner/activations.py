@@ -111,12 +111,12 @@ class Layer:
             x = copied(tape, x)  # and nothing added
             return layer._added(x, layer._mlp, s.kind.norms[2:])
 
-        if s.experts or not s.tile or s.tile >= s.sharing.tokens:
+        if s.experts or not s.tile:
             return rest(self, between)
         names, norms = s.trained | s.adapted, s.kind.norms[2:]
         trains = any(name.startswith("mlp.") or name in norms for name in names)
         part = Layer(tape, s.of_tile(split=s.splits_tokens))
-        share = s.tile / s.sharing.tokens
+        share = min(1.0, s.tile / s.sharing.tokens)
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
 
@@ -355,9 +355,9 @@ class Layer:
         """Return what the MLP that every token meets makes of x."""
         tape, s = self.tape, self.sizes
         inner = x if s.mesh_rows else enter(tape, s, x)
-        if not s.tile or s.tile >= s.sharing.tokens:
+        if not s.tile:
             return self._leave(self._dense(inner))
-        share = s.tile / s.sharing.tokens
+        share = min(1.0, s.tile / s.sharing.tokens)
         trains = self._any_trains(f"{s.mlp}.")
         run = lambda parts: self._dense(parts[0])  # noqa: E731
         return self._leave(tiled(tape, [inner], run, share, s.wide, trains=trains))

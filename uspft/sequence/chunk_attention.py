@@ -1,8 +1,8 @@
 """Attention of a chunk of a row over its own keys and those of earlier chunks, which are kept.
 
-Chunks go forward in their order and back in the reverse one. What later chunks' queries see of a
-chunk's keys and values is kept, layer by layer and chunk by chunk; their backwards add to its dK
-and dV, which are complete when its own backward comes. That lets go of what was kept.
+Chunks run forward in their order and backward in the reverse one. The keys and values of a chunk to
+which later chunks attend are kept in each layer. The backwards of later chunks add to its dK and
+dV, which are thus complete when its own backward runs; that frees what was kept.
 
 Shapes, as suffixes: t tokens of the chunk on this ring rank, n of those that are kept of a chunk, m
 of all up to its end that its queries see; h/g query/KV heads on this rank, D head dim; 2: keys and
@@ -31,8 +31,8 @@ from uspft.sequence.rows.spans import Span
 def of_chunk(passes: Passes, share: Share, keys: LayerKeys | None) -> Passes:
     """Return the forward and the backward of a chunk's attention, where the share is a chunk's.
 
-    passes: those over all keys that the share names. keys: what is kept of the chunks in this
-    layer; None: the share is of whole rows.
+    passes: those over all keys that the share's queries see. keys: what is kept of the chunks in
+    this layer; None: the share is of whole rows.
     """
     if keys is None:
         return passes
@@ -87,8 +87,8 @@ class ChunkPasses:
 
 @dataclass(frozen=True)
 class ChunkOverRanks:
-    """The forward and the backward of the attention of a chunk that ring ranks share: their queries
-    of it meet each rank's keys up to its end, as another algorithm brings them."""
+    """The forward and the backward of the attention of a chunk that ring ranks share: another
+    algorithm brings each rank's keys up to the chunk's end to the queries of all."""
 
     share: ChunkShare
     keys: LayerKeys

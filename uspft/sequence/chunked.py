@@ -1,5 +1,5 @@
-"""Rows cut into chunks, which follow one another through a pipeline: where chunks end, which keys
-of earlier ones their queries see, and the algorithm that shares each chunk over ranks.
+"""Rows cut into chunks, which follow one another through a pipeline: where they are cut, to which
+keys of earlier chunks their queries attend, and the algorithm that splits each over ranks.
 
 A row's attention reaches back alone, so what a chunk needs of the row is the keys before it. Equal
 tokens would take unequal time: a token late in a document sees more keys.

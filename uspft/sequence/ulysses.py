@@ -32,8 +32,7 @@ def attend_over_heads(passes: Passes, qkv: Qkv, share: Share, rule: Rule, split:
     """Return attention's out [t, H, D] of q [t, H, D], k and v [t, G, D], differentiable: between
     two all-to-alls each member of the Ulysses group attends with its own heads.
 
-    passes: how the keys of the ring's ranks come to the queries there, for all that the share
-    names.
+    passes: the attention of those heads over the keys of all ring ranks.
     """
     passes = of_chunk(passes, share, split.earlier)
 
