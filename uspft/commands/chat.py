@@ -252,6 +252,9 @@ def load_talker(folder: Path, base: str | None) -> Talker:
     adapter = (folder / "adapter_config.json").is_file()
     if base and not adapter:
         raise UsageError("base", f"{folder} is a whole model", "leave it out")
+    if not (folder / "tokenizer_config.json").is_file():
+        what = f"{folder} has no tokenizer, so the model was trained on token ids"
+        raise UsageError("chat", what, "train on messages, with model.tokenizer")
     at = _base(folder, base) if adapter else str(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)

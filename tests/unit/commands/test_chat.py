@@ -175,6 +175,8 @@ def test_what_cannot_be_talked_to_is_told(
     assert "system: is given twice" in refused(str(out), "system=a", "system=b")
     (out / "hf/chat_template.jinja").unlink()
     assert "has no chat template" in refused(str(out))
+    (out / "hf/tokenizer_config.json").unlink()
+    assert "has no tokenizer, so the model was trained on token ids" in refused(str(out))
     monkeypatch.setattr("sys.stdin", None)  # as Python leaves it where the descriptor is closed
     assert main(["chat", str(out)]) == 2
     said = capsys.readouterr().err
