@@ -51,14 +51,14 @@ def row_time(
 
 
 def micro_step_seconds(
-    step: StepShape, held: Layout, hardware: Hardware, behind: float = 0.0
+    step: StepShape, stored: Layout, hardware: Hardware, behind: float = 0.0
 ) -> float:
     """Return the seconds that ZeRO takes in each forward and backward of all ranks.
 
-    held: the layout of what ranks hold of the parameters. behind: seconds of products that hide
+    stored: the layout in which ranks store the parameters. behind: seconds of products that hide
     transfers under overlap_comm.
     """
-    return _seconds([*hidden_behind(step, zero_in_each_pass(step, held, hardware), behind)])
+    return _seconds([*hidden_behind(step, zero_in_each_pass(step, stored, hardware), behind)])
 
 
 def _seconds(parts: list[StepPart]) -> float:

@@ -44,9 +44,9 @@ from uspft.planner.stages import (
 )
 from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime
 from uspft.planner.zero_time import (
-    HeldBytes,
-    held_bytes,
+    StoredBytes,
     hidden_behind,
+    stored_bytes,
     zero_in_each_pass,
     zero_once,
 )
@@ -275,13 +275,13 @@ def _pipeline_time(
     """Return what a step of a pipeline takes: the parts of the rank that has most to do, what it
     waits for, and once a step what the rank with most parameters does."""
     passes = step.passes(layout)
-    costs, most, held = pipeline_costs(step, layout, algorithm, hardware, memo)
+    costs, most, stored = pipeline_costs(step, layout, algorithm, hardware, memo)
     waits = waits_of(costs, step.schedule, passes)
     sent = 2 * passes * costs.virtual
     seconds = max(sent * max(costs.links), waits.messages)
     messages = sent * message_bytes(step, layout)
     behind = sum(part.seconds for part in most if part.name in HIDING)
-    summed, *others = zero_once(step, layout, hardware, held)
+    summed, *others = zero_once(step, layout, hardware, stored)
     return StepTime(
         (
             *(part.times(passes) for part in most),
@@ -299,7 +299,7 @@ def pipeline_costs(
     algorithm: Algorithm,
     hardware: Hardware,
     memo: Memo | None = None,
-) -> tuple[PipelineCosts, list[StepPart], HeldBytes]:
+) -> tuple[PipelineCosts, list[StepPart], StoredBytes]:
     """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
     do, and what the rank holds that has most parameters.
 
@@ -310,16 +310,16 @@ def pipeline_costs(
     stages = dealt_stages(step, layout, step.recompute, memo)
     one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, step.layers))
-    ranks = dict[_LayersOfRank, tuple[list[StepPart], HeldBytes]]()
+    ranks = dict[_LayersOfRank, tuple[list[StepPart], StoredBytes]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
         parts = [part.times(n) for layer, n in kind.layers for part in one_of[layer]]
         parts += outside * kind.last
-        held = _once(
+        stored = _once(
             memo,
             (
-                "held",
+                "stored",
                 layout.mesh_rows,
                 layout.mesh_columns,
                 layout.experts,
@@ -327,13 +327,13 @@ def pipeline_costs(
                 rank,
                 step.gradient_bytes,
             ),
-            partial(held_bytes, step, layout, stages, rank),
+            partial(stored_bytes, step, layout, stages, rank),
         )
         behind = sum(part.seconds for part in parts if part.name in HIDING)
-        moved = zero_in_each_pass(step, layout, hardware, held)
+        moved = zero_in_each_pass(step, layout, hardware, stored)
         soon = hidden_behind(step, [one for one in moved if one.name != "weights"], behind)
         parts += [*soon, *(one for one in moved if one.name == "weights")]
-        ranks[kind] = parts, held
+        ranks[kind] = parts, stored
     of_layer = {layer: _seconds(parts) for layer, parts in one_of.items()}
     plain = [sum(of_layer[layer] * n for layer, n in layers) for layers in by_stage]
     plain[-1] += _seconds(outside)
@@ -348,7 +348,7 @@ def pipeline_costs(
         stages.ranks,
     )
     most = ranks[by_rank[whole.index(max(whole))]][0]
-    return costs, most, max((held for _, held in ranks.values()), key=lambda one: one.gradients)
+    return costs, most, max((stored for _, stored in ranks.values()), key=lambda one: one.gradients)
 
 
 def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
@@ -404,8 +404,8 @@ def least_seconds(
         lambda: sum(_seconds(one_of[layer]) for layer in step.layers) + _seconds(outside),
     )
     if step.stage == 3:  # nothing hides what fetches the weights
-        held = parameters_of(step.model, layout.mesh_columns)
-        every = held.layers / layout.mesh_rows - (layout.experts > 1) * held.experts
+        stored = parameters_of(step.model, layout.mesh_columns)
+        every = stored.layers / layout.mesh_rows - (layout.experts > 1) * stored.experts
         layer = every / step.model.layers
         spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
         fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)

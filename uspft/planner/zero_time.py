@@ -17,17 +17,17 @@ UPDATE_BYTES = 30
 the weight to 16 bits."""
 
 
-class HeldBytes(NamedTuple):
+class StoredBytes(NamedTuple):
     """What a rank's layout gives it of the model, before ZeRO divides it."""
 
     gradients: float
     weights: float
     pieces: int
     """In which it is gathered and summed: layers, and what is outside of them."""
-    experts: HeldBytes | None = None
+    experts: StoredBytes | None = None
     """The experts that are here, which are then not among the rest, where ranks divide them."""
 
-    def over(self, layout: Layout, hardware: Hardware) -> Iterator[tuple[HeldBytes, Spread]]:
+    def over(self, layout: Layout, hardware: Hardware) -> Iterator[tuple[StoredBytes, Spread]]:
         """Yield the rest, and experts, each with the ranks that hold the same of it."""
         yield self, Spread.of(layout, COPIES, hardware.ranks_per_host)
         if self.experts:
@@ -35,16 +35,16 @@ class HeldBytes(NamedTuple):
 
 
 def zero_in_each_pass(
-    step: StepShape, layout: Layout, hardware: Hardware, held: HeldBytes | None = None
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredBytes | None = None
 ) -> list[StepPart]:
     """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
 
     Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
-    gathers each layer's weights forward and backward, and reduce-scatters its gradients. held: by a
-    rank of a pipeline; None: all layers.
+    gathers each layer's weights forward and backward, and reduce-scatters its gradients. stored: by
+    a rank of a pipeline; None: all layers.
     """
     found = []
-    for own, spread in (held or held_bytes(step, layout)).over(layout, hardware):
+    for own, spread in (stored or stored_bytes(step, layout)).over(layout, hardware):
         gradients, weights, pieces, _ = own
         if spread.ranks == 1 or step.stage < 2:
             continue
@@ -60,16 +60,16 @@ def zero_in_each_pass(
 
 
 def zero_once(
-    step: StepShape, layout: Layout, hardware: Hardware, held: HeldBytes | None = None
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredBytes | None = None
 ) -> list[StepPart]:
     """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
 
-    These are the update, and at stages 1 and 2 the gathering of the new weights. held: by a rank of
-    a pipeline; None: all layers.
+    These are the update, and at stages 1 and 2 the gathering of the new weights. stored: by a
+    rank of a pipeline; None: all layers.
     """
     summed = update = StepPart("gradients", 0.0)
     gathered = []
-    for own, spread in (held or held_bytes(step, layout)).over(layout, hardware):
+    for own, spread in (stored or stored_bytes(step, layout)).over(layout, hardware):
         mine = own.gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
         if spread.ranks > 1 and step.stage < 2:
             kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
@@ -83,9 +83,9 @@ def zero_once(
     return [summed, update, *gathered]
 
 
-def held_bytes(
+def stored_bytes(
     step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
-) -> HeldBytes:
+) -> StoredBytes:
     """Return what a rank holds of the gradients and the weights.
 
     place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
@@ -102,13 +102,13 @@ def held_bytes(
     rest = outside + every.layers - divided
     whole, own = ((rest - less) / layout.mesh_rows for less in (0, copied))
 
-    def held(weights: float, trained: float, pieces: int) -> HeldBytes:
+    def stored(weights: float, trained: float, pieces: int) -> StoredBytes:
         gradients = step.gradient_bytes * trained * step.trained
-        return HeldBytes(gradients, step.element_bytes * weights, pieces)
+        return StoredBytes(gradients, step.element_bytes * weights, pieces)
 
-    found = held(whole, own, layers + bool(outside))
+    found = stored(whole, own, layers + bool(outside))
     here, pieces = divided / layout.experts, every.with_experts
-    return found._replace(experts=held(here, here, pieces)) if divided else found
+    return found._replace(experts=stored(here, here, pieces)) if divided else found
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:
