@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from uspft.config.algorithms import row_of
 
 if TYPE_CHECKING:
-    from uspft.config.degrees import Degrees, ParallelBlock
     from uspft.config.problems import Finding
+    from uspft.config.recipe import Degrees, ParallelBlock
 
 AXES = ("mesh_columns", "ulysses", "ring", "data", "pipeline")
 """The axes of a layout, the fastest-varying first.

@@ -2,9 +2,9 @@
 
     OUTPUT/.lease-00000001.json    host, process, when it started; its time is the last renewal
 
-Ages are told by the file system's own clock, from a file written beside it, never by this host's.
-Whoever takes a folder over makes the file of the next number, which only one process can, and
-deletes the one before, by which its holder sees that it has lost.
+Ages are by the file system's clock, from a file written beside it, never by this host's. Whoever
+takes a folder over makes the file of the next number, which only one process can, and deletes the
+one before: so its holder sees that it has lost.
 """
 
 from __future__ import annotations

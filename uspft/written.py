@@ -26,6 +26,8 @@ OUTDATED = ".exports-outdated"
 """The file that says that the exports here are of a step before those that a run goes on with."""
 TRACKED = (EVENTS, RUNS, WANDB, MLFLOW)
 """What trackers keep here of a run that goes on in them."""
+NAMED = (METRICS, INCIDENTS, *EXPORTS, OUTDATED, *TRACKED, REPORT, RECIPE, ENVIRONMENT)
+"""All that has a name of its own here; environment.json, which marks a run, is the last."""
 LOGS = "logs"
 LOG = re.compile(r"rank-\d+\.log")
 
@@ -37,21 +39,16 @@ def is_written(place: Path) -> bool:
         return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
     if first == LOGS and rest:
         return LOG.fullmatch(rest[0]) is not None
-    return first in (
-        *(METRICS, INCIDENTS, RECIPE, REPORT, *EXPORTS, OUTDATED, *TRACKED, ENVIRONMENT),
-    )
+    return first in NAMED
 
 
 def written(output: Path) -> list[Path]:
     """List what runs have left in an output folder, environment.json, which marks a run, last."""
-    found = step_folders(output / CHECKPOINTS)
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, INCIDENTS, *EXPORTS, OUTDATED, *TRACKED]
-    names += [REPORT, RECIPE]
+    names = [f"{CHECKPOINTS}/{LATEST}"]
     if os.path.isdir(output / LOGS):
         names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
-    return found + [
-        output / name for name in [*names, ENVIRONMENT] if os.path.lexists(output / name)
-    ]
+    here = [output / name for name in (*names, *NAMED) if os.path.lexists(output / name)]
+    return step_folders(output / CHECKPOINTS) + here
 
 
 def is_of_a_run(output: Path) -> bool:

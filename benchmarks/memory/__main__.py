@@ -31,7 +31,7 @@ from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.planner.memory import memory_of, options_of
 from uspft.planner.products import parameters_of
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 RECIPE = ROOT / "recipes" / "llama3.1-8b-text-planned-8m.yaml"
 """Whose buckets and ZeRO stage all contenders have."""

@@ -29,7 +29,7 @@ from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 RANKS = 2
 SIZES = {

@@ -20,7 +20,7 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.planner.stages import cut_by_flops
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 from uspft.sequence.chunked import Cut
 
 EQUAL_TOKENS, EQUAL_TIME = "seqpipe, equal tokens", "seqpipe, equal time"

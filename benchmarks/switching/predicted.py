@@ -14,8 +14,8 @@ from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
 from uspft.planner.memory import USABLE_SHARE
 from uspft.prepare.examine import Examined
+from uspft.prepare.known import matrices_of
 from uspft.prepare.make_plan import step_of
-from uspft.prepare.step import matrices_of
 from uspft.sequence import of_recipe
 from uspft.switching.choose.choice import SwitchingChoice, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps

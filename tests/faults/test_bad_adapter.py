@@ -179,7 +179,7 @@ def test_experts_are_adapted_as_parameters_and_the_rest_as_projections(
 def test_a_base_model_that_has_changed(tmp_path: Path, good: tuple[Path, Path]) -> None:
     """Its config, or one tensor, under the same name."""
     from uspft.checkpoint.identity import BASE, differences
-    from uspft.config.recipe import ModelBlock
+    from uspft.config.inputs import ModelBlock
     from uspft.parameters.source import base_digest
 
     model = tmp_path / "model"

@@ -294,7 +294,7 @@ def test_a_run_that_was_lost_after_its_last_step_says_that_it_started_again(
     from tests.faults.test_bad_files import checkpoint_of
     from uspft.commands.train import train
     from uspft.launcher import Hosts, Loss
-    from uspft.prepare.invocation import Invocation
+    from uspft.prepare.host import Invocation
 
     folder = checkpoint_of(ground)
     metrics = ground.folder / "out/metrics.jsonl"
@@ -319,7 +319,7 @@ def test_host_0_alone_reads_all_of_a_checkpoint(ground: Ground, host: int) -> No
     from uspft.config import Fault
     from uspft.launcher import Hosts
     from uspft.prepare.examine import examine
-    from uspft.prepare.invocation import Invocation
+    from uspft.prepare.host import Invocation
     from uspft.prepare.make_job import prepare_job
 
     folder = checkpoint_of(ground)

@@ -12,7 +12,7 @@ from tests.support.gpu import Row, needs, steps_of
 from tests.support.models import make_documents
 from uspft.model.hf_config import model_config
 from uspft.prepare.examine import examine
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 from uspft.prepare.make_verify_job import sizes_of
 
 LENGTHS = (16 << 10, 32 << 10, 64 << 10)

@@ -27,8 +27,10 @@ from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.causal import CausalModel
+from uspft.model.copies import LayerInCopies
 from uspft.model.divided import PartLinear
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
+from uspft.model.trained import choose_trained
 from uspft.objective.causal import Causal
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
@@ -40,6 +42,7 @@ from uspft.tensor.put_off import GradientSum
 from uspft.world import make_world
 
 EXACT, TENSOR = 1e-12, 2
+LORA = ModelBlock(adapter={"type": "lora", "rank": 3, "alpha": 6.0, "dropout": 0.3})
 MODELS = {
     "llama": {"kind": "llama", "kv_heads": 2},
     "phi3": {"kind": "phi3", "kv_heads": 1},
@@ -54,30 +57,44 @@ CASES = [
     ("llama", False, 3, AGAIN),
     ("phi3", True, 3, KEPT),
     ("gemma3", True, 2, AGAIN),
+    ("llama lora", True, 2, AGAIN),
+    ("llama lora", False, 3, KEPT),
+    ("phi3 lora", True, 5, KEPT),
 ]
-"""Model, whether tokens are split, copies, memory; 48 tokens, of which ranks have 24, are no
-multiple of 5 and fewer than 100."""
+"""Model, with an adapter or without, whether tokens are split, copies, memory; 48 tokens, of which
+ranks have 24, are no multiple of 5 and fewer than 100."""
 
 
 def step(
-    folder: Path, tokens: bool, copies: int, memory: MemoryBlock
+    folder: Path, tokens: bool, copies: int, memory: MemoryBlock, lora: bool
 ) -> tuple[Any, int, list[tuple[str, int]]]:
     """Loss with gradients, bytes of tensor parallelism, and what came when."""
     with logged() as log:
-        return *_step(folder, tokens, copies, memory, log), log
+        return *_step(folder, tokens, copies, memory, log, lora), log
 
 
 def _step(
-    folder: Path, tokens: bool, copies: int, memory: MemoryBlock, log: list[tuple[str, int]]
+    folder: Path,
+    tokens: bool,
+    copies: int,
+    memory: MemoryBlock,
+    log: list[tuple[str, int]],
+    lora: bool,
 ) -> tuple[Any, int]:
     config = transformers.AutoConfig.from_pretrained(folder)
     model = empty_model(config, torch.float64)
+    if lora:
+        choose_trained(model, LORA, 0)
     named = WHOLE, make_algorithm(WHOLE, 1, 1), Megatron(TENSOR, tokens, copies)
     world = make_world(Layout(TENSOR), named, TorchCpu(), torch.device("cpu"), GROUPS)
     shards = shards_under(model, world, tensor_of_rows=1)
     holders = Holders.of(shards, dist.get_rank(), GROUPS, shapes_of(model))
-    source = weights_of(ModelBlock(name_or_path=str(folder)), 0, model)
+    block = LORA if lora else ModelBlock()
+    source = weights_of(block.model_copy(update={"name_or_path": str(folder)}), 0, model)
     fill(model, torch.float64, source, holders)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:  # which begins as zeros, and would hide what goes in
+            parameter.data += torch.linspace(-0.3, 0.4, parameter.numel()).view_as(parameter)
     divide_matrices(model, [world], holders)
     for buffer in model.buffers():
         buffer.data = buffer.data.double() if buffer.is_floating_point() else buffer.data
@@ -89,7 +106,7 @@ def _step(
         loss = objective(parts, batch, (1 / targets(1),)).sum()
         log.append(("back", 0))
         loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     sent = world.books.bytes["tensor"]
     world.books.close()  # which nothing that is not awaited lets pass
     return (float(loss.detach()), gradients), sent
@@ -136,14 +153,25 @@ def logged() -> Iterator[list[tuple[str, int]]]:
 
 
 def work(rank: int, folder: Path) -> list[Any]:
-    """Of each case how far gradients are from those of one copy, the bytes of both, and the log."""
+    """Of each case how far gradients are from those of one copy, the bytes of both, and the log; of
+    the first with an adapter then how far where dropouts take each copy for the first."""
     found = []
     for name, tokens, copies, memory in CASES:
-        want, plain_bytes, none = step(folder / name, tokens, 1, memory)
-        got, sent, log = step(folder / name, tokens, copies, memory)
+        model, lora = folder / name.split()[0], "lora" in name
+        want, plain_bytes, none = step(model, tokens, 1, memory, lora)
+        got, sent, log = step(model, tokens, copies, memory, lora)
         assert not [one for one in none if one[0] in ("begin", "await")]
         found.append((apart(got, want), (sent, plain_bytes), log))
-    return found
+    (case,) = (one for one in CASES if one[0] == "llama lora" and one[1])
+    want, *_ = step(folder / "llama", *case[1:2], 1, case[3], True)
+    with mock.patch.object(LayerInCopies, "told", first_of_all(LayerInCopies.told)):
+        got, *_ = step(folder / "llama", *case[1:], True)
+    return [*found, apart(got, want)]
+
+
+def first_of_all(told: Any) -> Any:
+    """What tells dropouts of the first copy whatever the copy."""
+    return lambda layer, ways, sizes, _: told(layer, ways, sizes, 0)
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +183,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 
 
 def test_gradients_and_bytes_are_those_of_one_copy(answers: list[list[Any]]) -> None:
-    for rank in answers:
+    for *rank, control in answers:
         for case, (far, (sent, plain), _) in zip(CASES, rank, strict=True):
             assert far < EXACT, case
             assert sent == plain > 0, case
+        assert control > 1e-3
 
 
 def hidden(log: list[tuple[str, int]]) -> tuple[int, int]:

@@ -62,6 +62,8 @@ class Case(NamedTuple):
     at_once: int
     packed: bool = False
     memory: Mapping[str, Any] = NOTHING
+    row: int = ROW
+    """Its tokens."""
 
 
 _WINDOW = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
@@ -163,6 +165,10 @@ FEW = [
     Case("qwen3.5 8/2", "ring 2", 1, True),
     Case("qwen3 next 4/2", "ulysses 2", 2, True, KEPT),
     Case("olmo hybrid 8/2", "tensor 2, tokens split", 1, memory=SAVING["one layer again"]),
+    Case("granite 4/2", "tensor 2, tokens split", 1, memory=SAVING["one layer again"]),
+    Case("llama lora 8/4", "tensor 2, tokens split", 1, True, KEPT, 97),
+    Case("qwen3.5 8/2", "tensor 2, tokens split", 1),
+    Case("qwen3 next 4/2", "tensor 2", 2, memory=SAVING["no layer again"]),
 ]
 
 
@@ -244,11 +250,11 @@ def gradients(case: Case, at_once: int | None) -> Ran:
             noise = torch.randn(parameter.shape, dtype=torch.float64, generator=draw)
             # A state that is soon forgotten would not show what enters a fragment.
             parameter.data = 0.2 * noise - 3.0 * name.endswith("A_log")
-    row = Segments(PACKED, ROW) if case.packed else Segments.single(ROW)
+    row = Segments(PACKED, case.row) if case.packed else Segments.single(case.row)
     batch = batch_of(world, row)
     modelling = {sys.modules[type(one).__module__] for one in module.modules()}
     with widened(*(one for one in modelling if ".models." in one.__name__)):
-        loss = module(batch, (1.0 / ROW,) * len(module.objective.terms)).sum()
+        loss = module(batch, (1.0 / case.row,) * len(module.objective.terms)).sum()
         loss.backward()
     found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     sent = {k: Traffic(world.books.bytes[k], world.books.messages[k]) for k in SENT}
@@ -281,8 +287,8 @@ def batch_of(world: Any, row: Any) -> Any:
     from uspft.batch import Batch
 
     draw = torch.Generator().manual_seed(3)
-    ids, labels = (torch.randint(0, 64, (ROW,), generator=draw) for _ in range(2))
-    places = torch.zeros(ROW, dtype=torch.int64)
+    ids, labels = (torch.randint(0, 64, (row.length,), generator=draw) for _ in range(2))
+    places = torch.zeros(row.length, dtype=torch.int64)
     for start, stop in row:
         places[start:stop] = torch.arange(stop - start)
     share = world.share([row])
@@ -343,6 +349,36 @@ def wrong_keys() -> Iterator[None]:
         return plain(call, q, *before[0], turn)
 
     with patch.object(AttentionCall, "forward", fault):
+        yield
+
+
+@contextmanager
+def own_tokens() -> Iterator[None]:
+    """As if the gradient of what attention gives came from this rank's tokens alone."""
+    from uspft.model.attention import Bound
+
+    plain: Callable[..., Any] = Bound.enter
+
+    def fault(bound: Any, x: Any) -> Any:
+        found = plain(bound, x)
+        return found if torch.is_grad_enabled() else x.repeat(1, bound.ranks, 1)
+
+    with patch.object(Bound, "enter", fault):
+        yield
+
+
+@contextmanager
+def gates_lost() -> Iterator[None]:
+    """As if what gates say of the gradient of the input were lost."""
+    from uspft.model.group_call import BlockBackward
+
+    plain: Callable[..., Any] = BlockBackward.last_projection
+
+    def fault(ways: Any, *, wanted: bool) -> None:
+        plain(ways, wanted=wanted)
+        ways.gates.zero_()
+
+    with patch.object(BlockBackward, "last_projection", fault):
         yield
 
 
@@ -451,6 +487,18 @@ class Log:
         return note
 
 
+def gathered_again(case: Case) -> int:
+    """The bytes of tokens that come from other tensor ranks once more than with all heads: those of
+    attention in the backward, and those of an MLP in tiles where no second run has them."""
+    model, again = MODELS[case.model], case.memory.get("gradient_checkpointing", True)
+    if "tokens" not in case.layout or model.name in ("Gemma2", "Gemma3Text"):
+        return 0
+    states, routed = "linear_num_key_heads" in model.more, "num_experts_per_tok" in model.more
+    once = 0 if again is True else 2 - again
+    tiled = case.memory.get("mlp_tile_tokens") != "none" and not routed
+    return ((0 if states else 2) + once * tiled) * -(-case.row // 2) * model.heads * 8 * 8
+
+
 def orders(case: Case) -> list[dict[str, list[tuple[int, int]]]]:
     """What is under way when, and with everything awaited at once."""
     logs = Log(), Log(at_once=True)
@@ -462,7 +510,9 @@ def orders(case: Case) -> list[dict[str, list[tuple[int, int]]]]:
 
 CONTROLS: dict[str, dict[str, Callable[[], AbstractContextManager[None]]]] = {
     "llama": {"lost": lost, "twice": twice, "wrong keys": wrong_keys},
+    "granite": {"own tokens": own_tokens},
     "qwen3.5": {
+        "gates lost": gates_lost,
         "lost state": lost_state,
         "wrong heads": wrong_heads,
         "forgotten": forgotten,
@@ -480,14 +530,13 @@ def work(
     for case in cases:
         want, got = gradients(case, None), gradients(case, case.at_once)
         found.append(differs(got.found, want.found))
-        # OLMo's norms ask for sums once more, and adapters' first layer for its input's gradient;
-        # so do gates, whose part of the input's gradient is summed alone.
-        if not any(name in case.model for name in ("olmo", "lora", "qwen3.5", "qwen3 next")):
-            assert got.to_tensor_ranks == want.to_tensor_ranks, case
+        # OLMo's norms ask for sums once more, and adapters' first layer for its input's gradient.
+        if not any(name in case.model for name in ("olmo", "lora")):
+            assert got.to_tensor_ranks == want.to_tensor_ranks + gathered_again(case), case
         ran.append(got._replace(found={}))
         truths.setdefault(case.model.split()[0], (case, want.found))
     faults = {}
-    for name, controls in [*CONTROLS.items()][: 1 + few]:
+    for name, controls in [*CONTROLS.items()][: len(CONTROLS) if few else 1]:
         case, truth = truths[name]
         for fault, control in controls.items():
             with control():

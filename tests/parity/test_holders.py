@@ -36,7 +36,7 @@ from tests.support.known import (
     values,
 )
 from tests.support.ranks import spawn
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.parameters.source import base_digest

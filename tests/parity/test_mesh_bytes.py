@@ -13,7 +13,7 @@ from tests.support.models import Documents
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe
 from tests.support.tensor import make_setting, recipe
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.mesh import mesh_parts

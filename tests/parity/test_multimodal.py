@@ -29,7 +29,7 @@ from uspft.checkpoint.folder import Checkpoint, newest
 from uspft.checkpoint.hf_folder import PREFIX, export_folder
 from uspft.checkpoint.identity import BASE
 from uspft.checkpoint.weights import whole_model
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families.multimodal import MULTIMODAL, module_name, own_name
 from uspft.parameters.experts import UNTRAINED
 from uspft.parameters.source import base_digest

@@ -28,8 +28,7 @@ from tests.support.runs import close, held, prepared, small_recipe
 from tests.support.stages import ZERO
 from uspft.config import RecipeError, load
 from uspft.config.algorithms import OBJECTIVES, ObjectiveRow
-from uspft.objective import Divisor, Term
-from uspft.objective.objective import document_sums, once
+from uspft.objective import Divisor, Term, document_sums, once
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -162,7 +161,7 @@ alike is summed over them, as that of a differentiable all-reduce is."""
 def broken(fault: str) -> Iterator[None]:
     name, instead = FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"uspft.objective.objective.{name}", instead)
+        patch.setattr(f"uspft.objective.{name}", instead)
         yield
 
 

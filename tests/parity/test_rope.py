@@ -23,7 +23,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.model.hf_config import model_config
 from uspft.verify.plain import pin_frequencies
 

@@ -17,10 +17,10 @@ from transformers import AutoConfig
 from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from uspft.config import Recipe, load
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.families.multimodal import loading_class
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "recipes").iterdir())

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 QWEN3 = {
     "model_type": "qwen3",

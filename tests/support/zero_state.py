@@ -17,7 +17,7 @@ from uspft.layout import Layout
 from uspft.planner import state
 from uspft.planner.memory import Memory, memory_of, options_of
 from uspft.planner.state import LAID_FLAT
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 ROW = 4  # few tokens: activations are hardly seen
 BUCKET = {"reduce_bucket_size": 160_300}

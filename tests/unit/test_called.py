@@ -25,7 +25,7 @@ OTHERWISE = {
     ("uspft/calibration/fits.py", "# Written by `uspft calibrate`; how well its lines fit:\n#\n"): (
         "who wrote a file"
     ),
-    ("uspft/config/yaml/loading.py", "write ./launch.sh convert "): (
+    ("uspft/config/loading.py", "write ./launch.sh convert "): (
         "whoever reads a recipe sees no environment"
     ),
 }

@@ -28,7 +28,7 @@ SEAL = '{{"checksum": "{}", '
 
 
 class Written(NamedTuple):
-    """A file that is on the disk: how long it is, and the checksum of what was given to it."""
+    """A file on the disk: its length, and the checksum of what was given to be written."""
 
     size: int
     checksum: str

@@ -19,13 +19,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from uspft.checkpoint.checksums import checksums_of, is_sealed
@@ -89,12 +90,12 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """The bytes of all files beside state.json; 0 in a checkpoint that does not say them."""
+        """The bytes of all files beside state.json; 0 where an earlier version wrote it."""
         return sum(self.state["sizes"].values())
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the checksums of the files stand in state.json, as since uspft writes them."""
+        """Whether state.json has the files' checksums, which earlier versions did not write."""
         return bool(self.state["checksums"])
 
     def tensor(self, kind: str, name: str) -> Tensor:
@@ -153,7 +154,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[Any]:
-        """Open a slice of a stored tensor. Raises CheckpointError, also for what is read inside."""
+        """Open a tensor to be read in the `with` block. Raises CheckpointError, also there."""
         if key not in self.state["files"]:
             raise CheckpointError(f"{self.folder} holds no {key}")
         file = self.folder / self.state["files"][key]
@@ -184,32 +185,29 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}/{STATE} has format {found}, expected {FORMAT}")
     if not {"checksum", "checksums"}.isdisjoint(state) and not is_sealed(text):
         raise CheckpointError(f"{folder} is damaged: {STATE} has another checksum than was written")
-    state.setdefault("checksums", {})
-    state.setdefault("course", {})
-    state.setdefault("sizes", {})
-    state.setdefault("parts", {})
-    missing = [name for name, is_right in _FIELDS.items() if not is_right(state.get(name))]
-    if missing:
-        raise CheckpointError(f"{folder}/{STATE} has no {missing[0]}")
-    return dict(state)
+    try:
+        return _State.model_validate(state).model_dump()
+    except ValidationError as error:
+        missing = error.errors()[0]["loc"][0]
+        raise CheckpointError(f"{folder}/{STATE} has no {missing}") from error
 
 
-def _table_of(kind: type) -> Callable[[Any], bool]:
-    return lambda table: (
-        isinstance(table, dict) and all(isinstance(value, kind) for value in table.values())
-    )
+class _State(BaseModel, strict=True):
+    """What state.json holds; what has a default is lacking in checkpoints of earlier versions."""
 
-
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "step": lambda value: isinstance(value, int),
-    "adam_steps": lambda value: isinstance(value, int),
-    "identity": lambda value: isinstance(value, dict),
-    "course": lambda value: isinstance(value, dict),
-    "files": _table_of(str),
-    "sizes": _table_of(int),
-    "checksums": _table_of(str),
-    "parts": _table_of(dict),
-}
+    step: int
+    adam_steps: int
+    identity: dict[str, Any]
+    """What a resumed run must agree with, by key (checkpoint/identity.py)."""
+    course: dict[str, Any] = {}
+    """Other state of the run that goes on: past gradient norms, bad steps."""
+    files: dict[str, str]
+    """The file that holds each tensor."""
+    sizes: dict[str, int] = {}
+    """The bytes of each file."""
+    checksums: dict[str, str] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    """Of each tensor that is stored in parts: its shape, and the ranges of each part."""
 
 
 def _require_file(folder: Path, name: str, size: int | None) -> None:

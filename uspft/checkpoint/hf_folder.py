@@ -140,7 +140,7 @@ def _write_config(folder: Path, config: Any, job: Job) -> None:
 
 
 def _keep_corrections(folder: Path, model: nn.Module, config: Any) -> None:
-    """Write what corrects a model's routers, where there is any."""
+    """Write the corrections of a model's routers, if it has any."""
     raw = {"model_type": config.model_type}
     every = [as_files(name, one, raw) for name, one in corrections(model).items()]
     if every:
@@ -166,7 +166,7 @@ def export_folder(
     aside = _begun(target, files)
     (aside / ADAPTER_CARD).unlink(missing_ok=True)
     config = json.loads((aside / CONFIG).read_text("utf-8"))
-    named = _beside(tensors, dtype, base, config) if base else _alone(tensors, dtype, config)
+    named = _multimodal(tensors, dtype, base, config) if base else _model(tensors, dtype, config)
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
     if (untrained := aside / CORRECTIONS).exists():
@@ -197,16 +197,16 @@ def _begun(target: Path, files: Path) -> Path:
     return aside
 
 
-def _alone(
+def _model(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, config: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's files."""
+    """Yield a model's tensors, under the names that files have."""
     for pair in tensors:
         for name, value in as_files(*pair, config):
             yield name, _held(value, dtype)
 
 
-def _beside(
+def _multimodal(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     base: FolderWeights,
@@ -315,7 +315,7 @@ def nested(names: Collection[str]) -> dict[str, str]:
 
 
 def _modules(names: Iterable[str], parameters: Collection[str]) -> set[str]:
-    """Return the last words of the adapted projections. parameters: what is adapted beside them."""
+    """Return the last part of the names of adapted projections. parameters: adapted beside them."""
     owners = {name.partition(".lora_")[0] for name in names}
     every = {one for one in owners if not any(_is_of(one, parameter) for parameter in parameters)}
     return {one.rpartition(".")[2] for one in every}

@@ -25,15 +25,12 @@ LOOSE = {
     "data.chat_template",
     "data.prompt_template",
 }
-"""Keys of the compared blocks that do not change what is learned, or else show in `CONTENTS`."""
+"""Keys that are not compared: they do not change what is learned, or else change `CONTENTS`."""
 
 CONTENTS = "data.train (contents)"
-"""The key for a name of the tokens, which changes with all that changes them.
-
-It does not change with where the data lies.
-"""
+"""The key for a hash of the tokens, which is the same wherever the data lies."""
 BASE = "the base model (contents)"
-"""The key for the digest of the model that the run started from, wherever that lies."""
+"""The key for the digest of the model that the run started from, the same wherever it lies."""
 BATCH = "training.global_batch_size"
 PLACES = {"model.name_or_path", "model.config", "model.tokenizer"}
 """Keys that are kept for the export but not compared: contents show in `BASE` and `CONTENTS`."""

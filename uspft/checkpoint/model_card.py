@@ -94,7 +94,7 @@ def _use(job: Job, loads: str, adapter: bool, quantised: str) -> list[str]:
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
-    """Return what the hub reads of a card: where model and data come from, if they are there."""
+    """Return what the hub reads of a card: the hub ids of model and data."""
     facts: dict[str, Any] = {"tags": ["uspft"]}
     base = recipe.model.name_or_path
     if base and not os.path.isdir(base):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 1 << 30
-"""A rank writes the tensors that it holds as a file once they come to this many bytes."""
+"""A rank begins a new file once its tensors come to this many bytes."""
 
 
 class _Parts:
@@ -75,7 +75,7 @@ class _Parts:
 
 
 class Save:
-    """A checkpoint under way: what it holds is fixed, and this rank writes its files."""
+    """A checkpoint being written: its contents are fixed, and this rank writes its own files."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Save:
         """Take weights and Adam moments of what trains, by name; collective.
 
         output: must be one folder for all hosts. course: what else of the run goes on. beside:
-        whether they are copied to the host's memory, and written beside what the caller does next;
-        else they are written as they come. Raises OSError.
+        whether all is copied to the host's memory first, and written by a thread while the caller
+        goes on; else each file is written as soon as it is full. Raises OSError.
         """
         rank = dist.get_rank()
         self.step = step
@@ -116,7 +116,7 @@ class Save:
             self._error = error
 
     def is_written(self) -> bool:
-        """Return whether this rank's files are on the disk, or one of them cannot be."""
+        """Return whether this rank's files are on the disk, or writing them has failed."""
         return not self._thread.is_alive()
 
     def finish(self, identity: Mapping[str, Any], write_model: Callable[[Path], object]) -> int:
@@ -157,9 +157,10 @@ class Save:
 
 
 def _dealt_out(engine: Engine) -> tuple[list[Wanted], dict[str, list[Part]]]:
-    """Return which rank writes which part of everything, and the parts of what is held in several.
+    """Return each part of all weights and moments with the rank that writes it, and by name the
+    parts of the tensors that ranks hold in several.
 
-    Each rank writes some of what it holds, and all write about as much.
+    A rank writes only what it holds, and all ranks write about as much.
     """
     shards, load = engine.holders.shards, [0] * engine.holders.everyone.size
     wanted, split = [], {}

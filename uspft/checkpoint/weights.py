@@ -168,8 +168,8 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
 
 
 def _config(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Read the config in a checkpoint's `model` folder: that of the model which trains, and what
-    the file says. Raises CheckpointError."""
+    """Read a checkpoint's config.json: the config of the language model, and the file's own fields.
+    Raises CheckpointError."""
     try:
         return language_config(folder), json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError, LookupError) as error:

@@ -24,7 +24,7 @@ from uspft.config.problems import UsageError
 
 if TYPE_CHECKING:
     from uspft.launcher import Loss, Meeting
-    from uspft.prepare.invocation import Invocation
+    from uspft.prepare.host import Invocation
 
 VERBS = (
     "train",
@@ -104,7 +104,7 @@ def command_of(
         program, tool, force = to_type(os.environ), options.get("--from"), "--force" in options
         return lambda: convert(target, overrides, to, there, tool, program, force=force)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
-    from uspft.prepare.invocation import Invocation
+    from uspft.prepare.host import Invocation
 
     require_versions()
     command = to_type(os.environ, verb, *words)

@@ -27,8 +27,7 @@ from uspft.mesh import Groups
 from uspft.planner.machine import read_hardware
 from uspft.prepare.examine import examine
 from uspft.prepare.files import not_writable
-from uspft.prepare.gpus import require_here
-from uspft.prepare.invocation import CONFIGS, Invocation
+from uspft.prepare.host import CONFIGS, Invocation, require_here
 from uspft.prepare.known import STANDS_IN, shipped
 from uspft.prepare.output import output_of
 

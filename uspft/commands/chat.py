@@ -23,8 +23,7 @@ from uspft.config import ModelBlock
 from uspft.config.problems import Fault, UsageError, said, settings_of
 from uspft.families.multimodal import loading_class
 from uspft.model.fetch import fetch_model
-from uspft.prepare.gpus import usable
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation, usable
 from uspft.written import ADAPTER, MODEL
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -16,11 +16,10 @@ from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import not_writable
-from uspft.prepare.invocation import Invocation
-from uspft.prepare.model import ExaminedModel, examine_model
+from uspft.prepare.host import Invocation
+from uspft.prepare.model import ExaminedModel, examine_model, tokenizer_here
 from uspft.prepare.output import last_step, output_of, space_finding, space_free, space_needed
 from uspft.prepare.remarks import expert_side, wasted
-from uspft.prepare.tokenizer import tokenizer_here
 from uspft.prepare.weigh_strategies import weighed_here
 
 CACHE = "data.cache_dir"
@@ -63,7 +62,9 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     for line in look.notes:
         print(f"data: {line}")
     print("\n".join(found.settled))
-    for line in (*(f"warning: {what}" for what in wasted(found)), *_model(found, examined), *disk):
+    memory = found.memory
+    model_lines = _model(found, examined, memory)
+    for line in (*(f"warning: {what}" for what in wasted(found)), *model_lines, *disk):
         print(line)
     sets = [source.title for source in recipe.data.eval or ()]
     if recipe.data.eval_fraction:
@@ -72,7 +73,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         every = recipe.training.eval_every_steps
         often = f"after every {counted(every, 'step')} and " if every else ""
         print(f"evaluation: {', '.join(sets)}, {often}at the end")
-    if not found.memory:
+    if not memory:
         found.not_checked.append(f"memory ({found.memory_unknown})")
     if found.is_open:
         after = place.to_type("preprocess", str(target), *overrides)
@@ -82,7 +83,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     return 0
 
 
-def _model(found: Examined, examined: ExaminedModel | None) -> list[str]:
+def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) -> list[str]:
     """Return lines on the model: its sizes, its parameters, and what memory they take."""
     lines, shape, recipe = [], found.shape, found.recipe
     if shape:
@@ -102,8 +103,8 @@ def _model(found: Examined, examined: ExaminedModel | None) -> list[str]:
             )
     if examined:
         lines.append(f"parameters: {_parameters(examined, recipe.model.dtype)}")
-    if found.memory:
-        lines.append(f"memory: {found.memory}")
+    if memory:
+        lines.append(f"memory: {memory}")
     if shape and (side := expert_side(recipe, shape, found.layout)):
         lines.append(f"experts: {side}")
     if examined and examined.trains:

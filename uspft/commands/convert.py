@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config import InputError, RecipeError, load
+from uspft.config.document import bare, parse
 from uspft.config.problems import UsageError
-from uspft.config.yaml.document import bare, parse
 from uspft.convert import CONVERTERS, Outcome, convert_theirs, read_theirs
 
 

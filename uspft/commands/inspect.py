@@ -15,10 +15,10 @@ from uspft.data.corpus.tokenise import holds_tokenizer
 from uspft.durable import write_text
 from uspft.launcher import planned_hosts
 from uspft.prepare.examine import Examined, examine
+from uspft.prepare.host import Invocation
 from uspft.prepare.inspection import Decode, inspected
-from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_job import with_data, with_model
-from uspft.prepare.tokenizer import tokenizer_of
+from uspft.prepare.model import tokenizer_of
 
 ROWS = 2
 """How many rows are shown, where the command does not say."""

@@ -35,12 +35,11 @@ from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import in_recipe
 from uspft.prepare.examine import Examined
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import examine_for_plan, ranking_of, step_of
-from uspft.prepare.model import examine_model, must_be_built
-from uspft.prepare.tokenizer import tokenizer_here
+from uspft.prepare.model import examine_model, must_be_built, tokenizer_here
 from uspft.prepare.weigh_strategies import has_strategies, sample_of, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 

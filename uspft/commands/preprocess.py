@@ -16,7 +16,7 @@ from uspft.layout import as_processes
 from uspft.metrics import as_size
 from uspft.prepare.data import cache_of, prepare_data
 from uspft.prepare.examine import examine
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.make_job import with_model
 
 

@@ -26,7 +26,7 @@ from uspft.data.rows.loader import Orders, searching_beside
 from uspft.durable import write_text
 from uspft.job import Job
 from uspft.launcher import Hosts, LocalRanks, Restart, Waiting, Watch, run_ranks
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.written import RECIPE
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

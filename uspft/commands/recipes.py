@@ -17,7 +17,7 @@ from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 from uspft.config.strategies import layouts_of
 from uspft.data.files.sources import STDLIB
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 SHIPPED = CONFIGS.parent / "recipes"
 """The folder of the shipped recipes, beside the package."""

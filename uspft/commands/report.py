@@ -14,7 +14,7 @@ from uspft.commands.report_runs import not_predicted, predicted, predicted_of, r
 from uspft.config.problems import InputError, UsageError, said
 from uspft.durable import write_text
 from uspft.prepare.examine import Examined
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.output import output_of
 from uspft.written import REPORT
 

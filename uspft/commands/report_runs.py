@@ -20,7 +20,7 @@ from uspft.metrics.trackers import numbers
 from uspft.planner.memory import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_way, step_of
 from uspft.prepare.weigh_strategies import mix_seconds, sample_of
 from uspft.written import ENVIRONMENT, INCIDENTS, METRICS, RECIPE

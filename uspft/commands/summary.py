@@ -15,7 +15,7 @@ from uspft.config import Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, Splits
 from uspft.families.multimodal import loading_class
 from uspft.metrics import Best
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.output import output_of
 from uspft.written import ADAPTER, METRICS, MODEL
 

@@ -28,7 +28,7 @@ from uspft.launcher import BY_HOSTFILE, WRONG_INPUT, Hosts, Loss, Restart, say
 from uspft.lease import Lease
 from uspft.metrics import Journal
 from uspft.prepare.examine import examine
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.make_job import prepare_job
 from uspft.prepare.output import held_output, not_written, open_output, output_of, require_space
 from uspft.prepare.remarks import length_of_run, rate_after, wasted

@@ -16,7 +16,7 @@ from uspft.called import keep_imports
 from uspft.commands.rank import joined, ranks_of_host, require_shared, start_ranks
 from uspft.launcher import Hosts, Waiting
 from uspft.prepare.examine import examine
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.make_verify_job import Asked, clear_results, prepare_verify
 from uspft.verify.report import Report
 from uspft.verify.work import GRADIENT_FILES, LAYOUTS, PLAIN, REFERENCE, REPORT, VerifyJob, results

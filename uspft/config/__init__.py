@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from uspft.config.inputs import DataBlock, ModelBlock, Source
+from uspft.config.loading import Loaded, Read, dump, load, read
 from uspft.config.problems import Fault, Finding, InputError, Origins, Problem, RecipeError
 from uspft.config.recipe import (
     CheckpointBlock,
-    DataBlock,
     DeepSpeedBlock,
     ExportBlock,
     LaunchBlock,
     LoggingBlock,
     MemoryBlock,
-    ModelBlock,
     OptimizerBlock,
     ParallelBlock,
     Recipe,
     ScheduleBlock,
-    Source,
     TrainingBlock,
 )
 from uspft.config.types import as_tree
-from uspft.config.yaml.loading import Loaded, Read, dump, load, read
 
 __all__ = [
     "CheckpointBlock",

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
+from uspft.config.document import meant, plain
 from uspft.config.problems import Fault, Finding, join
-from uspft.config.yaml.document import meant, plain
 
 Node = dict[str, Any]  # a part of a JSON Schema
 LARGEST = 2**63 - 1

@@ -22,11 +22,10 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import Field
 
 from uspft.config.algorithms import AUTO
-from uspft.config.degrees import Degrees
 from uspft.config.inputs import Scaling
 from uspft.config.messages import Node, as_written, inside, resolved, schema_of, shown, words
 from uspft.config.problems import join
-from uspft.config.recipe import DeepSpeedBlock, Recipe
+from uspft.config.recipe import DeepSpeedBlock, Degrees, Recipe
 from uspft.config.types import NotYet, RecipeBlock, Text, as_tree
 
 GROUPED = "^[-+]?[1-9][0-9]*(_[0-9]+)+([.][0-9]*)?([eE][-+]?[0-9]+)?$"

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Set
 from uspft.config.algorithms import AUTO
 from uspft.config.layout_rules import (
     algorithm,
+    checkpointed,
     copies,
     experts,
     own_options,
+    stages,
     tensor_options,
     ulysses_degree,
 )
 from uspft.config.messages import as_written
-from uspft.config.pipeline_rules import checkpointed, stages
 from uspft.config.problems import Finding, reads
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import one_layout, rising, switchable

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from uspft.config.algorithms import AUTO
-from uspft.config.degrees import Degrees, ParallelBlock, Strategy
 from uspft.config.messages import as_written, shown
 from uspft.config.problems import Finding, reads
-from uspft.config.recipe import Recipe
+from uspft.config.recipe import Degrees, ParallelBlock, Recipe, Strategy
 from uspft.config.types import Open
 
 KEY = "parallel_config.strategies"

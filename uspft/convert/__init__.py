@@ -7,9 +7,9 @@ from typing import Any
 
 from uspft.convert.accelerate import convert_accelerate
 from uspft.convert.axolotl import convert_axolotl
+from uspft.convert.conversion import Outcome, Remark
 from uspft.convert.llamafactory import convert_llamafactory
 from uspft.convert.mindspore import convert_mindspore
-from uspft.convert.outcome import Outcome, Remark
 from uspft.convert.swift import convert_swift
 from uspft.convert.theirs import Theirs, read_theirs
 from uspft.convert.trl import convert_trl

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert.conversion import NOTHING, Conversion, Outcome, short
 from uspft.convert.sharding import ZERO_BLOCK, sharding
 from uspft.convert.theirs import Theirs
 from uspft.convert.trainer import context
@@ -113,8 +112,7 @@ def layout(run: Conversion) -> None:
         if key := run.written(*_keys(name)):
             run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
     key = f"{AT}.num_processes"
-    if run.written(key):
-        run.changed(key, "counts in the batch; how many ranks there are here is the launcher's")
+    run.told("counts in the batch; how many ranks there are here is the launcher's", key)
 
 
 def precision(run: Conversion) -> None:
@@ -145,13 +143,12 @@ def devices_sharding(run: Conversion) -> None:
     else:
         sharding(run)
     key = f"{AT}.distributed_type"
-    if run.written(key):
-        run.ignored(key, "every run is DeepSpeed's; what is sharded is ZeRO's stage")
+    run.idle("every run is DeepSpeed's; what is sharded is ZeRO's stage", key)
     cpu = f"{AT}.use_cpu"
     if run.written(cpu) and run.flag(cpu):
         run.put("launch.device", "cpu", cpu)
     elif run.written(cpu):
-        run.ignored(cpu, "asks for nothing at this value")
+        run.ignored(cpu, NOTHING)
 
 
 def _zero(run: Conversion) -> None:
@@ -165,9 +162,7 @@ def _zero(run: Conversion) -> None:
                 found["nvme_path"] = run.value(file)
             run.put(f"{ZERO_BLOCK}.offload_{name}", found, key, file)
         else:
-            for one in (key, file):
-                if run.written(one):
-                    run.ignored(one, "nothing is offloaded")
+            run.idle("nothing is offloaded", key, file)
     clip = f"{ZERO}.gradient_clipping"
     if run.written(clip) and run.value(clip) != "auto":
         run.put("training.max_grad_norm", run.number(clip, default=1.0) or None, clip)

@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert import trainer
+from uspft.convert.conversion import NOTHING, Conversion, Outcome, short
 from uspft.convert.sharding import sharding
-from uspft.convert.templates import chat_template
 from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import (
-    Dialect,
-    adapter,
-    again,
-    context,
-    evaluating,
-    global_batch,
-    leave_adapter,
-    length,
-    logs,
-    of_peak,
-    optimizer,
-    precision,
-    saving,
-    schedule,
-)
+from uspft.convert.trainer import Dialect
 
 SAY = Dialect(
     names={
@@ -47,6 +31,10 @@ LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
     *("lora_target_parameters", "load_in_4bit", "load_in_8bit"),
 )
+KERNELS = (
+    *("flash_attention", "attn_implementation", "xformers_attention", "flex_attention"),
+    *("sdp_attention", "eager_attention", "sage_attention"),
+)
 CHATS = ("chat_template", "chat_template.default", "sharegpt", "chatml.sharegpt")
 PAIRS = ("alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
 MARKS = ("weight", "loss", "train", "training")
@@ -63,16 +51,16 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
     tensor = run.whole("tensor_parallel_size", least=1)
     batch = _batch(run, rows * tensor, ranks)
     _layout(run, rows)
-    length(run, SAY)
-    optimizer(run, SAY)
-    schedule(run, SAY, _warmup)
+    trainer.length(run, SAY)
+    trainer.optimizer(run, SAY)
+    trainer.schedule(run, SAY, _warmup)
     _least(run)
-    precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
+    trainer.precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
     _model(run)
     _adapter(run)
     _rows(run)
     _data(run)
-    again(run, SAY)
+    trainer.again(run, SAY)
     _memory(run)
     sharding(run)
     _outputs(run)
@@ -95,10 +83,9 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     if total:
         micro = run.whole("micro_batch_size", least=1)
         steps = max(run.whole(total, least=1) // micro, 1)
-    batch = global_batch(run, SAY, split, world, ranks, steps)
+    batch = trainer.global_batch(run, SAY, split, world, ranks, steps)
     for key in degrees:
-        if run.written(key):
-            run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
+        run.told("here `parallel_config.data_parallel: auto`: what the ranks leave", key)
     if total:
         run.changed(total, f"here `training.global_batch_size: {batch}`")
     return batch
@@ -110,7 +97,7 @@ def _layout(run: Conversion, rows: int) -> None:
     gathers = func == "varlen_llama3" or (not func and run.value("sample_packing") is True)
     key = run.written("context_parallel_size", "sequence_parallel_degree")
     name = key or "context_parallel_size"
-    context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
+    trainer.context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
 
 
 def _warmup(run: Conversion, say: Dialect) -> None:
@@ -140,7 +127,7 @@ def _least(run: Conversion) -> None:
     if values.get("lr_schedule.type") != "cosine":
         run.ignored(key, "it acts under cosine alone")
         return
-    least = of_peak(values["optimizer.learning_rate"], run, key)
+    least = trainer.of_peak(values["optimizer.learning_rate"], run, key)
     run.put("lr_schedule.min_learning_rate", least, key)
 
 
@@ -151,13 +138,8 @@ def _full(run: Conversion) -> str:
 
 
 def _model(run: Conversion) -> None:
-    if not run.written("base_model") and not {"model.name_or_path", "model.config"} & set(
-        run.given
-    ):
-        run.refuse("base_model", "is missing", "add model.name_or_path=FOLDER")
-    for key in ("bfloat16", "float32"):
-        if run.written(key):
-            run.changed(key, f"here `model.dtype: {run.outcome.values.get('model.dtype')}`")
+    trainer.model_named(run, "base_model")
+    run.told(f"here `model.dtype: {run.outcome.values.get('model.dtype')}`", "bfloat16", "float32")
     block = "overrides_of_model_config"
     scaling = run.theirs.block("rope_scaling") or run.theirs.block(f"{block}.rope_scaling")
     if scaling:
@@ -168,10 +150,7 @@ def _model(run: Conversion) -> None:
     fields = {key: value for key, value in fields.items() if not key.startswith("rope_scaling")}
     if fields:
         run.put("model.overrides", fields, *(f"{block}.{key}" for key in fields))
-    flash = ("flash_attention", "attn_implementation", "xformers_attention", "flex_attention")
-    for key in (*flash, "sdp_attention", "eager_attention", "sage_attention"):
-        if run.written(key):
-            run.ignored(key, "`model.attention: auto` takes the fastest kernel that is exact")
+    run.idle(trainer.KERNEL, *KERNELS)
 
 
 def _adapter(run: Conversion) -> None:
@@ -179,31 +158,21 @@ def _adapter(run: Conversion) -> None:
     if kind is None:
         if "adapter" in run.theirs.values:
             run.ignored("adapter", "is null: all weights train")
-        leave_adapter(run, *LORA)
+        trainer.leave_adapter(run, *LORA)
         return
     if kind not in ("lora", "qlora"):
         run.refuse("adapter", f"is {short(kind)}", "write lora")
         return
     whole = "weights are not quantised: LoRA beside whole weights" if kind == "qlora" else ""
     run.put("model.adapter.type", "lora", "adapter", say=whole)
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if run.value(key):
-            run.changed(key, "left out: weights are not quantised")
-        elif run.written(key):
-            run.ignored(key, "asks for nothing at this value")
-    for name, key, default in (("rank", "lora_r", 8), ("alpha", "lora_alpha", 8)):
-        if not run.written(key):
-            run.outcome.values[f"model.adapter.{name}"] = default
+    trainer.whole_weights(run)
+    trainer.adapter_defaults(run, ("rank", "lora_r", 8), ("alpha", "lora_alpha", 8))
     if run.flag("lora_target_linear"):
         run.put("model.adapter.target_modules", None, "lora_target_linear", "lora_target_modules")
-    elif run.written("lora_target_modules"):
-        adapter(run, "lora_target_modules")
-    elif "model.adapter.target_modules" not in run.given:
-        what = "is missing, and which projections are adapted there depends on the model"
-        remedy = "add model.adapter.target_modules=[q_proj, v_proj], or lora_target_linear: true"
-        run.refuse("lora_target_modules", what, remedy)
+    else:
+        trainer.named_adapter(run, "lora_target_modules", "lora_target_linear: true")
     if run.value("lora_target_linear") is False:
-        run.ignored("lora_target_linear", "asks for nothing at this value")
+        run.ignored("lora_target_linear", NOTHING)
 
 
 def _rows(run: Conversion) -> None:
@@ -211,9 +180,7 @@ def _rows(run: Conversion) -> None:
     if not run.written("sequence_len"):
         run.outcome.values["data.sequence_length"] = 512
         run.outcome.comments["data.sequence_length"] = "sequence_len, 512 where it is left out"
-    packs = run.flag("sample_packing")
-    say = "documents of a row never see one another" if packs else "each sample is a row"
-    run.put("data.packing", "best_fit" if packs else "none", "sample_packing", say=say)
+    trainer.packing(run, run.flag("sample_packing"), "sample_packing")
     key = "excess_length_strategy"
     theirs = str(run.value(key, "drop"))
     ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}
@@ -223,11 +190,8 @@ def _rows(run: Conversion) -> None:
     run.put("data.overlong", ours[theirs], key)
     inputs = run.flag("train_on_inputs")
     run.put("data.train_on", "all" if inputs else "assistant", "train_on_inputs")
-    if run.value("curriculum_sampling") is True:
-        run.put("data.shuffle", False, "curriculum_sampling")
-    elif run.written("curriculum_sampling"):
-        run.ignored("curriculum_sampling", "asks for nothing at this value")
-    chat_template(run, run.written("chat_template"), run.written("chat_template_jinja"))
+    run.switch("curriculum_sampling", "data.shuffle", False)
+    trainer.chat_template(run, run.written("chat_template"), run.written("chat_template_jinja"))
 
 
 def _data(run: Conversion) -> None:
@@ -295,8 +259,7 @@ def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
     if not all(isinstance(name, str) and name for name in names):
         run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
         return []
-    if run.written(f"{item}.data_files"):
-        run.changed(f"{item}.data_files", "here in `data.train`: path")
+    run.told("here in `data.train`: path", f"{item}.data_files")
     return [{"path": name, **source} for name in names]
 
 
@@ -318,7 +281,7 @@ def _form(run: Conversion, item: str, kind: Any) -> str | None:
         run.changed(key, f"here `format: prompt_completion`: {what}")
         return "prompt_completion"
     if name in ("completion", "pretrain"):
-        run.changed(key, "here `format: text`") if run.written(key) else None
+        run.told("here `format: text`", key)
         say = "longer texts are split into rows, as there"
         run.put("data.overlong", "split", "excess_length_strategy", say=say)
         if any(run.value(f"{other}.type", kind) != kind for other in run.theirs.items("datasets")):
@@ -379,7 +342,7 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
         if run.written(f"{item}.{name}"):
             own = name == "chat_template"
             at = f"{item}.{name}"
-            chat_template(run, at if own else None, None if own else at)
+            trainer.chat_template(run, at if own else None, None if own else at)
     return found
 
 
@@ -387,19 +350,16 @@ def _memory(run: Conversion) -> None:
     """Write what waits on the host, and tiles."""
     if str(run.value("gradient_checkpointing")).startswith("offload"):
         run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
-    if run.value("tiled_mlp") is True:
-        run.put("memory.mlp_tile_tokens", "auto", "tiled_mlp")
-    elif run.written("tiled_mlp"):
-        run.ignored("tiled_mlp", "asks for nothing at this value")
+    run.switch("tiled_mlp", "memory.mlp_tile_tokens", "auto")
 
 
 def _outputs(run: Conversion) -> None:
     """Write checkpoints, evaluations and logs."""
-    saving(run, SAY, steps_win=True)
+    trainer.saving(run, SAY, steps_win=True)
     if not run.written("save_total_limit"):
         run.outcome.values["checkpoint.keep_last"] = 4
     something = bool(run.outcome.values.keys() & {"data.eval", "data.eval_fraction"})
-    evaluating(run, SAY, something=something)
+    trainer.evaluating(run, SAY, something=something)
     for key, ours in (
         ("saves_per_epoch", "checkpoint.every_steps"),
         ("evals_per_epoch", "training.eval_every_steps"),
@@ -412,7 +372,7 @@ def _outputs(run: Conversion) -> None:
         run.put("checkpoint.resume", "auto", resume)
     elif run.written(resume):
         run.put("checkpoint.resume", "never", resume)
-    logs(run, SAY)
+    trainer.logs(run, SAY)
     _boards(run)
     if run.written("plugins"):
         names = run.value("plugins")
@@ -436,6 +396,4 @@ def _boards(run: Conversion) -> None:
             found = {called.get(part, part): run.value(key) for part, key in keys.items()}
             run.put(f"logging.{name}", found, f"use_{name}", *keys.values())
             continue
-        for key in (f"use_{name}", *keys.values()):
-            if run.written(key):
-                run.ignored(key, f"{name} is not asked for")
+        run.idle(f"{name} is not asked for", f"use_{name}", *keys.values())

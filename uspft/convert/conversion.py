@@ -1,18 +1,24 @@
-"""One configuration of another tool on its way: what is read, written and said."""
+"""One configuration of another tool on its way: what is read, written and said; and what it gives:
+a recipe with comments, and a line for each key not taken as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from uspft.config.others import table_of
-from uspft.convert.outcome import Outcome, Remark
+from uspft.config.document import parse, places
+from uspft.config.other_tools import table_of
+from uspft.config.problems import Problem
+from uspft.config.recipe import Recipe
 from uspft.convert.theirs import Theirs
 
 HUGE = 1e100
 """What no number of a configuration comes near; infinity and what is no number are not below it."""
+NOTHING = "asks for nothing at this value"
 ACCELERATE = "accelerate"
 """The block in which the keys of accelerate's file stand, which are said without it."""
 
@@ -107,6 +113,25 @@ class Conversion:
     def ignored(self, key: str, what: str) -> None:
         self._say("ignored", key, what)
 
+    def told(self, what: str, *keys: str) -> None:
+        """Say what becomes of those of these keys that are written."""
+        for key in keys:
+            if self.written(key):
+                self.changed(key, what)
+
+    def idle(self, what: str, *keys: str) -> None:
+        """Say why those of these keys that are written change nothing here."""
+        for key in keys:
+            if self.written(key):
+                self.ignored(key, what)
+
+    def switch(self, key: str, ours: str, value: Any) -> None:
+        """Write a key of ours where theirs is true; at another value it asks for nothing."""
+        if self.value(key) is True:
+            self.put(ours, value, key)
+        else:
+            self.idle(NOTHING, key)
+
     def refuse(self, key: str, what: str, remedy: str) -> None:
         self._say("refused", key, what, remedy)
 
@@ -126,12 +151,15 @@ class Conversion:
         """Tell whether something was said of a key of theirs, or nothing has to be."""
         return key in self._spoken
 
-    def ended(self, batch: int, settled: Collection[str] = ()) -> Outcome:
-        """Return the outcome under the keys of the command line.
+    def ended(self, batch: int) -> Outcome:
+        """Return the outcome under the keys of the command line, in which all is spoken of.
 
         batch: the rows of one update by their formula, which the recipe has.
         """
-        outcome = self.finish(settled)
+        outcome = self.outcome
+        for path, found in self.theirs.values.items():
+            if path not in self._spoken:
+                self._by_its_row(path, found.value)
         if not outcome.refused:
             assert outcome.values["training.global_batch_size"] == batch, "the batch has changed"
         for key, value in self.given.items():
@@ -144,32 +172,25 @@ class Conversion:
             outcome.values[key] = value
         return outcome
 
-    def finish(self, settled: Collection[str] = ()) -> Outcome:
-        """Take what is the same, speak of all that nothing was said of, and return the outcome.
-
-        settled: keys of ours that must not be taken from a `same` row.
-        """
-        for path, found in self.theirs.values.items():
-            row = self.table.of(path.partition("#")[0])
-            if path in self._spoken:
-                continue
-            if row is None:
-                self._unknown(path)
-            elif row.becomes == "same":
-                self._take(path, row.to, found.value, settled)
-            elif found.value is None and not self.theirs.tool.strict:
-                self.ignored(path, "is null: asks for nothing")
-            elif row.becomes == "translate":
-                self.changed(path, f"left out: {row.say}" if row.say else "left out")
-            elif row.becomes == "ignore":
-                self.ignored(path, row.say)
-            elif any(type(one) is type(found.value) and one == found.value for one in row.but):
-                self.ignored(path, "asks for nothing at this value")
-            elif row.unless and row.unless in self.given:
-                self.changed(path, f"`{row.unless}` of the command line stands in its place")
-            else:
-                self.refuse(path, f"is {short(found.value)}", row.say)
-        return self.outcome
+    def _by_its_row(self, path: str, value: Any) -> None:
+        """Take what is the same, and say what the table says of any other key."""
+        row = self.table.of(path.partition("#")[0])
+        if row is None:
+            self._unknown(path)
+        elif row.becomes == "same":
+            self._take(path, row.to, value)
+        elif value is None and not self.theirs.tool.strict:
+            self.ignored(path, "is null: asks for nothing")
+        elif row.becomes == "translate":
+            self.changed(path, f"left out: {row.say}" if row.say else "left out")
+        elif row.becomes == "ignore":
+            self.ignored(path, row.say)
+        elif any(type(one) is type(value) and one == value for one in row.but):
+            self.ignored(path, NOTHING)
+        elif row.unless and row.unless in self.given:
+            self.changed(path, f"`{row.unless}` of the command line stands in its place")
+        else:
+            self.refuse(path, f"is {short(value)}", row.say)
 
     def _unknown(self, path: str) -> None:
         """Speak of a key that the tool's table lacks."""
@@ -188,10 +209,10 @@ class Conversion:
         what = f"is no key of {inside} that {self.theirs.tool.title} documents"
         self.refuse(path, what, "leave it out")
 
-    def _take(self, path: str, ours: str, value: Any, settled: Collection[str]) -> None:
+    def _take(self, path: str, ours: str, value: Any) -> None:
         if value is None:
             self.ignored(path, "is null: the default stands")
-        elif ours in self.outcome.values or ours in settled:
+        elif ours in self.outcome.values:
             if self.outcome.values.get(ours) != value:
                 self.changed(path, f"here `{ours}: {short(self.outcome.values.get(ours))}`")
         else:
@@ -216,3 +237,105 @@ def short(value: Any) -> str:
             value = type(value).__name__
     text = str(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+WEIGHTS = ("refused", "changed", "ignored")
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What became of one key of theirs."""
+
+    weight: str
+    """One of WEIGHTS."""
+    where: str
+    key: str
+    what: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        if self.remedy:
+            return str(Problem(self.where, self.key, self.what, self.remedy))
+        return str(Problem(self.where, self.key, self.what, "")).removesuffix("; ")
+
+
+@dataclass
+class Outcome:
+    """The recipe's keys so far, by their paths, and the remarks."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    """What of theirs a key of ours is from."""
+    sources: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Of a key of ours, the place and the key of theirs that it is from."""
+    remarks: list[Remark] = field(default_factory=list)
+
+    @property
+    def refused(self) -> bool:
+        """Whether something was refused, so that there is no recipe."""
+        return any(remark.weight == WEIGHTS[0] for remark in self.remarks)
+
+    def lines(self) -> list[str]:
+        """Return a line for each remark, under a heading for each weight, the heaviest first."""
+        found = []
+        for weight in WEIGHTS:
+            some = [remark for remark in self.remarks if remark.weight == weight]
+            if some:
+                found.append(f"{weight}: {len(some)} key{'s' * (len(some) > 1)}")
+                found += [f"  {remark}" for remark in some]
+        return found
+
+    def theirs(self, problem: Problem) -> Problem:
+        """Return a problem of the recipe as one of the key of theirs that the value is from."""
+        key = problem.key
+        while key and key not in self.sources:
+            key = key[: max(key.rfind("."), key.rfind("["), 0)]
+        if not key:
+            return problem
+        where, name = self.sources[key]
+        return Problem(where, name, f"as `{problem.key}`: {problem.what}", problem.remedy)
+
+    def recipe(self, source: Path) -> str:
+        """Return the recipe as YAML, with a comment behind each value that was translated."""
+        tree: dict[str, Any] = {name: {} for name in Recipe.model_fields}
+        for path, value in self.values.items():
+            *above, key = path.split(".")
+            block = tree
+            for name in above:
+                block = block.setdefault(name, {})
+            block[key] = value
+        tree = {name: value for name, value in tree.items() if value != {}}
+        text = yaml.dump(
+            tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=float("inf")
+        )
+        found, _ = parse(text, str)
+        lines = text.splitlines()
+        for key, where in places(found) if found else ():
+            if key in self.comments:
+                at = int(where) - 1
+                comment = self.comments[key]
+                said = "".join(c if c.isprintable() else repr(c)[1:-1] for c in comment)
+                lines[at] = f"{lines[at]}  # {said}"
+        return "\n".join([f"# Converted from {source.name}.", *lines, ""])
+
+
+class _Plain(yaml.SafeDumper):
+    """A dumper that writes lists of plain values, and no mappings, in one line."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _in_a_line(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
+    flat = not any(isinstance(item, dict) for item in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flat)
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    """Return a text that stands in one line, so that a comment may follow it."""
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Plain.add_representer(list, _in_a_line)
+_Plain.add_representer(str, _text)

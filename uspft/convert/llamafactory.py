@@ -6,27 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from uspft.config.document import bare
 from uspft.config.problems import InputError
-from uspft.config.yaml.document import bare
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert import trainer
+from uspft.convert.conversion import NOTHING, Conversion, Outcome, short
 from uspft.convert.sharding import sharding
-from uspft.convert.templates import chat_template
 from uspft.convert.theirs import Theirs, read_tree
-from uspft.convert.trainer import (
-    Dialect,
-    adapter,
-    context,
-    evaluating,
-    global_batch,
-    leave_adapter,
-    length,
-    logs,
-    optimizer,
-    precision,
-    saving,
-    schedule,
-)
+from uspft.convert.trainer import Dialect
 
 SAY = Dialect()
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
@@ -53,11 +39,11 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     """
     run = Conversion(theirs, given)
     degree = run.whole("sequence_parallel_size", least=1)
-    batch = global_batch(run, SAY, degree, None, ranks)
+    batch = trainer.global_batch(run, SAY, degree, None, ranks)
     _layout(run, degree)
-    length(run, SAY)
-    optimizer(run, SAY)
-    schedule(run, SAY)
+    trainer.length(run, SAY)
+    trainer.optimizer(run, SAY)
+    trainer.schedule(run, SAY)
     _precision(run)
     _model(run)
     texts = _stage(run)
@@ -66,9 +52,9 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     _data(run, texts)
     _memory(run)
     sharding(run)
-    saving(run, SAY)
-    evaluating(run, SAY, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
-    logs(run, SAY)
+    trainer.saving(run, SAY)
+    trainer.evaluating(run, SAY, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
+    trainer.logs(run, SAY)
     return run.ended(batch)
 
 
@@ -81,7 +67,7 @@ def _layout(run: Conversion, degree: int) -> None:
         known = ", ".join(MODES)
         run.refuse("sequence_parallel_mode", f"is {short(mode)}", f"write one of {known}")
         return
-    context(run, "sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
+    trainer.context(run, "sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
 
 
 def _precision(run: Conversion) -> None:
@@ -91,14 +77,12 @@ def _precision(run: Conversion) -> None:
         run.put("model.dtype", "bfloat16", "pure_bf16", "bf16", say=say)
         return
     if pure:
-        run.ignored(pure, "asks for nothing at this value")
-    precision(run, default="bfloat16")
+        run.ignored(pure, NOTHING)
+    trainer.precision(run, default="bfloat16")
 
 
 def _model(run: Conversion) -> None:
-    named = {"model.name_or_path", "model.config"} & set(run.given)
-    if not run.written("model_name_or_path") and not named:
-        run.refuse("model_name_or_path", "is missing", "add model.name_or_path=FOLDER")
+    trainer.model_named(run, "model_name_or_path")
     scaling = run.value("rope_scaling")
     if scaling in ("linear", "dynamic", "yarn"):
         say = "with the factor that the rows need; there it is rounded up"
@@ -112,10 +96,8 @@ def _model(run: Conversion) -> None:
     for key in ("add_special_tokens", "new_special_tokens"):
         if run.written(key):
             run.put("model.add_tokens", _words(run.value(key)), key)
-    if run.written("flash_attn"):
-        run.ignored("flash_attn", "`model.attention: auto` takes the fastest kernel that is exact")
-    if run.written("trust_remote_code"):
-        run.ignored("trust_remote_code", "code from the hub is not run; families here need none")
+    run.idle(trainer.KERNEL, "flash_attn")
+    run.idle("code from the hub is not run; families here need none", "trust_remote_code")
 
 
 def _words(value: Any) -> list[str]:
@@ -129,7 +111,7 @@ def _stage(run: Conversion) -> bool:
     stage = run.word("stage", default="sft")
     if stage in ("sft", "pt"):
         what = "texts, all of which train" if stage == "pt" else "a recipe trains answers"
-        run.changed("stage", what) if run.written("stage") else None
+        run.told(what, "stage")
         return bool(stage == "pt")
     what = f"is {short(stage)}, and training is by cross-entropy on texts and answers"
     run.refuse("stage", what, "write sft or pt")
@@ -139,10 +121,8 @@ def _stage(run: Conversion) -> bool:
 def _adapter(run: Conversion) -> None:
     kind = run.word("finetuning_type", default="lora")
     if kind == "full":
-        run.changed("finetuning_type", "all weights train") if run.written(
-            "finetuning_type"
-        ) else None
-        leave_adapter(run, *LORA)
+        run.told("all weights train", "finetuning_type")
+        trainer.leave_adapter(run, *LORA)
         return
     if kind != "lora":
         what = f"is {short(kind)}"
@@ -154,9 +134,8 @@ def _adapter(run: Conversion) -> None:
     run.put("model.adapter.rank", rank, "lora_rank")
     if not run.written("lora_alpha"):
         run.outcome.values["model.adapter.alpha"] = 2 * rank
-    adapter(run, "lora_target", default="all")
-    if run.written("quantization_bit"):
-        run.changed("quantization_bit", "left out: weights are not quantised")
+    trainer.adapter(run, "lora_target", default="all")
+    run.told("left out: weights are not quantised", "quantization_bit")
 
 
 def _rows(run: Conversion, texts: bool) -> None:
@@ -166,10 +145,8 @@ def _rows(run: Conversion, texts: bool) -> None:
         run.outcome.comments["data.sequence_length"] = "cutoff_len, 2048 where it is left out"
     neat = run.flag("neat_packing")
     packs = neat or run.flag("packing", default=texts)
-    say = "documents of a row never see one another"
-    if packs and not neat:
-        say += ", which they do there" if not texts else ""
-    run.put("data.packing", "best_fit" if packs else "none", "packing", "neat_packing", say=say)
+    more = "" if neat or texts else ", which they do there"
+    trainer.packing(run, packs, "packing", "neat_packing", more=more)
     overlong = "split" if texts and packs else "truncate"
     run.outcome.values["data.overlong"] = overlong
     said = "longer texts are cut into rows" if overlong == "split" else "longer samples are cut"
@@ -178,14 +155,11 @@ def _rows(run: Conversion, texts: bool) -> None:
     history, prompts = run.flag("mask_history"), run.flag("train_on_prompt")
     trained = "last" if history else "all" if prompts else "assistant"
     run.put("data.train_on", trained, "train_on_prompt", "mask_history")
-    if run.value("disable_shuffling") is True:
-        run.put("data.shuffle", False, "disable_shuffling")
-    elif run.written("disable_shuffling"):
-        run.ignored("disable_shuffling", "asks for nothing at this value")
+    run.switch("disable_shuffling", "data.shuffle", False)
     shuffles = run.written("shuffle_for_sequence_parallel")
     if shuffles:
         run.put("data.shuffle", run.flag(shuffles), shuffles)
-    chat_template(run, run.written("template"), None)
+    trainer.chat_template(run, run.written("template"), None)
 
 
 def _data(run: Conversion, texts: bool) -> None:
@@ -208,10 +182,8 @@ def _data(run: Conversion, texts: bool) -> None:
             run.outcome.values[ours] = found
             run.outcome.sources[ours] = run.theirs.values[key].where, key
             run.changed(key, f"here `{ours}`: what dataset_info.json says of {run.value(key)}")
-    if run.written("max_samples"):
-        run.changed("max_samples", "here in each source: max_samples")
-    if run.written("dataset_dir"):
-        run.changed("dataset_dir", "here in the paths of `data.train`")
+    run.told("here in each source: max_samples", "max_samples")
+    run.told("here in the paths of `data.train`", "dataset_dir")
     if not {"data.train"} & (set(run.outcome.values) | set(run.given)) and not run.written(
         "dataset"
     ):
@@ -232,8 +204,7 @@ def _mixed(run: Conversion) -> None:
     shares = run.value("interleave_probs")
     sources = run.outcome.values.get("data.train")
     if strategy == "concat" or not isinstance(sources, list):
-        if run.written("mix_strategy"):
-            run.ignored("mix_strategy", "each sample is taken once an epoch")
+        run.idle("each sample is taken once an epoch", "mix_strategy")
         return
     try:
         weights = [float(word) for word in _words(shares)] if shares else [1.0] * len(sources)
@@ -246,9 +217,7 @@ def _mixed(run: Conversion) -> None:
         return
     for source, weight in zip(sources, weights, strict=True):
         source["weight"] = weight
-    for key in ("mix_strategy", "interleave_probs"):
-        if run.written(key):
-            run.changed(key, "here each source's weight: shares of tokens here, of samples there")
+    run.told(trainer.WEIGHTED, "mix_strategy", "interleave_probs")
 
 
 def _source(run: Conversion, key: str, name: str, texts: bool) -> dict[str, Any]:

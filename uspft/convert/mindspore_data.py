@@ -76,14 +76,12 @@ def _hugging_face(run: Conversion) -> None:
         run.put("data.prompt_template", "alpaca_mindspore", f"{ALPACA}.type", say=say)
     run.outcome.values["data.train"] = [source | more for source in sources]
     for key in ("type", "path", "split", "data_files"):
-        if run.written(f"{LOADER}.{key}"):
-            run.changed(f"{LOADER}.{key}", "here in `data.train`")
+        run.told("here in `data.train`", f"{LOADER}.{key}")
     for key in run.theirs.values:
         if key.startswith(f"{LOADER}.data_files."):
             run.changed(key, "here in `data.train`")
     for name in ("type", "n"):
-        if run.written(f"{TAKE}.{name}"):
-            run.changed(f"{TAKE}.{name}", "here in `data.train`: max_samples")
+        run.told("here in `data.train`: max_samples", f"{TAKE}.{name}")
     _tokenizer(run)
 
 
@@ -137,9 +135,9 @@ def _blend(run: Conversion) -> None:
         run.changed(f"{BLEND}.eod", "here in `data.train`: documents end behind it too")
     end = {} if eod is None else {"eod": eod}
     run.outcome.values["data.train"] = [{**one, "format": "megatron", **end} for one in sources]
-    for name in (key, f"{LOADER}.type", f"{LOADER}.datasets_type"):
-        if run.written(name):
-            run.changed(name, "here in `data.train`: Megatron's index")
+    run.told(
+        "here in `data.train`: Megatron's index", key, f"{LOADER}.type", f"{LOADER}.datasets_type"
+    )
     _shares(run)
     if run.flag(f"{BLEND}.eod_mask_loss"):
         run.changed(f"{BLEND}.eod_mask_loss", "as here: nothing predicts a document's first token")
@@ -249,8 +247,7 @@ def _rows(run: Conversion, *, indexed: bool) -> None:
     elif key:
         run.outcome.values["data.sequence_length"] = run.whole(key)
         for other in lengths:
-            if run.written(other):
-                run.changed(other, f"here `data.sequence_length: {run.whole(key)}`")
+            run.told(f"here `data.sequence_length: {run.whole(key)}`", other)
     compressed = (
         f"{CONFIG}.use_eod_attn_mask_compression",
         f"{LOADER}.create_compressed_eod_mask",
@@ -270,5 +267,4 @@ def _rows(run: Conversion, *, indexed: bool) -> None:
     elif cuts or run.written(strategy):
         say = "their handler cuts samples to a row" if run.theirs.has_block(ALPACA) else ""
         run.put("data.overlong", "truncate" if cuts else "error", strategy, say=say)
-    if run.written(f"{PACKING}.type"):
-        run.changed(f"{PACKING}.type", "here `data.packing: best_fit`")
+    run.told("here `data.packing: best_fit`", f"{PACKING}.type")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from uspft.config.others import TOOLS, KeyRow, table_of
+from uspft.config.other_tools import TOOLS, KeyRow, table_of
 from uspft.config.reference import remake
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from uspft.config.deepspeed_fields import Aio, ZeroKeys
-from uspft.convert.conversion import Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, short
 from uspft.convert.theirs import with_file
 
 ZERO_BLOCK = "deepspeed.zero_optimization"
@@ -164,4 +164,4 @@ def _fully(run: Conversion, at: str) -> None:
         run.put("memory.gradient_checkpointing", True, *those)
     for key in keys:
         if key.endswith(("offload_params", "activation_checkpointing")) and not run.value(key):
-            run.ignored(key, "asks for nothing at this value")
+            run.ignored(key, NOTHING)

@@ -9,25 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from uspft.config.algorithms import AUTO
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert import trainer
+from uspft.convert.conversion import Conversion, Outcome, short
 from uspft.convert.sharding import sharding
-from uspft.convert.templates import chat_template
 from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import (
-    Dialect,
-    adapter,
-    again,
-    evaluating,
-    global_batch,
-    leave_adapter,
-    length,
-    logs,
-    optimizer,
-    precision,
-    saving,
-    schedule,
-)
+from uspft.convert.trainer import Dialect
 
 DEFAULTS = {
     "per_device_train_batch_size": 1,
@@ -58,20 +44,20 @@ def convert_swift(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -
     say = Dialect(defaults={**DEFAULTS, "learning_rate": 1e-5 if full else 1e-4})
     batch = _batch(run, say, ranks)
     _layout(run)
-    length(run, say)
-    optimizer(run, say)
-    schedule(run, say)
+    trainer.length(run, say)
+    trainer.optimizer(run, say)
+    trainer.schedule(run, say)
     if not run.written("torch_dtype"):
-        precision(run, default="bfloat16")
+        trainer.precision(run, default="bfloat16")
     _model(run)
     _adapter(run, tuner, full=full)
     _rows(run)
     _data(run)
-    again(run, say)
+    trainer.again(run, say)
     sharding(run)
-    saving(run, say)
+    trainer.saving(run, say)
     _evaluating(run, say)
-    logs(run, say)
+    trainer.logs(run, say)
     return run.ended(batch)
 
 
@@ -91,7 +77,7 @@ def _batch(run: Conversion, say: Dialect, ranks: int | None) -> int:
             run.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
     micro = run.whole("per_device_train_batch_size", least=1)
     steps = max(1, math.ceil(LEAST / micro / (world or ranks or 1)))
-    return global_batch(run, say, split, world, ranks, steps)
+    return trainer.global_batch(run, say, split, world, ranks, steps)
 
 
 def _layout(run: Conversion) -> None:
@@ -108,8 +94,7 @@ def _layout(run: Conversion) -> None:
 def _model(run: Conversion) -> None:
     if run.written("model"):
         run.put("model.name_or_path", str(run.value("model")), "model")
-    elif not {"model.name_or_path", "model.config"} & set(run.given):
-        run.refuse("model", "is missing", "add model.name_or_path=FOLDER")
+    trainer.model_named(run, "model")
     block, text = run.theirs.block("rope_scaling"), run.value("rope_scaling")
     if isinstance(text, str) and text.startswith("{"):
         block = _json(run, "rope_scaling")
@@ -120,8 +105,7 @@ def _model(run: Conversion) -> None:
     elif text is not None:
         say = "with the factor that the rows need"
         run.put("model.rope_scaling", {"rope_type": text}, "rope_scaling", say=say)
-    if run.written("attn_impl"):
-        run.ignored("attn_impl", "`model.attention: auto` takes the fastest kernel that is exact")
+    run.idle(trainer.KERNEL, "attn_impl")
     frozen = run.value("freeze_parameters")
     if frozen:
         names = frozen if isinstance(frozen, list) else [frozen]
@@ -143,19 +127,17 @@ def _json(run: Conversion, key: str) -> dict[str, Any]:
 def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
     if full:
         run.changed(str(tuner), "all weights train")
-        leave_adapter(run, *LORA)
+        trainer.leave_adapter(run, *LORA)
         return
     kind = run.value(tuner, "lora") if tuner else "lora"
     if kind != "lora":
         run.refuse(str(tuner), f"is {short(kind)}", "write full or lora")
         return
     run.put("model.adapter.type", "lora", *([tuner] if tuner else []))
-    for name, default in (("rank", 8), ("alpha", 32), ("dropout", 0.05)):
-        if not run.written(f"lora_{name}"):
-            run.outcome.values[f"model.adapter.{name}"] = default
-    adapter(run, "target_modules", default="all-linear")
-    if run.written("quant_bits"):
-        run.changed("quant_bits", "left out: weights are not quantised")
+    defaults = (("rank", 8), ("alpha", 32), ("dropout", 0.05))
+    trainer.adapter_defaults(run, *((name, f"lora_{name}", one) for name, one in defaults))
+    trainer.adapter(run, "target_modules", default="all-linear")
+    run.told("left out: weights are not quantised", "quant_bits")
 
 
 def _rows(run: Conversion) -> None:
@@ -165,9 +147,7 @@ def _rows(run: Conversion) -> None:
     elif not run.written("max_length") and "data.sequence_length" not in run.given:
         what = "is missing, and is the model's longest there"
         run.refuse("max_length", what, "add data.sequence_length=N")
-    packs = run.flag("packing")
-    say = "documents of a row never see one another" if packs else "each sample is a row"
-    run.put("data.packing", "best_fit" if packs else "none", "packing", "padding_free", say=say)
+    trainer.packing(run, run.flag("packing"), "packing", "padding_free")
     key = "truncation_strategy"
     theirs = run.word(key, default="delete")
     if theirs in OVERLONG:
@@ -186,7 +166,7 @@ def _rows(run: Conversion) -> None:
         run.put("data.shuffle", all(run.flag(k, default=True) for k in shuffles), *shuffles)
     strict = run.written("strict")
     run.put("data.on_bad_sample", "error" if strict and run.flag(strict) else "skip", "strict")
-    chat_template(run, run.written("template"), None)
+    trainer.chat_template(run, run.written("template"), None)
 
 
 def _data(run: Conversion) -> None:
@@ -244,14 +224,14 @@ def _mixed(run: Conversion) -> None:
         return
     for source, weight in zip(sources, shares, strict=True):
         source["weight"] = weight
-    run.changed(key, "here each source's weight: shares of tokens here, of samples there")
+    run.changed(key, trainer.WEIGHTED)
 
 
 def _evaluating(run: Conversion, say: Dialect) -> None:
     """Write when evaluations come: where nothing says it, with the checkpoints."""
     values = run.outcome.values
     something = bool(values.keys() & {"data.eval", "data.eval_fraction"})
-    evaluating(run, say, something=something)
+    trainer.evaluating(run, say, something=something)
     every = values.get("checkpoint.every_steps")
     if something and every and not run.written("eval_steps", "eval_strategy"):
         values["training.eval_every_steps"] = every

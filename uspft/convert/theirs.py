@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uspft.config.others import TOOLS, Tool, tool_of
+from uspft.config.document import Tree, bare, parse
+from uspft.config.loading import Unreadable, merge, text_of
+from uspft.config.other_tools import TOOLS, Tool, tool_of
 from uspft.config.problems import InputError, Problem, RecipeError, join
 from uspft.config.recipe import Recipe
-from uspft.config.yaml.document import Tree, bare, parse
-from uspft.config.yaml.merging import Unreadable, merge, text_of
 
 MAX_BYTES = 1 << 20
 BESIDE = "accelerate"

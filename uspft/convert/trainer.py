@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from uspft.config.algorithms import CONTEXT
-from uspft.convert.conversion import Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, short
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -46,8 +47,13 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
 }
+KERNEL = "`model.attention: auto` takes the fastest kernel that is exact"
+WEIGHTED = "here each source's weight: shares of tokens here, of samples there"
 MINUTES = 24 * 60
 """The longest that a collective waits: theirs are often months, which say for ever."""
+
+SHIPPED = ("chatml", "llama3", "gemma")
+"""The templates of data/templates, by the names that axolotl and LLaMA-Factory have for them."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,7 @@ def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -
         run.put("parallel_config.context_parallel", degree, key)
         run.put("parallel_config.context_parallel_algo", row.name, *keys)
         return
-    for idle in (key, *keys):
-        if run.written(idle):
-            run.ignored(idle, "rows are whole: one device has all of a row")
+    run.idle("rows are whole: one device has all of a row", key, *keys)
 
 
 def length(run: Conversion, say: Dialect) -> None:
@@ -127,17 +131,13 @@ def length(run: Conversion, say: Dialect) -> None:
     steps = run.whole(steps_key, default=-1)
     given = next((k for k in ("training.steps", "training.epochs") if k in run.given), None)
     if given:
-        for key in (steps_key, epochs_key):
-            if run.written(key):
-                run.changed(key, f"`{given}` of the command line stands in its place")
+        run.told(f"`{given}` of the command line stands in its place", steps_key, epochs_key)
         return
     if steps > 0:
         run.put("training.steps", steps, steps_key)
-        if run.written(epochs_key):
-            run.changed(epochs_key, f"{steps_key} wins, as there")
+        run.told(f"{steps_key} wins, as there", epochs_key)
         return
-    if run.written(steps_key):
-        run.ignored(steps_key, f"is {steps}: the epochs say the length")
+    run.idle(f"is {steps}: the epochs say the length", steps_key)
     epochs = run.number(epochs_key, default=say.default("num_train_epochs"))
     if epochs != int(epochs) or epochs < 1:
         what = f"is {short(epochs)}, and a recipe counts whole epochs"
@@ -267,8 +267,7 @@ def warmup(run: Conversion, say: Dialect) -> None:
     steps = run.number(steps_key, default=0.0)
     if steps >= 1:
         run.put("lr_schedule.warmup_steps", int(steps), steps_key)
-        if run.written(share_key):
-            run.changed(share_key, f"{steps_key} wins, as there")
+        run.told(f"{steps_key} wins, as there", share_key)
         return
     share = steps or run.number(share_key, default=say.default("warmup_ratio"))
     run.put("lr_schedule.warmup_ratio", share, share_key, steps_key)
@@ -289,7 +288,7 @@ def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> 
         run.put("model.dtype", "float32" if asks is False else default, half)
     for key in ("fp16", "float16"):
         if run.value(key) is False:
-            run.ignored(key, "asks for nothing at this value")
+            run.ignored(key, NOTHING)
 
 
 def again(run: Conversion, say: Dialect, *keys: str) -> None:
@@ -305,7 +304,7 @@ def again(run: Conversion, say: Dialect, *keys: str) -> None:
         what = "left out: only layers that are computed again are offloaded here"
         run.changed("activation_offloading", what)
     elif run.written("activation_offloading"):
-        run.ignored("activation_offloading", "asks for nothing at this value")
+        run.ignored("activation_offloading", NOTHING)
 
 
 def saving(run: Conversion, say: Dialect, *, steps_win: bool = False) -> None:
@@ -328,7 +327,7 @@ def saving(run: Conversion, say: Dialect, *, steps_win: bool = False) -> None:
             run.ignored(strategy, "checkpoints come every so many steps")
     elif kind in ("epoch", "best"):
         left = f"left out: `{ours}` counts steps: every 500 and at the end"
-        run.changed(strategy, left) if run.written(strategy) else None
+        run.told(left, strategy)
         if run.written(every):
             run.changed(every, f"{strategy} is {kind}")
     else:
@@ -341,7 +340,7 @@ def saving(run: Conversion, say: Dialect, *, steps_win: bool = False) -> None:
         remedy = "write null, and name the weights to start from as the model"
         run.refuse("resume_from_checkpoint", what, remedy)
     elif resume is False:
-        run.ignored("resume_from_checkpoint", "asks for nothing at this value")
+        run.ignored("resume_from_checkpoint", NOTHING)
 
 
 def _every(run: Conversion, ours: str, key: str, default: Any) -> None:
@@ -404,7 +403,7 @@ def logs(run: Conversion, say: Dialect) -> None:
     if cpu and run.flag(cpu):
         run.put("launch.device", "cpu", cpu)
     elif cpu:
-        run.ignored(cpu, "asks for nothing at this value")
+        run.ignored(cpu, NOTHING)
 
 
 def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
@@ -419,8 +418,80 @@ def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
     run.put("model.adapter.target_modules", None if everything else found, targets)
 
 
+def adapter_defaults(run: Conversion, *rows: tuple[str, str, float]) -> None:
+    """Write what holds there of an adapter where a key of theirs is left out: our name, that key,
+    and its default."""
+    for name, key, default in rows:
+        if not run.written(key):
+            run.outcome.values[f"model.adapter.{name}"] = default
+
+
+def named_adapter(run: Conversion, targets: str, every: str) -> None:
+    """Write which projections LoRA adapts, which must be said. every: what says all of them."""
+    if run.written(targets):
+        adapter(run, targets)
+    elif "model.adapter.target_modules" not in run.given:
+        what = "is missing, and which projections are adapted there depends on the model"
+        run.refuse(targets, what, f"add model.adapter.target_modules=[q_proj, v_proj], or {every}")
+
+
+def whole_weights(run: Conversion) -> None:
+    """Say that weights are not quantised."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if run.value(key):
+            run.changed(key, "left out: weights are not quantised")
+        else:
+            run.idle(NOTHING, key)
+
+
+def model_named(run: Conversion, key: str) -> None:
+    """Refuse a configuration that names no model, where the command line names none either."""
+    if not run.written(key) and not {"model.name_or_path", "model.config"} & set(run.given):
+        run.refuse(key, "is missing", "add model.name_or_path=FOLDER")
+
+
+def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
+    """Write whether documents are packed into rows. more: what is said beside that."""
+    say = f"documents of a row never see one another{more}" if packs else "each sample is a row"
+    run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
+
+
 def leave_adapter(run: Conversion, *keys: str) -> None:
     """Say that what belongs to an adapter does nothing without one."""
     for key in keys:
         if key in run.theirs.values:
             run.ignored(key, "there is no adapter: all weights train")
+
+
+def shipped(name: str) -> str:
+    """Return the path of a shipped template: from here, or whole where it is not below here."""
+    below = Path("data", "templates", f"{name}.jinja")
+    whole = Path(__file__).parents[2] / below
+    return str(below) if below.exists() or not whole.exists() else str(whole)
+
+
+def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -> None:
+    """Write the template that a name or a Jinja file says; the tokenizer's own is null."""
+    ours = "data.chat_template"
+    if file_key:
+        text = str(run.value(file_key))
+        if "{" in text or "\n" in text:
+            what = "is a template itself, and a recipe names a file"
+            run.refuse(file_key, what, "save it, and add data.chat_template=FILE")
+        else:
+            run.put(ours, text, file_key)
+        if name_key:
+            run.ignored(name_key, "the file says it")
+        return
+    if name_key is None:
+        return
+    name = str(run.value(name_key))
+    if ours in run.given:
+        run.changed(name_key, f"`{ours}` of the command line stands in its place")
+    elif name.startswith("tokenizer_default"):
+        run.put(ours, None, name_key, say="the tokenizer's own")
+    elif name in SHIPPED:
+        run.put(ours, shipped(name), name_key)
+    else:
+        what = f"the text of {short(name)} is not here; null is the tokenizer's own"
+        run.changed(name_key, f"left out: {what}")

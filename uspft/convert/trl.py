@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uspft.config.others import table_of
+from uspft.config.other_tools import table_of
+from uspft.convert import trainer
 from uspft.convert.accelerate import devices_sharding, layout, split, world
 from uspft.convert.accelerate import precision as devices_precision
-from uspft.convert.conversion import Conversion, short
-from uspft.convert.outcome import Outcome
+from uspft.convert.conversion import Conversion, Outcome, short
 from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import (
-    Dialect,
-    adapter,
-    again,
-    evaluating,
-    global_batch,
-    leave_adapter,
-    length,
-    logs,
-    optimizer,
-    precision,
-    saving,
-    schedule,
-)
+from uspft.convert.trainer import Dialect
 
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
@@ -46,22 +33,22 @@ def convert_trl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> 
     own = {path.partition(".")[0] for path in table_of("trl").own} - {*OF_MODEL, "env"}
     sft = any(key.partition(".")[0].partition("[")[0] in own for key in theirs.values)
     say = Dialect(defaults=OF_SFT if sft else {})
-    batch = global_batch(run, say, split(run), world(run), ranks)
+    batch = trainer.global_batch(run, say, split(run), world(run), ranks)
     layout(run)
-    length(run, say)
-    optimizer(run, say)
-    schedule(run, say)
-    precision(run, default="bfloat16" if sft else "float32")
+    trainer.length(run, say)
+    trainer.optimizer(run, say)
+    trainer.schedule(run, say)
+    trainer.precision(run, default="bfloat16" if sft else "float32")
     devices_precision(run)
     _model(run)
     _adapter(run)
     _rows(run, sft=sft)
     _data(run)
-    again(run, say, "activation_checkpointing")
+    trainer.again(run, say, "activation_checkpointing")
     devices_sharding(run)
-    saving(run, say)
-    evaluating(run, say, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
-    logs(run, say)
+    trainer.saving(run, say)
+    trainer.evaluating(run, say, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
+    trainer.logs(run, say)
     return run.ended(batch)
 
 
@@ -69,9 +56,7 @@ _SHARE = "data.eval_fraction"
 
 
 def _model(run: Conversion) -> None:
-    named = {"model.name_or_path", "model.config"} & set(run.given)
-    if not run.written("model_name_or_path") and not named:
-        run.refuse("model_name_or_path", "is missing", "add model.name_or_path=FOLDER")
+    trainer.model_named(run, "model_name_or_path")
     for start in ("", "model_init_kwargs."):
         for name in ("dtype", "torch_dtype"):
             if run.written(start + name):
@@ -79,10 +64,9 @@ def _model(run: Conversion) -> None:
                 what = f"here `model.dtype: {ours}`; weights and their updates are float32"
                 run.changed(start + name, what)
         if run.written(f"{start}attn_implementation"):
-            what = "`model.attention: auto` takes the fastest kernel that is exact"
+            what = trainer.KERNEL
             run.ignored(f"{start}attn_implementation", what)
-    if run.written("trust_remote_code"):
-        run.ignored("trust_remote_code", "code from the hub is not run; families here need none")
+    run.idle("code from the hub is not run; families here need none", "trust_remote_code")
     key = "chat_template_path"
     if run.written(key) and str(run.value(key)).endswith((".jinja", ".jinja2")):
         run.put("data.chat_template", str(run.value(key)), key)
@@ -93,29 +77,14 @@ def _model(run: Conversion) -> None:
 
 def _adapter(run: Conversion) -> None:
     if not run.flag("use_peft"):
-        if run.written("use_peft"):
-            run.ignored("use_peft", "all weights train")
-        leave_adapter(run, *LORA)
+        run.idle("all weights train", "use_peft")
+        trainer.leave_adapter(run, *LORA)
         return
     run.put("model.adapter.type", "lora", "use_peft")
-    for name, key, default in (
-        ("rank", "lora_r", 16),
-        ("alpha", "lora_alpha", 32),
-        ("dropout", "lora_dropout", 0.05),
-    ):
-        if not run.written(key):
-            run.outcome.values[f"model.adapter.{name}"] = default
-    if run.written("lora_target_modules"):
-        adapter(run, "lora_target_modules")
-    elif "model.adapter.target_modules" not in run.given:
-        what = "is missing, and which projections are adapted there depends on the model"
-        remedy = "add model.adapter.target_modules=[q_proj, v_proj], or write all-linear"
-        run.refuse("lora_target_modules", what, remedy)
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if run.value(key):
-            run.changed(key, "left out: weights are not quantised")
-        elif run.written(key):
-            run.ignored(key, "asks for nothing at this value")
+    half = ("alpha", "lora_alpha", 32), ("dropout", "lora_dropout", 0.05)
+    trainer.adapter_defaults(run, ("rank", "lora_r", 16), *half)
+    trainer.named_adapter(run, "lora_target_modules", "write all-linear")
+    trainer.whole_weights(run)
 
 
 def _rows(run: Conversion, *, sft: bool) -> None:
@@ -130,8 +99,7 @@ def _rows(run: Conversion, *, sft: bool) -> None:
             run.outcome.values["data.sequence_length"] = 1024
             run.outcome.comments["data.sequence_length"] = "max_length, 1024 where it is left out"
     packs = run.flag("packing")
-    say = "documents of a row never see one another" if packs else "each sample is a row"
-    run.put("data.packing", "best_fit" if packs else "none", "packing", "padding_free", say=say)
+    trainer.packing(run, packs, "packing", "padding_free")
     strategy = str(run.value("packing_strategy", "bfd"))
     if strategy not in OVERLONG:
         run.refuse("packing_strategy", f"is {short(strategy)}", "write bfd, bfd_split or wrapped")
@@ -140,8 +108,7 @@ def _rows(run: Conversion, *, sft: bool) -> None:
         run.put("data.overlong", OVERLONG[strategy], "packing_strategy", say=say)
     else:
         run.outcome.values["data.overlong"] = "truncate"
-        if run.written("packing_strategy"):
-            run.ignored("packing_strategy", "it acts beside packing alone")
+        run.idle("it acts beside packing alone", "packing_strategy")
     answers, halves = run.written("assistant_only_loss"), run.written("completion_only_loss")
     if answers and run.flag(answers):
         run.put("data.train_on", "assistant", answers, *([halves] if halves else []))
@@ -209,8 +176,7 @@ def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
     files = run.value(f"{item}.data_files")
     names = files if isinstance(files, list) else [files or run.value(f"{item}.path")]
     for name in ("path", "data_files"):
-        if run.written(f"{item}.{name}"):
-            run.changed(f"{item}.{name}", "here in `data.train`: path")
+        run.told("here in `data.train`: path", f"{item}.{name}")
     if not all(isinstance(name, str) and name for name in names):
         run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
         return []

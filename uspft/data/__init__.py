@@ -1,8 +1,8 @@
 """Training and evaluation data: files become records, tokens in a corpus, and rows of a step.
 
-The rooms in the order in which data goes: files (what is on disk) → records (checked, under our
-names) → chat (conversations as text) → corpus (tokens, kept in a folder) → rows (packed, a share
-for each rank). samples: what one sample is on its way; faults: how it is told what is wrong.
+The folders in the order in which data passes: files (what is on disk) → records (checked, under
+our names) → chat (conversations as text) → corpus (tokens, kept in a folder) → rows (packed, a
+share for each rank). samples: the forms of a sample on the way; faults: what is wrong, as messages.
 """
 
 from uspft.data.chat.template import turn_ends, without_marks

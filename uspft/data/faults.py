@@ -1,4 +1,4 @@
-"""Faults of the data, told as lines that name file and line."""
+"""Faults of the data, as messages that name file and line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uspft.config.problems import Finding, InputError, on_one_line
 
 SHOWN_LINES, SHOWN_PLACES = 20, 3
 _OWN = re.compile(r"'[^']*'|0x[0-9a-f]{2}|\d[\d,.]*|(?<= the fields )[^;]*|(?<=, but )[^;]*")
-"""What faults of one kind have of their own."""
+"""What differs between faults of one kind: quoted values, bytes, numbers, lists of fields."""
 
 
 class DataError(InputError):
@@ -54,11 +54,11 @@ def place(shown: str, line: int, number: int = 0) -> str:
 
 
 class SampleFault(Exception):
-    """One sample is wrong; the text is 'what; remedy', and the reader of the file knows where."""
+    """One sample is wrong; the text is 'what; remedy', without the place."""
 
 
 def grouped(told: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong and the remedy, once for all things of which the same is told.
+    """Yield what is wrong and the remedy, once for all things with the same fault and remedy.
 
     told: a thing's name, what is wrong with it, and the remedy.
     """
@@ -72,7 +72,7 @@ def grouped(told: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
 
 
 class Faults:
-    """The faults of a whole reading, those alike in one group; 20 groups at most are told."""
+    """The faults of all records, grouped by kind; SHOWN_LINES groups are told."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
@@ -98,7 +98,7 @@ class Faults:
         return bool(self._groups)
 
     def lines(self) -> list[str]:
-        """Return a line for each group, and one for what is not told."""
+        """Return a line for each group, and one that counts the faults of other kinds."""
         more = [f"... and {self._more:,} more of other kinds"] if self._more else []
         return [group.line() for group in self._groups.values()] + more
 
@@ -110,14 +110,14 @@ class Faults:
 
 @dataclass
 class _Group:
-    """Faults that differ in numbers and quoted values alone; `what` is the first's."""
+    """Faults that differ only as _OWN says; `what` is that of the first."""
 
     what: str
     count: int = 0
     places: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """Return the group as one line: its first place, what is wrong, and where else."""
+        """Return one line: the first place, what is wrong, how often and where else, the remedy."""
         what, _, remedy = self.what.partition("; ")
         if self.count > 1:
             what += f" ({self.count:,} such: {self._where()})"

@@ -38,7 +38,7 @@ _REST = (
 
 
 def table() -> str:
-    """Return the table: one line for each field, and for fields of which the same is said."""
+    """Return the table: a line for each field; fields with the same text share one."""
     every = (*FIELDS, *MASKS, ANSWERS, *REFUSED, *TURN_KEYS, *REFUSED_KEYS, _HELD, *_REST)
     lines: dict[tuple[str, str, str], list[str]] = {}
     tools: dict[tuple[str, str, str], list[str]] = {}
@@ -56,7 +56,7 @@ def table() -> str:
 
 
 def _said(one: KnownField) -> Iterator[str]:
-    """Yield what becomes of a field, and where a sample is refused with it, the remedy."""
+    """Yield what becomes of a field, and the remedy where it is refused, else an empty text."""
     yield one.becomes
     if isinstance(one, Refused):
         yield re.sub(r"\{.*?\}", r"`\g<0>`", one.remedy.format(name="…"))

@@ -25,7 +25,7 @@ class Origin(NamedTuple):
     """Where a sample was read, as a corpus keeps it."""
 
     file: int
-    """The number of its file or split among all that are read."""
+    """The number of its file or split, among all that are read."""
     line: int
     """The line, counted from 1; in a table, the number of the record."""
     number: int = 0
@@ -42,9 +42,9 @@ class Entry:
 
     line: int
     content: dict[str, Any] | bytes
-    """The object, or the line of JSON that holds it: whoever makes tokens of it reads it."""
+    """The object, or a line of JSON that is parsed only where it is tokenised."""
     size: int
-    """Bytes of the file, about; 1 in a hub data set."""
+    """About how many bytes of the file it takes; 1 in a hub data set. For progress."""
     number: int = 0
 
 
@@ -61,7 +61,7 @@ class Record:
     system_added: bool = False
     """Whether its first turn was made of a field `system`: faults count turns without it."""
     unused: tuple[str, ...] = ()
-    """Fields of it that nothing uses; of a table's first record, the columns too that are not
+    """Its fields that nothing uses; on a table's first record, also the columns that are not
     read."""
 
 
@@ -95,5 +95,5 @@ class Sample:
     labels: NDArray[np.int32]
     origin: Origin
     unused: tuple[str, ...] = ()
-    """As of Rendered; a report tells of both, and the corpus holds neither."""
+    """As in Rendered. Neither this nor `lost` is in the corpus; its report tells of them."""
     lost: str = ""

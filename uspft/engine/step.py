@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.config.problems import RunFailed
 from uspft.engine.state import Keeper
-from uspft.objective.objective import Objective, Scales
+from uspft.objective import Objective, Scales
 
 if TYPE_CHECKING:
     from uspft.batch import Batch

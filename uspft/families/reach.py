@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from uspft.config.inputs import ModelBlock
 from uspft.config.problems import Finding
-from uspft.config.recipe import ModelBlock
 from uspft.families.shape import ModelShape
 from uspft.families.table import FAMILIES
 

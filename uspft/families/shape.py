@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from uspft.config.inputs import ModelBlock
 from uspft.config.problems import Finding
-from uspft.config.recipe import ModelBlock
 from uspft.families.by_layer import PER_LAYER, one_form
 from uspft.families.multimodal import is_multimodal, language_model, media_tokens
 from uspft.families.table import (

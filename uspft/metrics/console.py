@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console as Terminal
@@ -29,15 +28,15 @@ QUIET_SECONDS = 15.0
 
 
 class RunDisplay:
-    """The progress display of a run of `steps` steps, silent on all ranks but the first.
+    """The progress display of a run of `steps` steps; is_main: on rank 0, the others show nothing.
 
     terminal: where it is shown; by default the standard output.
     """
 
     def __init__(
-        self, steps: int, done: int, *, speaks: bool, terminal: Terminal | None = None
+        self, steps: int, done: int, *, is_main: bool, terminal: Terminal | None = None
     ) -> None:
-        self._terminal = terminal or Terminal(quiet=not speaks, highlight=False, soft_wrap=True)
+        self._terminal = terminal or Terminal(quiet=not is_main, highlight=False, soft_wrap=True)
         self._steps, self._done = steps, done
         self._last_line, self._started = 0.0, time.monotonic()
         self._first_step = done
@@ -65,12 +64,7 @@ class RunDisplay:
             self._live.start(refresh=True)  # a line that is said meanwhile would run into it
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._waiting.over()
         self._live.stop()
 
@@ -93,7 +87,7 @@ class RunDisplay:
             yield
 
     def knows(self, evaluations: Sequence[dict[str, Any]]) -> None:
-        """Take note of the records of earlier evaluations, the best of which is shown."""
+        """Take the records of earlier evaluations, whose best is shown."""
         self._best = Best.of(evaluations)
 
     def evaluation(self, record: dict[str, Any]) -> None:
@@ -135,7 +129,7 @@ class RunDisplay:
 
 
 def facts(record: dict[str, Any]) -> str:
-    """Return what a person reads of a training step's record."""
+    """Return a training step's record in one line."""
     norm = record["grad_norm"]
     return "  ".join(
         [

@@ -79,14 +79,14 @@ class Best:
 
     @classmethod
     def of(cls, evaluations: Iterable[dict[str, Any]]) -> Best:
-        """Return what is the best of these records of metrics.jsonl, in their order."""
+        """Return the best of these records of metrics.jsonl, in their order."""
         best = cls()
         for record in evaluations:
             best = best.after(record)
         return best
 
     def after(self, record: dict[str, Any]) -> Best:
-        """Return what is the best after one more evaluation; a loss that is not finite is none."""
+        """Return the best after one more evaluation; a loss that is not finite never is."""
         loss = record["eval_loss"]
         if loss is not None and loss < self.loss:
             return Best(record["step"], loss)

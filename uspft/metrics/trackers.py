@@ -37,7 +37,7 @@ _REMEDIES = {
     "wandb": f"run `wandb login` or set WANDB_API_KEY, {_REACHED}, or write `mode: offline` there",
     "mlflow": _REACHED,
 }
-"""By tracker what may help where it does not start, other than to leave it out."""
+"""The remedy where a tracker does not start, by its key."""
 FINISHED, KILLED, FAILED = "FINISHED", "KILLED", "FAILED"
 """How a run ends, in MLflow's words: by itself, because it was asked to stop, by an error."""
 Say = Callable[[str], None]
@@ -88,7 +88,7 @@ def tracking(
 
 
 def _end(key: str, tracker: Any, ending: str) -> None:
-    """End a tracker's run as what it was; one that was asked to stop goes on another time."""
+    """End a tracker's run with how it ended; one that was asked to stop may be resumed."""
     if key == "mlflow" and ending != FINISHED:
         import mlflow
 
@@ -100,7 +100,7 @@ def _end(key: str, tracker: Any, ending: str) -> None:
 
 
 def numbers(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
-    """Return what of a record can be drawn, flat; null, text, lists and the step are left out."""
+    """Return the numbers of a record, flat; null, text, lists and the step are left out."""
     found: dict[str, float] = {}
     for key, value in record.items():
         # MLflow takes no name that another path would mean too, such as a/../b or a//b.
@@ -239,7 +239,7 @@ def _settings(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 MLFLOW = "mlflow"
 """The folder of MLflow's database, where nothing says that runs are kept elsewhere."""
 GOES_ON_FROM = "uspft.goes_on_from"
-"""The tag of a run that was begun in the place of another, whose id it holds."""
+"""The tag with the id of the run that a new one replaces."""
 _AT_START = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 _OF_RECORDS = ("loss", "eval_loss")  # of which every record of a step or an evaluation has one
 # What would begin a query in a URI, or stand for another character.
@@ -263,7 +263,7 @@ def kept_in(output: Path) -> str:
 
 
 def shown(uri: str) -> str:
-    """Return what a person is told of a URI: the host where it names one, and no password."""
+    """Return a URI for messages: the host where it names one, and no password."""
     return urlsplit(uri).netloc.rpartition("@")[2] or uri.partition("?")[0]
 
 

@@ -22,6 +22,7 @@ from uspft.model.recompute import Kept, Recompute, attend_once
 from uspft.sequence import Rule
 from uspft.sequence.chunk_attention import forget_own
 from uspft.sequence.states import Mixed
+from uspft.tensor.sums import own_tokens_of_sum
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,10 +41,13 @@ IGNORED |= {"output_router_logits"}
 
 
 @dataclass
-class _Sums:
-    """Whether blocks that are left are summed over ranks; all copies of a Bound say the same."""
+class _Between:
+    """How blocks are entered and left; all copies of a Bound say the same."""
 
-    wanted: bool = True
+    summed: bool = True
+    """Whether what a block has made is summed over ranks as it is left."""
+    tile: bool = False
+    """Whether what enters is a tile of the tokens that each tensor rank has."""
 
 
 class Bound:
@@ -71,18 +75,19 @@ class Bound:
         self.real = torch.empty(0) if real is None else real
         self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
-        self._layer, self._sums = 0, _Sums()
+        self._layer, self._between = 0, _Between()
         self.begun: set[int] = set()
         """What has run with it once: a layer that runs again is recomputed."""
         self._outputs: dict[int, list[Tensor | Item]] = {}
-        self._forgets = recompute in (None, "attention")
+        self.forgets = recompute in (None, "attention")
+        """Whether what attention in groups of heads gives is not remembered for a second run."""
         # Where no heads are exchanged, there is nothing around what is remembered.
         self._inside = recompute == "exchange" and world.layout.ulysses > 1
 
     def once(self) -> Bound:
         """Return what is handed to layers that are not called again, and keep all they need."""
         found = copy(self)
-        found._forgets, found.shelf = True, None
+        found.forgets, found.shelf = True, None
         return found
 
     def of_layer(self, layer: int) -> Bound:
@@ -120,12 +125,12 @@ class Bound:
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
         if self.shelf and not once:
             self.shelf.below(next(x for x in inputs if x.requires_grad))
-        return once or self._forgets
+        return once or self.forgets
 
     def remember(self, layer: int, found: list[Tensor]) -> None:
         """Keep what a layer's attention in groups of heads made, for its second run, if it is not
         to be made again."""
-        if self._forgets:
+        if self.forgets:
             return
         kept: list[Tensor | Item] = [*found]
         if self.shelf:
@@ -172,23 +177,31 @@ class Bound:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what a block of split matrices takes, of what lies between blocks."""
-        return self.world.tensor.enter(x, len(self.tokens), self.world.mesh.columns)
+        tokens = self.ranks * x.shape[1] if self._between.tile else len(self.tokens)
+        return self.world.tensor.enter(x, tokens, self.world.mesh.columns)
 
     @contextmanager
-    def unsummed(self) -> Iterator[None]:
-        """Let blocks be left within the `with` block for their gradients alone, by ranks that have
-        the same tokens between blocks."""
-        self._sums.wanted = False
+    def in_tiles(self, *, summed: bool = True) -> Iterator[None]:
+        """Let blocks take a tile of each rank's tokens within the `with` block. summed: False where
+        they are left for their gradients alone."""
+        self._between.summed, self._between.tile = summed, self.ranks > 1
         try:
             yield
         finally:
-            self._sums.wanted = True
+            self._between.summed, self._between.tile = True, False
 
     def leave(self, x: Tensor) -> Tensor:
         """Return what lies between blocks, of what a block's row-split matrix made here."""
-        if not self._sums.wanted:
+        if self._between.summed:
+            return self.world.tensor.leave(x, self.world.mesh.columns)
+        if self.ranks == 1:
             return x
-        return self.world.tensor.leave(x, self.world.mesh.columns)
+        return own_tokens_of_sum(x[0], self.world.mesh.columns, summed=False)[None]
+
+    @property
+    def ranks(self) -> int:
+        """The tensor ranks that have different tokens between blocks; 1 where all have the same."""
+        return self.world.mesh.columns.size if self.world.tensor.splits_tokens else 1
 
     @property
     def copies(self) -> int:

@@ -6,6 +6,8 @@ this tensor rank, N some of either; D head dim, d hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
+from uspft.model.halves import BlockInput, Hook, standing_in
 from uspft.model.head_turns import HeadExchange, HeadTurn, UnderWay, arrived, pick, put, turns_among
-from uspft.model.some_heads import Hook, standing_in
+from uspft.model.tiles import add_up, put_of_all_ranks
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
@@ -45,9 +48,9 @@ class AttentionCall(BlockCall):
         """Return this member's query heads of a turn."""
         return turn.queries[self.bound.world.mesh.ulysses.index]
 
-    def before(self, x: Tensor, tile: slice) -> list[Tensor]:
+    def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
         hook = Hook(self.bound.softcap)
-        self.run_up_to(hook, x, tile)
+        self.run_up_to(hook, x, tile, entry)
         assert hook.qkv
         self._rule = hook.rule
         return [*hook.qkv]
@@ -120,7 +123,7 @@ class AttentionCall(BlockCall):
         what that gives goes home while the next one is.
         """
         self.measure(x)
-        out = x.new_empty(x.shape[1], self.heads.query, self.heads.dim)
+        out = x.new_empty(len(self.bound.tokens), self.heads.query, self.heads.dim)
         found = [out]
         keys: list[Tensor] = []
         coming: list[Waited] = []
@@ -157,9 +160,9 @@ class AttentionBackward(BlockBackward):
     def __init__(
         self, call: AttentionCall, x: Tensor, out: Tensor, dh: Tensor, lses: list[Tensor]
     ) -> None:
-        """lses: the log-sum-exp of each turn."""
+        """lses: the log-sum-exp of each turn. The gradient of queries takes the place of out."""
         super().__init__(call, x, out, dh)
-        self._lses = lses
+        self._lses, self._dq = lses, out
         self._keys: list[Tensor] = []
         self._pair: list[Tensor] = []
         self._dkv: list[Tensor] = []
@@ -200,7 +203,7 @@ class AttentionBackward(BlockBackward):
         self._add_sinks(turn, dsinks)
         self._add_keys([dk, dv])
         del dk, dv
-        self.home.add(exchange.to_tokens(dq, turn.parts), partial(put, out, turn.queries))
+        self.home.add(exchange.to_tokens(dq, turn.parts), partial(put, self._dq, turn.queries))
         del dq
         if turn.last:
             self._keys_home(turn.group)
@@ -228,7 +231,7 @@ class AttentionBackward(BlockBackward):
         """Send home the gradients of a group's keys and values."""
         call, x = self._call, self._x
         if not self._dkv:
-            shape = x.shape[1], call.heads.kv, call.heads.dim
+            shape = len(self._out), call.heads.kv, call.heads.dim
             self._dkv = [x.new_empty(shape) for _ in range(2)]
         again = self._written & {*group.heads}  # which other members had before
         self._written.update(group.heads)
@@ -246,9 +249,106 @@ class AttentionBackward(BlockBackward):
             del part
 
     def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
-        slopes = [self._out[tile].clone(), *(whole[tile] for whole in self._dkv)]
+        part = self._call.part
+        slopes = [part(self._dq, tile).clone(), *(part(whole, tile) for whole in self._dkv)]
         sinks = self._call.rule.sinks
         if self._dsinks is not None and sinks is not None and tile.start == 0:
             made.append(sinks)
             slopes.append(self._dsinks)
         return slopes
+
+
+class GatheredCall(AttentionCall):
+    """One call of a block with attention whose tokens each tensor rank has some of.
+
+    They come from all ranks once in a forward and once in a backward, a tile at a time, and all
+    that is made of them before attention stays while groups take their heads of it: of the heads
+    that a rank has, that is less than the tokens themselves.
+    """
+
+    def __init__(self, block: InGroups, x: Tensor, *of: Any, keeps: bool) -> None:
+        self.ranks = of[-1]["uspft"].ranks
+        super().__init__(block, x, *of, keeps=keeps)
+        self.qkv: list[Tensor] = []
+        """Of all heads [T, N, D], where they are there."""
+
+    def spans(self, x: Tensor) -> Iterator[tuple[slice, Any]]:
+        for tile, told in super().spans(x):
+            yield tile, self._told(told)
+
+    @contextmanager
+    def _told(self, of_tile: Any) -> Iterator[None]:
+        with self.bound.in_tiles(), of_tile:
+            yield
+
+    def gather(self, x: Tensor) -> None:
+        """Make the queries, keys and values of all heads."""
+        shapes = self.heads.query, self.heads.kv, self.heads.kv
+        tokens = len(self.bound.tokens)
+        self.qkv = [x.new_empty(tokens, heads, self.heads.dim) for heads in shapes]
+        for tile, told in self.spans(x):
+            with told:
+                found = self.before(x[:, tile], tile)
+            for whole, part in zip(self.qkv, found, strict=True):
+                put_of_all_ranks(whole, tile, self.ranks, part)
+            del found
+
+    def measure(self, x: Tensor) -> None:
+        """Norms over all heads see all of them."""
+
+    def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
+        q, k, v = self.qkv
+        heads = [(head, head + 1) for head in turn.group.heads]
+        return [pick(q, turn.queries), *([pick(k, heads), pick(v, heads)] if turn.first else [])]
+
+    def all_out(self, x: Tensor) -> list[Tensor]:
+        self.gather(x)
+        return super().all_out(x)
+
+    def kept(self) -> list[Tensor]:
+        found, self.qkv = self.qkv, []
+        return found if self.keeps and self.bound.forgets else []
+
+    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> AttentionBackward:
+        out, lses = found[0], found[1 : 1 + len(self.turns)]
+        self.qkv = found[1 + len(self.turns) :]
+        found.clear()
+        if not self.qkv:  # remembered was what attention gave alone
+            self.gather(x)
+        return GatheredBackward(self, x, out, dh, lses)
+
+
+class GatheredBackward(AttentionBackward):
+    """The backward of such a call: the gradient of the output is made of all heads as it comes from
+    all ranks, and the queries' gradient takes the queries' place."""
+
+    _call: GatheredCall
+
+    def __init__(self, call: GatheredCall, *of: Any) -> None:
+        super().__init__(call, *of)
+        self._dq = call.qkv[0]
+        self._dout = torch.empty_like(self._out)
+
+    def last_projection(self, *, wanted: bool) -> None:
+        call, (places,) = self._call, map(self.leaves_of, self._call.block.behind)
+        for tile, told in call.spans(self._x):
+            out = call.part(self._out, tile).detach().requires_grad_()
+            _, slope = call.slope(self._x[:, tile], self._dh[:, tile])
+            assert slope is not None
+            with told:
+                slope = call.bound.enter(slope)
+                with torch.enable_grad():
+                    made = call.projected(out.flatten(1)[None])
+            leaves = [self.leaves[n] for n in places]
+            found = torch.autograd.grad(made, [out, *leaves], slope, allow_unused=True)
+            put_of_all_ranks(self._dout, tile, call.ranks, found[0])
+            by_place = dict(zip(places, found[1:], strict=True))
+            del made, found, out, slope
+            add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
+
+    def groups(self) -> None:
+        super().groups()
+        del self._dout, self._call.qkv[:]
+
+    def out_slope(self, queries: Sequence[HeadRange], keys: Sequence[int]) -> Tensor:
+        return pick(self._dout, queries)

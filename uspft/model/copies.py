@@ -12,7 +12,8 @@ size, f features of a projection on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from uspft.model.divided import PartLinear
-from uspft.model.some_heads import (
+from uspft.model.dropout import TokenDropout
+from uspft.model.halves import (
     StandIn,
     behind_mlp,
     first_half,
@@ -31,6 +33,7 @@ from uspft.model.some_heads import (
     own_forward,
     standing_in,
 )
+from uspft.model.tiles import of_all_ranks
 from uspft.tensor.interleaved import Crossing, into_block, out_of_block
 from uspft.tensor.parts import tokens_of_each
 from uspft.tensor.put_off import PutOff
@@ -55,6 +58,7 @@ class LayerInCopies:
         self._layer, self._call, self._halves = layer, call, halves
         self._columns, self._last = columns, last
         self._products = [m for m in layer.modules() if isinstance(m, PartLinear)]
+        self._dropouts = [m for m in layer.modules() if isinstance(m, TokenDropout)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer
@@ -83,17 +87,22 @@ class LayerInCopies:
         entering = ways.into(sizes)
         for copy in numbers:
             entering.begin(copy, _through(layer, halves.norms_in, residual[copy]))
-        attended = self._attended(x, ways, entering, kwargs)
+        attended = self._attended(x, ways, entering, sizes, kwargs)
         leaving, into_mlp, out_of_mlp = ways.out(sizes), ways.into(sizes), ways.out(sizes)
         last = layer.get_submodule(halves.attention).get_submodule(self._last)
         for copy in numbers:
-            leaving.begin(copy, last(attended[copy][None]))
+            with self.told(ways, sizes, copy):
+                made = last(attended[copy][None])
+            leaving.begin(copy, made)
         for copy in numbers:
             residual[copy] = first_half(layer, halves, run, residual[copy], leaving.arrived(copy))
             into_mlp.begin(copy, _through(layer, halves.norms_of_mlp, residual[copy]))
         held: list[Tensor] = []
         for copy in numbers:
-            made = layer.get_submodule(halves.mlp)(into_mlp.arrived(copy))
+            arrived = into_mlp.arrived(copy)
+            with self.told(ways, sizes, copy):
+                made = layer.get_submodule(halves.mlp)(arrived)
+            del arrived
             if again:  # it may end here: what is needed no more is not sent once more
                 held.append(made)
             else:
@@ -106,16 +115,36 @@ class LayerInCopies:
         )
         return torch.cat([*ends], dim=1)
 
+    @contextmanager
+    def told(self, ways: _Ways, sizes: Sequence[int], copy: int) -> Iterator[None]:
+        """Tell dropouts within the `with` block which tokens a copy has. sizes: of each."""
+        start = sum(sizes[:copy])
+        tile, before = slice(start, start + sizes[copy]), [one.words for one in self._dropouts]
+        for one in self._dropouts:
+            assert one.words is not None
+            one.words = of_all_ranks(one.words, tile, ways.bound.ranks)
+        try:
+            yield
+        finally:
+            for one, words in zip(self._dropouts, before, strict=True):
+                one.words = words
+
     def _attended(
-        self, x: Tensor, ways: _Ways, entering: _UnderWay, kwargs: dict[str, Any]
+        self,
+        x: Tensor,
+        ways: _Ways,
+        entering: _UnderWay,
+        sizes: Sequence[int],
+        kwargs: dict[str, Any],
     ) -> list[Tensor]:
         """Return of each copy [T, f] what attention hands to its projection out."""
         attention = self._layer.get_submodule(self._halves.attention)
         parts: dict[str, list[Tensor]] = {name: [] for name in self._columns}
-        for copy in range(len(entering.begun)):
+        for copy in range(len(sizes)):
             arrived = entering.arrived(copy)
-            for name, made in parts.items():
-                made.append(attention.get_submodule(name)(arrived)[0])
+            with self.told(ways, sizes, copy):
+                for name, made in parts.items():
+                    made.append(attention.get_submodule(name)(arrived)[0])
         whole = {name: ways.in_order(made)[None] for name, made in parts.items()}
         shape = x.new_zeros(()).expand(1, len(ways.bound.tokens), x.shape[-1])
         table = attention._modules
@@ -160,10 +189,6 @@ class _Ways(NamedTuple):
     bound: Bound
     put_off: PutOff
 
-    @property
-    def _splits_tokens(self) -> bool:
-        return self.bound.world.tensor.splits_tokens
-
     def into(self, sizes: Sequence[int]) -> _UnderWay:
         """Return the way of copies of so many tokens into a block."""
         return self._way(into_block, sizes)
@@ -173,7 +198,7 @@ class _Ways(NamedTuple):
         return self._way(out_of_block, sizes)
 
     def _way(self, way: Any, sizes: Sequence[int]) -> _UnderWay:
-        columns, splits = self.bound.world.mesh.columns, self._splits_tokens
+        columns, splits = self.bound.world.mesh.columns, self.bound.ranks > 1
         return _UnderWay(way(columns, sizes, self.put_off, splits_tokens=splits))
 
     def sizes(self, tokens: int) -> list[int]:
@@ -184,17 +209,15 @@ class _Ways(NamedTuple):
 
     def in_order(self, copies_Tf: Sequence[Tensor]) -> Tensor:
         """Return all tokens [T, f] in their order, of copies that each have some of every rank."""
-        if not self._splits_tokens:
+        if (ranks := self.bound.ranks) == 1:
             return torch.cat([*copies_Tf])
-        ranks = self.bound.world.mesh.columns.size
         each = [copy_Tf.unflatten(0, (ranks, -1)) for copy_Tf in copies_Tf]
         return torch.cat(each, dim=1).flatten(0, 1)[: len(self.bound.tokens)]
 
     def copies(self, x_Tf: Tensor) -> list[Tensor]:
         """Return all ranks' tokens of each copy."""
-        if not self._splits_tokens:
+        if (ranks := self.bound.ranks) == 1:
             return [*x_Tf.split(self.sizes(len(x_Tf)))]
-        ranks = self.bound.world.mesh.columns.size
         own = tokens_of_each(len(x_Tf), ranks)
         whole = pad(x_Tf, (0, 0, 0, ranks * own - len(x_Tf))).unflatten(0, (ranks, own))
         return [part.flatten(0, 1) for part in whole.split(self.sizes(own), dim=1)]

@@ -18,19 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from uspft.families.projections import BEFORE, BEHIND, ROWS
+from uspft.model.halves import BlockInput, Given, Hook, StandIn, run_up_to, standing_in, stops
 from uspft.model.head_turns import pick
-from uspft.model.some_heads import (
-    Given,
-    Hook,
-    SomeHeads,
-    StandIn,
-    run_up_to,
-    seeing_some,
-    some_of,
-    standing_in,
-    stops,
-)
-from uspft.model.tiles import TOKENS, TiledCall, add_up
+from uspft.model.some_heads import SomeHeads, seeing_some, some_of
+from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
@@ -64,6 +55,8 @@ class InGroups(Protocol):
     """The modules whose parameters the block takes."""
     last: Any
     """The last projection."""
+    before: list[nn.Module]
+    """The norm before attention, where there is one."""
     behind: list[nn.Module]
     """The modules behind attention: the last projection, and a norm where there is one."""
 
@@ -79,6 +72,8 @@ class BlockCall(ABC):
 
     heads: Heads
     """Of this tensor rank."""
+    ranks = 1
+    """The tensor ranks from which each tile comes, where they have different tokens."""
 
     def __init__(
         self,
@@ -93,9 +88,9 @@ class BlockCall(ABC):
         self.block, self.keeps = block, keeps
         self._kwargs = dict(kwargs)
         self.bound: Bound = self._kwargs.pop("uspft")
-        tile = block.how.tile or max(1, x.shape[TOKENS])
+        tile = max(1, (block.how.tile or self.ranks * x.shape[TOKENS]) // self.ranks)
         whole = nn.ModuleList(block.parameters_of)
-        self.tiles = TiledCall(whole, None, tile, parameters, TOKENS)
+        self.tiles = TiledCall(whole, None, tile, parameters, TOKENS, self.ranks)
         self.come = self.bound.shelf.coming() if self.bound.shelf and keeps else lambda: None
 
     @abstractmethod
@@ -107,23 +102,37 @@ class BlockCall(ABC):
     def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> BlockBackward:
         """Return the backward. found: as all_out returned it, and emptied as it is used."""
 
+    def kept(self) -> list[Tensor]:
+        """Return what else of the forward stays until the backward, once."""
+        return []
+
     @abstractmethod
-    def before(self, x: Tensor, tile: slice) -> list[Tensor]:
+    def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
         """Return what attention, or the rule, takes of a tile of x, of those heads whose
-        projections are there."""
+        projections are there. entry: gets what the block takes."""
 
     def spans(self, x: Tensor) -> Iterator[tuple[slice, Any]]:
         """Yield each tile of tokens, and the context in which dropouts know of them."""
         for start, length in self.tiles.spans(x):
             yield slice(start, start + length), self.tiles.of_tile(start, length)
 
-    def run_up_to(self, hook: Hook, x: Tensor, tile: slice) -> None:
-        """Run the block's own forward on a tile of x until it is ended from within."""
+    def part(self, whole: Tensor, tile: slice, dim: int = 0) -> Tensor:
+        """Return what blocks take of a tile, of something of all their tokens."""
+        return of_all_ranks(whole, tile, self.ranks, dim)
+
+    def run_up_to(
+        self, hook: Hook, x: Tensor, tile: slice, entry: BlockInput | None = None
+    ) -> None:
+        """Run the block's own forward on a tile of x until it is ended from within. entry: as of
+        before."""
         kwargs = dict(self._kwargs)
         if angles := kwargs.get("position_embeddings"):
-            kwargs["position_embeddings"] = tuple(one[:, tile] for one in angles)
+            kwargs["position_embeddings"] = tuple(self.part(one, tile, 1) for one in angles)
         if (places := kwargs.get("position_ids")) is not None:
-            kwargs["position_ids"] = places[:, tile]
+            kwargs["position_ids"] = self.part(places, tile, 1)
+        if entry and self.block.module is self.block.how.attention:
+            x = entry.take(x)
+        hook.entry = entry
         run_up_to(hook, partial(self.block.run, hidden_states=x), **kwargs)
 
     @property
@@ -137,9 +146,10 @@ class BlockCall(ABC):
         tile: slice,
         out: Tensor,
         some: tuple[Sequence[HeadRange], Sequence[int]] | None = None,
+        entry: BlockInput | None = None,
     ) -> Tensor:
         """Return what the last projection takes [1, n, N · D] of a tile of x, and of its out
-        [n, N, D]. some: which query and KV heads are there; None: all."""
+        [n, N, D]. some: which query and KV heads are there; None: all. entry: as of before."""
         how = self.block.how
         if not how.some.gated:
             return out.flatten(1)[None]
@@ -147,7 +157,7 @@ class BlockCall(ABC):
         places = how.some.projections(self.heads, *(some or self.every), BEHIND)
         places.append(StandIn(how.attention._modules, how.some.last, stops(found)))
         with standing_in(places):
-            self.run_up_to(Given(self.bound.softcap, out), x, tile)
+            self.run_up_to(Given(self.bound.softcap, out), x, tile, entry)
         return found[0]
 
     def projected(self, taken: Tensor) -> Tensor:
@@ -190,8 +200,9 @@ class BlockBackward(ABC):
         self.sums: list[Tensor | None] = [None] * len(call.tiles.parameters)
         self._slopes: Tensor | None = None
         """The gradient of what the last projection made, where a norm follows."""
-        self._gates: Tensor | None = None
-        """The gradient of the input by what is behind attention, where anything of it is."""
+        self.gates: Tensor | None = None
+        """The gradient of what the block takes by what is behind attention, where anything of it
+        is. What is before attention gives its own, and the ranks sum both at once."""
 
     def last_projection(self, *, wanted: bool) -> None:
         """Sum the gradients of weights behind attention, while the output is there; where a norm is
@@ -202,31 +213,36 @@ class BlockBackward(ABC):
         after = [n for norm in norms for n in norm]
         if gated:
             wanted_of = [n for n in range(len(self.leaves)) if n not in after]
-            self._gates = torch.empty_like(x) if wanted else None
+            wanted = wanted or any(map(self.leaves_of, call.block.before))
+            self.gates = torch.empty_like(x) if wanted else None
         else:
             wanted_of = projection
         if norms:
             self._slopes = torch.empty_like(self._dh)
-        elif not (wanted_of or self._gates is not None):
+        elif not (wanted_of or self.gates is not None):
             return
         for tile, told in call.spans(x):
-            part = x[:, tile].detach().requires_grad_(self._gates is not None)
+            entry = BlockInput(ends=True) if gated else None
             with told, torch.enable_grad():
-                made = call.projected(call.taken(part, tile, self._out[tile]))
+                taken = call.taken(x[:, tile], tile, self._out[tile], None, entry)
+                made = call.projected(taken)
+            del taken
             of = x[:, tile], self._dh[:, tile], made if norms else None
             _, slope, *found = call.slope(*of, [self.leaves[n] for n in after])
             assert slope is not None
             if self._slopes is not None:
                 self._slopes[:, tile] = slope
-            inputs = [*[part] * part.requires_grad, *(self.leaves[n] for n in wanted_of)]
+            inputs = [self.leaves[n] for n in wanted_of]
+            if entry and self.gates is not None:
+                inputs.append(entry.x)
             if inputs and made.requires_grad:
                 own = [*torch.autograd.grad(made, inputs, slope, allow_unused=True)]
-                if self._gates is not None:
-                    self._gates[:, tile] = own.pop(0)
+                if self.gates is not None:
+                    self.gates[:, tile] = own.pop()
                 found += own
                 del own
             by_place = dict(zip((*after, *wanted_of), found, strict=False))
-            del made, found, inputs, part
+            del made, found, inputs, entry
             add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
 
     def leaves_of(self, module: nn.Module) -> list[int]:
@@ -283,15 +299,19 @@ class BlockBackward(ABC):
 
         Where a token has as many features, the first takes the place of the queries' gradient.
         """
-        call, x, out, gates = self._call, self._x, self._out, self._gates
+        call, x, out, gates = self._call, self._x, self._out, self.gates
         dx = out.view(x.shape) if out.numel() == x.numel() else torch.empty_like(x)
         dx = dx if gates is None else gates
         places = call.block.how.some.projections(call.heads, *call.every, BEFORE)
         for tile, told in call.spans(x):
             part = x[:, tile].detach().requires_grad_(wanted)
+            entry = BlockInput(ends=False) if gates is not None else None
             with told, torch.enable_grad(), standing_in(places):
-                made = call.before(part, tile)
+                made = call.before(part, tile, entry)
             slopes = self.slopes_before(tile, made)
+            if entry and gates is not None:
+                made.append(entry.x)
+                slopes.append(gates[:, tile])
             able = [n for n, one in enumerate(made) if one.requires_grad]
             found = torch.autograd.grad(
                 [made[n] for n in able],
@@ -299,13 +319,11 @@ class BlockBackward(ABC):
                 [slopes[n] for n in able],
                 allow_unused=True,
             )
-            del made, slopes
+            del made, slopes, entry
             if wanted:
                 residual, _ = call.slope(x[:, tile], self._dh[:, tile])
-                of_gates = None if gates is None else gates[:, tile]
-                every = [one for one in (residual, found[0], of_gates) if one is not None]
-                dx[:, tile] = sum(every[1:], every[0])
-                del residual, of_gates, every
+                dx[:, tile] = found[0] if residual is None else residual + found[0]
+                del residual
             add_up(self.sums, found[wanted:])
             del part, found
         return dx if wanted else None

@@ -8,8 +8,9 @@ weights are summed over tiles in float32 and leave once.
 
 Attention and the MLP are each one function with norms and residual: what lives of it is its input,
 one group or one tile, and the residual's gradient; where a norm is behind attention, also the
-gradient of what that takes, since it needs all heads. Where tensor ranks have different tokens
-between blocks, or such a norm takes what they have summed, groups are inside attention alone.
+gradient of what that takes, since it needs all heads. Where such a norm takes what tensor ranks
+have summed, groups are inside attention alone; where these have different tokens between blocks, a
+tile of each comes from all of them, and queries, keys and values of all heads are made at once.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads of
 this tensor rank, N some of either; D head dim, d hidden size.
@@ -17,7 +18,6 @@ this tensor rank, N some of either; D head dim, d hidden size.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +27,19 @@ from torch.autograd.function import once_differentiable
 
 from uspft.families import FAMILIES
 from uspft.families.projections import STATE_LAYER
-from uspft.model.attention_groups import AttentionCall
+from uspft.model.attention_groups import AttentionCall, GatheredCall
 from uspft.model.divided import PartLinear
 from uspft.model.group_call import BlockCall, Grouping
-from uspft.model.some_heads import (
+from uspft.model.halves import (
     Halves,
     Hook,
-    SomeHeads,
     first_half,
     halves_of,
     own_forward,
     second_half,
+    up_to_second_half,
 )
+from uspft.model.some_heads import SomeHeads
 from uspft.model.state_groups import StateCall
 from uspft.model.tiles import TOKENS, Tiled, with_gradient
 
@@ -65,21 +66,23 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
             halves = None
         if divided or not halves:
             attention.forward = GroupedBlock(attention, how)
-            attention.register_forward_pre_hook(_by_place, with_kwargs=True)
+        attention.register_forward_pre_hook(_enters, with_kwargs=True)
         if halves:
             layer.forward = TwoHalves(layer, halves, _FirstHalf(layer, halves, how))
             layer.register_forward_pre_hook(with_gradient)
         setattr(layer if halves else attention, WHOLE, True)
 
 
-def _by_place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Give a block its input by place, and with a gradient, before it runs: torch takes the
     gradients of a module's parameters to be there when those of such inputs are, and without any
     before it began."""
-    if isinstance(kwargs["uspft"], Hook):  # a layer runs up to attention
-        return None
-    args = args or (kwargs.pop("hidden_states"),)
-    return with_gradient(module, args) or args, kwargs
+    args, bound = args or (kwargs.pop("hidden_states"),), kwargs["uspft"]
+    if not isinstance(bound, Hook):
+        return with_gradient(module, args) or args, kwargs
+    if bound.entry:  # a layer runs up to attention
+        args = bound.entry.take(args[0]), *args[1:]
+    return args, kwargs
 
 
 class GroupedBlock:
@@ -91,8 +94,8 @@ class GroupedBlock:
         self.run = own_forward(module)
         self.parameters_of: list[nn.Module] = [module]
         self.last: Any = how.attention.get_submodule(how.some.last)
+        self.before: list[nn.Module] = []
         self.behind: list[nn.Module] = [self.last]
-        """The modules behind attention: the last projection, and a norm where there is one."""
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         bound: Bound | Hook = kwargs["uspft"]
@@ -105,10 +108,13 @@ class GroupedBlock:
         """Return what the block makes of x [1, t, d]; differentiable."""
         parameters = [p for m in self.parameters_of for p in m.parameters() if p.requires_grad]
         keeps = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
-        kind = StateCall if self.how.some.has_state else AttentionCall
-        call = kind(self, x, parameters, kwargs, keeps=keeps)
+        call = self.kind(kwargs["uspft"])(self, x, parameters, kwargs, keeps=keeps)
         out: Tensor = _InGroups.apply(call, x, *parameters)
         return out
+
+    def kind(self, bound: Bound) -> type[BlockCall]:
+        """Return what a call of the block is."""
+        return StateCall if self.how.some.has_state else AttentionCall
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
         """Return what the block gives of its input and of what its last projection made."""
@@ -126,8 +132,12 @@ class _FirstHalf(GroupedBlock):
         super().__init__(layer, how)
         self._halves = halves
         self.parameters_of = halves.first(layer)
+        self.before += [layer.get_submodule(name) for name in halves.norms_in]
         if halves.behind:
             self.behind.append(layer.get_submodule(halves.behind))
+
+    def kind(self, bound: Bound) -> type[BlockCall]:
+        return GatheredCall if bound.ranks > 1 else super().kind(bound)
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
         return first_half(self.module, self._halves, self.run, x, made)
@@ -139,8 +149,8 @@ class _FirstHalf(GroupedBlock):
 class TwoHalves:
     """What stands in for the forward of a layer of two halves, each of which is one function.
 
-    Where tensor ranks have different tokens between blocks, which come from all of them for each,
-    the layer runs as it is.
+    Where tensor ranks have different tokens between blocks, and what is made of them gates what
+    attention gives, the first half runs as it is, with groups inside attention.
     """
 
     def __init__(self, layer: Any, halves: Halves, first: GroupedBlock) -> None:
@@ -149,29 +159,31 @@ class TwoHalves:
         self._parts = nn.ModuleList(layer.get_submodule(name) for name in halves.rest)
         routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
         self._tile = None if routed else first.how.tile
-        self._unsummed = not halves.behind
+        self._halves = halves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer, bound = self._layer, kwargs["uspft"]
-        if bound.world.tensor.splits_tokens and bound.world.mesh.columns.size > 1:
-            return type(layer).forward(layer, *args, **kwargs)
+        layer = self._layer
         if layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, **kwargs), *args)
         return self._run(*args, **kwargs)
 
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        between, bound = self._first.attend(hidden_states, kwargs), kwargs["uspft"]
+        bound: Bound = kwargs["uspft"]
+        if bound.ranks > 1 and self._first.how.some.gated:
+            between = up_to_second_half(self._layer, self._halves, hidden_states, kwargs)
+        else:
+            between = self._first.attend(hidden_states, kwargs)
         del hidden_states
-        if not self._tile or between.shape[TOKENS] <= self._tile:
+        if not self._tile or between.shape[TOKENS] <= (tile := max(1, self._tile // bound.ranks)):
             return self._second(between)
 
         def rest(x: Tensor) -> Tensor:
             # Backwards a tile's value is not asked for: ranks need not sum it once more.
-            again = torch.is_grad_enabled() and self._unsummed
-            with bound.unsummed() if again else nullcontext():
+            again = torch.is_grad_enabled() and not self._halves.behind
+            with bound.in_tiles(summed=not again):
                 return self._second(x)
 
-        out: Tensor = Tiled(self._parts, self._tile, plain=rest)(between)
+        out: Tensor = Tiled(self._parts, tile, plain=rest, ranks=bound.ranks)(between)
         return out
 
 
@@ -190,13 +202,13 @@ class _InGroups(torch.autograd.Function):
         whole = torch.empty_like(x)
         for tile, told in call.spans(x):
             with told:
-                taken = call.taken(x[:, tile], tile, out[tile])
+                taken = call.taken(x[:, tile], tile, call.part(out, tile))
                 made = call.block.left(call.projected(taken), bound)
                 del taken
                 whole[:, tile] = call.block.whole(x[:, tile], made)
                 del made
         ctx.call = call
-        ctx.save_for_backward(x, *found)
+        ctx.save_for_backward(x, *found, *call.kept())
         return whole
 
     @staticmethod

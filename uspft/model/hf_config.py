@@ -17,7 +17,7 @@ from uspft.families.table import FAMILIES, NO_KEYS, dequantises
 from uspft.sequence import Heads
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import ModelBlock
+    from uspft.config.inputs import ModelBlock
 
 
 WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")

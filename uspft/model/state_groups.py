@@ -19,8 +19,9 @@ from torch import Tensor
 
 from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockBackward, BlockCall, InGroups
+from uspft.model.halves import BlockInput, Hook, standing_in
 from uspft.model.head_turns import put
-from uspft.model.some_heads import Hook, joined, standing_in
+from uspft.model.some_heads import joined
 from uspft.model.tiles import add_up
 from uspft.sequence import Heads
 from uspft.sequence.mixing import StateExchange
@@ -54,10 +55,10 @@ class StateCall(BlockCall):
         number, world = keys[1] - keys[0], self.bound.world
         return StateExchange(number * self._each, number, self.bound.share, world.mesh.ulysses)
 
-    def before(self, x: Tensor, tile: slice) -> list[Tensor]:
+    def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
         """Return q, k [n, G, K], v [n, H, V] as the convolution takes them, g and β [n, H]."""
         hook = Hook(self.bound.softcap)
-        self.run_up_to(hook, x, tile)
+        self.run_up_to(hook, x, tile, entry)
         assert hook.mixed
         found, hook.mixed, self._hook = [*hook.mixed], None, hook
         return found

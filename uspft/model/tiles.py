@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from uspft.families.table import chosen_experts
 from uspft.model.divided import SplitNorm
 from uspft.model.dropout import TokenDropout
+from uspft.tensor.parts import tokens_of_each
 
 TOKENS = -2
 """The dimension of inputs and output along which tokens lie, but for norms of heads."""
@@ -84,6 +85,38 @@ def with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] |
     return x.detach().requires_grad_(), *others
 
 
+def of_all_ranks(x: Tensor, tile: slice, ranks: int, dim: int = 0) -> Tensor:
+    """Return the same tile of each tensor rank's tokens, one rank after another; x where that is
+    all of it.
+
+    x: of the tokens that they have together. tile: of one rank's. What fills the last one up is 0.
+    """
+    if ranks == 1:
+        return x.narrow(dim, tile.start, tile.stop - tile.start)
+    tokens = x.shape[dim]
+    if ranks * (tile.stop - tile.start) == tokens:
+        return x
+    parts = [x.narrow(dim, a, b - a) for a, b in _places(tile, tokens, ranks)]
+    missing = ranks * (tile.stop - tile.start) - sum(part.shape[dim] for part in parts)
+    if missing:
+        parts.append(x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :])))
+    return torch.cat(parts, dim)
+
+
+def put_of_all_ranks(whole: Tensor, tile: slice, ranks: int, part: Tensor) -> None:
+    """Put what of_all_ranks returns of the first dimension where it belongs."""
+    at = 0
+    for a, b in _places(tile, len(whole), ranks):
+        whole[a:b] = part[at : at + b - a]
+        at += b - a
+
+
+def _places(tile: slice, tokens: int, ranks: int) -> list[tuple[int, int]]:
+    each = tokens_of_each(tokens, ranks)
+    bounds = [(r * each + tile.start, r * each + tile.stop) for r in range(ranks)]
+    return [(min(a, tokens), min(b, tokens)) for a, b in bounds]
+
+
 class Tiled:
     """What stands in for a module's forward, and calls that for one tile after another.
 
@@ -96,11 +129,13 @@ class Tiled:
         tile: int,
         along: Callable[[Tensor], int] = lambda _: TOKENS,
         plain: Callable[..., Tensor] | None = None,
+        ranks: int = 1,
     ) -> None:
         """along: tells the dimension of the first input, and of all others, that tiles share.
-        plain: computes with the module's parameters what tiles are of; None: its forward."""
+        plain: computes with the module's parameters what tiles are of; None: its forward. ranks:
+        as of TiledCall."""
         self._module, self._tile, self._plain = module, tile, plain or module.forward
-        self._along = along
+        self._along, self._ranks = along, ranks
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         dim = self._along(inputs[0])
@@ -108,7 +143,7 @@ class Tiled:
             whole: Tensor = self._plain(*inputs)
             return whole
         parameters = [p for p in self._module.parameters() if p.requires_grad]
-        call = TiledCall(self._module, self._plain, self._tile, parameters, dim)
+        call = TiledCall(self._module, self._plain, self._tile, parameters, dim, self._ranks)
         out: Tensor = _Tiles.apply(call, len(inputs), *inputs, *parameters)
         with torch.no_grad():
             call.fill(out.detach(), inputs)
@@ -119,10 +154,18 @@ class TiledCall:
     """One call of a module: what its tiles take beside tensors, also in the backward."""
 
     def __init__(
-        self, module: nn.Module, plain: Any, tile: int, parameters: list[nn.Parameter], dim: int
+        self,
+        module: nn.Module,
+        plain: Any,
+        tile: int,
+        parameters: list[nn.Parameter],
+        dim: int,
+        ranks: int = 1,
     ) -> None:
-        """dim: along which tiles lie."""
+        """dim: along which tiles lie. ranks: tensor ranks whose tokens dropouts see together, where
+        each has some of them."""
         self.module, self.parameters, self.dim = module, parameters, dim
+        self.ranks = ranks
         self._plain, self._tile = plain, tile
         dropouts = [one for one in module.modules() if isinstance(one, TokenDropout)]
         self._dropouts = [(dropout, dropout.words, dropout.ranges) for dropout in dropouts]
@@ -153,7 +196,8 @@ class TiledCall:
         """Tell dropouts within the `with` block which tokens they see."""
         for dropout, words, ranges in self._dropouts:
             dropout.ranges = ranges
-            dropout.words = None if words is None else words[start : start + length]
+            tile = slice(start, start + length)
+            dropout.words = None if words is None else of_all_ranks(words, tile, self.ranks)
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ from uspft.parameters.names import plain_name
 if TYPE_CHECKING:
     from torch import nn
 
-    from uspft.config.recipe import ModelBlock
+    from uspft.config.inputs import ModelBlock
 
 
 def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:

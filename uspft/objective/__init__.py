@@ -1,14 +1,92 @@
-"""What a step minimises and divides by: one file for each objective in config/algorithms.py."""
+"""What a step minimises, one file for each objective in config/algorithms.py. Here: what each has,
+its terms, what each is divided by, and what is logged of it.
+
+Every rank gives its part of each term: the parts of all ranks that share rows add up to the term,
+and so do their gradients. The step divides each term by its divisor's number over the whole step,
+known before the first forward.
+
+Of what is no sum over tokens, such as a function of whole documents, ranks that share a row make
+their parts in three steps, since a differentiable all-reduce would multiply gradients by the number
+of these ranks, and a plain one has no gradient. `document_sums` adds up over the ranks, and gives
+each the gradient of its own tokens alone; every rank works out the same function of the sums;
+`once` lets the value count on one rank, and the gradient pass on all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor, nn
+
+from uspft.comm import Group, sum_over
 from uspft.config.algorithms import OBJECTIVES
-from uspft.objective.objective import Divisor, Objective, Scales, Term, TrainedModel
 
-__all__ = ["Divisor", "Objective", "Scales", "Term", "TrainedModel", "make_objective"]
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.model.causal import CausalModel
+
+
+Scales = tuple[float | None, ...]
+"""The factor of each term of an objective; None where the term is not wanted."""
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a term is summed over, and how many of it a micro-batch has."""
+
+    name: str
+    """The key of metrics.jsonl for how many a step has, where the loss is divided by that."""
+    of: Callable[[Batch], int]
+    """Counts those of a micro-batch; with `by_token` those that this rank holds."""
+    by_token: bool = False
+    """Whether the ranks that share rows count each its own tokens."""
+
+
+TARGETS = Divisor("target_tokens", lambda batch: batch.targets, by_token=True)
+"""The tokens with a target."""
+ROWS = Divisor("rows", lambda batch: sum(index >= 0 for index in batch.rows))
+"""The rows that are not empty."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One of an objective's values: a sum over rows, whose mean is logged."""
+
+    name: str
+    """The key of metrics.jsonl that has its mean."""
+    per: Divisor
+    """What its mean is over."""
+    evaluated: bool = True
+    """Whether evaluations have it too."""
+
+
+class Objective(Protocol):
+    """What a step minimises: the sum of its terms' means."""
+
+    terms: tuple[Term, ...]
+    """The first is `loss`: it must be finite, and evaluations are compared by it. A term that is
+    logged and not minimised has no gradient."""
+
+    def __call__(self, model: CausalModel, batch: Batch, scales: Scales) -> Tensor:
+        """Return this rank's part of each term of a micro-batch times its scale, [terms];
+        collective over the ranks that share its rows.
+
+        model: may be taken forward as often as it takes, in the same way on all ranks. A term
+        whose scale is None is 0.
+        """
+        ...
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return what evaluations have beside the means of its terms, which are given."""
+        ...
+
+    def loss_of_guessing(self, vocabulary: int) -> float | None:
+        """Return the loss of a model that guesses among so many tokens; None where unknown."""
+        ...
 
 
 def make_objective(name: str, config: Any) -> Objective:
@@ -16,3 +94,65 @@ def make_objective(name: str, config: Any) -> Objective:
     module, _, code = OBJECTIVES[name].code.partition(":")
     objective: Objective = getattr(import_module(module), code)(config)
     return objective
+
+
+class TrainedModel(nn.Module):
+    """An nn.Module that is one function of a micro-batch, so that DeepSpeed sees one forward."""
+
+    def __init__(self, parts: CausalModel, objective: Objective) -> None:
+        super().__init__()
+        self.parts, self.objective = parts, objective
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        """Return this rank's part of each of the objective's terms times its scale, [terms]."""
+        return self.objective(self.parts, batch, scales)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return every parameter once, by its Hugging Face name."""
+        return self.parts.named()
+
+
+def document_sums(values: Tensor, batch: Batch) -> Tensor:
+    """Return the sum of values over each document's targets, on all ranks that share its row, [D]
+    for the D documents of the micro-batch.
+
+    values [C]: of the C tokens of this rank that have a target (`batch.chosen`). Collective over
+    those ranks. The gradient is that of this rank's own values.
+    """
+    share = batch.share
+    places = torch.from_numpy(share.document_of).to(values.device, non_blocking=True)
+    here = values.new_zeros(len(share.documents))
+    here = here.index_add(0, places.index_select(0, batch.chosen), values)
+    found: Tensor = _Summed.apply(here, batch.world.mesh.context)
+    return found
+
+
+def once(whole: Tensor, batch: Batch) -> Tensor:
+    """Return this rank's part of what all ranks that share a micro-batch's rows have worked out.
+
+    It is all of it on the first of them, and 0 on the others; the gradient passes on every one.
+    """
+    found: Tensor = _Once.apply(whole, batch.world.mesh.context.index == 0)
+    return found
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over a group's members, of which each takes its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return sum_over(x.clone(), group, "objective")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, here: bool) -> Tensor:
+        return x.clone() if here else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None

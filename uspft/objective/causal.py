@@ -10,7 +10,7 @@ import torch
 
 from uspft.comm import sum_over
 from uspft.model.router import own_tokens, router_loss
-from uspft.objective.objective import ROWS, TARGETS, Scales, Term
+from uspft.objective import ROWS, TARGETS, Scales, Term
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from uspft.parameters.names import plain_name
 from uspft.parameters.part import Part, as_slices, read_boxes
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import ModelBlock
+    from uspft.config.inputs import ModelBlock
     from uspft.tensor.parts import Range
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
@@ -116,20 +117,25 @@ class LayerSizes:
 
     @property
     def in_halves(self) -> bool:
-        """Whether attention with its norms and residual is one function, and the rest another."""
-        alone = self.splits_tokens or bool(self.kind.norms.behind_attention)
-        return bool(self.at_once) and not (self.tensor > 1 and alone)
+        """Whether the MLP with its norm and residual is one function."""
+        return bool(self.at_once) and not (self.tensor > 1 and self.kind.norms.behind_attention)
 
-    def of_tile(
-        self, sharing: Sharing | None = None, state: StateHeads | None = None, use: str = ""
-    ) -> LayerSizes:
-        """Return the layer as it takes a tile of tokens, with other heads where they are given.
-        use: what projections make features for."""
-        sharing = sharing or self.sharing
+    @property
+    def whole_first(self) -> bool:
+        """Whether attention with its norms and residual is one too."""
+        return self.in_halves and not (self.splits_tokens and (self.kind.gated or self.state))
+
+    def of_tile(self, some: Any = None, use: str = "", *, split: bool = False) -> LayerSizes:
+        """Return the layer as it takes a tile of tokens. some: other heads, as Sharing or
+        StateHeads. use: what projections make features for. split: whether tensor ranks have parts
+        of the tile."""
+        sharing = some if isinstance(some, Sharing) else self.sharing
+        state = some if isinstance(some, StateHeads) else self.state
         tokens = min(self.tile or sharing.tokens, sharing.tokens)
-        of, state = replace(sharing, tokens=tokens), state or self.state
+        of = replace(sharing, tokens=tokens)
         state = state and replace(state, tokens=tokens)
-        alone = replace(self, sharing=of, state=state, tile=None, tensor=1, splits_tokens=False)
+        ranks = self.tensor if split else 1
+        alone = replace(self, sharing=of, state=state, tile=None, tensor=ranks, splits_tokens=split)
         return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
     def weights(self, name: str, takes: int, gives: int) -> float:
@@ -201,13 +207,13 @@ class Layer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
-        alone = self.sizes.tensor > 1 and norms.behind_attention
-        if self.groups and not alone and not hidden.node and self._any_trains():
-            hidden = self.tape.leaf(hidden.size, hidden.storage)  # model/head_groups.py's halves
         if self.groups and self.sizes.in_halves:
             if self.sizes.trains and not hidden.node:  # it is given one with a gradient
                 hidden = self.tape.leaf(hidden.size, hidden.storage)
-            between = self.groups(hidden, trains=self._first_trains)
+            if self.sizes.whole_first:
+                between = self.groups(hidden, trains=self._first_trains)
+            else:
+                between = self._added(hidden, self._attention, norms[:2])
             self.below = None
             del hidden
             return self._second_half(between)
@@ -254,7 +260,8 @@ class Layer:
             return rest(self, between)
         names, norms = s.trained | s.adapted, s.kind.norms[2:]
         trains = any(name.startswith("mlp.") or name in norms for name in names)
-        part, share = Layer(tape, s.of_tile()), s.tile / s.sharing.tokens
+        part = Layer(tape, s.of_tile(split=s.splits_tokens))
+        share = s.tile / s.sharing.tokens
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
 

@@ -100,6 +100,7 @@ class GroupMemory:
             self.kept = [*saved]
         made = tape.new(self.sizes.hidden)
         self.tiles.last()
+        saved += self._stay(needed=needed)
         inputs, wanted = [x.storage], bool(x.node)
 
         def backward(grads: GradientStorages) -> GradientStorages:
@@ -111,6 +112,10 @@ class GroupMemory:
         if self.sizes.below and not tape.keeps:
             self.away, self.kept = [one.size for one in self.kept], []
         return out
+
+    def _stay(self, *, needed: bool) -> list[Storage]:
+        """Return what else stays until the backward. needed: whether there is one."""
+        return []
 
     def waits(self) -> None:
         """Count what waits on the host among what is kept, when the first run has ended."""
@@ -200,6 +205,7 @@ class GroupMemory:
         how, wide = s.sharing, 4 / s.sharing.element
         stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
         out = saved.pop(0)
+        self._begin_backward(saved)
         gates = tape.new(s.hidden) if s.gated and wanted else None
         slopes = [tape.new(s.hidden)] if s.normed_behind else []
         sums = self._summed(s.last_weights + s.again, self.tiles.last_gradients)
@@ -212,7 +218,7 @@ class GroupMemory:
             coming = self._launched(turn)
             self._arrive()
             slope = [tape.new(size)]
-            self.tiles.out_slope(turn.queries)
+            self._slope(turn.queries)
             if turn is turns[-1]:
                 slopes.clear()
             query, *others = _arrived(coming)
@@ -246,6 +252,7 @@ class GroupMemory:
                     del one
                     self._homeward(narrow)
         self._arrive()
+        self._end_groups()
         if s.below:
             self.come = tape.new(s.below)
         # The queries' gradient lies in the output until the input's has been made of it.
@@ -255,6 +262,16 @@ class GroupMemory:
             sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
         del stays
         return [dx if wanted else None, None]
+
+    def _begin_backward(self, saved: list[Storage]) -> None:
+        """Take what else stayed from what was saved."""
+
+    def _slope(self, heads: int) -> None:
+        """Make the gradient of the output of so many query heads."""
+        self.tiles.out_slope(heads)
+
+    def _end_groups(self) -> None:
+        """Let go of what groups alone take."""
 
     def _summed(
         self, weights: float, tile: Callable[[], None], before: float = 0.0
@@ -268,3 +285,49 @@ class GroupMemory:
             sums = sums or [self.tape.new((weights - before) * 4 / self.sizes.sharing.element)]
             del own
         return sums
+
+
+@dataclass
+class GatheredGroups(GroupMemory):
+    """A block whose tokens each tensor rank has some of: what is made of them before attention is
+    made of all heads at once, and in the backward so is the gradient of the output."""
+
+    qkv: list[Storage] = field(default_factory=list)
+    slopes: list[Storage] = field(default_factory=list)
+
+    def _gather(self) -> None:
+        how = self.sizes.sharing
+        self.qkv = [self.tape.new(how.bytes(n)) for n in (how.heads, how.kv_heads, how.kv_heads)]
+        self.tiles.first(how)
+
+    def _attended(self) -> list[Storage]:
+        self._gather()
+        scales, self.sizes = self.sizes, replace(self.sizes, scales=0.0)
+        found = super()._attended()
+        self.sizes = scales
+        return found
+
+    def _stay(self, *, needed: bool) -> list[Storage]:
+        found, self.qkv = self.qkv, []
+        return found if needed and not self.sizes.remembers else []
+
+    def _made(self, queries: int, keys: int, first: bool) -> list[list[Storage]]:
+        how = self.sizes.sharing
+        if queries == how.heads and how.ulysses == 1:  # all of them, as they lie
+            return [[one] for one in self.qkv]
+        sizes = [how.bytes(queries), *[how.bytes(keys)] * (2 * first)]
+        return [[self.tape.new(size)] for size in sizes]
+
+    def _begin_backward(self, saved: list[Storage]) -> None:
+        if self.sizes.remembers:
+            self._gather()
+        else:
+            self.qkv = [saved.pop(-3), saved.pop(-2), saved.pop()]
+        how = self.sizes.sharing
+        self.slopes = [self.tape.new(how.bytes(how.heads))]
+
+    def _slope(self, heads: int) -> None:
+        pass
+
+    def _end_groups(self) -> None:
+        self.slopes, self.qkv = [], self.qkv[:1]  # where the queries' gradient lies

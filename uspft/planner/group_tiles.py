@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.group_memory import GroupMemory, GroupSizes
-from uspft.planner.operations import WIDE, added, joined
+from uspft.planner.group_memory import GatheredGroups, GroupMemory, GroupSizes
+from uspft.planner.operations import WIDE, added, joined, remade, viewed
 from uspft.planner.state_group_memory import StateGroupMemory
 from uspft.planner.tape import Tape, Tensor
 
@@ -47,34 +47,49 @@ class TilesOnTape:
         self.last_name, self.features = OUT, s.sharing.heads * s.sharing.dim
         if state:
             self.last_name, self.features = state.out, state.values
-        self._before: str = s.kind.norms.before_attention * s.in_halves
-        self.behind: str = s.kind.norms.behind_attention * s.in_halves
-        plain = s.of_tile()
+        self._before: str = s.kind.norms.before_attention * s.whole_first
+        self.behind: str = s.kind.norms.behind_attention * s.whole_first
+        self.gathers: bool = s.whole_first and s.splits_tokens and s.tensor > 1
+        plain = s.of_tile(split=self.gathers)
         self._size, self.tokens = plain.between_bytes(), plain.sharing.tokens
         self._out = float(self.features * self.tokens * s.element)
         self._uses = {use: use if self.gated else "" for use in (BEFORE, BEHIND)}
 
     def with_use(self, use: str) -> Any:
         """Return the sizes of a tile of all heads. use: BEFORE or BEHIND."""
-        return self.sizes.of_tile(use=self._uses[use])
+        return self.sizes.of_tile(use=self._uses[use], split=self.gathers)
 
     def _input(self, one: LayerOnTape, *, wanted: bool = False) -> Tensor:
+        x = Tensor(self._size, None, None, 0)
         if wanted:
-            return one.norm(self.tape.leaf(self._size, self.tape.new(0.0)), self._before)
-        return one.norm(Tensor(self._size, None, None, 0), self._before)
+            x = self.tape.leaf(self._size, self.tape.new(0.0))
+        x = one.norm(x, self._before)
+        if not self.gathers:
+            return x
+        return remade(self.tape, viewed(self.tape, x), one.sizes.inside_bytes())
 
     def _last(self, one: LayerOnTape, *, wanted: bool) -> Tensor:
         """Return what the last projection makes. wanted: whether the input's gradient is."""
         x = Tensor(self._size, None, None, 0)
         if self.gated:
-            x = self._input(one, wanted=wanted)
-        return one.project(one.taken(x, Tensor(self._out, None, None, 0)), self.last_name)
+            with self.tape.no_gradient():
+                x = self._input(one)
+            x = self.tape.leaf(x.size, x.storage) if wanted else x
+        out = Tensor(self._out, None, None, 0)
+        if self.gathers:  # of all ranks, which is put together
+            size = self._out * (self.tokens < self.sizes.sharing.tokens)
+            out = Tensor(self._out, self.tape.new(size), None, 0)
+            out = self.tape.leaf(out.size, out.storage) if wanted else out
+        return one.project(one.taken(x, out), self.last_name)
 
     def last(self) -> None:
         with self.tape.no_gradient():
             one = self._alone(self.with_use(BEHIND))
-            made = one.norm(self._last(one, wanted=False), self.behind)
-            if self.sizes.in_halves:
+            made = self._last(one, wanted=False)
+            if self.gathers:
+                made = remade(self.tape, made, self._size)
+            made = one.norm(made, self.behind)
+            if self.sizes.whole_first:
                 added(self.tape, made, made)
 
     def last_gradients(self) -> None:
@@ -90,12 +105,11 @@ class TilesOnTape:
                 tape.backward(made, tape.new(made.size))
 
     def first(self, some: Any) -> None:
-        s, state = self.sizes, self.sizes.state
-        sizes = s.of_tile(state=some) if state else s.of_tile(some)
+        sizes = self.sizes.of_tile(some, use=self._uses[BEFORE], split=self.gathers)
         with self.tape.no_gradient():
-            one = self._alone(replace(sizes, use=self._uses[BEFORE]))
+            one = self._alone(sizes)
             made = one.before(self._input(one))
-            every = joined(self.tape, made[:3]) if state else None
+            every = joined(self.tape, made[:3]) if self.sizes.state else None
             del made, every
 
     def first_gradients(self) -> None:
@@ -121,10 +135,10 @@ class TilesOnTape:
             held += [tape.new(out) for _ in range(2)]
             del held
             return
-        keys = round(share * state.sizes.keys) if state else 0
-        some = replace(how, heads=heads, kv_heads=1), state and state.group(keys)
+        some = replace(how, heads=heads, kv_heads=1)
+        some = state.group(round(share * state.sizes.keys)) if state else some
         with tape.apart(), tape.no_gradient():
-            one = self._alone(self.sizes.of_tile(*some, use=BEHIND))
+            one = self._alone(self.sizes.of_tile(some, use=BEHIND))
             leaf = tape.leaf(out, tape.new(0.0) if share == 1 else None)  # a view of all
             made = one.project(one.taken(self._input(one), leaf), self.last_name)
             tape.backward(made, tape.new(0.0))
@@ -143,7 +157,7 @@ def in_groups(layer: LayerOnTape, alone: Callable[[Any], LayerOnTape]) -> GroupM
     sizes = GroupSizes(
         how,
         s.at_once or 1,
-        s.inside_bytes(),
+        s.between_bytes() if tiles.gathers else s.inside_bytes(),
         sum(weights.values()),
         s.weights(tiles.last_name, tiles.features, s.hidden),
         s.between_bytes() if s.offloads else 0.0,
@@ -154,6 +168,8 @@ def in_groups(layer: LayerOnTape, alone: Callable[[Any], LayerOnTape]) -> GroupM
         tiles.gated,
         again,
     )
+    if tiles.gathers:
+        return GatheredGroups(tape, sizes, tiles)
     if not state:
         return GroupMemory(tape, sizes, tiles)
     convolves = f"{STATE_LAYER}.conv1d" in s.trained

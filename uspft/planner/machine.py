@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from uspft.config.document import bare, parse, places
 from uspft.config.messages import shown
 from uspft.config.problems import Fault, Origins, Problem, RecipeError, fault
 from uspft.config.types import (
@@ -33,7 +34,6 @@ from uspft.config.types import (
     Text,
     validated,
 )
-from uspft.config.yaml.document import bare, parse, places
 from uspft.layout import AXES, HELD, Layout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]

@@ -12,9 +12,8 @@ from uspft.job import ChunkPrices
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.machine import Hardware
-from uspft.planner.step import forward_and_backward
+from uspft.planner.step import forward_and_backward, hidden_behind, zero_in_each_pass
 from uspft.planner.step_shape import StepPart, StepShape
-from uspft.planner.zero_time import hidden_behind, zero_in_each_pass
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
 from uspft.sequence.rows.spans import pairs

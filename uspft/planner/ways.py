@@ -26,7 +26,7 @@ from uspft.config.algorithms import (
     Splits,
     row_of,
 )
-from uspft.config.pipeline_rules import WITHOUT_STAGES
+from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
 from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of, ring_ranks_of_a_host

@@ -26,8 +26,8 @@ from uspft.data.faults import SHOWN_LINES
 from uspft.families import ModelShape
 from uspft.launcher import Waiting
 from uspft.launcher.terminal import TOLD_SECONDS
-from uspft.prepare.invocation import Invocation
-from uspft.prepare.tokenizer import tokenizer_of
+from uspft.prepare.host import Invocation
+from uspft.prepare.model import tokenizer_of
 from uspft.segments import Segments
 
 PIECE = 1 << 24

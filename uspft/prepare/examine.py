@@ -19,14 +19,14 @@ from uspft.families import ModelShape, check_length
 from uspft.layout import Layout, layout_of, settled_layout
 from uspft.planner.mesh import Tuning
 from uspft.prepare.files import file_findings, find_paths, in_the_way
-from uspft.prepare.known import Known, cluster_of, gpu_count, gpu_name
+from uspft.prepare.host import gpu_count, gpu_name, tracker_findings
+from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
 from uspft.prepare.memory import exchange_findings, memory_sentence, memory_unknown
+from uspft.prepare.model import shape_of
 from uspft.prepare.pipelines import stages_sentence
-from uspft.prepare.resolve import resolve, resolved, tuning
-from uspft.prepare.tokenizer import shape_of
-from uspft.prepare.trackers import tracker_findings
+from uspft.prepare.resolve import on_device, resolved, tuning
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
 SHAPE = tuple(
@@ -241,13 +241,13 @@ def examine(
         findings += shape
     if not sound(*LAYOUT):
         raise given.together([paths.told(one) for one in findings])
-    recipe = resolve(asked, known)
-    gpu = gpu_name() if recipe.launch.device == "cuda" else None
-    cluster, wrong = cluster_of(asked.launch.hardware, recipe.launch.device, gpu)
+    device = on_device(asked, known).launch.device
+    gpu = gpu_name() if device == "cuda" else None
+    cluster, wrong = cluster_of(asked.launch.hardware, device, gpu)
     findings += wrong
     known = replace(known, cluster=cluster)
     recipe, decision = resolved(asked, known)
-    findings += _precision(recipe, recipe.launch.device) if sound(*PRECISION) else []
+    findings += _precision(recipe, device) if sound(*PRECISION) else []
     ranks = ranks_of(recipe, known)
     layout = layout_of(recipe.parallel_config, ranks)
     if recipe.parallel_config.strategies == AUTO and ranks is None:

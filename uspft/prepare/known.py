@@ -1,34 +1,32 @@
-"""The facts by which a recipe is resolved: machine, model, data, and what was predicted of them;
-and the hardware file that it means: the one that it names, that of the GPU's name, or a shipped
-one."""
+"""The facts by which a recipe is resolved: machine, model, data and predictions; and two of them as
+the planner takes them: the hardware file that the recipe means, and its step."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from uspft.config import Finding, Recipe, RecipeError
+from uspft.config import Finding, ParallelBlock, Recipe, RecipeError
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
-from uspft.families import ModelShape
+from uspft.families import ModelShape, layer_windows
 from uspft.job import placed
 from uspft.planner.machine import Hardware, device_of, read_hardware
-from uspft.prepare.invocation import CONFIGS
+from uspft.planner.memory import RECOMPUTES, lora_of
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.trained import counts_of
+from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
+from uspft.sequence import forwards_of
 from uspft.switching.choose.choice import SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
 
 KEY = "launch.hardware"
 STANDS_IN = {"cuda": "h100", "cpu": "cpu"}
 """The shipped file that a run on a device takes where no other is known to fit it."""
-
-DRIVERS = ("libcuda.so.1", "libnvidia-ml.so.1", "libamdhip64.so")
-"""The libraries of which torch needs one to see a GPU."""
 
 
 class Cluster(NamedTuple):
@@ -46,38 +44,6 @@ class Cluster(NamedTuple):
 def shipped() -> dict[str, Path]:
     """Return the files of configs/hardware/ by name."""
     return {file.stem: file for file in sorted((CONFIGS / "hardware").glob("*.yaml"))}
-
-
-def has_driver() -> bool:
-    """Tell whether a driver of GPUs is on this host."""
-    for name in DRIVERS:
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return True
-    return False
-
-
-def gpu_count() -> int:
-    """Return how many GPUs torch sees on this host; it is not imported where there is no driver."""
-    if "torch" not in sys.modules and not has_driver():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def gpu_name() -> str | None:
-    """Return the name of this host's first GPU, or None where there is none to be asked."""
-    if not gpu_count():
-        return None
-    import torch
-
-    try:
-        return torch.cuda.get_device_name(0)
-    except (AssertionError, RuntimeError):  # torch without CUDA, or a driver that does not answer
-        return None
 
 
 def cluster_of(wish: str, device: str, gpu: str | None) -> tuple[Cluster | None, list[Finding]]:
@@ -162,3 +128,71 @@ class Known:
     def here(self, recipe: Recipe) -> Recipe:
         """Return the recipe as this host reads it, with folders in place of hub ids."""
         return placed(recipe, self.places)
+
+
+def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
+    """Return the recipe's step, with rows of one document each."""
+    # What the file leaves out is as transformers has it, such as how many experts a token meets.
+    whole = replace(model, raw=model.full)
+    counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
+    return StepShape(
+        whole,
+        Segments.single(recipe.data.sequence_length),
+        layer_windows(whole),
+        recipe.training.global_batch_size,
+        recipe.training.micro_batch_size,
+        stage=stage_of(recipe),
+        element_bytes=4 if recipe.model.dtype == "float32" else 2,
+        recompute=bool(recipe.memory.gradient_checkpointing),
+        attention=forwards_of(recipe),
+        overlaps=_overlaps(recipe),
+        trained=counts.trained / counts.every,
+        gradient_bytes=gradient_bytes(recipe),
+        **matrices_of(recipe.parallel_config),
+    )
+
+
+def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
+    """Return what a step's shape has of how a layout splits matrices, and tokens between them."""
+    return {
+        "use_seq_parallel": parallel.use_seq_parallel,
+        "slices": slices_of(parallel),
+        "copies": parallel.fine_grain_interleave,
+    }
+
+
+def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
+    """Return the slices of each product that a recipe asks for, or None where it leaves them."""
+    asked = parallel.tensor_slices
+    if isinstance(asked, int):
+        return (asked,) * 4
+    return asked if isinstance(asked, tuple) else None
+
+
+def gradient_bytes(recipe: Recipe) -> int:
+    """Return the bytes of an element of the gradients that cross ranks."""
+    return 2 if recipe.memory.gradient_reduction == "bfloat16" else GRADIENT_BYTES
+
+
+def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
+    """Return what of attention a recipe lets be made again on a device: `auto` stands for all
+    choices, but on CPUs for none."""
+    asked, again = recipe.memory.recompute, recipe.memory.gradient_checkpointing
+    if asked == AUTO and again and device != "cpu":
+        return RECOMPUTES
+    return {asked if asked in RECOMPUTES else RECOMPUTES[0]}
+
+
+def stage_of(recipe: Recipe) -> int:
+    return int(recipe.deepspeed.zero_optimization.get("stage", 1))
+
+
+def _overlaps(recipe: Recipe) -> bool | None:
+    """Return DeepSpeed's overlap_comm; None where the recipe leaves it out.
+
+    On a CPU nothing overlaps: DeepSpeed does it by streams, and there are none.
+    """
+    if recipe.launch.device == "cpu":
+        return False
+    asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
+    return None if asked is None else bool(asked)

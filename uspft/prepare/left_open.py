@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, ON_A_MESH, TENSOR, Splits
 from uspft.config.deepspeed_fields import stages_for
-from uspft.config.degrees import PLANNED
-from uspft.config.layout_rules import experts
+from uspft.config.layout_rules import beside_stages, experts
 from uspft.config.messages import as_written
-from uspft.config.pipeline_rules import beside_stages
+from uspft.config.recipe import PLANNED
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
@@ -27,10 +26,9 @@ from uspft.planner.mesh import tune
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
-from uspft.prepare.known import Known
+from uspft.prepare.known import Known, recomputes_of, slices_of, stage_of, step_shape
 from uspft.prepare.layout_findings import layout_findings
 from uspft.prepare.memory import settled_memory
-from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"

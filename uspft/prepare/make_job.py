@@ -36,13 +36,11 @@ from uspft.parameters.source import base_digest
 from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
-from uspft.prepare.gpus import require_here
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation, require_here
 from uspft.prepare.make_plan import chunk_prices_of, prices_of
 from uspft.prepare.memory import exchange_findings
-from uspft.prepare.model import examine_model
+from uspft.prepare.model import examine_model, exported_tokenizer, fetched, serving_of
 from uspft.prepare.output import last_step, output_of, space_needed
-from uspft.prepare.tokenizer import exported_tokenizer, fetched, serving_of
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 
 

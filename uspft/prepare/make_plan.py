@@ -22,11 +22,10 @@ from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
-from uspft.prepare.known import cluster_of
+from uspft.prepare.known import cluster_of, matrices_of, stage_of, step_shape
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
 from uspft.prepare.memory import saving_most
 from uspft.prepare.pipelines import says_layers
-from uspft.prepare.step import matrices_of, stage_of, step_shape
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 

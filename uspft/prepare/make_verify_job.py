@@ -15,7 +15,7 @@ from rich.console import Console
 
 from uspft.config import Fault, Finding, Recipe
 from uspft.config.algorithms import AUTO, OBJECTIVES
-from uspft.config.pipeline_rules import beside_stages
+from uspft.config.layout_rules import beside_stages
 from uspft.config.problems import UsageError
 from uspft.layout import Layout
 from uspft.model.build import empty_model
@@ -24,8 +24,7 @@ from uspft.model.tile_sizes import tile_tokens
 from uspft.planner.memory import USABLE_SHARE, Options, memory_of, options_of
 from uspft.planner.ways import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.prepare.examine import Examined
-from uspft.prepare.gpus import require_here
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation, require_here
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.make_job import job_of, with_data, with_model

@@ -1,22 +1,155 @@
-"""The examination of a recipe's model: its config, and its weights where they are here."""
+"""The `model` block of a recipe: where model and tokenizer are on this host, what is wrong with
+them, which the built model shows too, and what an export has beside the weights."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from uspft.config import Fault, Finding
-from uspft.config.strategies import KEY, strategies_of
+from uspft.config import Fault, Finding, ModelBlock, Recipe
+from uspft.config.problems import said
+from uspft.config.strategies import KEY as STRATEGIES
+from uspft.config.strategies import strategies_of
+from uspft.data import turn_ends, without_marks
+from uspft.data.corpus.tokenise import holds_tokenizer, load_tokeniser, read_tokenizer
+from uspft.families import ModelShape, read_shape
 from uspft.families.shape import config_file
+from uspft.job import Serving
 from uspft.layout import Layout
-from uspft.prepare.invocation import CONFIGS
+from uspft.model.fetch import fetch_model
+from uspft.prepare.host import CONFIGS
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
-    from uspft.config.degrees import Strategy
+    from uspft.config.recipe import Strategy
     from uspft.parameters.shards import Shards
+
+KEY = "model.add_tokens"
+
+
+def tokenizer_of(model: ModelBlock, place: str | None = None) -> str | None:
+    """Return where the tokenizer is: the place that the recipe names, or else the model's own.
+
+    place: the model's folder on this host, if that is another than the recipe names.
+    """
+    return str(model.tokenizer or place or model.name_or_path or "") or None
+
+
+@contextmanager
+def tokenizer_here(recipe: Recipe) -> Iterator[str | None]:
+    """Yield the tokenizer's folder, or None where it is a hub id.
+
+    With model.add_tokens it is one that has them, for as long as the `with` block lasts.
+    """
+    folder = tokenizer_of(recipe.model)
+    if not (folder and os.path.isdir(folder)):
+        yield None
+    elif not recipe.model.add_tokens:
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
+            yield str(with_tokens(folder, recipe.model.add_tokens, Path(aside)))
+
+
+def fetched(model: ModelBlock, cache: Path) -> dict[str, str]:
+    """Return the folder on this host for each key of `model` that does not name it itself.
+
+    A hub model is downloaded. With `add_tokens`, the tokenizer is a copy in the cache that has
+    them. Raises Fault.
+    """
+    places = fetch_model(model)
+    if model.add_tokens:
+        place = places.get("tokenizer") or tokenizer_of(model, places.get("name_or_path"))
+        if not place:
+            what = "there is no tokenizer that tokens could be added to"
+            raise Fault([(KEY, what, "name one in model.tokenizer")])
+        places["tokenizer"] = str(with_tokens(place, model.add_tokens, cache))
+    return places
+
+
+def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
+    """Return a folder in the cache with this tokenizer and these special tokens; make it once.
+
+    Raises Fault where the tokenizer has one of them already or cannot be written, and DataError
+    where it cannot be read.
+    """
+    from tokenizers import AddedToken
+
+    tokenizer = read_tokenizer(place)
+    own = tokenizer.get_vocab()
+    if known := [(n, token) for n, token in enumerate(tokens) if token in own]:
+        raise Fault([_known(number, token) for number, token in known])
+    words = [AddedToken(token, special=True, normalized=False) for token in tokens]
+    tokenizer.add_tokens(words, special_tokens=True)
+    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), place, *tokens)
+    digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+    folder = cache / "tokenizers" / digest
+    try:
+        _save(tokenizer, folder)
+    except OSError as error:
+        what = f"the tokenizer that has them cannot be written to {folder}: {error.strerror}"
+        raise Fault([(KEY, what, "give XDG_CACHE_HOME a folder with room")]) from error
+    return folder
+
+
+def _known(number: int, token: str) -> Finding:
+    return f"{KEY}[{number}]", f"`{token}` is a token of the tokenizer already", "leave it out"
+
+
+def _save(tokenizer: object, folder: Path) -> None:
+    """Write a tokenizer aside, and give it its name; another process may do the same."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+    try:
+        tokenizer.save_pretrained(aside)  # type: ignore[attr-defined]
+        aside.chmod(0o755)
+        aside.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
+    """Return what `read_shape` does, with as many tokens as the model has with `add_tokens`.
+
+    They are counted where the tokenizer is on this machine.
+    """
+    shape, place = read_shape(model, CONFIGS), tokenizer_of(model)
+    file = Path(place or "") / "tokenizer.json"
+    if not (model.add_tokens and isinstance(shape, ModelShape) and os.path.isfile(file)):
+        return shape
+    from tokenizers import Tokenizer
+
+    try:
+        own = Tokenizer.from_file(str(file)).get_vocab()
+    except Exception:  # tokenizers has no kind of its own; whoever loads it says what is wrong
+        return shape
+    missing = sum(token not in own for token in model.add_tokens)
+    size = max(shape.vocab_size, max(own.values()) + 1 + missing)
+    if size > shape.vocab_size and shape.layer_features:
+        what = "asks for more tokens than there are embeddings of each layer, which do not grow yet"
+        return [(KEY, what, "leave it out, or name tokens that the tokenizer has")]
+    return replace(shape, vocab_size=size, raw={**shape.raw, "vocab_size": size})
+
+
+def with_vocabulary(recipe: Recipe, shape: ModelShape | None) -> Recipe:
+    """Return the recipe whose model has room for the tokens that it adds, once that is known."""
+    if not recipe.model.add_tokens or shape is None:
+        return recipe
+    overrides = {**recipe.model.overrides, "vocab_size": shape.vocab_size}
+    model = recipe.model.model_copy(update={"overrides": overrides})
+    return recipe.model_copy(update={"model": model})
 
 
 class ExaminedModel(NamedTuple):
@@ -104,8 +237,68 @@ def inside_findings(strategies: Sequence[Strategy], stored: Shards) -> list[Find
     for number, one in enumerate(strategies):
         if name := outside(stored, one.model_parallel // one.mesh_rows):
             what = f"is {one.model_parallel}, and its parts of {name} do not lie inside those of"
-            there = f"{KEY}[{least}], {stored.layout.tensor} ways"
+            there = f"{STRATEGIES}[{least}], {stored.layout.tensor} ways"
             remedy = "write switching: move, or degrees that divide the model's heads"
-            key = f"{KEY}[{number}].model_parallel"
+            key = f"{STRATEGIES}[{number}].model_parallel"
             found.append((key, f"{what} {there}", remedy))
     return found
+
+
+GENERATION = "generation_config.json"
+EOS, PAD = "eos_token_id", "pad_token_id"
+
+
+def exported_tokenizer(recipe: Recipe) -> str | None:
+    """Return the tokenizer's folder, or None where it holds no tokenizer to export."""
+    folder = tokenizer_of(recipe.model)
+    has_one = folder and holds_tokenizer(Path(folder))
+    return str(Path(folder).resolve()) if folder and has_one else None
+
+
+def serving_of(
+    recipe: Recipe, formats: Collection[str], config: Any, tokenizer: str | None
+) -> Serving:
+    """Return what lies beside the trained weights.
+
+    recipe: as this host reads it. formats: of the training data. config: the model's. tokenizer:
+    the one that is exported, which need not be there where samples hold tokens; their generation
+    config is the base model's own. Raises Fault where that cannot be read.
+    """
+    base, tokens = _generation(recipe), not set(formats) - {"tokenized"}
+    if tokens and tokenizer is None:
+        return Serving(None, (), base)
+    tokeniser = load_tokeniser(tokenizer or tokenizer_of(recipe.model), recipe.data)
+    template = tokeniser.template or None
+    if tokens:
+        return Serving(without_marks(template.source) if template else None, (), base)
+    ends = turn_ends(template) if template and "messages" in formats else []
+    if recipe.model.name_or_path:
+        base = {EOS: config.eos_token_id, "bos_token_id": config.bos_token_id} | base
+    numbers = [tokeniser.backend.token_to_id(token) for token in ends]
+    stops = _once([*numbers, tokeniser.eos, *_listed(base.get(EOS))])
+    generation = {key: value for key, value in base.items() if value is not None}
+    if stops:
+        generation[EOS] = stops if len(stops) > 1 else stops[0]
+        generation.setdefault(PAD, tokeniser.eos if tokeniser.eos is not None else stops[0])
+    source = without_marks(template.source) if template else None
+    return Serving(source, tuple(ends), generation)
+
+
+def _generation(recipe: Recipe) -> dict[str, Any]:
+    """Return the base model's generation config, empty where it has none. Raises Fault."""
+    place = Path(recipe.model.name_or_path or "") / GENERATION
+    if not (recipe.model.name_or_path and place.is_file()):
+        return {}
+    try:
+        return dict(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        what = f"{place} cannot be read: {said(error)}"
+        raise Fault([("model.name_or_path", what, "mend that file, or delete it")]) from error
+
+
+def _listed(value: Any) -> list[int]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _once(numbers: Sequence[int | None]) -> list[int]:
+    return [number for number in dict.fromkeys(numbers) if number is not None]

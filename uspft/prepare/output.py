@@ -24,7 +24,7 @@ from uspft.families.multimodal import is_multimodal, own_name
 from uspft.launcher import Hosts
 from uspft.lease import Held, Lease
 from uspft.metrics import as_size
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.written import (
     ENVIRONMENT,
     RECIPE,

@@ -21,7 +21,7 @@ from uspft.planner.memory import lora_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import EXPERTS, trained_layers
 from uspft.prepare.examine import Examined
-from uspft.prepare.step import stage_of, step_shape
+from uspft.prepare.known import stage_of, step_shape
 from uspft.training.learning_rate import learning_rate
 from uspft.written import METRICS
 

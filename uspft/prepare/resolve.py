@@ -24,26 +24,20 @@ from uspft.config.algorithms import (
     every_option,
     row_of,
 )
-from uspft.config.degrees import Strategy
+from uspft.config.recipe import Strategy
 from uspft.config.strategies import degrees_of, strategies_of, under, weights_move
 from uspft.config.types import Open
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.mesh import Tuning, tune
 from uspft.planner.rank import RECOMPUTE
-from uspft.prepare.known import Known, Weighed
+from uspft.prepare.known import Known, Weighed, recomputes_of, slices_of, step_shape
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
 from uspft.prepare.memory import fitting_heads, settled_memory
+from uspft.prepare.model import with_vocabulary
 from uspft.prepare.pipelines import with_stages
-from uspft.prepare.step import recomputes_of, slices_of, step_shape
-from uspft.prepare.tokenizer import with_vocabulary
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
-
-
-def resolve(recipe: Recipe, known: Known) -> Recipe:
-    """Return the recipe with everything settled that can be."""
-    return resolved(recipe, known)[0]
 
 
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
@@ -128,7 +122,8 @@ def _with(recipe: Recipe, block: str, **values: Any) -> Recipe:
     return recipe.model_copy(update={block: held})
 
 
-def _device(recipe: Recipe, known: Known) -> Recipe:
+def on_device(recipe: Recipe, known: Known) -> Recipe:
+    """Settle where the run is: on GPUs where this host has any."""
     if recipe.launch.device != AUTO:
         return recipe
     return _with(recipe, "launch", device="cuda" if known.gpus else "cpu")
@@ -274,7 +269,7 @@ def _stages(recipe: Recipe, known: Known) -> Recipe:
 
 Settle = Callable[[Recipe, Known], Recipe]
 FIRST: Mapping[str, Settle] = {
-    "launch.device": _device,
+    "launch.device": on_device,
     "launch.hardware": _hardware,
     "model.attention": _attention,
     "model.rope_scaling": _scaling,

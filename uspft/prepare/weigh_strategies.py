@@ -17,13 +17,12 @@ from uspft.planner.memory import options_of
 from uspft.planner.stages import schedule_of
 from uspft.prepare.data import cache_of
 from uspft.prepare.examine import Examined
-from uspft.prepare.invocation import Invocation
-from uspft.prepare.known import Weighed
+from uspft.prepare.host import Invocation
+from uspft.prepare.known import Weighed, matrices_of
 from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.make_plan import hardware_of, step_of
 from uspft.prepare.memory import exchange_findings
-from uspft.prepare.step import matrices_of
-from uspft.prepare.tokenizer import tokenizer_here, tokenizer_of
+from uspft.prepare.model import tokenizer_here, tokenizer_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 from uspft.switching.choose.choice import beside_static, choose

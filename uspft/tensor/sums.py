@@ -45,9 +45,10 @@ def all_tokens(x_td: Tensor, tokens: int, group: Group) -> Tensor:
     return found
 
 
-def own_tokens_of_sum(x_Td: Tensor, group: Group) -> Tensor:
-    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable."""
-    found: Tensor = _Parted.apply(x_Td, group)
+def own_tokens_of_sum(x_Td: Tensor, group: Group, *, summed: bool = True) -> Tensor:
+    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable. summed: False where
+    the gradient alone is asked for: zeros are returned, and nothing is sent."""
+    found: Tensor = _Parted.apply(x_Td, group, summed)
     return found
 
 
@@ -112,14 +113,16 @@ class _Parted(torch.autograd.Function):
     """This rank's tokens of the sum over ranks forward; all ranks' tokens backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_Td: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x_Td: Tensor, group: Group, summed: bool) -> Tensor:
         ctx.group, ctx.tokens = group, len(x_Td)
-        return _summed_part(x_Td, group)
+        if summed:
+            return _summed_part(x_Td, group)
+        return x_Td.new_zeros((tokens_of_each(len(x_Td), group.size), x_Td.shape[1]))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_td: Tensor) -> tuple[Tensor, None]:
-        return _gathered(dout_td, ctx.tokens, ctx.group), None
+    def backward(ctx: Any, dout_td: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(dout_td, ctx.tokens, ctx.group), None, None
 
 
 class _SummedForAll(torch.autograd.Function):

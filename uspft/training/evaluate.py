@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """An objective's terms summed over rows and ranks, and what they are summed over, by name."""
+    """The sums of an objective's terms over rows and ranks, and what each is divided by."""
 
     sums: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Score:
         return Score(_added(self.sums, other.sums), _added(self.counts, other.counts))
 
     def told(self, objective: Objective) -> dict[str, float]:
-        """Return what is told of it: each term's mean, what is derived from them, and counts."""
+        """Return what is logged: each term's mean, what is derived from them, and counts."""
         means, counts = dict[str, float](), dict[str, int]()
         for term in objective.terms:
             if term.evaluated:
@@ -112,8 +112,8 @@ class Evaluation:
 
     def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
         self._run, self._journal, self._display = run, journal, display
-        self._speaks = run.engine.holders.rank == 0
-        known = journal.evaluations() if self._speaks else []
+        self._is_main = run.engine.holders.rank == 0
+        known = journal.evaluations() if self._is_main else []
         display.knows(known)
         self._best = Best.of(known)
         self.is_over = False
@@ -131,11 +131,11 @@ class Evaluation:
         return due and step > 0 and bool(self._run.evaluation)
 
     def is_missing(self) -> bool:
-        """Return whether the run that this one goes on from was stopped before its evaluation."""
+        """Return whether the resumed run was stopped before the evaluation of its last step."""
         step = self._run.first_step
         if not self.is_due(step):
             return False
-        records = self._journal.evaluations() if self._speaks else []
+        records = self._journal.evaluations() if self._is_main else []
         stands = any(record["step"] == step for record in records)
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         return largest([float(stands)], everyone, device) == [0.0]
@@ -151,7 +151,7 @@ class Evaluation:
         if scores is None:
             self._display.say(f"the evaluation after step {step} was stopped")
             return False
-        if self._speaks:
+        if self._is_main:
             objective = run.engine.module.objective
             record = record_of(step, scores, time.perf_counter() - started, objective)
             self._best = self._best.after(record)
@@ -168,7 +168,7 @@ class Evaluation:
         return self.best_step in (None, step)
 
     def _conclude(self) -> None:
-        """Find out on all ranks what follows from the evaluations so far."""
+        """Set `is_over` and `best_step` from the evaluations so far; collective."""
         recipe, patience = self._run.job.recipe, self._run.job.recipe.training.patience
         over = patience is not None and self._best.since >= patience
         if over:
@@ -176,7 +176,7 @@ class Evaluation:
             count = f"{patience} evaluation{'s' * (patience != 1)}"
             self._display.say(f"training.patience: {count} without a better; {least}")
         best = self._best.step if recipe.checkpoint.keep_best else None
-        said = [float(over), float(best or 0)] if self._speaks else [0.0, 0.0]
+        known = [float(over), float(best or 0)] if self._is_main else [0.0, 0.0]
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-        over_on_all, step = largest(said, everyone, device)
+        over_on_all, step = largest(known, everyone, device)
         self.is_over, self.best_step = bool(over_on_all), int(step) or None

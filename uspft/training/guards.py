@@ -30,7 +30,7 @@ MAX_OFF_GUESSING = 0.1
 class Guards:
     """The checks of one run, all of which are collective.
 
-    say: prints a line, where this rank is the one that speaks.
+    say: prints a line, on rank 0.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
@@ -154,10 +154,10 @@ class BadSteps:
         self._norms.append(result.grad_norm)
         self.in_row = 0
 
-    def bad(self, step: int, error: BadStep, *, speaks: bool) -> str:
+    def bad(self, step: int, error: BadStep, *, is_main: bool) -> str:
         """Write a refused step down, and return a line on it.
 
-        speaks: whether this rank is the one that writes. Raises RunFailed, which names the step's
+        is_main: whether this is rank 0, which writes. Raises RunFailed, which names the step's
         rows, where more such steps have come in a row than are skipped.
         """
         loader, result = self._run.loader, error.result
@@ -165,7 +165,7 @@ class BadSteps:
         where = f"step {step}, {loader.counts} {rows.start} to {rows.stop - 1}"
         self.in_row += 1
         skipped = self.in_row <= self._most
-        if speaks:
+        if is_main:
             self.journal.write(
                 {
                     "step": step,

@@ -54,7 +54,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
         _begin(run, journal)
     meter = Meter(run)
     with (
-        RunDisplay(last, step, speaks=first_rank) as display,
+        RunDisplay(last, step, is_main=first_rank) as display,
         _tracked(run, journal, display),
     ):
         guards = Guards(run, display.say)
@@ -96,7 +96,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
 
 
 def _begin(run: Run, journal: Journal) -> None:
-    """Make the journal ready: cut back to where the run goes on, or begun with what was read."""
+    """Begin metrics.jsonl with the counts of the data, or cut it back to the resumed step."""
     assert run.job.recipe.output_dir is not None
     incidents = run.job.recipe.output_dir / INCIDENTS
     if run.first_step:
@@ -109,7 +109,7 @@ def _begin(run: Run, journal: Journal) -> None:
 
 @contextmanager
 def _tracked(run: Run, journal: Journal, display: RunDisplay) -> Iterator[None]:
-    """Hand what the journal gets to the recipe's trackers too, on the first rank alone."""
+    """Give each record of the journal to the recipe's trackers too, on the first rank."""
     recipe, output = run.job.recipe, run.job.recipe.output_dir
     if run.world.mesh.rank or output is None:
         yield
@@ -171,7 +171,7 @@ def _step(
         result = run.engine.step(batches, rate, stop, most=bad_steps.most())
     except BadStep as error:
         with writing(f"the incident of step {step}"):
-            say(f"warning: {bad_steps.bad(step, error, speaks=run.world.mesh.rank == 0)}")
+            say(f"warning: {bad_steps.bad(step, error, is_main=run.world.mesh.rank == 0)}")
         return error.result
     except torch.OutOfMemoryError as error:
         rows = run.loader.rows_of(step)

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl: what each step gave, computed and moved."""
+"""The records of metrics.jsonl: each step's loss, speed, memory, and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 LOADS = 64
-"""Lines of a run, beside the last, that have the load of every expert."""
+"""At most so many lines of a run, beside the last, have the load of every expert."""
 
 
 class Meter:
@@ -53,7 +53,7 @@ class Meter:
         self._kinds = {
             stages: Counter(every[n] for n in here) for stages, here in layers_here(run).items()
         }
-        """By how many stages there are, how many layers of this rank have each window and heads."""
+        """By the number of stages: how many layers of this rank have each window and heads."""
         self._experts = ExpertLoad(run.model, run.engine.holders, device)
         run.world.books.close()
 
@@ -64,8 +64,8 @@ class Meter:
         had."""
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         worlds = self._worlds(batches)
-        pages = [Counter(world.books.close()) for world in worlds]
-        sent = sum(pages, Counter(everyone.books.close()))
+        moved = [Counter(world.books.close()) for world in worlds]
+        sent = sum(moved, Counter(everyone.books.close()))
         work = sum(map(self._work, batches))
         (pairs,) = total([work], everyone, device)
         memory, busiest, *bytes_sent = largest(
@@ -91,7 +91,7 @@ class Meter:
         if self._run.loader.worlds:
             laps = list(zip(batches, result.seconds, strict=True))
             took = [sum(lap for one, lap in laps if one.world is world) for world in worlds]
-            record["strategies"] = self._strategies(worlds, took, pages, sizes)
+            record["strategies"] = self._strategies(worlds, took, moved, sizes)
         if result.switch_seconds:
             record["switch_seconds"] = result.switch_seconds
         record |= {name: finite(result.means[name]) for name in others}
@@ -114,7 +114,7 @@ class Meter:
         self,
         worlds: Sequence[World],
         seconds: Sequence[float],
-        pages: Sequence[Counter[str]],
+        moved: Sequence[Counter[str]],
         sizes: Sequence[Size],
     ) -> list[dict[str, Any]]:
         """Return what ran under each strategy; seconds and bytes are those of the slowest rank and
@@ -122,16 +122,16 @@ class Meter:
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         each = 1 + len(KINDS)
         told = [
-            [took, *(page[kind] for kind in KINDS)]
-            for took, page in zip(seconds, pages, strict=True)
+            [took, *(sent[kind] for kind in KINDS)]
+            for took, sent in zip(seconds, moved, strict=True)
         ]
         most = largest(list(chain.from_iterable(told)), everyone, device)
         found = []
         for number, (world, size) in enumerate(zip(worlds, sizes, strict=True)):
             took, *sent = most[number * each : (number + 1) * each]
-            moved = {k: int(b) for k, b in zip(KINDS, sent, strict=True) if b}
+            sent_bytes = {k: int(b) for k, b in zip(KINDS, sent, strict=True) if b}
             found.append(
-                {"name": world.name, **size._asdict(), "seconds": took, "comm_bytes": moved}
+                {"name": world.name, **size._asdict(), "seconds": took, "comm_bytes": sent_bytes}
             )
         return found
 
@@ -156,8 +156,7 @@ class Meter:
 
 
 def layers_here(run: Run) -> dict[int, list[int]]:
-    """Return the layers that this rank computes, by how many stages there are: those of its stages,
-    or all where there is one."""
+    """Return the layers that this rank computes, by the number of stages of each layout."""
     found, everyone = {}, run.world.layout.ranks
     for stages in map(stages_of, layouts_of(run.job.recipe)):
         if stages is None:

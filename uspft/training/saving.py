@@ -1,5 +1,5 @@
-"""The saves of a run: when each is written, what is deleted after it, and how a full disk is
-told."""
+"""The checkpoints that a run saves: when each is written, which are deleted after it, and the
+message for a full disk."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Saving:
         journal: Journal,
         display: RunDisplay,
     ) -> None:
-        """journal: gets a record of each save. display: where is said what is waited for."""
+        """journal: gets a record of each save. display: shows what is waited for."""
         self._run, self._evaluation, self._bad_steps = run, evaluation, bad_steps
         self._journal, self._display = journal, display
-        self._speaks = run.world.mesh.rank == 0
+        self._is_main = run.world.mesh.rank == 0
         self._under_way: Save | None = None
         self._good = run.first_step - bad_steps.in_row
         """The last step that was no bad one, of those that are saved or being saved."""
@@ -79,13 +79,13 @@ class Saving:
             return
         what, began = _name(save.step), time.perf_counter()
         with self._display.waits(f"{what} to be saved"), writing(what):
-            if self._speaks:
+            if self._is_main:
                 self._journal.sync()
                 self._bad_steps.journal.sync()
             size = save.finish(self._run.job.identity, partial(self._write_model, save.step))
             self.delete_older()
         self._waited += time.perf_counter() - began
-        if self._speaks:
+        if self._is_main:
             with writing(f"the record of {what}"):
                 self._journal.write(
                     {
@@ -102,13 +102,13 @@ class Saving:
     def delete_older(self) -> None:
         """Delete the checkpoints that need not stay; the best and the last good one do."""
         recipe = self._run.job.recipe
-        if self._speaks and recipe.output_dir and not self._under_way:
+        if self._is_main and recipe.output_dir and not self._under_way:
             keep, best = recipe.checkpoint.keep_last, self._evaluation.best_step
             delete_older(recipe.output_dir, keep, best, self._good)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Finish the save under way where all ranks refuse to go on after a bad step."""
+        """Finish the save under way where a bad step ends the run, as on all ranks."""
         try:
             yield
         except BadStep:

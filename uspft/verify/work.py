@@ -11,7 +11,7 @@ from typing import Any
 
 from uspft.config import ParallelBlock, Recipe, as_tree
 from uspft.config.algorithms import CONTEXT, MESH_OPTIONS, every_option
-from uspft.config.pipeline_rules import WITHOUT_STAGES
+from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike
 from uspft.job import Job
 

@@ -22,8 +22,8 @@ from tests.support.multimodal import changed, make_checkpoint, stored
 from uspft.checkpoint import hf_folder
 from uspft.checkpoint.hf_folder import export_folder, write_model_files
 from uspft.config import Recipe, load
+from uspft.config.inputs import ModelBlock
 from uspft.config.problems import Fault
-from uspft.config.recipe import ModelBlock
 from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.families import FAMILIES
 from uspft.families.multimodal import own_name
@@ -32,7 +32,7 @@ from uspft.model.build import empty_model, require_fit
 from uspft.model.hf_config import model_config
 from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, WeightsError
-from uspft.prepare.tokenizer import serving_of
+from uspft.prepare.model import serving_of
 
 
 def rewritten(folder: Path, change: Any) -> None:

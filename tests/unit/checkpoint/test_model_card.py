@@ -20,7 +20,7 @@ from uspft.config import Recipe, load
 from uspft.data.corpus.tokenise import load_tokeniser
 from uspft.job import Job
 from uspft.model.hf_config import model_config
-from uspft.prepare.tokenizer import serving_of
+from uspft.prepare.model import serving_of
 
 END = "<|im_end|>"
 LOADS = "AutoModelForCausalLM"

@@ -20,7 +20,7 @@ from tests.support.models import make_model
 from tests.support.runs import small_recipe
 from uspft.__main__ import main
 from uspft.checkpoint.identity import BASE
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.model.adapter import AdapterStart
 from uspft.parameters.part import Part
 from uspft.parameters.source import base_digest

@@ -28,7 +28,7 @@ from tests.support.originals import original
 from uspft.__main__ import main
 from uspft.called import VARIABLE
 from uspft.commands.chat import Talker, load_talker
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data.corpus.tokenise import load_tokeniser
 
 END = "<|im_end|>"

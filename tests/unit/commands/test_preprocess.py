@@ -15,7 +15,7 @@ from tests.support.launch import ROOT
 from uspft.__main__ import main
 from uspft.prepare.data import cache_of
 from uspft.prepare.examine import examine
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.make_job import prepare_job
 
 

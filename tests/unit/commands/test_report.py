@@ -35,7 +35,7 @@ from uspft.commands.report_charts import (
 )
 from uspft.commands.report_pages import page_of
 from uspft.commands.report_runs import predicted_of, read_runs
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 
 HOSTILE = "<script>alert('x')</script> & \"https://evil.example/\""
 LOADS = [[0.0, 2.5, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]]

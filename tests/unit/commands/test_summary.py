@@ -13,7 +13,7 @@ import torch
 from uspft.called import VARIABLE
 from uspft.commands.summary import summary
 from uspft.config import Recipe, load
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 
 ROOT = Path(__file__).parents[3]
 LAUNCH = "../bin/uspft"

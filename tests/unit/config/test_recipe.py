@@ -11,7 +11,7 @@ import pytest
 from uspft.config import RecipeError, dump, load
 from uspft.config.recipe import ParallelBlock, Recipe
 from uspft.config.reference import blocks, keys
-from uspft.config.yaml.unknown import mappings
+from uspft.config.unknown import mappings
 
 KEYS = mappings()
 GOOD = """\

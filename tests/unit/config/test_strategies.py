@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from uspft.config import RecipeError, dump, load
-from uspft.config.degrees import Degrees
 from uspft.config.messages import as_written
+from uspft.config.recipe import Degrees
 from uspft.config.strategies import alike, each_alone, layouts_of, row_lengths, under
 
 BASE = """

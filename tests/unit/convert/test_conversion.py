@@ -15,9 +15,9 @@ import yaml
 from tests.support.converted import EXAMPLES, converted
 from uspft.__main__ import main
 from uspft.commands.convert import convert
-from uspft.config.others import TOOLS, table_of
+from uspft.config.document import bare
+from uspft.config.other_tools import TOOLS, table_of
 from uspft.config.problems import InputError
-from uspft.config.yaml.document import bare
 from uspft.convert.theirs import read_tree
 
 TOOLS_READ = tuple(name for name, tool in TOOLS.items() if tool.converts)

@@ -13,10 +13,12 @@ import yaml
 
 from tests.support.converted import EXAMPLES, at, example, outcome_of
 from tests.support.data_cases import TOKENIZER
+from tests.support.mindspore import STAGES, line_of, with_blocks
+from tests.support.mindspore import converted as outcome_of_tree
 from tests.support.shapes import TINY
 from uspft.__main__ import main
 from uspft.config import load
-from uspft.config.others import table_of
+from uspft.config.other_tools import table_of
 from uspft.config.problems import InputError
 from uspft.convert import Outcome, convert_theirs, read_theirs
 
@@ -571,3 +573,129 @@ def test_ulysses_alone_is_the_other_half_of_d(
     assert {key: recipe["parallel_config"][key] for key in degrees} == degrees
     assert main(["check", "recipe.yaml", "--ranks", "2"]) == 0
     assert "each row shared by 2 (Ulysses)" in capsys.readouterr().out
+
+
+WARM = {"warmup_ratio": 0.079, "learning_rate": 1e-5}
+
+
+def test_the_command_line_says_the_length(tmp_path: Path) -> None:
+    """Epochs go where it names steps; a warm-up's share is rounded down, as there."""
+    tree = with_blocks(lr_schedule=WARM)
+    values = outcome_of_tree(tmp_path, tree).values
+    assert values["training.epochs"] == 2 and values["lr_schedule.warmup_ratio"] == 0.079
+    outcome = outcome_of_tree(tmp_path, tree, training__steps=50)
+    assert "training.epochs" not in outcome.values
+    assert outcome.values["lr_schedule.warmup_steps"] == 3
+    assert "`training.steps` of the command line" in line_of(outcome, "runner_config.epochs")
+    longer = with_blocks(lr_schedule={**WARM, "total_steps": 100})
+    values = outcome_of_tree(tmp_path, longer, training__epochs=1).values
+    assert values["training.epochs"] == 1 and "training.steps" not in values
+
+
+def test_a_run_that_stops_before_its_schedule(tmp_path: Path) -> None:
+    tree = with_blocks(lr_schedule={**WARM, "total_steps": 100}, runner_config={"stop_step": 7})
+    values = outcome_of_tree(tmp_path, tree).values
+    assert (values["training.steps"], values["training.stop_step"]) == (100, 7)
+    tree["runner_config"]["stop_step"] = 0
+    assert "training.stop_step" not in outcome_of_tree(tmp_path, tree).values
+
+
+LAYERS: dict[str, tuple[dict[str, Any], Any, str | None]] = {
+    "all": ({"recompute": True}, True, None),
+    "none": ({"recompute": False, "select_recompute": False}, False, None),
+    "of each stage": ({"recompute": [3, 2, 1, 0]}, [3, 2, 1, 0], None),
+    "of each virtual stage": ({"recompute": [[2, 1, 1, 0]] * 2}, [[2, 1, 1, 0]] * 2, None),
+    "operators everywhere": ({"select_recompute": True}, True, "nothing"),
+    "operators of each stage": ({"select_recompute": [3, 2, 1, 0]}, [3, 2, 1, 0], "nothing"),
+    "operators by pattern": ({"select_recompute": ["feed_forward", "norm"]}, True, "nothing"),
+    "patterns in a block": ({"select_recompute": {r"feed\.mul": True}}, True, "nothing"),
+    "patterns of each stage": (
+        {"select_recompute": {r"a\.b": [3, 2, 0, 0], r"c\.d": [1, 1, 1, 0]}},
+        [3, 2, 1, 0],
+        "nothing",
+    ),
+    "patterns that are off": ({"select_recompute": {r"feed\.mul": False}}, False, None),
+    "both, whole": ({"recompute": True, "select_recompute": True}, True, None),
+    "both, by stage": (
+        {"recompute": [1, 1, 0, 0], "select_recompute": [2, 0, 0, 1]},
+        [2, 1, 0, 1],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_are_made_again(name: str, tmp_path: Path) -> None:
+    block, layers, kept = LAYERS[name]
+    more = {"pp_interleave_num": 2} if "virtual" in name else {}
+    tree = with_blocks(parallel_config=STAGES, recompute_config=block, config=more)
+    outcome = outcome_of_tree(tmp_path, tree)
+    assert not outcome.refused, outcome.lines()
+    assert outcome.values["memory.gradient_checkpointing"] == layers
+    assert outcome.values.get("memory.recompute") == kept
+    selects = [r for r in outcome.remarks if r.key.startswith("recompute_config.select_recompute")]
+    assert bool(selects) == ("select_recompute" in block)
+    assert {"nearest" in r.what for r in selects} <= {kept is not None}
+
+
+def test_what_is_offloaded(tmp_path: Path) -> None:
+    swap = {"swap": True, "layer_swap": [{"layers": True, "backward_prefetch": 1}]}
+    tree = with_blocks(swap_config=swap, recompute_config={"recompute": True})
+    assert outcome_of_tree(tmp_path, tree).values["memory.offload_activations"] == "cpu"
+    outcome = outcome_of_tree(tmp_path, with_blocks(swap_config=swap))
+    assert "memory.offload_activations" not in outcome.values
+    assert "only checkpointed layers" in line_of(outcome, "swap_config.swap")
+
+
+def shards(**more: Any) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """The four cases of optimizer parallelism, and what is asked beside it where it is off."""
+    on = {"enable_parallel_optimizer": True}
+    summed = {"parallel_optimizer_config": {"gradient_accumulation_shard": True}}
+    again = {"parallel_optimizer_comm_recompute": True}
+    yield "off", {}, 0
+    yield "off beside others", {"parallel": summed, "recompute_config": again}, 0
+    yield "on", {"parallel": on}, 1
+    yield "gradients", {"parallel": on | summed}, 2
+    yield "weights", {"parallel": on | summed, "recompute_config": again}, 3
+
+
+@pytest.mark.parametrize(("name", "blocks", "stage"), shards())
+def test_optimizer_parallelism_is_a_stage(
+    name: str, blocks: dict[str, Any], stage: int, tmp_path: Path
+) -> None:
+    key = "deepspeed.zero_optimization.stage"
+    assert outcome_of_tree(tmp_path, with_blocks(**blocks)).values[key] == stage
+    several = {"runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2}}
+    outcome = outcome_of_tree(tmp_path, with_blocks(**blocks, **several))
+    assert outcome.values[key] == max(1, stage)
+    told = line_of(outcome, "parallel.enable_parallel_optimizer")
+    assert ("several micro-batches in bfloat16" in told) == (stage == 0)
+    exact = with_blocks(**blocks, **several, config={"compute_dtype": "float32"})
+    assert outcome_of_tree(tmp_path, exact).values[key] == stage
+    staged = with_blocks(**blocks, parallel_config=STAGES)
+    assert outcome_of_tree(tmp_path, staged).values[key] == max(1, stage)
+
+
+@pytest.mark.parametrize(
+    ("config", "legacy", "elements"),
+    [
+        ({"param_init_type": "float32"}, True, 64 * 1024 // 4),
+        ({"param_init_type": "bfloat16"}, True, 64 * 1024 // 2),
+        ({}, True, 64 * 1024 // 2),
+        ({}, False, 64 * 1024 // 4),
+        ({"params_dtype": "bfloat16"}, False, 64 * 1024 // 2),
+    ],
+)
+def test_a_size_in_kb_is_elements(
+    config: dict[str, Any], legacy: bool, elements: int, tmp_path: Path
+) -> None:
+    block = {"parallel_optimizer_threshold": 64}
+    parallel = {"enable_parallel_optimizer": True, "parallel_optimizer_config": block}
+    again = {"parallel_optimizer_comm_recompute": True}
+    tree = with_blocks(parallel=parallel, recompute_config=again, config=config, use_legacy=legacy)
+    found = outcome_of_tree(tmp_path, tree).values
+    assert found["deepspeed.zero_optimization.stage3_param_persistence_threshold"] == elements
+    one = outcome_of_tree(tmp_path, with_blocks(parallel=parallel))
+    assert not any("persistence" in key for key in one.values)
+    where = "parallel.parallel_optimizer_config.parallel_optimizer_threshold"
+    assert "splits everything evenly" in line_of(one, where)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from uspft.config.others import TOOLS, table_of
+from uspft.config.other_tools import TOOLS, table_of
 from uspft.config.reference import put
 from uspft.convert import reference
 

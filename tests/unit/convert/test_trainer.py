@@ -19,7 +19,7 @@ from trl import ModelConfig, ScriptArguments, SFTConfig
 from tests.support.converted import EXAMPLES, Example, at, converted, example, outcome_of
 from uspft.__main__ import main
 from uspft.config import load
-from uspft.config.others import TOOLS, KeyTable, table_of
+from uspft.config.other_tools import TOOLS, KeyTable, table_of
 from uspft.convert.trainer import DEFAULTS
 from uspft.convert.trl import OF_SFT
 from uspft.training.learning_rate import learning_rate

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.data_cases import write_lines
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import DataError, first_look
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.shapes import GEMMA2, LLAMA, PHI3, QWEN3, shape
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import check_length, with_factor
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.shapes import GEMMA4, LLAMA, PLAIN, QWEN3, read, shape, without
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import FAMILIES, layer_windows, read_shape
 from uspft.model import hf_config
 

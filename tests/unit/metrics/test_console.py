@@ -38,7 +38,7 @@ FACTS = "loss 2.5000  rate 1.23e-05  gradient norm 0.988  epoch 0.13  12,346 tok
 
 def test_a_log_gets_plain_lines() -> None:
     shown, seen = terminal(live=False)
-    with RunDisplay(2, 0, speaks=True, terminal=shown) as display:
+    with RunDisplay(2, 0, is_main=True, terminal=shown) as display:
         with display.waits("the checkpoint of step 1 to be saved"):
             pass
         display.step(step(1))
@@ -58,7 +58,7 @@ def test_a_terminal_of_80_columns_shows_the_bar_the_step_and_what_is_waited_for(
         paper.print(display.view())
         return drawn.getvalue().splitlines()
 
-    with RunDisplay(150, 0, speaks=True, terminal=shown) as display:
+    with RunDisplay(150, 0, is_main=True, terminal=shown) as display:
         bar, waits = view()
         assert bar.startswith("step   0/150 ") and "waiting: step 1, the first" in waits
         display.step(step(1))
@@ -76,7 +76,7 @@ def test_a_terminal_of_80_columns_shows_the_bar_the_step_and_what_is_waited_for(
 
 def test_the_best_evaluation_is_told_with_its_step() -> None:
     shown, seen = terminal(live=False)
-    with RunDisplay(9, 3, speaks=True, terminal=shown) as display:
+    with RunDisplay(9, 3, is_main=True, terminal=shown) as display:
         display.knows([evaluation(1, None), evaluation(2, 2.25)])
         for number, loss in ((4, 2.5), (5, None), (6, 2.0), (7, 2.0)):
             display.evaluation(evaluation(number, loss))
@@ -86,7 +86,7 @@ def test_the_best_evaluation_is_told_with_its_step() -> None:
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunDisplay(2, 0, speaks=False) as display, display.waits("something"):
+    with RunDisplay(2, 0, is_main=False) as display, display.waits("something"):
         display.step(step(1))
         display.evaluation(evaluation(1, 2.0))
     assert capsys.readouterr().out == ""

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_model
 from tests.support.quantised import quantise
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.model.build import empty_model, require_fit
 from uspft.model.hf_config import model_config
 from uspft.parameters.mxfp4 import dequantised

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from uspft.config.degrees import Strategy
+from uspft.config.recipe import Strategy
 from uspft.layout import Layout
 from uspft.parameters.counting import is_counted, is_summed
 from uspft.parameters.part import Part, as_slices, flat_boxes

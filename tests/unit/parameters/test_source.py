@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_model, trained_of
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.families.table import EXPERTS, FAMILIES
 from uspft.layout import Layout

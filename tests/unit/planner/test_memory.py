@@ -29,7 +29,7 @@ from uspft.planner.memory import (
     memory_of,
     unpredicted,
 )
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 
 TOKENS = 4096
 """Of one rank."""
@@ -232,6 +232,7 @@ FEW = [
     Case("olmo2", "whole", "groups", "all", "bfloat16"),
     Case("phi3", "ulysses 4", "groups kept", "all", "float32"),
     Case("many heads", "tensor", "groups", "lora", "bfloat16"),
+    Case("many heads", "tensor, ring", "groups", "all", "bfloat16"),
     Case("states", "hybrid", "groups", "all", "bfloat16"),
     Case("states by groups", "ring 2", "groups kept", "all", "bfloat16"),
     Case("states, norms behind", "ulysses 16", "groups, whole", "all", "float32"),

@@ -20,7 +20,7 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
 from uspft.planner.stage_memory import moments
 from uspft.planner.stages import chunk_multiple, cut_by_flops
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
 

@@ -36,10 +36,15 @@ from uspft.planner.stages import (
     stages_of,
     timeline,
 )
-from uspft.planner.step import dealt_stages, forward_and_backward, pipeline_costs, step_time
+from uspft.planner.step import (
+    dealt_stages,
+    forward_and_backward,
+    pipeline_costs,
+    step_time,
+    stored_bytes,
+)
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.trained import counts_of
-from uspft.planner.zero_time import stored_bytes
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.sequence.chunked import Cut

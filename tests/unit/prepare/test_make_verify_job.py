@@ -17,7 +17,7 @@ from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.hf_config import model_config
 from uspft.planner.memory import USABLE_SHARE, memory_of
-from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.host import CONFIGS
 from uspft.prepare.make_verify_job import (
     Sizes,
     fitting_depth,

@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError, read
-from uspft.config.degrees import PLANNED
+from uspft.config.recipe import PLANNED
 from uspft.planner import row_time, step
 from uspft.planner.memory import options_of
 from uspft.planner.mesh import MeshPart
@@ -62,17 +62,18 @@ class Case:
         drawn = cls(
             draw.choice(MODELS),
             draw.choice((1, 1, 2)),
-            draw.choice((2, 4, 6, 8, 8)),
-            draw.choice((1, 1, 2)),
+            draw.choice((2, 2, 4, 4, 4, 6, 8)),
+            draw.choice((1, 1, 1, 2)),
             96 * draw.choice((64, 128, 256)),
             draw.choice(("h100", "a800", "l20")),
             draw.choice((1, 3)),
             draw.choice(("auto", "nothing", "attention")),
             left,
         )
-        if left != "all":
-            return drawn
-        few = replace(drawn, tensor=1, context=min(drawn.context, 4), data=1)
+        if left != "all":  # one host has most, two the others: layouts multiply with ranks
+            few = drawn.tensor * drawn.context <= 6
+            return drawn if few else replace(drawn, data=1)
+        few = replace(drawn, tensor=1, context=draw.choice((2, 2, 2, 2, 4)), data=1)
         return replace(few, stage="auto", recompute="auto")
 
     @property
@@ -127,7 +128,7 @@ class Case:
             "memory": {"recompute": self.recompute},
             "training": {
                 "steps": 1,
-                "global_batch_size": 4,
+                "global_batch_size": 2 if self.left == "all" else 4,
                 "micro_batch_size": "auto" if self.left == "all" else 1,
             },
             "launch": {

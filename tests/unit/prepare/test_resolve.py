@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tests.support.models import make_model
 from tests.support.shapes import hub
 from uspft.config import ParallelBlock, Recipe, load
-from uspft.config.degrees import PLANNED
+from uspft.config.recipe import PLANNED
 from uspft.config.reference import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
@@ -22,7 +22,7 @@ from uspft.layout import Layout
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE
 from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.memory import memory_sentence
-from uspft.prepare.resolve import FIRST, SETTLED, resolve, tuning
+from uspft.prepare.resolve import FIRST, SETTLED, resolved, tuning
 from uspft.segments import Segments
 
 STAYS = {"checkpoint.resume"}
@@ -53,6 +53,10 @@ def test_every_auto_has_its_function() -> None:
     assert len(auto) >= 7
     assert auto - later - STAYS <= {*FIRST, *CHOSEN, *SETTLED}
     assert not STAYS & {*FIRST, *CHOSEN, *SETTLED}
+
+
+def resolve(asked: Recipe, known: Known) -> Recipe:
+    return resolved(asked, known)[0]
 
 
 def recipe(folder: Path, **blocks: Any) -> Recipe:

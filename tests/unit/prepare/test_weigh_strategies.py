@@ -16,7 +16,7 @@ from uspft.config.strategies import row_lengths, strategies_of
 from uspft.data import prepare
 from uspft.launcher import Meeting
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.prepare.weigh_strategies import (
     corpus_here,
     knowing_memory,

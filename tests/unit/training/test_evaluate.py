@@ -14,14 +14,14 @@ from torch import nn
 from tests.support.data_cases import TOKENIZER, write_lengths, write_lines
 from uspft.commands.summary import summary
 from uspft.config import Recipe, load
-from uspft.config.recipe import DataBlock, Source
+from uspft.config.inputs import DataBlock, Source
 from uspft.data import Corpus, DataError, prepare_sets
 from uspft.job import Job
 from uspft.metrics import Journal, RunDisplay
 from uspft.model import loss
 from uspft.model.loss import Head
 from uspft.objective.causal import Causal
-from uspft.prepare.invocation import Invocation
+from uspft.prepare.host import Invocation
 from uspft.training.evaluate import Score
 from uspft.training.evaluate import record_of as evaluation_record
 
@@ -71,7 +71,7 @@ def test_a_set_without_anything_that_is_counted_has_no_loss() -> None:
 
 
 def test_it_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunDisplay(9, 0, speaks=True) as display:
+    with RunDisplay(9, 0, is_main=True) as display:
         display.evaluation(record_of(7, SCORES, 1.5))
         display.evaluation(record_of(8, {"a": score(math.nan, 1_000)}, 1.5))
     assert capsys.readouterr().out.splitlines() == [

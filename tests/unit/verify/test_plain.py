@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_model
 from tests.support.multimodal import CHECKPOINTS, make_checkpoint
-from uspft.config.recipe import ModelBlock
+from uspft.config.inputs import ModelBlock
 from uspft.families.multimodal import language_model
 from uspft.families.table import FAMILIES
 from uspft.model import hf_config

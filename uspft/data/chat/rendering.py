@@ -1,9 +1,9 @@
 """Records as text, with the spans that train; conversations through the tokenizer's chat template.
 
-A template may mark the assistant's part with {% generation %} … {% endgeneration %}; of those that
-do not, known ones have a copy that does (marked_templates.yaml), and of others rendering with and
-without each turn tells the part (`turn_spans`). The text is never searched for answers. What a
-template leaves out of a conversation is an error: nothing is lost unseen.
+Answers are found by a template's marks, {% generation %} … {% endgeneration %}; of a known template
+without them, by those of a marked copy (marked_templates.yaml); else by rendering with and without
+each turn (`turn_spans`). The text is never searched for answers. That a template leaves out part of
+a conversation is an error.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _unmarked(
 def _told(
     turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
 ) -> Spans:
-    """Return the spans of the answers asked for, told by rendering with and without each."""
+    """Return the spans of the answers asked for, found by rendering with and without each."""
 
     def write(some: Sequence[Turn], prompt: bool = False) -> str:
         return template.write(some, prompt, **more)
@@ -238,7 +238,7 @@ def _pieces(turn: Turn) -> list[str]:
 
 
 def lost_thoughts(turns: list[Turn], template: ChatTemplate) -> str:
-    """Return what to say of answers with thoughts where the template writes none; else nothing."""
+    """Return a warning for answers with thoughts where the template writes none; else ""."""
     if not any(turn.get(name) for turn in turns for name in _THOUGHTS) or template.writes_thoughts:
         return ""
     remedy = "name a data.chat_template that writes them"
@@ -259,10 +259,10 @@ def require_turns(
 ) -> None:
     """Check that the text has every turn: templates silently leave out roles that they do not know.
 
-    Of answers only the calls are looked for, since templates leave earlier thoughts out. Any other
-    turn counts as written where the template writes its role and the text has its content as often
-    as the turns do; where that is not so, the text must change when the turn's content does. more:
-    tools and other settings. Raises SampleFault.
+    Of an answer only its calls are looked for, since templates leave earlier thoughts out. Another
+    turn is there if the template writes its role and the text has its content at least as often as
+    all turns have it; else the text must change when the content of this turn does. more: tools and
+    other settings. Raises SampleFault.
     """
     ordered = _in_order(turns, text)
     held = "" if ordered else "\0".join(piece for turn in turns for piece in _shown(turn, text))
@@ -284,8 +284,7 @@ def require_turns(
 
 
 def _in_order(turns: list[Turn], text: str) -> bool:
-    """Tell whether the text contains the turns' contents in their order: then it has each as often
-    as the turns do, and the slow count is not needed."""
+    """Tell whether the text has the turns' contents in their order, which spares counting them."""
     at = 0
     for turn in turns:
         for piece in _pieces(turn):
@@ -308,7 +307,7 @@ def _ways(piece: str, role: str) -> Iterator[str]:
 
 
 def _shown(turn: Turn, text: str) -> list[str]:
-    """Return what a turn says; of an answer whose thoughts are left out, what follows them."""
+    """Return a turn's texts; of an answer whose thoughts the template drops, what follows them."""
     return [
         piece.rpartition(_THOUGHT)[2]
         if _THOUGHT in piece and turn["role"] == "assistant" and piece.strip() not in text
@@ -318,7 +317,10 @@ def _shown(turn: Turn, text: str) -> list[str]:
 
 
 def _as_often(piece: str, text: str, held: str) -> bool:
-    """Tell whether the text holds a piece, as it is or inside JSON, as often as the turns do."""
+    """Tell whether the text holds a piece, as it is or inside JSON, as often as the turns do.
+
+    held: the texts of all turns.
+    """
     asked, found = held.count(piece), text.count(piece)
     if found < asked and (inside := json.dumps(piece)[1:-1]) != piece:
         found += text.count(inside)

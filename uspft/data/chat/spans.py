@@ -1,4 +1,4 @@
-"""The assistant's part of a conversation, told by rendering with and without each of its turns."""
+"""Which spans of a conversation's text are answers, found by rendering with and without them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Write = Callable[..., str]
 """write(turns, prompt=False) → text; raises SampleFault where the template refuses the turns."""
 
 PLACEHOLDER = "\ue0a0answer\ue0a1"
-"""What stands for an answer, in characters that no text has (a private-use area of Unicode)."""
+"""Is written in place of an answer, in private-use characters, which no text has."""
 
 
 class SpanUnknown(Exception):
-    """Which part of the text a turn is cannot be told; the text is the reason."""
+    """The span of a turn cannot be found; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Manner:
     """How a template writes answers."""
 
     prompts: bool
-    """Whether its generation prompt is all that it writes before an answer."""
+    """Whether nothing but its generation prompt comes before an answer."""
     tokens: tuple[str, ...]
-    """The texts of special tokens, one of which ends a turn in most templates."""
+    """The special tokens as text: most templates end a turn with one."""
     around: tuple[str, str] | None = None
     """What it writes of itself between its generation prompt and an answer that ends a
     conversation, and behind that answer; None where that is not known."""
@@ -59,7 +59,7 @@ def turn_spans(
 
 
 def _ended(text: str, start: int, stop: int, tokens: tuple[str, ...]) -> int:
-    """Return where a turn ends: white space after the token that ends it is never generated."""
+    """Return where a turn ends: the white space behind its last token is never generated."""
     bare = start + len(text[start:stop].rstrip())
     return bare if text.endswith(tokens, start, bare) else stop
 

@@ -20,7 +20,7 @@ from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records.known_fields import ROLES
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 TABLE = Path(__file__).with_name("marked_templates.yaml")
 
@@ -66,7 +66,7 @@ TODAY = "26 Jul 2024"
 _USER = {"role": "user", "content": "a"}
 _PROBE = [_USER, {"role": "assistant", "content": PLACEHOLDER}]
 _ID = "abcdefghi"
-"""What a call is known by: Mistral's templates ask for nine characters."""
+"""The id of a call: Mistral's templates ask for nine characters."""
 _CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
@@ -77,7 +77,7 @@ class ChatTemplate:
     source: str
     special: Mapping[str, str]
     tokens: tuple[str, ...] = ()
-    """The texts of special tokens, one of which ends a turn in most templates."""
+    """The special tokens as text: most templates end a turn with one."""
 
     @property
     def marked(self) -> bool:
@@ -152,7 +152,7 @@ class ChatTemplate:
 
     @cached_property
     def prompts(self) -> bool:
-        """Whether the generation prompt is all that the template writes before an answer."""
+        """Whether nothing but the generation prompt comes before an answer."""
         plain, prompt = self.text_of([_USER]), self.text_of([_USER], True)
         answered = self.text_of(_PROBE)
         if plain is None or prompt is None or answered is None:
@@ -174,8 +174,8 @@ class ChatTemplate:
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """The roles, the assistant's apart, whose turns the template writes where such turns
-        usually stand."""
+        """The roles other than the assistant's whose turns the template writes, in the places that
+        such turns usually have."""
         others = [role for role in ROLES if role != "assistant"]
         return frozenset(role for role in others if any(map(self._writes_placeholder, _asks(role))))
 
@@ -190,7 +190,7 @@ class ChatTemplate:
         return any(self._writes_placeholder([_USER, one]) for one in (said, calls))
 
     def _writes_placeholder(self, turns: list[Turn]) -> bool:
-        """Tell whether the text of the turns holds the placeholder that one of them says."""
+        """Tell whether the template writes the placeholder that one of the turns has."""
         return PLACEHOLDER in (self.text_of(turns) or "")
 
     @cached_property
@@ -245,7 +245,7 @@ class ChatTemplate:
 
 
 def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
-    """Return conversations with a call, of a turn that says this beside it."""
+    """Return conversations with a turn that calls a function and has the keys of `said` too."""
     function = {"name": "f", "arguments": arguments}
     call = {"role": "assistant", "tool_calls": [{**_CALL, "function": function}], **said}
     seen = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID}
@@ -253,7 +253,7 @@ def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
 
 
 def _asks(role: str) -> list[list[Turn]]:
-    """Return conversations with a placeholder for what a turn of the role says."""
+    """Return conversations with a turn of the role whose content is the placeholder."""
     said, answered = {"role": role, "content": PLACEHOLDER}, {"role": "assistant", "content": "b"}
     if role == "user":
         return [[said], [said, answered]]
@@ -319,7 +319,7 @@ def template_problems(
 
 
 def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
-    """Return what the template writes that reads as a special token, and is none here."""
+    """Return what looks like a special token in what the template writes, and is none here."""
     text = template.text_of(_PROBE) or ""  # the records' faults will tell what it refuses
     names = dict.fromkeys(_SPECIAL.findall(text))
     return [name for name in names if backend.token_to_id(name) is None]

@@ -20,7 +20,7 @@ _LEADS = ("\n", ".", "a")
 
 
 class TokenBytes(dict[int, bytes]):
-    """By id, the bytes that each token of a byte-level tokenizer stands for, once it was met.
+    """The bytes of each token of a byte-level tokenizer by id, found when first asked for.
 
     The tokens' own characters are GPT-2's printable stand-ins for bytes; added ones are as they
     decode.
@@ -48,7 +48,8 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _stand_ins() -> dict[str, int]:
-    """Return the byte of each stand-in: printable Latin-1 for itself, the rest from U+0100 on."""
+    """Return the byte that each character stands for: itself in printable Latin-1; the other bytes
+    have characters from U+0100 on."""
     found = {letter: ord(letter) for letter in Alphabet.alphabet() if ord(letter) < 0x100}
     others = sorted(set(range(0x100)) - set(found.values()))
     return found | {chr(0x100 + number): byte for number, byte in enumerate(others)}

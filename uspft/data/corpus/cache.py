@@ -1,7 +1,5 @@
-"""Where tokenised data is kept: a folder named after all that changes the tokens.
-
-Below: how much is kept, and how it is deleted.
-"""
+"""The cache of tokenised data: a folder for each corpus, named by a hash of all that changes its
+tokens; how much there is, and its deletion."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +25,7 @@ from uspft.durable import publish
 from uspft.lease import Lease, is_abandoned
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 VERSION = 5  # raise it with every change that gives other tokens for the same data
 SKIPPED = "skip, and read on, strings with a NUL or a byte-order mark too"
@@ -36,25 +33,14 @@ SKIPPED = "skip, and read on, strings with a NUL or a byte-order mark too"
 LAID_OUT = 2  # raise it where the files of a corpus hold the same tokens in another way
 
 
-@dataclass(frozen=True)
-class CacheKey:
-    """Two names of a corpus, each a hash.
-
-    folder: stands for everything in the corpus's folder. contents: stands for its tokens alone,
-    wherever their files lay.
-    """
-
-    folder: str
-    contents: str
-
-
 def cache_key(
     data: DataBlock,
     parts: list[tuple[SourcePart, Record | None]],
     tokeniser: TextTokeniser | None,
     vocab_size: int,
-) -> CacheKey:
-    """Return the names of the corpus that these parts become.
+) -> tuple[str, str]:
+    """Return two hashes that name the corpus which these parts become: the name of its folder, and
+    a name of its tokens alone, which is the same wherever their files lay.
 
     parts: each with its first record.
     """
@@ -74,11 +60,11 @@ def cache_key(
     }
     contents = hashed(identity)
     shown = [part.content.shown for part, _ in parts]
-    return CacheKey(hashed([LAID_OUT, contents, *shown]), contents)
+    return hashed([LAID_OUT, contents, *shown]), contents
 
 
 def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
-    """Return what of a part changes its tokens beside its contents."""
+    """Return what changes the tokens of a file or split beside its contents."""
     kind = "json" if isinstance(part.content, HubSplit) else part.content.kind
     # As true and false, so that data keeps the name it had when files were lines or one text.
     how = {"text": True, "json": False}.get(kind, kind)
@@ -91,12 +77,12 @@ def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
 
 
 def hashed(value: Any) -> str:
-    """Return a name made of a value of JSON, which stands for it."""
+    """Return a hash of a value of JSON."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 
 def _takes(data: DataBlock) -> dict[str, Any]:
-    """Return what decides how much of each source is taken, under the names it always had."""
+    """Return what decides how much of each source is taken; the keys are part of the hash."""
     weights = [1.0 if source.weight is None else float(source.weight) for source in data.train]
     limits = [(source.max_samples, source.max_tokens) for source in data.train]
     found: dict[str, Any] = {"weights": weights}

@@ -141,7 +141,7 @@ class CorpusWriter:
     def finish(
         self, files: list[str], sources: list[SourceSpan], overlong: str, contents: str
     ) -> None:
-        """Write what the folder holds, after which it can be opened."""
+        """Write the description of the folder, which can then be opened."""
         for file in self._files:
             file.flush()
         meta = {

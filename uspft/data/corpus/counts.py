@@ -1,5 +1,5 @@
-"""How many samples and tokens were read and kept, how often an epoch takes each source, and what
-all data must have."""
+"""Counts of samples and tokens that are read and kept, how often an epoch takes each source, and
+the checks that need them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from uspft.data.records.other_fields import in_yaml
 from uspft.data.samples import NOT_TRAINED, Sample
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock, Source
+    from uspft.config.inputs import DataBlock, Source
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Counts:
 
 
 def total(every: Iterable[Counts]) -> Counts:
-    """Return the counts of all that several counted."""
+    """Return the sum of several counts."""
     whole = Counts()
     for one in every:
         for name, count in vars(one).items():
@@ -92,7 +92,7 @@ def total(every: Iterable[Counts]) -> Counts:
 
 
 def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what became of the samples that were read: kept + all of dropped = read.
+    """Return how many samples were read, kept, and dropped for which reason.
 
     report: what `read_report` returns. None where every sample was kept.
     """
@@ -110,29 +110,7 @@ def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
     )
 
 
-@dataclass(frozen=True)
-class SourceMix:
-    """How many tokens of each source there are, and how many times an epoch takes them."""
-
-    sources: tuple[Source, ...]
-    tokens: list[int]
-    times: list[float]
-
-    def lines(self) -> list[str]:
-        """Return a line for each source on its share of an epoch; none for a lone source."""
-        if len(self.sources) == 1:
-            return []
-        epoch = [times * tokens for times, tokens in zip(self.times, self.tokens, strict=True)]
-        whole = sum(epoch) or 1.0
-        return [
-            f"{source.title}: {share / whole:.1%} of an epoch, {tokens:,} tokens × {times:.4g}"
-            for source, share, tokens, times in zip(
-                self.sources, epoch, self.tokens, self.times, strict=True
-            )
-        ]
-
-
-def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
+def mixed(sources: tuple[Source, ...], tokens: list[int]) -> list[float]:
     """Return how often an epoch takes each source, so that its tokens have the share of its weight.
 
     An epoch has as many tokens as the sources together; without weights it takes each sample once.
@@ -140,15 +118,29 @@ def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
     given = [source.weight for source in sources]
     weights = [w if w is not None and n else 0.0 for w, n in zip(given, tokens, strict=True)]
     if not any(weights):
-        return SourceMix(sources, tokens, [1.0] * len(sources))
+        return [1.0] * len(sources)
     unit = sum(tokens) / sum(weights)
     # Rounded, so that a share that is the source's own is one, and an epoch like the next.
-    times = [round(w * unit / n, 9) if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
-    return SourceMix(sources, tokens, times)
+    return [round(w * unit / n, 9) if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
+
+
+def mix_lines(sources: tuple[Source, ...], tokens: list[int], times: list[float]) -> list[str]:
+    """Return a line for each source on its share of an epoch; none for a lone source.
+
+    times: how often an epoch takes each.
+    """
+    if len(sources) == 1:
+        return []
+    every = list(zip(sources, tokens, times, strict=True))
+    whole = sum(count * often for _, count, often in every) or 1.0
+    return [
+        f"{source.title}: {count * often / whole:.1%} of an epoch, {count:,} tokens × {often:.4g}"
+        for source, count, often in every
+    ]
 
 
 class SourceLimits:
-    """What has been taken of each source, and the sources of which that is all that is wanted."""
+    """What has been taken of each source, and which have reached max_samples or max_tokens."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -175,7 +167,7 @@ class SourceLimits:
         return not long
 
     def add(self, source: int, tokens: int) -> None:
-        """Count a sample; where no more is wanted behind it, its source is full."""
+        """Count a sample; with the last of max_samples its source is full."""
         self.samples[source] += 1
         self.tokens[source] += tokens
         if self.samples[source] == self._sources[source].max_samples:
@@ -203,7 +195,7 @@ def require_instructions(data: DataBlock, shapes: Collection[str]) -> None:
 
 
 def require_samples(data: DataBlock, counts: Counts, lines: Sequence[str]) -> None:
-    """Check that a sample is left of all that were read.
+    """Check that not all samples were skipped or dropped.
 
     lines: what was wrong with those that were left out. Raises DataError.
     """
@@ -243,7 +235,7 @@ def require_lengths(corpus: Corpus, data: DataBlock) -> None:
 
 
 def unused_lines(data: DataBlock, unused: Sequence[Collection[str]]) -> list[str]:
-    """Return a line for each source of data.train of which there are fields that nothing uses.
+    """Return a line for each source of data.train that has fields which nothing uses.
 
     unused: their names, by source.
     """

@@ -27,7 +27,7 @@ from uspft.data.records.reader import pair_notes, read
 from uspft.data.samples import Record
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock, Source
+    from uspft.config.inputs import DataBlock, Source
 
 RECORDS = 100
 """How many records of each file are looked at."""
@@ -35,7 +35,7 @@ RECORDS = 100
 
 @dataclass
 class Look:
-    """What a look at the first records found, and what it left out, in lines for a person."""
+    """What a look at the first records found, in lines for a person."""
 
     shapes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Look:
 
 @dataclass
 class _Seen:
-    """What was seen of one file of a source: the formats of its records, and what they become."""
+    """What the first records of one file are: their formats, counts, lengths and unused fields."""
 
     source: Source
     formats: set[str]
@@ -125,9 +125,9 @@ def _seen(
     faults: Faults,
     lost: Faults,
 ) -> _Seen:
-    """Return what the records of a part are and become; what is wrong with them is noted.
+    """Return what the first records of a part are, noting in `faults` what is wrong with them.
 
-    lost: notes what a template leaves out of good ones.
+    lost: notes what the chat template leaves out of good ones.
     """
     formats = {item.format for item in items if isinstance(item, Record)}
     shape = next((item.shape for item in items if isinstance(item, Record)), "")
@@ -159,7 +159,7 @@ def _seen(
 
 
 def _of(seen: Sequence[_Seen], sources: tuple[Source, ...]) -> list[_Seen]:
-    """Return what was seen of these sources."""
+    """Return what was seen of the files of these sources."""
     return [one for one in seen if any(one.source is source for source in sources)]
 
 
@@ -185,7 +185,10 @@ def _require(
     encoder: Encoder | None,
     lines: Sequence[str],
 ) -> None:
-    """Check what a run asks of these sources together, as far as it was seen. Raises DataError."""
+    """Check what a run checks of these sources together, as far as they were seen whole.
+
+    Raises DataError.
+    """
     if any(is_hub_id(source.path) for source in sources):
         return
     alone = data.model_copy(update={"train": sources, "eval": None})

@@ -22,6 +22,7 @@ from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, r
 from uspft.data.corpus.counts import (
     Counts,
     SourceLimits,
+    mix_lines,
     mixed,
     overlong,
     require_answers,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from uspft.config import Recipe
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 Progress = Callable[[int, int], None]
 """progress(done, total): bytes of files and records of hub data sets."""
@@ -58,7 +59,7 @@ KEY = "data.eval_fraction"
 HELD_OUT = "held out"
 """The title of the samples that are evaluated on."""
 _KEPT = ("shapes", "unused", "skipped", "untrained")
-"""What the report on all samples says that stands in the reports on its two parts too."""
+"""Entries of the report on all samples that are repeated in the reports on its two parts."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,13 @@ def _reading(
     require_instructions(data, [record.shape for record in known])
     encoder = encoder_of(formats, data, tokenizer_path, vocab_size)
     tokeniser = encoder.tokeniser
-    key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
+    both = list(zip(parts, first, strict=True))
+    name, contents = cache_key(data, both, tokeniser, vocab_size)
     counts = Counter(record.shape for record in known)
     shapes = [f"{shape} ({n:,} files)" if n > 1 else shape for shape, n in counts.items()]
     shapes += pair_notes(known, tokeniser is not None and tokeniser.has_template)
     shapes += describing_files(data) + (tokeniser.notes(formats) if tokeniser else [])
-    return key.folder, Reading(parts, encoder, key.contents, shapes)
+    return name, Reading(parts, encoder, contents, shapes)
 
 
 def parts_of(data: DataBlock) -> list[SourcePart]:
@@ -241,16 +243,15 @@ def _write(
             faults.raise_any()
         require_targets(data, counts, faults.lines() + left.lines())
         ends = list(accumulate(ends, max))  # a source without samples ends where the last one did
-        mix = mixed(data.train, taken.tokens)
-        spans = [
-            SourceSpan(first, stop, times)
-            for (first, stop), times in zip(pairwise([0, *ends]), mix.times, strict=True)
-        ]
+        times = mixed(data.train, taken.tokens)
+        bounds = pairwise([0, *ends])
+        spans = [SourceSpan(*at, often) for at, often in zip(bounds, times, strict=True)]
         files = [part.content.shown for part in reading.parts]
         writer.finish(files, spans, data.overlong, reading.contents)
     progress(total, total)
     skipped = faults.lines() + left.lines()
-    told = {"skipped": skipped, "untrained": untrained.lines(), "mix": mix.lines()}
+    mix = mix_lines(data.train, taken.tokens, times)
+    told = {"skipped": skipped, "untrained": untrained.lines(), "mix": mix}
     return counts, {**told, "unused": unused_lines(data, unused)}
 
 
@@ -341,13 +342,14 @@ def _copy(
             raise wrong_key(KEY, what, "write another fraction, or another seed")
         bounds = [np.searchsorted(samples, (s.first, s.stop)).tolist() for s in corpus.sources]
         # An epoch has the weights' shares of what is trained, whichever samples that is without.
-        mix = mixed(data.train, [sum(lengths[first:stop]) for first, stop in bounds])
+        tokens = [sum(lengths[first:stop]) for first, stop in bounds]
+        times = mixed(data.train, tokens)
         spans = [
-            SourceSpan(first, stop, times)
-            for (first, stop), times in zip(bounds, mix.times, strict=True)
+            SourceSpan(first, stop, often)
+            for (first, stop), often in zip(bounds, times, strict=True)
         ]
         contents = hashed([corpus.contents, samples.tolist()])
         writer.finish(list(corpus.files), spans, corpus.overlong, contents)
         more = {"read": counts.samples + sum(lost.values()), "held_out": lost["held_out"]}
-        more |= {"mix": mix.lines()} if whole else {}
+        more |= {"mix": mix_lines(data.train, tokens, times)} if whole else {}
         _write_report(aside, counts, more | {name: whole[name] for name in _KEPT if name in whole})

@@ -26,7 +26,7 @@ from uspft.data.faults import DataError, SampleFault, wrong_key
 from uspft.data.samples import NOT_TRAINED, Record, Rendered, Sample
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 KEY = "model.tokenizer"
 VOCABULARIES = (
@@ -39,8 +39,8 @@ VOCABULARIES = (
     "tiktoken.model",
     "tekken.json",
 )
-"""Files of which a folder with a tokenizer has one: without any, transformers makes one that is
-empty."""
+"""Files with a vocabulary; of a folder that has none of them, transformers makes an empty
+tokenizer."""
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _POINTER = b"version https://git-lfs"
 
@@ -92,7 +92,7 @@ def _require_files(folder: Path) -> None:
 
 
 def _damaged(folder: Path) -> DataError | None:
-    """Return what to raise for the first file that is not what its name says, if there is one."""
+    """Return the error for the tokenizer's first file that is no JSON object, if there is one."""
     for name in VOCABULARIES + _BESIDE:
         file = folder / name
         if file.suffix != ".json" or not file.is_file():
@@ -178,7 +178,7 @@ class TextTokeniser:
         return template_notes(self.template, self.backend)
 
     def sample(self, rendered: Rendered) -> Sample:
-        """Return the ids and labels of what was rendered. Raises SampleFault."""
+        """Return a rendered sample as ids and labels. Raises SampleFault."""
         text, spans = rendered.text, rendered.spans
         if rendered.format == "messages":
             if self.train_on == "all" and spans == [(0, len(text))]:
@@ -229,8 +229,8 @@ def given(record: Record, vocab_size: int) -> Sample:
 
 
 def _begun(sample: Sample) -> Sample:
-    """Return a sample whose first label is masked: nothing before a document predicts its first
-    token. Raises SampleFault where it has no token."""
+    """Return a sample with its first label masked, since nothing predicts a document's first token.
+    Raises SampleFault where it has no token."""
     if not len(sample.ids):
         raise SampleFault("an empty sample (no tokens); remove the record")
     sample.labels[0] = NOT_TRAINED

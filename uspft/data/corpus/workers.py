@@ -25,7 +25,7 @@ from uspft.data.samples import Entry, Record, Sample
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 _BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512
@@ -35,7 +35,7 @@ SHRINKS = 4
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A file or split of source number `source`, with what the recipe says of its records."""
+    """A file or split, the number of its source, and what the recipe says of its records."""
 
     source: int
     asked: Naming
@@ -59,10 +59,10 @@ class SourcePart:
 
 
 class Encoder:
-    """The step from records to tokens; tokenized records need no tokenizer. Threads may share it.
+    """What makes tokens of records; tokenized records need no tokenizer. Threads may share it.
 
-    Of several threads one at a time renders conversations, since transformers keeps track of a
-    template's marks in an object that calls share.
+    One thread at a time renders conversations: transformers keeps a template's marks in an object
+    that all calls share.
     """
 
     def __init__(self, tokeniser: TextTokeniser | None, vocab_size: int) -> None:
@@ -103,9 +103,9 @@ def encoder_of(
 
 @dataclass
 class Bundle:
-    """What one worker gets at a time: entries in reading order, each with the reader of its file.
+    """What a worker gets at a time: entries in the order of the files, each with its file's reader.
 
-    The first of a file are made records here, since they decide what shape all have. Records of a
+    The first ones of a file are made records before, since they decide its shape. Records of a
     table stay columns, which the worker unpacks.
     """
 
@@ -126,7 +126,7 @@ class Bundle:
         self.items.append((reader, kept))
 
     def samples(self, encoder: Encoder) -> list[Sample | BadRecord]:
-        """Return the samples that the objects are, and what is wrong with those that are none."""
+        """Return each entry as a sample, or as a BadRecord."""
         return [
             _sample(reader, one, encoder)
             for reader, item in self.items
@@ -166,10 +166,11 @@ WORTH_PROCESSES = 1 << 24
 """Bytes of data from which on processes work in place of threads, since their imports take time."""
 EACH_PROCESS = 1 << 22
 """Bytes of data that are worth one more process."""
-_IMPORTED = ("transformers.utils.chat_template_utils", "uspft.__main__", __name__)
+IMPORTED = ("transformers.utils.chat_template_utils", "uspft.__main__", __name__)
+"""What processes that tokenise find imported."""
 Samples = list[Sample | BadRecord]
 _given: list[Encoder] = []
-"""In a process that works: the encoder that it was begun with."""
+"""In a process of the pool: the encoder that it started with."""
 
 
 @contextmanager
@@ -180,7 +181,7 @@ def processes_for(parts: list[SourcePart], workers: int) -> Iterator[ProcessPool
     if workers == 1 or size < WORTH_PROCESSES:
         yield None
         return
-    pool = ProcessPool(min(workers, 1 + size // EACH_PROCESS), _IMPORTED)
+    pool = ProcessPool(min(workers, 1 + size // EACH_PROCESS), IMPORTED)
     try:
         yield pool
     finally:
@@ -193,9 +194,9 @@ def tokenised(
     """Yield the samples of all parts in order, whatever the workers, some at a time, with the bytes
     or hub records that these were.
 
-    workers: processes, or a number of threads; the caller's thread reads files and no more. full:
-    the sources of which no more is wanted; what was read ahead of them comes all the same. Only a
-    few bundles are in memory at a time. Raises RunFailed where a process is killed.
+    workers: processes, or a number of threads; the caller's thread only reads files. full: the
+    sources that are read no further, which may grow meanwhile; what was read before comes all the
+    same. A few bundles are in memory at a time. Raises RunFailed where a process is killed.
     """
     every = bundles(parts, full)
     if isinstance(workers, int):
@@ -218,7 +219,7 @@ def tokenised(
 def _in_order(
     every: Iterator[Bundle], submit: Callable[[Bundle], Future[Samples]], most: int
 ) -> Iterator[tuple[Samples, int]]:
-    """Yield the samples of bundles in their order, of which `most` are worked on or wait."""
+    """Yield the samples of bundles in their order; up to `most` bundles are submitted ahead."""
     pending: deque[tuple[Future[Samples], int]] = deque()
     for bundle in every:
         pending.append((submit(bundle), bundle.size))

@@ -1,4 +1,4 @@
-"""Files as decompressed bytes, and what is wrong with bytes that are no text in UTF-8."""
+"""Files as decompressed bytes, and what is wrong with bytes that are not UTF-8: their encoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, cast
 
-from uspft.data.faults import SampleFault
 from uspft.data.files.sources import SourceFile
 
 BOM = b"\xef\xbb\xbf"
@@ -32,7 +31,7 @@ _KINDS = (  # how they begin; what they are; the ending that says so, or none th
 
 
 def opened(file: SourceFile) -> tuple[IO[bytes], Callable[[], int]]:
-    """Open a file; return it decompressed, and a function that tells how far it was read."""
+    """Open a file; return it decompressed, and a function for the bytes of the file read so far."""
     raw = file.path.open("rb")
     if file.packed == ".gz":
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)), raw.tell
@@ -62,7 +61,7 @@ def other_kind(file: SourceFile) -> str:
 
 
 def nul() -> str:
-    """Return what is wrong with text that holds NUL bytes, and the remedy."""
+    """Return the message for text with NUL bytes."""
     return "holds NUL bytes: UTF-16, or no text at all; save it as UTF-8, or leave it out"
 
 
@@ -79,7 +78,7 @@ _LATIN = "àáâãäåæçèéêëìíîïñòóôõöøùúûüýÿßœÀÁÂÄ
 
 @dataclass(frozen=True)
 class _Encoding:
-    """An encoding, with what texts in it are like beyond ASCII."""
+    """An encoding, and what the characters beyond ASCII of its texts are like."""
 
     name: str
     common: str
@@ -123,18 +122,6 @@ _ENCODINGS = (
     _Encoding("cp1252", _LATIN, 0.9, most=2.0),
     _Encoding("cp1250", "ąćęłńóśźżčďěňřšťůžýáéíúôöüőűăâîțșŁŚŻŽŠČ„”“’–—…«»", 0.9, most=2.0),
 )
-
-
-class NotUtf8(SampleFault):
-    """A line is no UTF-8 from byte `start` on; whoever knows its file says which encoding it is."""
-
-    def __init__(self, line: bytes, start: int) -> None:
-        super().__init__(line, start)
-        self.line, self.start = line, start
-
-    def told(self, file: SourceFile) -> str:
-        """Return what is wrong and the remedy."""
-        return not_utf8(file, self.line, self.start)
 
 
 def not_utf8(file: SourceFile, content: bytes, start: int) -> str:
@@ -202,7 +189,7 @@ def _beyond_ascii(content: bytes, name: str) -> list[str]:
 
 
 def _is_mostly_utf8(content: bytes) -> bool:
-    """Tell whether most of what is beyond ASCII is UTF-8: then few bytes of it are damaged."""
+    """Tell whether most bytes beyond ASCII are UTF-8: then it is a damaged file in UTF-8."""
     wrong = every = 0
     for start in range(0, len(content), _PIECE):
         text = content[start : start + _PIECE].decode("utf-8", "replace")

@@ -15,7 +15,7 @@ from uspft.data.samples import Entry
 
 _DELIMITERS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
 _OTHER_DELIMITERS = {";": "", "|": "", "\t": "call it .tsv", ",": "call it .csv"}
-"""What else columns may stand apart by, and what to do where it is that."""
+"""Other characters that may separate columns, and the remedy where one of them does."""
 _REST = "nothing from here on is read"
 
 
@@ -63,7 +63,7 @@ def _bad(file: SourceFile, line: int, fault: SampleFault) -> BadRecord:
 
 
 class _Lines:
-    """The lines of a table as text, and what is wrong with those since it was last asked."""
+    """The lines of a file as text. What is no text is noted, and read with U+FFFD in its place."""
 
     def __init__(self, file: SourceFile, handle: IO[bytes], longest: int) -> None:
         self._file, self._handle, self._longest = file, handle, longest
@@ -71,7 +71,7 @@ class _Lines:
         self.ended = False
 
     def taken(self) -> tuple[int, SampleFault | None]:
-        """Return the first line that is no text, and what is wrong with it."""
+        """Return the first line since the last call that is no text, and what is wrong with it."""
         wrong, self._wrong = self._wrong, ""
         return self._line, SampleFault(wrong) if wrong else None
 
@@ -115,13 +115,13 @@ def _names(row: list[str], wrong: SampleFault | None, kind: str) -> list[str]:
 
 
 def _told(wrong: SampleFault, where: str) -> SampleFault:
-    """Return what is wrong with a line behind which nothing is read."""
+    """Return what is wrong with a line, saying that nothing behind it is read."""
     what, _, remedy = str(wrong).partition("; ")
     return SampleFault(f"{what}{where}: {_REST}; {remedy}")
 
 
 def _unread(error: csv.Error, longest: int) -> SampleFault:
-    """Return what is wrong where csv itself cannot read on."""
+    """Return the message for an error of the csv module, which ends the reading."""
     if "new-line" in str(error):
         return SampleFault(f"a line ends with CR alone: {_REST}; save it with ends of LF or CRLF")
     what = f"a value of more than {longest:,} characters" if "limit" in str(error) else str(error)

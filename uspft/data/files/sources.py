@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from uspft.data.faults import SHOWN_PLACES, grouped
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock, Source
-from collections.abc import Sequence
+    from uspft.config.inputs import DataBlock, Source
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 STDLIB = "python:stdlib"
@@ -43,11 +42,16 @@ _BINARY = re.compile(
     r"|pdf|pickle|pkl|png|pth?|pyc|safetensors|so|sqlite|tar|tgz|tfrecord|xlsx?|xz|zip)",
     re.IGNORECASE,
 )
+_DESCRIBES = re.compile(r"(readme|licen[cs]e)([._-].*)?", re.IGNORECASE)
+_INFOS = "dataset_infos.json"
+_TRAIN = ("train", "training")
+_OTHERS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
+_NO_LETTER = re.compile(r"[\W\d_]+")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file to read, with the name that the user gave it in `shown`.
+    """One file to read; shown: its name as the recipe has it, for messages.
 
     kind: json (Lines or an array), csv, tsv, parquet, arrow, megatron (an index, with the tokens'
     file beside it), or text, which is one sample.
@@ -67,13 +71,13 @@ class SourceFile:
 
     @property
     def packed(self) -> str:
-        """The ending that tells how the file is compressed, or an empty string."""
+        """The ending of the compression, or an empty string."""
         suffix = self.path.suffix.lower()
         return suffix if suffix in PACKED else ""
 
 
 def tokens_of(index: Path) -> Path:
-    """Return the file of an index's tokens, which lies beside it."""
+    """Return the file with an index's tokens."""
     return index.with_suffix(".bin")
 
 
@@ -84,7 +88,7 @@ def _suffix(path: Path) -> str:
 
 
 def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
-    """Return (key, what, remedy) for each fault of data.train and data.eval that listings show."""
+    """Return (key, what, remedy) for each fault of data.train and data.eval; no file is read."""
     problems: list[tuple[str, str, str]] = []
     for key, source in _keyed(data):
         declared = source.format or data.format
@@ -126,7 +130,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def list_files(name: str, declared: str) -> list[SourceFile]:
-    """Return the files of a source that is no hub data set, in reading order; [] if there is none.
+    """Return the files of a source that is no hub data set, in the order in which they are read.
 
     name: the source's path, as the recipe says. declared: its format.
     """
@@ -155,7 +159,7 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
 
 
 def describing_files(data: DataBlock) -> list[str]:
-    """Return one line for each folder of which files are no data but describe it."""
+    """Return a line for each folder with files that are not read, since they describe its data."""
     lines = []
     for _, source in _keyed(data):
         folder = Path(source.path).expanduser()
@@ -175,7 +179,7 @@ def is_saved(name: str) -> bool:
 
 
 def _index_problems(key: str, source: Source, declared: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what is wrong with what is said of Megatron's index, or of a source that is none."""
+    """Yield each setting for Megatron's index on a source that is none, and the other way round."""
     elsewhere = is_hub_id(source.path) or is_saved(source.path) or source.path == STDLIB
     files = [] if elsewhere else list_files(source.path, declared)
     indexed = bool(files) and all(file.kind == "megatron" for file in files)
@@ -190,7 +194,7 @@ def _index_problems(key: str, source: Source, declared: str) -> Iterator[tuple[s
 
 
 def _split_problems(key: str, source: Source) -> Iterator[tuple[str, str, str]]:
-    """Yield what is wrong with the name and split of a folder that `save_to_disk` wrote."""
+    """Yield what is wrong with `name` and `split` of a source that `save_to_disk` wrote."""
     if source.name is not None:
         what = f"name {source.name!r} means nothing for a saved data set"
         yield f"{key}.name", what, "leave it out; only a hub data set has it"
@@ -267,7 +271,7 @@ def _mixed_splits(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str
 
 
 def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield each file that its name says to be none that is read, why, and the remedy.
+    """Yield each file that cannot be read, as its name says; why, and the remedy.
 
     declared: the source's format. alone: whether it is that file, and not a folder or a glob.
     """
@@ -308,18 +312,9 @@ def _standard_library() -> Iterator[SourceFile]:
         yield SourceFile(path, shown, "text", library=True)
 
 
-_DESCRIBES = re.compile(r"(readme|licen[cs]e)([._-].*)?", re.IGNORECASE)
-_INFOS = "dataset_infos.json"
-_TRAIN = ("train", "training")
-_OTHERS = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
-_NO_LETTER = re.compile(r"[\W\d_]+")
-
-
 def describing(files: Sequence[Path]) -> list[Path]:
-    """Return those of a folder's files that describe its records, which lie beside or below them.
-
-    Files with an ending of records are such records, but for `dataset_infos.json`.
-    """
+    """Return those of a folder's files that describe its data and are none: a README, a licence,
+    `dataset_infos.json`, in the folder of files with an ending of KINDS, or above it."""
     records = {path for path in files if _suffix(path) in KINDS and path.name != _INFOS}
     around = {folder for path in records for folder in path.parents}
     return [

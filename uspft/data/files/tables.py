@@ -1,6 +1,6 @@
 """Tables by pyarrow: Parquet, Arrow, and the sets of `datasets` (of the hub or `save_to_disk`).
 
-A few records travel as columns, which any process can unpack.
+Records of files go as columns, some at a time, to the process that tokenises and unpacks them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uspft.data.samples import Entry
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
-    from uspft.config.recipe import Source
+    from uspft.config.inputs import Source
     from uspft.data.files.sources import SourceFile
 
 _HASH_RECORDS = 1000
@@ -28,7 +28,7 @@ _HUB_SECONDS = 10
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set; its record n, from 1, stands for line n of a file."""
+    """One split of a data set; messages have a record's number, from 1, where a file has a line."""
 
     dataset: Any  # datasets.Dataset
     shown: str
@@ -54,7 +54,7 @@ class HubSplit:
 
 
 class _HashSink:
-    """A file, as far as pyarrow can tell, which only hashes what is written to it."""
+    """A file for pyarrow to write to, which only hashes what is written."""
 
     closed = False
 
@@ -66,7 +66,7 @@ class _HashSink:
         return len(content)
 
     def flush(self) -> None:
-        """Do nothing, since nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
 
 def load_saved(source: Source) -> HubSplit:
@@ -129,14 +129,14 @@ def _is_cached(name: str) -> bool:
 
 
 RECORDS, BYTES = 256, 1 << 19
-"""Records and bytes that columns have at most, unless one record is larger."""
+"""The most records and bytes of one Columns, unless a single record is larger."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Consecutive records of a table, as bytes of an Arrow stream: what they hold is not unpacked.
+    """Consecutive records of a table, not unpacked: the bytes of an Arrow stream.
 
-    first: the number of the first, counted from 1. size: bytes of the file for each, about.
+    first: the number of the first, counted from 1. size: about how many bytes of the file each has.
     """
 
     shown: str
@@ -146,7 +146,7 @@ class Columns:
     stream: bytes
 
     def entries(self) -> Iterator[Entry | BadRecord]:
-        """Yield the records, or what is wrong with one of which Python has no value."""
+        """Yield the records, or a BadRecord where Python has no value for one."""
         for line, fields in enumerate(self._records(), self.first):
             if isinstance(fields, SampleFault):
                 yield BadRecord(place(self.shown, line), str(fields))
@@ -165,7 +165,7 @@ class Columns:
 
 
 def _record(row: pa.Table) -> dict[str, Any] | SampleFault:
-    """Return the one record of a table, or what is wrong with the first field that has no value."""
+    """Return a table's only record, or the fault of its first field without a value in Python."""
     fields = {}
     for name in row.column_names:
         try:
@@ -200,7 +200,7 @@ def tables(
 
 
 def parquet_bytes(path: Path) -> int:
-    """Return what a file's columns take unpacked; what the file takes where it cannot be read."""
+    """Return the bytes of a file's columns, unpacked; of one that cannot be read, its size."""
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
@@ -254,7 +254,7 @@ def opened_arrow(source: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 
 def _stream(batch: pa.RecordBatch) -> bytes:
-    """Return a batch as bytes; of one that is a slice, pickle would write the whole."""
+    """Return a batch as an Arrow stream: of a slice, pickle would write the whole that it is of."""
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()

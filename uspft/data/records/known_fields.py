@@ -1,7 +1,7 @@
 """Every field of records and key of turns that is known by its name, and what becomes of it.
 
-All else here knows names by this table: the shapes, what is refused, the hints about names that
-come close, and docs/coming-from.md, which is made of it (`reference`).
+The shapes of records, what is refused, the hints for misspelt names and the table of
+docs/coming-from.md (`data/reference`) all follow from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 RECORD, TURN = "a record", "a turn"
 AXOLOTL, FACTORY, SWIFT, TRL, OPENAI = "axolotl", "LLaMA-Factory", "ms-swift", "TRL", "OpenAI"
 _EMPTY = ("", "[]", "{}", "null", "None", "nan", "NaN")
-"""Texts that stand for no value, as tables of text have them."""
+"""How tables of text write that there is no value."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class KnownField:
     also: tuple[str, ...] = ()
     """Names that are read as this one where a record or a turn has no field of this name."""
     often: tuple[str, ...] = ()
-    """What others often call it: what a hint proposes to map."""
+    """Names that others give it: a hint proposes to map them to this one."""
     tools: tuple[str, ...] = ()
     """Which tools have data with this field."""
 
@@ -40,7 +40,7 @@ class Refused(KnownField):
     when: Callable[[Any], bool] = lambda value: not is_empty(value)
     """Whether a value is one with which the sample is refused."""
     harmless: Callable[[Any], bool] = lambda value: is_empty(value)  # noqa: PLW0108  it is below
-    """Whether a value asks for nothing; one that is neither is a field that is not used."""
+    """Whether a value may be ignored; with another that is not refused, the field is not used."""
     why: str = ""
     remedy: str = "write data.fields: {{{name}: null}} to leave it alone"
     """`{name}` in it is the field's."""
@@ -62,7 +62,7 @@ class Refused(KnownField):
 
 
 def is_empty(value: Any) -> bool:
-    """Tell whether a value says nothing: null, an empty text, or a list or object of such."""
+    """Tell whether a value is null, an empty text, or a list or object of such."""
     if isinstance(value, list | tuple):
         return all(map(is_empty, value))
     if isinstance(value, dict):
@@ -203,7 +203,7 @@ MASKS = (
     ),
     KnownField("attention_mask", "left out; where it hides a token, refused: padding is made here"),
 )
-"""Fields beside token ids that say which of them count."""
+"""Masks beside token ids."""
 
 _PREFERENCE = f"is there, and {PREFERENCES}"
 _MEDIUM = "is there, and only text is trained"
@@ -384,7 +384,7 @@ LIKELY = {
 
 @dataclass(frozen=True)
 class RecordShape:
-    """A shape of records: the fields that tell it, those that it may have, and its formats.
+    """A shape of records: the fields by which it is known, others that it may have, its formats.
 
     The first format is that of `auto`.
     """

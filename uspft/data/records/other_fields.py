@@ -72,7 +72,7 @@ def others_of(names: Collection[str], shape: RecordShape, asked: Naming) -> Othe
 
 
 def looked_at(names: Collection[str], shape: RecordShape, asked: Naming) -> set[str]:
-    """Return which of these (our) names are read from a table beside those of a shape."""
+    """Return which columns of these (our) names are read though the shape does not take them."""
     others = others_of(names, shape, asked)
     return {*(one.name for one in others.refused), *masks_of(names, shape)}
 
@@ -97,7 +97,7 @@ def masks_of(names: Collection[str], shape: RecordShape) -> set[str]:
 
 
 def chosen_alone(fields: Collection[str]) -> str:
-    """Return how the chosen answers alone are trained on, of a record with preferences.
+    """Return what to write so that the chosen answers of preferences are trained on alone.
 
     fields: a record's, under its own names, or these alone.
     """
@@ -132,13 +132,13 @@ def _mapped(values: Fields, chosen: str) -> str:
 SHOW = "data/README.md shows the shapes"
 _OFTEN = {field.name: (*field.also, *field.often) for field in FIELDS}
 _MEANT = {*NAMES, *chain.from_iterable(_OFTEN.values())}
-"""Names that are words of their own, and no misspelt others."""
+"""Names that are known, and so are no misspelling of another."""
 _PLAIN = re.compile(r"[^\W\d][\w.-]*")
 _YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
 def mapping(fields: Collection[str], asked: Naming) -> str:
-    """Return what to do: the mapping to write where fields are named almost like a shape's."""
+    """Return the remedy for a record of no shape: a mapping where one is likely."""
     needed = {need for shape in SHAPES for need in shape.required} - set(fields)
     if absent := [theirs for ours, theirs in asked.names.items() if theirs and ours in needed]:
         return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
@@ -194,7 +194,7 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _may_be(ours: str, name: str, value: Any) -> bool:
-    """Tell whether a field can be what we call `ours`; its value is None where it is not known."""
+    """Tell whether a field may be what we call `ours`. value: None where it is not known."""
     if ours in ("messages", "input_ids"):
         text = ours == "messages" and isinstance(value, str) and value.lstrip().startswith("[")
         return value is None or isinstance(value, list) or text

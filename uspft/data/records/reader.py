@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from uspft.data.faults import BadRecord, SampleFault
-from uspft.data.files.decoding import NotUtf8
-from uspft.data.files.readers import fields_of, objects
+from uspft.data.files.json_files import fields_of
+from uspft.data.files.readers import objects
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import HubSplit, with_values
 from uspft.data.records.known_fields import FORMATS, RecordShape
@@ -31,14 +31,15 @@ from uspft.data.samples import Entry, Origin, Record
 class Reader:
     """What makes checked records of the objects of one file or split, in order.
 
-    The fields of the first good record decide what all have: one file has one shape. Once they have
-    decided (`settled`), records may be made in any order, by copies in other processes too.
+    A file has one shape, which the fields of its first good record decide. Once it is decided
+    (`settled`), records may be made in any order, also by copies of this reader elsewhere.
     """
 
     def __init__(self, content: SourceFile | HubSplit, asked: Naming, number: int = 0) -> None:
-        """number: that of the file or split among all that are read."""
+        """number: of the file or split, among all that are read."""
         self.shown = content.shown
         self._asked, self._number = asked, number
+        # Not a hub's split, all of which would go to the processes that copies work in.
         self._file = content if isinstance(content, SourceFile) else None
         kind = self._file.kind if self._file else ""
         self._text, self._indexed = kind == "text", kind == "megatron"
@@ -49,7 +50,7 @@ class Reader:
 
     @property
     def settled(self) -> bool:
-        """Whether it is decided what records look like."""
+        """Whether the shape of the records is decided."""
         return self._text or self._indexed or bool(self._format)
 
     def columns(self, content: SourceFile | HubSplit, names: list[str]) -> list[str]:
@@ -60,31 +61,29 @@ class Reader:
         return read
 
     def record(self, item: Entry | BadRecord) -> Record | BadRecord:
-        """Return the record that an object is, or what is wrong with it."""
+        """Return an entry as a checked record, or what is wrong with it."""
         if isinstance(item, BadRecord):
             return replace(item, file=self._number)
         origin = Origin(self._number, item.line, item.number)
         try:
             if self._text:
-                return Record("text", checked(fields_of(item), "text"), origin, "text")
+                fields = checked(fields_of(item, self._file), "text")
+                return Record("text", fields, origin, "text")
             if self._indexed:
                 words = "" if self._format else "Megatron's index"
                 self._format = "tokenized"
-                return Record("tokenized", fields_of(item), origin, words)
+                return Record("tokenized", fields_of(item, self._file), origin, words)
             return self._shaped(item, origin)
         except SampleFault as fault:
             self._shape = self._shape if self.settled else None
-            told = str(fault)
-            if isinstance(fault, NotUtf8) and self._file:
-                told = fault.told(self._file)
-            return self.refused(origin, told)
+            return self.refused(origin, str(fault))
 
     def refused(self, origin: Origin, what: str) -> BadRecord:
         """Return the fault of a record that was read there."""
         return BadRecord(origin.place(self.shown), what, origin.file)
 
     def _shaped(self, item: Entry, origin: Origin) -> Record:
-        own, asked = fields_of(item), self._asked
+        own, asked = fields_of(item, self._file), self._asked
         fields = renamed(own, asked)
         shape = self._shape = self._shape or recognised(fields, asked)
         names = frozenset(fields)
@@ -124,8 +123,8 @@ def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None
 
 
 def pair_notes(first: Sequence[Record], templated: bool) -> list[str]:
-    """Return what to know of pairs that train as plain text, since few mean them so beside
-    conversations or a chat template.
+    """Return a note on pairs that train as plain text where there are conversations or a chat
+    template too: few mean that.
 
     first: of each file its first record. templated: whether there is a chat template.
     """

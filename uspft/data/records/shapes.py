@@ -52,11 +52,11 @@ _ANSWER = " ASSISTANT: "
 
 @dataclass(frozen=True)
 class Prompt:
-    """What stands before an answer; {instruction} and {input} in it stand for a record's."""
+    """The text before an answer, with {instruction} and {input} for those of a record."""
 
     plain: str
     paired: str
-    """Where there is an input."""
+    """The text where there is an input."""
 
     def write(self, instruction: str, more: str) -> str:
         """Return the prompt of an instruction. more: its input; an empty text is none."""
@@ -169,7 +169,7 @@ def columns(names: Collection[str], asked: Naming) -> list[str]:
 
 
 def own_name(name: str, fields: Collection[str], asked: Naming) -> str:
-    """Return what a record calls one of our fields; the record has it.
+    """Return the record's own name of one of our fields, which it has.
 
     fields: the record's own.
     """
@@ -217,7 +217,7 @@ def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fiel
 
 
 def _masked(fields: Fields, shape: RecordShape) -> Fields:
-    """Return token ids with the labels that a mask beside them says. Raises SampleFault."""
+    """Return token ids with labels made of the mask beside them. Raises SampleFault."""
     ids = fields["input_ids"]
     for name in masks_of(fields, shape):
         mask = fields[name]
@@ -269,7 +269,7 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
 
 
 def _require_instruction(fields: Fields, shape: RecordShape, asked: Naming) -> None:
-    """Check that sentences can stand around a pair's instruction. Raises SampleFault."""
+    """Check that data.prompt_template can be used on a pair. Raises SampleFault."""
     first, last = shape.required
     what = f"data.prompt_template {asked.prompt} writes an instruction"
     if shape.name != ALPACA:
@@ -299,7 +299,7 @@ def _opened(fields: Fields, first: str) -> Fields:
 
 
 def _talk(fields: Fields, turns: list[Any], asked: Naming) -> tuple[str, Fields]:
-    """Return a pair as a conversation, behind what came before it and the system's message."""
+    """Return a pair as a conversation, with the system message and the history before it."""
     return "messages", _chat(fields, _with_system([*_earlier(fields, asked), *turns], fields))
 
 

@@ -98,7 +98,7 @@ def _turn(turn: Fields, asked: Naming, here: str) -> Fields:
 
 
 def _weighed(turn: Fields, here: str) -> Fields:
-    """Return a turn whose mask is called weight, whatever it is called in others' words.
+    """Return a turn with its mask under the name weight, whichever of the known names it has.
 
     Raises SampleFault where it is no mask, or where two masks differ.
     """
@@ -131,9 +131,9 @@ def _called(turn: Fields, given: Any) -> Fields:
 
 
 def as_given(what: str, system_added: bool) -> str:
-    """Return what is wrong with turns, counted as the record has them.
+    """Return a message on turns with the numbers that they have in the record.
 
-    system_added: whether the first turn was made of a field `system`.
+    system_added: whether a field `system` of the record was put before them as a turn.
     """
     if not system_added:
         return what
@@ -164,11 +164,11 @@ _RENDERING = {
     "continue_final_message",
     "return_assistant_tokens_mask",
 }
-"""What a rendering is asked with, and is no setting of a template."""
+"""Arguments of rendering itself, which are no settings of a template."""
 
 
 _UNWANTED = {"\0": "a NUL (U+0000)", "\ufeff": A_MARK}
-"""Characters that no text is meant to have, and what they are called."""
+"""Characters that are refused in texts, and their names."""
 
 
 def check_text(name: str, value: Any) -> None:
@@ -218,7 +218,7 @@ def check_tools(name: str, value: Any) -> None:
 
 
 def check_settings(name: str, value: Any) -> None:
-    """Check that a value is an object, whose keys leave alone what rendering is asked with."""
+    """Check that a value is an object without keys that are arguments of rendering itself."""
     if not isinstance(value, dict):
         raise SampleFault(f"{name} is {a_kind(value)}; write an object")
     if ours := [key for key in value if key in _RENDERING]:

@@ -138,7 +138,7 @@ class RowLoader(ABC):
     """
 
     counts = "rows"
-    """The word for what a step takes from the data, by number."""
+    """What a step takes from the data, as messages call it."""
     worlds: Sequence[World] = ()
     """The live layout of each strategy, where the recipe has several."""
 
@@ -174,7 +174,7 @@ class RowLoader(ABC):
         self._thread.shutdown()
 
     def _drop(self) -> None:
-        """Give up what was begun and nobody has asked for, and the error that it may have met."""
+        """Give up the step that was begun, and the error that it may have met."""
         if self._ahead and not self._ahead[1].cancel():
             wait([self._ahead[1]])
         self._ahead = None
@@ -209,8 +209,8 @@ class RowLoader(ABC):
         return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
 
     def rows_of(self, step: int) -> range:
-        """Return the indices, in the stream, of what a step takes, from 1; the last step may have
-        fewer."""
+        """Return the indices in the stream of what a step takes; steps count from 1, and the last
+        one may have fewer."""
         first = (step - 1) * self._rows_per_step
         stop = first + self._rows_per_step
         return range(first, stop if self._last_row is None else min(stop, self._last_row))
@@ -294,16 +294,16 @@ class RowLoader(ABC):
         for batch in batches:
             world = batch.world
             rows = [self.row(index) for index in batch.rows]
-            said = self._share(world, self.documents(batch)).held
-            places = [np.arange(a, b) for a, b in said]
-            told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
-            held_here = [x.cpu().numpy() for x in told]
-            here = digest(np.concatenate(places or [held_here[0][:0]]), held_here)
+            expected = self._share(world, self.documents(batch)).held
+            places = [np.arange(a, b) for a, b in expected]
+            tensors = (batch.input_ids[0], batch.labels, batch.position_ids[0])
+            arrays = [x.cpu().numpy() for x in tensors]
+            here = digest(np.concatenate(places or [arrays[0][:0]]), arrays)
             each = [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
             in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
             whole = digest(np.arange(len(in_rows[0])), in_rows)
             held, wrong = total(
-                [here, float(said != batch.share.held)], world.mesh.context, world.device
+                [here, float(expected != batch.share.held)], world.mesh.context, world.device
             )
             if wrong or held % DIGEST != whole:
                 raise RuntimeError(

@@ -1,5 +1,5 @@
-"""Documents packed into rows, and the endless stream of these, in which any row is found by its
-index, the same on every machine."""
+"""Documents packed into rows, and the endless stream of rows, each of which follows from its index
+alone, on every machine alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from uspft.config.recipe import DataBlock
+    from uspft.config.inputs import DataBlock
 
 WINDOW_SAMPLES = 4096
 

@@ -15,9 +15,9 @@ from uspft.planner.products import parameters_of
 from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
+from uspft.planner.step import UPDATE_BYTES, zero_once
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import StageLayers, counts_of
-from uspft.planner.zero_time import UPDATE_BYTES, zero_once
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan

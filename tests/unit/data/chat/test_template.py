@@ -22,7 +22,7 @@ from tests.support.data_cases import (
 )
 from tests.support.launch import ROOT
 from tests.support.originals import original
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import Corpus, first_look, prepare, read_report
 from uspft.data.chat import template as chat_template
 from uspft.data.chat.template import (

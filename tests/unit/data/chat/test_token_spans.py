@@ -26,7 +26,7 @@ from uspft.data.chat.template import ChatTemplate
 from uspft.data.chat.token_spans import TokenBytes, tokenise_spans
 from uspft.data.faults import SampleFault
 from uspft.data.samples import Origin, Rendered
-from uspft.prepare.tokenizer import with_tokens
+from uspft.prepare.model import with_tokens
 
 CHATML = (TEMPLATES / "chatml.jinja").read_text()
 LLAMA3S = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from functools import partial
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
-from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from uspft.data import Corpus, DataError, corpora_in, empty, holding, prepare
 from uspft.lease import Lease
+
+SIZE = 50_000
+"""A vocabulary that has all ids of `write_lengths`."""
 
 
 def test_the_number_of_workers_changes_nothing(
@@ -146,33 +149,36 @@ def stopped_inside(number: int, path: Path, cache_dir: Path) -> None:
     def stop(done: int, total: int) -> None:
         os.kill(os.getpid(), number)
 
-    prepare(block(path), str(TOKENIZER), 8192, cache_dir, stop)
+    prepare(block(path), None, SIZE, cache_dir, stop)
 
 
 def test_what_a_killed_preparation_left_is_cleared_and_a_live_one_s_is_not(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", ({"text": f"{i} " * 50} for i in range(300)))
-    cache_dir = tmp_path / "cache"
+    path, cache_dir = write_lengths(tmp_path / "a.jsonl", [3] * 30), tmp_path / "cache"
 
-    def start(number: int) -> Forked:
-        return Forked([], tmp_path, before=partial(stopped_inside, number, path, cache_dir))
+    def start(number: int) -> ForkProcess:
+        process = get_context("fork").Process(target=stopped_inside, args=(number, path, cache_dir))
+        process.start()
+        return process
 
     waiting = start(signal.SIGSTOP)
     state, until = Path(f"/proc/{waiting.pid}/stat"), time.monotonic() + HANG_SECONDS
     while state.read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < until and waiting.poll() is None, waiting.communicate()
+        assert time.monotonic() < until and waiting.exitcode is None
         time.sleep(0.01)
     # begun last: one that began later would clear what the killed one left
-    assert start(signal.SIGKILL).wait(HANG_SECONDS) == -signal.SIGKILL
+    killed = start(signal.SIGKILL)
+    killed.join(HANG_SECONDS)
+    assert killed.exitcode == -signal.SIGKILL
     (cache_dir / ".mine").mkdir()
     left = {entry.name for entry in cache_dir.iterdir()} - {".mine"}
     assert len(left) == 2 and all(name.endswith(".partial") for name in left)
-    folder = prepare(block(path), str(TOKENIZER), 8192, cache_dir)
+    folder = prepare(block(path), None, SIZE, cache_dir)
     found = {entry.name for entry in cache_dir.iterdir()}
     assert len(found) == 3 and found > {".mine", folder.name} and len(found & left) == 1
     waiting.kill()
-    waiting.wait(HANG_SECONDS)
-    write_lines(path, [{"text": "other"}])
-    other = prepare(block(path), str(TOKENIZER), 8192, cache_dir)
+    waiting.join(HANG_SECONDS)
+    write_lengths(path, [2])
+    other = prepare(block(path), None, SIZE, cache_dir)
     assert {entry.name for entry in cache_dir.iterdir()} == {".mine", folder.name, other.name}
 
 

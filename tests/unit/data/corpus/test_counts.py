@@ -8,25 +8,25 @@ import pytest
 
 from tests.support.data_cases import block, faults_of, source, write_lengths, write_lines
 from uspft.data import Corpus, prepare, read_report
-from uspft.data.corpus.counts import mixed
+from uspft.data.corpus.counts import mix_lines, mixed
 
 
 def test_shares_are_of_tokens() -> None:
     sources = tuple(source(name, weight=weight) for name, weight in (("a", 3), ("b", 1)))
-    mix = mixed(sources, [100, 300])
+    times = mixed(sources, [100, 300])
     # 400 tokens an epoch: three quarters of them from the source that has a quarter.
-    assert mix.times == pytest.approx([3, 1 / 3])
-    assert mix.lines() == [
+    assert times == pytest.approx([3, 1 / 3])
+    assert mix_lines(sources, [100, 300], times) == [
         "a: 75.0% of an epoch, 100 tokens × 3",
         "b: 25.0% of an epoch, 300 tokens × 0.3333",
     ]
     plain = tuple(source(name) for name in "ab")
-    assert mixed(plain, [100, 300]).times == [1, 1]
-    assert mixed(plain, [100, 300]).lines()[1] == "b: 75.0% of an epoch, 300 tokens × 1"
-    assert mixed((source("a", weight=5),), [7]).times == [1]
-    assert mixed((source("a", weight=5),), [7]).lines() == []
+    assert mixed(plain, [100, 300]) == [1, 1]
+    assert mix_lines(plain, [100, 300], [1, 1])[1] == "b: 75.0% of an epoch, 300 tokens × 1"
+    assert mixed((source("a", weight=5),), [7]) == [1]
+    assert mix_lines((source("a", weight=5),), [7], [1]) == []
     # A source without samples takes no share of the others'.
-    assert mixed(sources, [0, 300]).times == [0, 1]
+    assert mixed(sources, [0, 300]) == [0, 1]
 
 
 def test_a_source_may_be_taken_in_part(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER, write_lines
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import DataError, first_look, prepare, read_report
 from uspft.data.corpus.first_look import RECORDS
 from uspft.data.files.sources import STDLIB

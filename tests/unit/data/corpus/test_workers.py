@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.data_cases import CHAT, TOKENIZER, block, write_lines
+from tests.support.data_cases import CHAT, TOKENIZER, block, write_lengths, write_lines
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
 from uspft.config.problems import RunFailed
@@ -28,6 +29,7 @@ from uspft.data.records.values import Naming
 from uspft.launcher.process_pool import ProcessPool
 
 LONG = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "漢字 🙂 " * 9}]
+TEXTS = [{"text": "a b c"}] * 60
 BAD = ["{", {"messages": [{"role": "robot", "content": "x"}]}, {"text": "another shape"}]
 
 
@@ -49,6 +51,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr("uspft.data.corpus.workers.BATCH_RECORDS", 3)
     monkeypatch.setattr("uspft.data.files.tables.RECORDS", 3)
     return found
+
+
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes import what texts alone need, since transformers takes them seconds."""
+    monkeypatch.setattr("uspft.data.corpus.workers.IMPORTED", ("uspft.data.corpus.workers",))
 
 
 def children(process: int) -> list[int]:
@@ -92,11 +100,12 @@ def test_processes_make_what_threads_make(
     assert kept[0] == kept[1] and '"bad": 18' in reports[0]
 
 
+@pytest.mark.usefixtures("imports")
 @pytest.mark.parametrize(("everyone", "how"), [(False, r"was killed \(SIGKILL\)"), (True, "ended")])
 def test_a_killed_process_is_told(
     tmp_path: Path, started: list[int], everyone: bool, how: str
 ) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [CHAT] * 60)
+    path = write_lines(tmp_path / "a.jsonl", TEXTS)
 
     def tick(done: int, total: int) -> None:
         forks = started[-1]
@@ -108,34 +117,45 @@ def test_a_killed_process_is_told(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.usefixtures("imports")
 def test_data_that_is_there_needs_no_processes(tmp_path: Path, started: list[int]) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [CHAT] * 9)
+    path = write_lines(tmp_path / "a.jsonl", TEXTS[:9])
     folders = {prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache") for _ in range(2)}
     assert len(folders) == 1 and len(started) == 2
     assert servers(os.getpid()) == []
 
 
-ENDED = """
+def lives(process: int) -> bool:
+    """Whether a process has not ended; whoever is to ask for its exit code may take seconds."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+ENDED = f"""
 import os, signal, sys
 from pathlib import Path
-from tests.support.data_cases import TOKENIZER, block
-from tests.unit.data.corpus.test_workers import children
+from uspft.config.inputs import DataBlock
 from uspft.data import prepare
 from uspft.data.corpus import workers
 workers.WORTH_PROCESSES, workers.EACH_PROCESS, workers.BATCH_RECORDS = 0, 1, 3
+workers.IMPORTED = (workers.__name__,)
+{getsource(children)}
 def tick(done, total):
     forks = children(os.getpid())  # and what multiprocessing keeps account of semaphores with
     print(*forks, *(child for one in forks for child in children(one)), flush=True)
     os.kill(os.getpid(), int(sys.argv[3]))
 try:
-    prepare(block(Path(sys.argv[1])), str(TOKENIZER), 8192, Path(sys.argv[2]), tick)
+    data = DataBlock.model_validate({{"train": sys.argv[1], "sequence_length": 8}})
+    prepare(data, None, 8192, Path(sys.argv[2]), tick)
 except KeyboardInterrupt:
     sys.exit(130)
 """
 
 
 def test_nothing_is_left_of_a_preparation_that_is_ended(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [CHAT] * 60)
+    path = write_lengths(tmp_path / "a.jsonl", [3] * 7 + [2] * 53)
     both = {}
     for number in (signal.SIGINT, signal.SIGKILL):  # side by side, since starting takes longest
         words = [sys.executable, "-c", ENDED, str(path), str(tmp_path / number.name)]
@@ -148,7 +168,7 @@ def test_nothing_is_left_of_a_preparation_that_is_ended(tmp_path: Path) -> None:
         workers = [int(word) for word in out.splitlines()[0].split()]
         assert len(workers) > 1
         until = time.monotonic() + HANG_SECONDS
-        while any(os.path.exists(f"/proc/{worker}") for worker in workers):
+        while any(map(lives, workers)):
             assert time.monotonic() < until, "a process is left"
             time.sleep(0.05)
         cache = tmp_path / number.name

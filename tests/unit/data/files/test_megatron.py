@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER, block, faults_of, source, write_lines
 from tests.support.megatron_index import CODES, written
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import Corpus, DataError, first_look, prepare, read_report, source_problems
 from uspft.data.faults import BadRecord
 from uspft.data.files.readers import objects
-from uspft.data.files.sources import list_files
+from uspft.data.files.sources import SourceFile, list_files
 
 DOCUMENTS = [[[5, 6, 7, 0]], [[8, 0]], [[9, 10], [11, 0]], [[12, 13, 14, 15, 0]]]
 WHOLE = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 0], [12, 13, 14, 15, 0]]
@@ -105,19 +105,20 @@ def told(tmp_path: Path, data: Any) -> str:
 
 
 def faults(index: Path) -> list[BadRecord]:
-    (file,) = list_files(str(index), "auto")
+    file = SourceFile(index, str(index), "megatron")
     return [one for one in objects(file, list) if isinstance(one, BadRecord)]
 
 
 def test_every_flipped_bit_of_an_index_is_told(tmp_path: Path) -> None:
     """Where each document is one sequence, no bit can be another without a line that names it."""
-    index = written(tmp_path / "a", SINGLE)
+    index = written(tmp_path / "a", SINGLE[:2])
     content = index.read_bytes()
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         index.write_bytes(flipped)
-        assert faults(index) and faults(index)[0].where.startswith(str(index)), bit
+        found = faults(index)
+        assert found and found[0].where.startswith(str(index)), bit
     index.write_bytes(content)
     assert not faults(index), "unharmed, it is read"
 

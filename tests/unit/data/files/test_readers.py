@@ -15,11 +15,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.data_cases import TOKENIZER, block, faults_of, source
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import Corpus, DataError, first_look, prepare, read_report
 from uspft.data.faults import BadRecord, SampleFault, place
-from uspft.data.files import json_array, readers
-from uspft.data.files.decoding import NotUtf8
+from uspft.data.files import json_files, readers
 from uspft.data.files.sources import SourceFile, list_files
 from uspft.data.samples import Entry
 
@@ -80,9 +79,7 @@ def _parsed(file: SourceFile, item: Entry | BadRecord) -> Entry | BadRecord:
     if isinstance(item, BadRecord):
         return item
     try:
-        return Entry(item.line, readers.fields_of(item), item.size, item.number)
-    except NotUtf8 as fault:
-        return BadRecord(place(file.shown, item.line, item.number), fault.told(file))
+        return Entry(item.line, json_files.fields_of(item, file), item.size, item.number)
     except SampleFault as fault:
         return BadRecord(place(file.shown, item.line, item.number), str(fault))
 
@@ -240,9 +237,9 @@ def test_arrays_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         tracemalloc.stop()
     # Read whole it was 40 MB: the file's bytes, and their text with four bytes a character.
-    assert count == 160 and path.stat().st_size > 8e6 and peak < 16 * json_array.PIECE < 2e7
+    assert count == 160 and path.stat().st_size > 8e6 and peak < 16 * json_files.PIECE < 2e7
     # Pieces that end anywhere, in characters, escapes, numbers and white space.
-    monkeypatch.setattr(json_array, "PIECE", 7)
+    monkeypatch.setattr(json_files, "PIECE", 7)
     odd = [
         {"a": 12345, "b": [True, -1.5e-300, None]},
         {"c": '"\\\u1234🙂é\n'},
@@ -416,7 +413,7 @@ def test_a_text_that_is_too_long_is_no_sample(
 def test_a_line_half_again_as_long_as_it_may_be_is_named_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "LONGEST_LINE", readers.LONGEST_LINE >> 3)
+    monkeypatch.setattr(readers, "LONGEST_LINE", readers.LONGEST_LINE >> 5)
     filler = b"a" * (readers.LONGEST_LINE * 3 // 2)
     long = b'{"text": "' + filler + b'"}'
     good = b'{"text": "a"}'

@@ -19,7 +19,7 @@ from tests.support.data_cases import (
     source,
     write_lines,
 )
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock
 from uspft.data import Corpus, first_look, not_checked, prepare, read_report, source_problems
 from uspft.data.files.sources import STDLIB, describing_files, is_hub_id, list_files, two_splits
 

@@ -9,8 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.data_cases import TOKENIZER, block, faults_of, source, write_lines
-from uspft.config.inputs import Sentences
-from uspft.config.recipe import DataBlock
+from uspft.config.inputs import DataBlock, Sentences
 from uspft.data import Corpus, DataError, first_look, prepare, read_report
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.files.sources import SourceFile

@@ -11,9 +11,9 @@ import pytest
 from tests.support.problems import BASE, lines
 from uspft.config import Recipe, RecipeError, load
 from uspft.config.messages import choices
-from uspft.config.others import table_of
+from uspft.config.other_tools import table_of
 from uspft.config.reference import blocks, keys
-from uspft.config.yaml.unknown import mappings
+from uspft.config.unknown import mappings
 
 DERIVED = {
     row.key.removeprefix("deepspeed."): row.to

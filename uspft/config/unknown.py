@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 from uspft.config.deepspeed_fields import REMOVED
+from uspft.config.document import Tree
 from uspft.config.messages import Node, choices, inside, meant_key, misspelt, schema_of, shown
-from uspft.config.others import hint_of, table_of
+from uspft.config.other_tools import hint_of, table_of
 from uspft.config.problems import COMMAND_LINE, Finding, join
 from uspft.config.recipe import Recipe
-from uspft.config.yaml.document import Tree
 
 _BY_THEMSELVES = (".fields", ".rope_scaling")  # their types say more of an unknown key
 _ADAPTER = "model.adapter"

@@ -12,12 +12,11 @@ import yaml
 from tests.support.converted import EXAMPLES
 from tests.support.problems import lines
 from uspft.config import load
-from uspft.config.others import TOOLS, hint_of, table_of, tool_of
-from uspft.config.others.table import FOLDER
+from uspft.config.document import parse
+from uspft.config.other_tools import FOLDER, TOOLS, hint_of, table_of, tool_of
 from uspft.config.problems import InputError
 from uspft.config.recipe import Recipe
-from uspft.config.yaml.document import parse
-from uspft.config.yaml.unknown import mappings
+from uspft.config.unknown import mappings
 
 TABLES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
@@ -52,7 +51,7 @@ def test_no_key_has_two_rows(name: str) -> None:
 
 
 def test_a_row_that_says_more_than_a_row_does_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from uspft.config.others import table
+    from uspft.config import other_tools as table
 
     for said in ('{same: seed, ignore: "no"}', "{same: seed, when: 1}", "{ignore: 3}", "{}"):
         monkeypatch.setattr(table, "text_of_table", lambda tool, said=said: f'"":\n  key: {said}\n')

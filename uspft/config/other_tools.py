@@ -1,4 +1,4 @@
-"""The tables of other tools' keys: what becomes of each, as TOOL.yaml beside this file says; and
+"""The tables of other tools' keys: what becomes of each, as others/TOOL.yaml says; and
 what a key or a whole file that is no recipe's was meant to be by them.
 
 A row is `KEY: {BECOMES: …}` in the block of its section:
@@ -24,7 +24,7 @@ import yaml
 
 from uspft.config.problems import join
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).with_name("others")
 Becomes = Literal["same", "translate", "ignore", "refuse"]
 BECOMES: tuple[Becomes, ...] = ("same", "translate", "ignore", "refuse")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.hangs import HANG_SECONDS
 from uspft.config import RecipeError, as_tree, dump, load
-from uspft.config.yaml.document import bare, meant, parse, plain, token_count
+from uspft.config.document import bare, meant, parse, plain, token_count
 
 GOOD = """\
 model: {name_or_path: org/name}

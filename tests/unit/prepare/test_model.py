@@ -17,8 +17,7 @@ from uspft.config import Fault, RecipeError
 from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, GrownWeights, WeightsError
 from uspft.prepare.examine import examine
-from uspft.prepare.model import examine_model
-from uspft.prepare.tokenizer import fetched, with_tokens
+from uspft.prepare.model import examine_model, fetched, with_tokens
 
 NEW = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TABLE = "model.embed_tokens.weight"

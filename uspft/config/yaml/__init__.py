@@ -1,1 +1,0 @@
-"""YAML files and a command line are read here as a recipe, or as every problem at once."""
