@@ -135,6 +135,8 @@ def test_what_no_product_hides_is_told_by_kind() -> None:
     less = waited(run, "MeshSlice", best)
     assert sum(less.values()) == pytest.approx(best.seconds - run.ideal_seconds)
     assert less["transfers"] < kinds["transfers"] / 2
+    panels = baseline(run, "SUMMA")
+    assert panels and waited(run, "SUMMA", panels)["synchronisation"] > kinds["synchronisation"]
 
 
 def test_the_simulation_calls_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
