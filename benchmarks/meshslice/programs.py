@@ -81,7 +81,8 @@ class Program:
         brought_by: int | None = None,
     ) -> int:
         """Add a message to the next chip; of_bytes: those that it reads and writes."""
-        return self._add(Task(axis, seconds, _those(after), brought_by, of_bytes))
+        moved = 0.0 if "transfers" in self.torus.free else of_bytes
+        return self._add(Task(axis, seconds, _those(after), brought_by, moved))
 
     def collective(self, axis: Axis, kind: Moved, whole: float, *after: int | None) -> int | None:
         """Add a ring's hops, of which the first is launched; return the last of them."""

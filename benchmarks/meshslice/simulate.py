@@ -182,7 +182,8 @@ def waited(run: Run, name: str, found: Found) -> dict[str, float]:
     """Return the seconds of an algorithm behind which no product is at work, by what they are.
 
     They are how much shorter it gets as launches, then synchronisation, then transfers cost
-    nothing. What is left beside products is memory's: copies, sums, and tasks that share it.
+    nothing, in memory either. What is left beside products is memory's: copies, and sums and
+    products that it holds up.
     """
     kinds = get_args(Waited)
 
