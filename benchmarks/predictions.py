@@ -29,7 +29,7 @@ from uspft.prepare.memory import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, make_algorithm
 from uspft.tensor.megatron import Megatron
-from uspft.verify.verdict import FIXED, PLAIN
+from uspft.verify.report import FIXED, PLAIN
 
 RECIPES, MIB = ROOT / "recipes", 2**20
 LONGEST = {

@@ -20,13 +20,12 @@ from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job
 from uspft.layout import settled_layout
 from uspft.mesh import Groups
-from uspft.model.build import empty_model
+from uspft.model.build import choose_trained, empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import heads_of_layers, model_config, shared_window, softcap_of
-from uspft.model.linear_probe import believe_linear_layers
+from uspft.model.linear import believe_linear_layers
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.tile_sizes import tile_tokens
-from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
@@ -79,29 +78,31 @@ def assemble(
     recipe = job.here
     moves = recipe.parallel_config.switching == "move"
 
-    # Layouts: process groups, the algorithms that split rows and matrices, the attention kernel.
+    # Layouts: process groups, the algorithms that split rows and matrices, stages, the kernel.
     config = model_config(recipe.model, recipe.data.sequence_length)
     attention = heads_of_layers(config), shared_window(config), softcap_of(config)
     parallel, layout = recipe.parallel_config, settled_layout(recipe.parallel_config)
+    order = schedule_of(parallel)
     cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
     worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
     world = worlds[-1]  # of the longest rows
     by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
-    under = by_degree if moves else by_degree[:1]  # the last is how weights are held
+    under = by_degree if moves else by_degree[:1]  # weights are stored under each of these
     most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
+    stages = {one: stages_of(of) for one, of in zip(worlds, layouts_of(recipe), strict=True)}
 
-    # Rows: the first step's are made while the model is.
+    # Rows: those of the first step are made in the background while the model is built.
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     first_step = checkpoint.step if checkpoint else 0
     loader = training_loader(job, worlds, under, groups, orders)
     loader.begin(first_step + 1)
+    evaluation = evaluation_sets(job, world)
 
     # The model, filled with the parts of its parameters that this rank holds.
     dtype = getattr(torch, recipe.model.dtype)
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     believe_linear_layers(model, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
-    stages = {one: stages_of(of) for one, of in zip(worlds, layouts_of(recipe), strict=True)}
     shards = [
         shards_under(model, one, tensor_of_rows=most, stages=stages[one], moves=moves)
         for one in under
@@ -115,15 +116,15 @@ def assemble(
     recompute, offload = save_memory(model, recipe.memory, stages[world])
 
     # What is trained: embedding, layers and head, and the objective that calls them.
-    tile, held = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
-    parts = CausalModel(model, tile, None if moves else held, recompute, offload=offload)
+    tile, stored = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
+    parts = CausalModel(model, tile, None if moves else stored, recompute, offload=offload)
     objective = make_objective(recipe.training.objective, config)
     engine: Engine
     module: LossModule = TrainedModel(parts, objective)
-    staged = {}  # by how many stages there are, those of this rank and what runs them
+    staged = {}  # by the number of stages: this rank's stages as one module, and their pipeline
     for one in under:
         if (here := stages[one]) and one.layout.pipeline not in staged:
-            order, tied = schedule_of(parallel), None if moves else holders
+            tied = None if moves else holders
             made = pipelined(parts, objective, here, one.mesh, order, groups, device, tied)
             staged[one.layout.pipeline] = made
     if moves:
@@ -135,5 +136,4 @@ def assemble(
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
-    evaluation = evaluation_sets(job, world)
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)

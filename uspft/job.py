@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter, with_config
+
 from uspft import __version__
 from uspft.config import Recipe, as_tree, dump, load
 from uspft.config.problems import RunFailed
@@ -80,6 +82,7 @@ class Serving(NamedTuple):
     """The contents of generation_config.json; empty: there is none."""
 
 
+@with_config(ConfigDict(arbitrary_types_allowed=True))
 @dataclass(frozen=True)
 class Job:
     """A resolved recipe with its prepared data, and where the run goes on from."""
@@ -151,61 +154,24 @@ class Job:
             )
 
     def write(self, folder: Path) -> None:
+        """Write the job where ranks of this host read it, which may run in another folder."""
         (folder / "recipe.yaml").write_text(dump(self.recipe))
-        rest = {
-            "places": {key: str(Path(folder).resolve()) for key, folder in self.places.items()},
-            "corpus": str(self.corpus.resolve()),
-            "steps": self.steps,
-            "identity": self.identity,
-            "evaluation": {t: str(f.resolve()) for t, f in self.evaluation.items()},
-            "resume_from": self.resume_from and str(self.resume_from.resolve()),
-            "tokenizer": self.tokenizer,
-            "serving": self.serving,
-            "command": self.command,
-            "lease": [str(self.lease.path), self.lease.token] if self.lease else None,
-            "prices": self.prices,
-            "chunk_prices": self.chunk_prices,
-            "comments": dict(self.comments),
-        }
-        (folder / "job.json").write_text(json.dumps(rest))
+        places = {key: str(Path(place).resolve()) for key, place in self.places.items()}
+        rest = {**vars(self), "places": places}
+        del rest["recipe"]
+        (folder / "job.json").write_text(json.dumps(rest, default=_as_json))
 
     @classmethod
     def read(cls, folder: Path) -> Job:
         rest = json.loads((folder / "job.json").read_text())
-        resume = rest["resume_from"]
-        return cls(
-            load(folder / "recipe.yaml").recipe,
-            Path(rest["corpus"]),
-            rest["steps"],
-            rest["identity"],
-            {title: Path(folder) for title, folder in rest["evaluation"].items()},
-            Path(resume) if resume else None,
-            rest["tokenizer"],
-            _serving(*rest["serving"]),
-            rest["command"],
-            Lease(Path(rest["lease"][0]), rest["lease"][1]) if rest["lease"] else None,
-            rest["places"],
-            _prices(rest["prices"]),
-            _chunk_prices(rest["chunk_prices"]),
-            rest["comments"],
-        )
+        if rest["lease"]:
+            rest["lease"] = Lease(Path(rest["lease"][0]), rest["lease"][1])
+        job = {**rest, "recipe": load(folder / "recipe.yaml").recipe}
+        return TypeAdapter(cls).validate_python(job)
 
 
-def _serving(template: str | None, ends: list[str], generation: dict[str, Any]) -> Serving:
-    return Serving(template, tuple(ends), generation)
-
-
-def _chunk_prices(written: list[Any] | None) -> ChunkPrices | None:
-    """Return chunks' prices as JSON gives them back."""
-    if written is None:
-        return None
-    token, pairs = written
-    return ChunkPrices(token, tuple((window, seconds) for window, seconds in pairs))
-
-
-def _prices(written: list[Any] | None) -> Prices | None:
-    """Return prices as JSON gives them back."""
-    if written is None:
-        return None
-    rows, pairs, of_pass, of_step, row_bytes = written
-    return Prices(tuple(rows), tuple(pairs), of_pass, of_step, tuple(row_bytes))
+def _as_json(value: Path | Lease | Mapping[str, Any]) -> object:
+    """Return what JSON has in place of a value for which it has no type."""
+    if isinstance(value, Lease):
+        return [str(value.path), value.token]
+    return str(value.resolve()) if isinstance(value, Path) else dict(value)

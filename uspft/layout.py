@@ -124,8 +124,8 @@ class Layout:
                 left, place[axis] = divmod(left, degree)
         return place
 
-    def apart(self, axis: str) -> tuple[int, int]:
-        """Return by how many two neighbours along an axis differ in rank, and the axis's degree."""
+    def stride(self, axis: str) -> tuple[int, int]:
+        """Return by how many two neighbours along an axis differ in rank, and its degree."""
         every = AXES if axis in AXES else HELD
         *within, degree = self._degrees(every[: every.index(axis) + 1])
         return prod(within), degree

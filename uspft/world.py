@@ -16,7 +16,7 @@ from torch import Tensor
 from uspft.comm import Books, said_by_all
 from uspft.config.algorithms import AlgorithmRow, row_of
 from uspft.config.strategies import layouts_of
-from uspft.kernels import Kernel, believed_kernel
+from uspft.kernels import Kernel, Qkv, believed_kernel
 from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
@@ -81,7 +81,7 @@ class World:
 
     def attend(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         share: Share,
         rule: Rule,
         inside: Inside | None = None,

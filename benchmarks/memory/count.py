@@ -32,7 +32,7 @@ from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model import linear
-from uspft.model.build import hold_corrections
+from uspft.model.build import choose_trained, hold_corrections
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
@@ -41,7 +41,6 @@ from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.staged import StagedModel, stage_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
-from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
@@ -116,6 +115,7 @@ def count(
     """Count one row of one document as that of the ranks holds it which has the most.
 
     They are those of a ring, whose members need other keys; all ranks of Ulysses have the same.
+    What waits on the host is of the one that has most there.
     config: of transformers, with the compute type. tokens: of the whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
     every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between
@@ -137,7 +137,8 @@ def count(
             world = world_of(layout, algorithm, device, kernel, parallel, groups=groups, **options)
             with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
                 found.append(count_here(config, tokens, memory, world, groups, trained))
-    return max(found, key=lambda counted: counted.most_bytes["all"])
+    most = max(found, key=lambda counted: counted.most_bytes["all"])
+    return replace(most, host_bytes=max(counted.host_bytes for counted in found))
 
 
 class _Engine:

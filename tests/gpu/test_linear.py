@@ -1,6 +1,6 @@
 """Layers with a state on GPUs: their kernels beside the written-out form, and two ranks beside one.
 
-On CPU the first is tests/unit/model/test_linear_probe.py, the second tests/parity/test_linear.py.
+On CPU the first is tests/unit/model/test_linear.py, the second tests/parity/test_linear.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from tests.support.gpu import Row, agree, needs, steps_of
 from tests.support.models import make_documents, make_model
 from tests.support.runs import small_recipe
-from uspft.model.linear_probe import probe
+from uspft.model.linear import probe
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ulysses_cp": {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"},

@@ -134,7 +134,7 @@ def told(own: ChatTemplate, turns: list[dict[str, Any]], fields: dict[str, Any])
 
     text = write(turns)
     asked = [i for i, one in enumerate(turns) if one["role"] == "assistant"]
-    spans = turn_spans(write, turns, text, asked, own.manner)
+    spans = turn_spans(write, turns, text, asked, own.style)
     return [text[start:stop].strip() for start, stop in spans]
 
 

@@ -25,20 +25,18 @@ from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
-from uspft.model.build import empty_model
+from uspft.model.build import choose_trained, empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.copies import LayerInCopies
 from uspft.model.divided import PartLinear
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
-from uspft.model.trained import choose_trained
 from uspft.objective.causal import Causal
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
 from uspft.sequence import make_algorithm
-from uspft.tensor.interleaved import Crossing
+from uspft.tensor.interleaved import Crossing, GradientSum
 from uspft.tensor.megatron import Megatron
-from uspft.tensor.put_off import GradientSum
 from uspft.world import make_world
 
 EXACT, TENSOR = 1e-12, 2

@@ -93,10 +93,10 @@ CONTROLS: Controls = {
 def left_out(what: str) -> Iterator[None]:
     """Something is left out of what makes adapters of experts right."""
     from uspft.engine import zero
-    from uspft.model import parameter_adapter
+    from uspft.model import adapter
     from uspft.parameters import counting
 
-    plain, made = counting.summed_over, parameter_adapter.ParameterAdapter.__init__
+    plain, made = counting.summed_over, adapter.ParameterAdapter.__init__
 
     def not_a(holders: Any, name: str) -> Any:
         return None if "gate_up_proj.lora_A" in name else plain(holders, name)
@@ -105,7 +105,7 @@ def left_out(what: str) -> Iterator[None]:
         made(self, parameter, rank, 1.0, **how)
 
     patches = {
-        "scale left out": (parameter_adapter.ParameterAdapter, "__init__", unscaled),
+        "scale left out": (adapter.ParameterAdapter, "__init__", unscaled),
         "A not summed over tensor ranks": (counting, "summed_over", not_a),
         "norm of parts not summed": (zero, "sum_norm_once", lambda *_: None),
     }

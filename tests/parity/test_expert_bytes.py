@@ -59,7 +59,7 @@ CASES = [
 @contextmanager
 def noted(routes: list[tuple[list[int], list[int], int]], pages: list[Any]) -> Iterator[None]:
     """Keep where rows go and from where they come, and what the books have when they close."""
-    from uspft.model.dispatch import Dispatch
+    from uspft.model.experts import Dispatch
 
     found, close = Dispatch.of, Books.close
 

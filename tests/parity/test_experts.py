@@ -96,8 +96,7 @@ def in_float64(rank: int, kind: str) -> float:
     """The worst relative error of out and gradients of divided experts, in float64."""
     from uspft.comm import Books
     from uspft.model.divided import Call
-    from uspft.model.experts import HeldExperts
-    from uspft.model.grouped import ExpertParts
+    from uspft.model.experts import ExpertParts, HeldExperts
 
     ranks, tokens, torch_state = dist.get_world_size(), 6, torch.random.get_rng_state()
     torch.manual_seed(3)

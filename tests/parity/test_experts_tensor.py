@@ -160,10 +160,10 @@ CONTROLS: Controls = {
 def left_out(what: str) -> Iterator[None]:
     """Something is left out of what makes experts in parts right."""
     from uspft.engine import zero
-    from uspft.model import expert_splits, experts, grouped
+    from uspft.model import experts
     from uspft.parameters.shards import MatrixSplit
 
-    whole, in_two = expert_splits.by_features, experts.HeldExperts.__call__
+    whole, in_two = experts.by_features, experts.HeldExperts.__call__
 
     def as_one(module: Any, name: str, shape: Any) -> MatrixSplit:
         split = whole(module, name, shape)
@@ -177,8 +177,8 @@ def left_out(what: str) -> Iterator[None]:
 
     patches = {
         "scores not entered": (experts.HeldExperts, "__call__", apart),
-        "gate and up cut as one": (expert_splits, "by_features", as_one),
-        "bias on every rank": (grouped.ExpertParts, "bias", everywhere),
+        "gate and up cut as one": (experts, "by_features", as_one),
+        "bias on every rank": (experts.ExpertParts, "bias", everywhere),
         "norm of parts not summed": (zero, "sum_norm_once", lambda *_: None),
     }
     with patch.object(*patches[what]):

@@ -439,7 +439,7 @@ class Log:
     @contextmanager
     def of_all(self) -> Iterator[None]:
         import uspft.model.attention_groups as groups
-        import uspft.model.head_turns as turns
+        import uspft.model.attention_groups as turns
 
         take = groups.AttentionBackward.take
 

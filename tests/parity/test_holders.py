@@ -330,7 +330,7 @@ def broken(rank: int, folder: Path, case: Case, left_out: list[str]) -> str | fl
 class Untold:
     """What takes the place of ExpertSets."""
 
-    def set_apart(self, *_: Any) -> None:
+    def give_groups(self, *_: Any) -> None:
         pass
 
 

@@ -59,7 +59,7 @@ CASES = [
     Case("context", "zero2", rows=2, checkpointed=True),
     Case("planned", "zero3", "qwen3", packing="none"),
     Case("tensor", "zero3", "qwen3", checkpointed=True),
-    Case("tensor held", "zero2"),
+    Case("tensor held", "zero2", tiles=True),
     Case("both", "zero3", rows=3),
     Case("tokens", "zero1", "qwen3"),
     Case("tokens", "zero3", adapter=True, checkpointed=True),

@@ -137,12 +137,11 @@ def started(
     from uspft.checkpoint.weights import weights_of
     from uspft.data import training_rows
     from uspft.data.rows.loader import EMPTY, StepLoader
-    from uspft.model.build import empty_model
+    from uspft.model.build import choose_trained, empty_model
     from uspft.model.causal import CausalModel
     from uspft.model.hf_config import model_config
     from uspft.model.parallel import shards_of, split_model
     from uspft.model.recompute import recompute_layers
-    from uspft.model.trained import choose_trained
     from uspft.objective import TrainedModel, make_objective
     from uspft.parameters.fill import fill
     from uspft.parameters.names import shapes_of

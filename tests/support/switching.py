@@ -62,6 +62,8 @@ class Case:
     checkpointed: bool = False
     adapter: bool = False
     moves: bool = False
+    tiles: bool = False
+    """Whether MLPs work in tiles, which some layouts' rows fill and others' do not."""
 
 
 def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[str, Any]:
@@ -89,7 +91,10 @@ def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[s
             "max_grad_norm": CLIP,
             **training,
         },
-        memory={"gradient_checkpointing": case.checkpointed},
+        memory={
+            "gradient_checkpointing": case.checkpointed,
+            "mlp_tile_tokens": 20 if case.tiles else "none",
+        },
     )
 
 

@@ -21,10 +21,9 @@ from uspft.config import ModelBlock
 from uspft.config.problems import InputError, said
 from uspft.families.multimodal import is_multimodal
 from uspft.model.adapter import AdapterStart, adapter_of, merge_order, merged, touched
-from uspft.model.build import empty_model
+from uspft.model.build import choose_trained, empty_model, trained_parameters
 from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import language_config
-from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.experts import corrections
 from uspft.parameters.fill import RandomWeights, SplitWeights
 from uspft.parameters.names import is_adapter, places

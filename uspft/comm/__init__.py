@@ -22,6 +22,7 @@ from uspft.comm.collectives import (
     sum_over,
     sum_parts,
     total,
+    with_backward,
 )
 from uspft.comm.group import KINDS, Books, Group, deadline, limit_of, set_deadline
 
@@ -50,4 +51,5 @@ __all__ = [
     "sum_over",
     "sum_parts",
     "total",
+    "with_backward",
 ]

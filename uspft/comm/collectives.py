@@ -1,4 +1,5 @@
-"""Transfers between the ranks of a group; their gradients are left to the algorithms that use them.
+"""Transfers between the ranks of a group. What gradients they have, the algorithms that use them
+say, by `with_backward`.
 
 Shapes, as suffixes: s elements that this rank sends, r those that it receives. Tensors without a
 suffix have any shape, the same on both ends of a transfer.
@@ -13,11 +14,34 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from uspft.comm.group import Group
 
 Waited = Callable[[], Tensor]
 """A function that waits for a transfer under way and returns what it has brought."""
+
+
+def with_backward(there: Callable[..., Any], back: Callable[..., Any], *inputs: Tensor) -> Any:
+    """Return there(*inputs), a tensor or several, as one function of autograd.
+
+    back: takes the gradient of each tensor that `there` returns, and returns that of each input. It
+    must hold no tensor that was made of the inputs.
+    """
+    return _WithBackward.apply(there, back, *inputs)
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *x: Tensor) -> Any:
+        ctx.back = back
+        return there(*x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.back(*gradients)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
 
 
 def all_to_all(

@@ -18,7 +18,7 @@ from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import not_writable
 from uspft.prepare.host import Invocation
 from uspft.prepare.model import ExaminedModel, examine_model, tokenizer_here
-from uspft.prepare.output import last_step, output_of, space_finding, space_free, space_needed
+from uspft.prepare.output import output_of, space_finding, space_free, space_needed
 from uspft.prepare.remarks import expert_side, wasted
 from uspft.prepare.weigh_strategies import weighed_here
 
@@ -37,7 +37,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     with found.placed():
         if recipe.data.cache_dir is None and (wrong := not_writable(CACHE, place.cache)):
             raise Fault([wrong])
-    examined, model = None, recipe.model
+    model, examined = recipe.model, None
     asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]
     if shape:
         with found.placed():
@@ -132,7 +132,7 @@ def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
     Raises Fault where the output folder is here already, so that the run is to be here too.
     """
     output = output_of(recipe)
-    needed = space_needed(recipe, examined.trained, examined.parameters, last_step(recipe))
+    needed = space_needed(recipe, examined.trained, examined.parameters)
     wrong = space_finding(recipe, needed)
     if wrong and os.path.isdir(output):
         raise Fault([wrong])

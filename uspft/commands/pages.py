@@ -1,5 +1,5 @@
-"""What every HTML page has that a command writes: light or dark as its reader has it, without a
-script, and nothing that is fetched."""
+"""What all HTML pages of commands have in common: colours for light and dark screens, no script,
+and nothing that is fetched from elsewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pre { font: 13px/1.5 ui-monospace, monospace; }
 
 
 def html_page(title: str, style: str, body: str, head: str = "") -> str:
-    """Return a page. style: of what it has beside others. body: HTML. head: tags of its own, which
-    come first."""
+    """Return a page. style: CSS that this page needs beside STYLE. body: HTML. head: tags that come
+    before the title."""
     named = escape(title)
     return (
         f"{BEGIN}{head}<title>{named}</title>\n<style>\n{STYLE}\n{style}\n</style>\n"

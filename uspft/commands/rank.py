@@ -46,10 +46,10 @@ def start_ranks(
     on_stop: str = "saving a checkpoint",
     restart: Restart | None = None,
 ) -> int:
-    """Start `uspft rank WORDS` as often as the recipe says, wait, and return the exit code.
+    """Start this host's ranks, each as `uspft rank WORDS`, wait, and return the exit code.
 
-    The ranks start when all hosts are ready. on_stop: what a person who stops the ranks is told
-    that they do. restart: decides what follows where the run is lost.
+    The ranks start when all hosts are ready. on_stop: what the ranks do when they are stopped, as
+    the person who stops them is told. restart: decides what follows where the run is lost.
     """
     launch = recipe.launch
     assert isinstance(launch.processes, int)
@@ -100,7 +100,7 @@ def joined(
     """Yield this rank's device, with torch.distributed and DeepSpeed up; collective.
 
     launch: names the device, and how long collectives wait. environment: what the launcher gave
-    this process. talks: DeepSpeed's own loggers are heard. trains: whether DeepSpeed and
+    this process. talks: whether DeepSpeed's own loggers print. trains: whether DeepSpeed and
     transformers are needed. Raises RunFailed where ranks do not meet.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
@@ -165,7 +165,7 @@ def join(environment: Mapping[str, str], device: torch.device, limit: timedelta)
 
 
 SEEN_SECONDS = 60.0
-"""How long a network file system may go on to show what a folder held before."""
+"""How long a network file system may go on showing a folder as it was before."""
 LOOK_SECONDS = 0.2
 
 

@@ -1,18 +1,36 @@
-"""The command `report`: output folders become one HTML page, written once or served while a run
-lives."""
+"""The command `report`: output folders become one HTML page that needs no network and no script, of
+what runs did beside what was predicted; it is written once, or served while a run lives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
-from uspft.commands.report_pages import MARK, page_of
-from uspft.commands.report_runs import not_predicted, predicted, predicted_of, read_runs
+from uspft.commands.pages import BEGIN, html_page
+from uspft.commands.report_charts import Chart, Series, figure, load_map, shown, table
+from uspft.commands.report_runs import (
+    NO_KIND,
+    SENT,
+    UNDER,
+    JournalLine,
+    Predicted,
+    ReportedRun,
+    not_predicted,
+    predicted,
+    predicted_of,
+    read_runs,
+)
 from uspft.config.problems import InputError, UsageError, said
 from uspft.durable import write_text
+from uspft.layout import AXES, EXPERTS
+from uspft.metrics import as_size
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
 from uspft.prepare.output import output_of
@@ -114,3 +132,246 @@ def _serve(targets: Sequence[Path], place: Invocation, port: int) -> int:
         except KeyboardInterrupt:
             return 0
     return 0
+
+
+GENERATOR = '<meta name="generator" content="uspft">\n'
+MARK = BEGIN + GENERATOR
+"""What every report begins with, and no other file."""
+LINES = 100
+"""Ranks and incidents that are listed at most."""
+
+LIGHT = "#2f6fb0 #c8641e #2e8b57 #8e44ad #b8860b #c0392b #16808a #6b6b6b".split()
+DARK = "#6ba3d6 #e39a5f #67c58f #c39bd3 #e0c060 #ec7063 #5fc4cd #b0b0b0".split()
+
+
+def _colours(every: Sequence[str]) -> str:
+    return " ".join(f"--s{n}: {colour};" for n, colour in enumerate(every))
+
+
+STYLE = f"""
+:root {{ {_colours(LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_colours(DARK)} }} }}
+body {{ max-width: 88em; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32em, 100%), 1fr));
+  gap: 1.2em; }}
+figure {{ margin: 0; min-width: 0; }} figcaption span {{ color: var(--soft); margin-left: 1em; }}
+figure > svg {{ width: 100%; height: auto; }}
+svg {{ fill: none; stroke-width: 1.5; }} svg text {{ fill: var(--soft); font-size: 11px; }}
+.grid {{ stroke: var(--line); stroke-width: 1; }}
+.mark {{ stroke: var(--s5); stroke-dasharray: 2 3; stroke-width: 2; }}
+{" ".join(f".s{n} {{ stroke: var(--s{n}); }}" for n in range(len(LIGHT)))}
+.d1 {{ stroke-dasharray: 7 4; }} .d2 {{ stroke-dasharray: 2 3; }}
+.d3 {{ stroke-dasharray: 9 3 2 3; }} .hit {{ fill: transparent; }}
+.hit:hover {{ fill: var(--soft); fill-opacity: .2; }}
+.more {{ fill: var(--s1); background: var(--s1); }}
+.less {{ fill: var(--s0); background: var(--s0); }}
+i {{ display: inline-block; width: .8em; height: .8em; }}
+th, td {{ text-align: right; font-variant-numeric: tabular-nums; vertical-align: top; }}
+th:first-child, td:first-child, .words td {{ text-align: left; }}
+.wide, pre {{ overflow-x: auto; }} summary {{ color: var(--soft); }}
+""".strip()
+
+
+def page_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted], again: int = 0) -> str:
+    """Return the page. predicted: of each run. again: after how many seconds a browser asks for it
+    once more; 0: never."""
+    title = f"Report: {', '.join(run.name for run in runs)}"
+    fresh = f'<meta http-equiv="refresh" content="{again}">\n' if again else ""
+    charts = "".join(map(figure, charts_of(runs, predicted)))
+    each = "".join("".join(_run(run, one)) for run, one in zip(runs, predicted, strict=True))
+    body = (
+        f'<div class="wide words">{_overview(runs)}</div>\n'
+        '<p class="note">Point at a chart for the numbers of a step; a red line says what happened '
+        "there. Of long runs the lowest and the highest point of each stretch are drawn.</p>\n"
+        f'<div class="charts">{charts}</div>\n{each}'
+    )
+    return html_page(title, STYLE, body, GENERATOR + fresh)
+
+
+class Shown(NamedTuple):
+    """A chart of the page: its fields of metrics.jsonl, or what they begin with, and its axis."""
+
+    title: str
+    names: Sequence[str]
+    unit: str = ""
+    zero: bool = False
+    log: bool = False
+
+
+CHARTS = (
+    Shown("loss", ("loss", "eval_loss", "eval_sets/")),
+    Shown("gradient norm before clipping", ("grad_norm",), log=True),
+    Shown("learning rate", ("learning_rate",), zero=True),
+    Shown("tokens per second of all ranks", ("tokens_per_second",), zero=True),
+    Shown("MFU", ("mfu",), zero=True),
+    Shown("seconds of a step", ("step_seconds", "seconds/", "switch_seconds"), "s", zero=True),
+    Shown("seconds under each strategy", (UNDER,), "s", zero=True),
+    Shown("peak memory of the largest rank", ("peak_memory_bytes",), "bytes", zero=True),
+    Shown("sent by the busiest rank", (SENT,), "bytes", zero=True),
+    Shown("attention: busiest rank ÷ mean", ("attention_balance",)),
+    Shown("experts: largest load ÷ mean", ("expert_load", "expert_rank_load")),
+    Shown("loss of routers", ("router_loss",)),
+)
+
+
+def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> list[Chart]:
+    """Return the charts of runs over their steps; what no run has told is in none. Of one run each
+    field has a colour; of several each run has one, and each field a dash."""
+    several, found = len(runs) > 1, []
+    for chart in CHARTS:
+        names = dict.fromkeys(n for run in runs for one in chart.names for n in run.names(one))
+        series, levels = [], []
+        for place, (run, guess) in enumerate(zip(runs, predicted, strict=True)):
+            before = f"{run.name}: " * several
+            for number, name in enumerate(names):
+                colour, dash = (place, number) if several else (number, 0)
+                label = name.partition("/")[2] or name
+                told = run.name if several and len(names) == 1 else f"{before}{label}"
+                if points := run.of(name):
+                    series.append(Series(told, points, colour, dash))
+            value = guess.numbers.get(chart.names[0])
+            if value is not None and not (chart.unit == "bytes" and not run.gpu):
+                levels.append(Series(f"{before}predicted", [(0, value)], place * several, 2))
+        marks = [] if several else runs[0].marks
+        if series:
+            axis = chart.unit, chart.zero, chart.log
+            found.append(Chart(chart.title, series, *axis, levels, marks))
+    return found
+
+
+def _overview(runs: Sequence[ReportedRun]) -> str:
+    rows = [_facts(run) for run in runs]
+    heads = ["", *(run.name for run in runs)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return table(heads, ([name, *(row.get(name, "") for row in rows)] for name in names))
+
+
+def _facts(run: ReportedRun) -> dict[str, str]:
+    """Return what a person first asks of a run."""
+    first, last = run.steps[0], run.steps[-1]
+    losses, evaluations = run.of("loss"), run.of("eval_loss")
+    seconds, tokens = (sum(y for _, y in run.of(name)) for name in ("step_seconds", "tokens"))
+    environment, found = run.environment, {"folder": str(run.output)}
+    found["command"] = str(environment.get("command", ""))
+    found["steps"] = f"{first['step']:,} to {last['step']:,}, {len(run.steps):,} of them logged"
+    if losses:
+        found["loss"] = f"{shown(losses[0][1])} → {shown(losses[-1][1])}"
+    if evaluations:
+        step, best = min(evaluations, key=lambda pair: pair[1])
+        found["evaluation"] = f"{shown(evaluations[-1][1])}, best {shown(best)} after step {step:,}"
+    layouts = [name for name, _ in groupby(str(one.get("strategy", "")) for one in run.steps)]
+    found["layout"] = ", then ".join(layouts[:LINES])
+    found["logged steps"] = f"{tokens:,.0f} tokens in {seconds:,.0f} s"
+    found["ranks"] = f"{environment.get('ranks', '?')}, {run.gpu or 'on CPU'}"
+    versions = environment.get("versions")
+    told = versions.items() if isinstance(versions, dict) else ()
+    found["versions"] = ", ".join(f"{name} {version}" for name, version in told)
+    found["commit"] = str(environment.get("git_commit") or "")
+    for record in run.events:
+        if isinstance(record.get("data"), dict):
+            found["samples"] = _words(record["data"])
+    found["happened"] = "; ".join(text for _, text in run.marks[:LINES])
+    found["not read"] = "; ".join(run.notes)
+    return {name: text for name, text in found.items() if text}
+
+
+def _run(run: ReportedRun, predicted: Predicted) -> Iterator[str]:
+    """Yield what stands of one run under the charts of all."""
+    yield f"<h2>{escape(run.name)}</h2>\n<h3>Predicted beside measured</h3>\n"
+    yield "".join(f'<div class="note">{escape(line)}</div>' for line in predicted.lines)
+    head = ["", "predicted", "measured (median)", "measured ÷ predicted", "why not predicted"]
+    yield f'<div class="wide">{table(head, _beside(run, predicted))}</div>\n'
+    if predicted.parts:
+        yield _folded("the predicted step by part", predicted.parts)
+    yield from _loads(run)
+    if predicted.layout:
+        yield f'<h3>What each rank did</h3>\n<div class="wide">{_ranks(run, predicted)}</div>\n'
+    if run.incidents:
+        rows = [[_words(record)] for record in run.incidents[:LINES]]
+        yield f"<h3>Incidents: {len(run.incidents):,}</h3>\n"
+        yield f'<div class="wide words">{table([""], rows)}</div>\n'
+    if run.recipe:
+        yield _folded("the recipe, every auto resolved", run.recipe)
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>\n"
+
+
+def _words(record: JournalLine) -> str:
+    """Return a record's fields for a person."""
+    each = ((name, v if isinstance(v, str) else json.dumps(v)) for name, v in record.items())
+    return ", ".join(f"{name} {value}" for name, value in each)
+
+
+def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
+    """Yield a line for each number that is predicted or may be."""
+    resident = not run.gpu
+    rows = {
+        "step_seconds": "seconds of a step",
+        "tokens_per_second": "tokens per second",
+        "mfu": "MFU",
+        "peak_memory_bytes": "memory of a rank" + " (measured: what is resident)" * resident,
+    }
+    told = [name for name in predicted.numbers if name.startswith(SENT)]
+    sent = dict.fromkeys([*run.names(SENT), *told])
+    rows |= {name: f"sent: {name.removeprefix(SENT)}" for name in sent}
+    uncounted = {name: NO_KIND for name in sent if predicted.parts and name not in told}
+    why_not = uncounted | dict(predicted.why_not)
+    for name, label in rows.items():
+        values = [value for _, value in run.of(name)]
+        guess, here = predicted.numbers.get(name), median(values) if values else None
+        as_text = as_size if "bytes" in name else shown
+        alike = not (resident and name == "peak_memory_bytes")
+        ratio = shown(here / guess) if guess and here is not None and alike else "–"
+        cells = ["–" if one is None else as_text(one) for one in (guess, here)]
+        yield [label, *cells, ratio, why_not.get(name, "")]
+
+
+def _loads(run: ReportedRun) -> Iterator[str]:
+    """Yield maps of how often each expert was chosen and how much each rank computed, in the last
+    step that says so."""
+    maps = []
+    for name, column in (("expert_loads", "expert"), ("expert_rank_loads", "rank")):
+        having = [one for one in run.steps if _is_matrix(one.get(name))]
+        for record in having[-1:]:
+            title = f"tokens of each {column} by layer, step {record['step']:,}"
+            maps.append(load_map(title, record[name], column))
+    if maps:
+        yield f'<h3>Loads of experts</h3>\n<div class="charts">{"".join(maps)}</div>\n'
+
+
+def _is_matrix(value: Any) -> bool:
+    """Tell whether a value of a record is a list of lists of numbers, none of them empty."""
+    if not (isinstance(value, list) and value):
+        return False
+    return all(
+        isinstance(row, list) and row and all(isinstance(one, int | float) for one in row)
+        for row in value
+    )
+
+
+def _ranks(run: ReportedRun, predicted: Predicted) -> str:
+    """Return a table of the ranks: where each stands along the axes that the layout splits."""
+    layout = predicted.layout
+    assert layout is not None
+    labels = {
+        "mesh_columns": "tensor",
+        "ulysses": "heads (Ulysses)",
+        "ring": "tokens of the row",
+        "data": "rows (replica)",
+        "pipeline": "stage",
+        "mesh_rows": "mesh row",
+    }
+    axes = [axis for axis in (*AXES, "mesh_rows") if getattr(layout, axis) > 1]
+    head = ["rank", *(labels[axis] for axis in axes)] + ["experts"] * (layout.experts > 1)
+    each, rows = predicted.experts // layout.experts, []
+    for rank in range(min(layout.ranks, LINES)):
+        place = layout.coordinates(rank)
+        cells = [f"{place[axis] + 1} of {getattr(layout, axis)}" for axis in axes]
+        first = place[EXPERTS[0]] * each
+        held = [f"{first} to {first + each - 1}"] * (layout.experts > 1)
+        rows.append([str(rank), *cells, *held])
+    if layout.ranks > LINES:
+        rows.append([f"and {layout.ranks - LINES:,} more"])
+    return table(head, rows)

@@ -84,9 +84,9 @@ def _next(
     chats: bool,
     hosts: int,
 ) -> list[str]:
-    """Return lines on what a person may do next: of the quickstart its point, the swap of an
-    algorithm, and of other runs what is done with a model. early: patience ended the run. chats,
-    hosts: as of `summary`."""
+    """Return lines on what a person may do next: after the quickstart, the same run with another
+    algorithm, which is its point; after other runs, what one does with a model. early: whether
+    patience ended the run. chats, hosts: as of `summary`."""
 
     def command(words: list[str]) -> str:
         if hosts > 1:  # how it was started on all of them, each host knows a part of

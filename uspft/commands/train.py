@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -25,12 +25,11 @@ from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.launcher import BY_HOSTFILE, WRONG_INPUT, Hosts, Loss, Restart, say
-from uspft.lease import Lease
 from uspft.metrics import Journal
 from uspft.prepare.examine import examine
 from uspft.prepare.host import Invocation
 from uspft.prepare.make_job import prepare_job
-from uspft.prepare.output import held_output, not_written, open_output, output_of, require_space
+from uspft.prepare.output import held_output, not_written, open_output, output_of, space_finding
 from uspft.prepare.remarks import length_of_run, rate_after, wasted
 from uspft.written import (
     ADAPTER,
@@ -64,7 +63,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         restart = _restart(found.recipe, place)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
-    with found.placed(), _held(found.recipe, hosts, screen) as lease:
+    holding = held_output(output_of(found.recipe), screen) if first else nullcontext()
+    with found.placed(), holding as lease:  # on host 0 alone, for all hosts
         found, job, checkpoint, damaged, needed = prepare_job(found, place, screen, lease)
         recipe = found.recipe
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
@@ -76,7 +76,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             screen.print(all_done(recipe, why, checkpoint), markup=False)
             return 0
         if lease:
-            require_space(recipe, needed)
+            if wrong := space_finding(recipe, needed):
+                raise Fault([wrong])
             moved = open_output(recipe, checkpoint, hosts, place, job.comments)
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
@@ -152,19 +153,6 @@ def _note(recipe: Recipe, place: Invocation, damaged: Sequence[str]) -> None:
                 Journal(output / name).write(record)
     except OSError as error:
         raise not_written(output, error) from error
-
-
-@contextmanager
-def _held(recipe: Recipe, hosts: Hosts, screen: Console) -> Iterator[Lease | None]:
-    """Hold the output folder inside the `with` block, on host 0 alone for all hosts.
-
-    Yields the lease on host 0, and None on the others.
-    """
-    if hosts.index:
-        yield None
-        return
-    with held_output(output_of(recipe), screen) as lease:
-        yield lease
 
 
 def how_to_go_on(recipe: Recipe) -> str:

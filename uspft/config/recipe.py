@@ -262,7 +262,7 @@ class MemoryBlock(RecipeBlock):
     recompute: Literal["attention", "exchange", "nothing", "auto"] = "auto"
     """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
     attention_heads: Count | Literal["all", "auto"] = "all"
-    """Query heads of each KV head that attention works on at once: all heads; `auto`: as fits."""
+    """Query heads of a KV head at once, or all, or `auto`: as fits. With a state: a key head's."""
     offload_activations: Literal["none", "cpu"] = "none"
     """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"

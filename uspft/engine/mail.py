@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from uspft.comm import limit_of
-from uspft.pipeline.schedules import Kind
+from uspft.pipeline.schedules import Action
 
 if TYPE_CHECKING:
     from uspft.comm import Group
@@ -26,21 +26,9 @@ PATIENCE = 0.9
 nothing would tell what was waited for."""
 
 
-class Sent(NamedTuple):
-    """What is sent: the result of a stage's forward, the gradient of its input, or of the table."""
-
-    kind: Kind | str
-    stage: int
-    """The one that takes it."""
-    micro_batch: int
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        chunk = f", chunk {self.chunk}" if self.chunk else ""
-        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}{chunk}"
-
-
-TIE = Sent("gradient of the tied table", 0, 0)
+PipelineMessage = Action | str
+"""The action that takes what is sent, a stage's output or the gradient of its input; or TIE."""
+TIE = "gradient of the tied table"
 
 
 @dataclass(frozen=True)
@@ -87,15 +75,15 @@ class Mail:
     def __init__(
         self,
         lines: Lines,
-        coming: Sequence[Sequence[Sent]],
-        buffer: Callable[[Sent], Tensor],
+        coming: Sequence[Sequence[PipelineMessage]],
+        buffer: Callable[[PipelineMessage], Tensor],
     ) -> None:
         """coming: by rank what it sends to this one, in order. buffer: returns memory for it."""
         self._lines, self._here, self._buffer = lines, lines.group.index, buffer
         self._from = {m: rank for rank, every in enumerate(coming) for m in every}
         self._coming = [deque(every) for every in coming]
-        self._posted: dict[Sent, tuple[Tensor, Callable[[], None]]] = {}
-        self._own: dict[Sent, Tensor] = {}
+        self._posted: dict[PipelineMessage, tuple[Tensor, Callable[[], None]]] = {}
+        self._own: dict[PipelineMessage, Tensor] = {}
         self._under_way: dict[int, deque[tuple[Tensor, dist.Work]]] = {}
         for rank in range(lines.group.size):
             self._post(rank)
@@ -107,7 +95,7 @@ class Mail:
             x = self._buffer(message)
             self._posted[message] = x, self._lines.receive(rank, x)
 
-    def send(self, to: int, message: Sent, x: Tensor) -> None:
+    def send(self, to: int, message: PipelineMessage, x: Tensor) -> None:
         """Send a tensor, which is kept until it is taken."""
         x = x.detach()
         if to == self._here:
@@ -118,7 +106,7 @@ class Mail:
             line.popleft()[1].wait()
         line.append((x, self._lines.send(to, x)))
 
-    def receive(self, message: Sent) -> Tensor:
+    def receive(self, message: PipelineMessage) -> Tensor:
         """Wait for a message.
 
         Raises RuntimeError, which names it, where no rank sends it or it does not come.

@@ -1,9 +1,9 @@
-"""A step of a pipeline: each rank takes the actions of its schedule, and passes on what they make.
+"""A step of a pipeline: each rank runs the actions of its schedule, and sends on what they make.
 
 Nothing is negotiated: both ends of a message know its shape from their own share of the batch, and
-its place among others from the schedule. Ranks that share rows have equal lists, so that what they
-exchange inside an action waits for nobody outside it. Backward actions are the engine's, of a
-scalar whose gradient is the one that came.
+its place among others from the schedule. Ranks that share rows run equal lists of actions, so what
+they exchange inside an action waits for no other rank. A backward action is the engine's backward
+pass of a scalar, whose gradient is the one that came from the next stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.engine.mail import TIE, Lines, Mail, Sent
+from uspft.engine.mail import TIE, Lines, Mail, PipelineMessage
 from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.replicas import TiedTable
 from uspft.model.staged import StagedModel, stage_of
@@ -88,22 +88,22 @@ class _Given(torch.autograd.Function):
 
 
 class KeysUnderWay:
-    """What a rank keeps of the keys of earlier chunks, for each micro-batch in each of its stages,
-    from its first chunk's forward to its last action."""
+    """The keys and states that a rank keeps of earlier chunks, for each micro-batch in each of its
+    stages, from the first chunk's forward to the first chunk's backward."""
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
         self.by_pass: dict[tuple[int, int], RowKeys] = {}
 
     def part(self, batch: Batch, action: Action) -> Batch:
-        """Return what of a micro-batch an action takes."""
+        """Return the micro-batch of an action, or the chunk of it."""
         if self._chunks == 1:
             return batch
         keys = self.by_pass.setdefault((action.stage, action.micro_batch), RowKeys())
         return replace(batch.chunks[action.chunk], keys=keys)
 
     def forget(self, action: Action, last: bool) -> None:
-        """Let go of what an action's stage has kept, if it was the last one of its micro-batch."""
+        """Free what an action's stage has kept, if it was the last one of its micro-batch."""
         if last:
             self.by_pass.pop((action.stage, action.micro_batch), None)
 
@@ -209,7 +209,7 @@ class Pipeline:
         if stage == self._stages.count - 1:
             loss = made.sum()
         else:
-            gradient = mail.receive(Sent(*action))
+            gradient = mail.receive(action)
             loss = _Given.apply(made, gradient)
         if last and self._tied and self._ends.tie and stage == 0:
             self._tied.add(mail.receive(TIE))
@@ -242,13 +242,13 @@ class Pipeline:
     def _entering(self, action: Action, mail: Mail) -> Tensor | None:
         if not action.stage:
             return None
-        x = mail.receive(Sent(*action))
+        x = mail.receive(action)
         return x.requires_grad_(torch.is_grad_enabled() and action.stage > self._ends.first)
 
-    def _sent(self, action: Action) -> tuple[int, Sent]:
+    def _sent(self, action: Action) -> tuple[int, Action]:
         """Return what an action sends, and to which rank along the pipeline."""
         stage = action.stage + (1 if action.kind == "forward" else -1)
-        return self._stages.rank_of(stage), Sent(*action._replace(stage=stage))
+        return self._stages.rank_of(stage), action._replace(stage=stage)
 
     def _ties(self, action: Action, micro_batches: int) -> bool:
         """Return whether a backward completes the gradient of the last stage's table."""
@@ -256,8 +256,8 @@ class Pipeline:
         return self._ends.tie and action == last
 
     def _mail(self, lists: Sequence[Sequence[Action]], batches: Sequence[Batch]) -> Mail:
-        def buffer(message: Sent) -> Tensor:
-            if message == TIE:
+        def buffer(message: PipelineMessage) -> Tensor:
+            if isinstance(message, str):
                 assert self._tied
                 return self._tied.buffer()
             batch = batches[message.micro_batch]
@@ -265,7 +265,7 @@ class Pipeline:
                 batch.chunks[message.chunk] if self._chunks > 1 else batch
             )
 
-        def messages(actions: Sequence[Action]) -> Iterator[Sent]:
+        def messages(actions: Sequence[Action]) -> Iterator[PipelineMessage]:
             for action in actions:
                 to, message = self._sent(action)
                 first = self._ends.first if action.kind == "backward" else 0

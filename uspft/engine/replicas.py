@@ -166,7 +166,7 @@ class ExpertSets:
         for parameter in self._here if stage < 3 else ():
             parameter.allreduce, parameter.group_name = False, self._name  # type: ignore[attr-defined]
 
-    def set_apart(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def give_groups(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give trained experts parameter groups of their own, and the module a `_Sign` of them."""
         trained = {id(one) for one in self._here if one.requires_grad}
         if self._stage == 3 or not trained:

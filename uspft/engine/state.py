@@ -1,9 +1,9 @@
-"""Access to weights and Adam moments by parameter name, wherever an engine has put them; and
-torch's AdamW as every engine has it.
+"""Access to weights and Adam moments by parameter name, wherever an engine keeps them; and torch's
+AdamW as every engine has it.
 
-A parameter's part (parameters/shards.py), flattened, lies in fragments [start, stop) on the ranks
-that hold the part. Each fragment is read where it lies; `gather` brings fragments to the ranks that
-want them, each value at most once.
+The ranks that hold a part of a parameter (parameters/shards.py) keep fragments [start, stop) of the
+part, flattened. A fragment is read where it lies; `gather` sends fragments to the ranks that want
+them, each value at most once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
 GRADIENT = "gradient"
-"""What else may be asked for, between a step's last backward pass and its update: what is summed
-over all ranks and micro-batches, before it is clipped."""
+"""A further kind, between a step's last backward pass and its update: the gradient, summed over all
+ranks and micro-batches, before it is clipped."""
 BATCH_BYTES = 1 << 28
 """How many bytes `gather` has under way at one time, to all ranks together."""
 
@@ -37,7 +37,7 @@ Interval = tuple[int, int]
 
 
 class Keeper(Protocol):
-    """The part of an engine that this file uses: where it keeps weights and Adam's moments."""
+    """The part of an engine that this file uses: the weights and Adam's moments that it keeps."""
 
     holders: Holders
     """Who holds the parameters between steps."""

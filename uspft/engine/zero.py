@@ -43,8 +43,8 @@ from uspft.engine.step import (
     require_good,
     scales_of,
 )
+from uspft.model.adapter import adapters
 from uspft.model.head_groups import WHOLE
-from uspft.model.parameter_adapter import adapters
 from uspft.model.tiles import Tiled
 from uspft.parameters import counting
 
@@ -105,7 +105,7 @@ class ZeroEngine(Engine):
         self.replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
-        self._experts.set_apart(module, optimizer)  # type: ignore[arg-type]
+        self._experts.give_groups(module, optimizer)  # type: ignore[arg-type]
         _gather_at_once(module)  # type: ignore[arg-type]
         trains = [p for p in self._parameters if p.requires_grad]
         trained = sum(getattr(p, "ds_numel", p.numel()) for p in trains)
@@ -172,27 +172,16 @@ class ZeroEngine(Engine):
         *,
         most: float = math.inf,
     ) -> StepResult:
-        """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
-
-        look: called when gradients are complete, and before they are clipped. most: the largest
-        gradient norm that is taken. Raises NotFinite and TooLarge before anything is updated.
-        """
-        counts, scales = self._begin(batches)
+        objective = self.module.objective
+        counts = counted(objective, batches, self.holders.everyone, self.device)
+        scales = scales_of(objective, counts, counting.averaged(self.holders))
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.laps = Laps(self.device)
         sums = self._runner(self, batches, scales)
         return self._end(sums, counts, stop, look or (lambda: None), most)
 
-    def _begin(self, batches: Sequence[Batch]) -> tuple[dict[str, int], Scales]:
-        """Return what each term of the objective is divided by in this step, and the terms'
-        scales."""
-        objective = self.module.objective
-        counts = counted(objective, batches, self.holders.everyone, self.device)
-        return counts, scales_of(objective, counts, counting.averaged(self.holders))
-
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
         terms: Tensor = self.deepspeed(batch, scales)
         return terms
 
@@ -202,7 +191,6 @@ class ZeroEngine(Engine):
         return made
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
-        """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
         self.replicas.world = batch.world
         # Set each time, since steps may differ in how many micro-batches they have.
         self.deepspeed.set_gradient_accumulation_boundary(last)
@@ -294,10 +282,6 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Allow forward passes alone, without gradients; collective.
-
-        Afterwards everything is as it was.
-        """
         self.deepspeed.eval()
         try:
             with torch.no_grad():
@@ -308,12 +292,10 @@ class ZeroEngine(Engine):
             self.deepspeed.empty_partition_cache()
 
     def terms(self, batch: Batch) -> dict[str, float]:
-        """Return this rank's part of each term that an evaluation reports; collective."""
         forward = partial(self._pipeline.forward, self) if self._pipeline else self.forward
         return evaluated(self.module.objective, partial(forward, batch))
 
     def close(self) -> None:
-        """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""
         self.replicas.close()
         self.deepspeed.destroy()
         forget_mpu()

@@ -1,4 +1,4 @@
-"""What layers of Gemma 4 have of their own: heads of two sizes, in one form of its config.
+"""Gemma 4's heads of two sizes, by the layers that have them: its config brought into one form.
 
 transformers writes them as `per_layer_config`, older files as `global_head_dim` and
 `num_global_key_value_heads`.

@@ -11,16 +11,16 @@ from uspft.families.table import EXPERTS, FAMILIES, NO_KEYS
 
 
 class Blocks(NamedTuple):
-    """What a layer has of what layers of its family may have."""
+    """What one layer of a model is made of."""
 
     state: bool
-    """Whether a state, and no attention."""
+    """Whether it has a state in place of attention."""
     experts: bool
-    """Whether experts that tokens choose among, and no MLP that all of them meet alone."""
+    """Whether it has experts, among which tokens choose, in place of one MLP for all of them."""
     sees_all: bool = False
-    """Whether heads of the size of those without a window, where others have another."""
+    """Whether it attends without a window, where layers with one have heads of another size."""
     borrows: bool = False
-    """Whether the keys and values of another layer."""
+    """Whether it attends to the keys and values of another layer."""
 
     def sizes(self, shape: ModelShape) -> ModelShape:
         """Return a model with the sizes of such a layer."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+from uspft.kernels.kernel import KernelSaved, Qkv
 from uspft.kernels.varlen import Varlen, VarlenKernel
 
 
@@ -31,9 +32,7 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
         out = aten._flash_attention_forward(q, k, v, *sizes, 0.0, x.causal, False, scale=scale)
         return out[0], out[1]
 
-    def backward(
-        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(qkv: tuple[Tensor, ...], saved: KernelSaved, x: Varlen, scale: float) -> Qkv:
         _use(package)
         out, lse, dout = saved
         sizes = (x.cu_q, x.cu_k, x.longest_q, x.longest_k)
@@ -80,9 +79,7 @@ def flash_attn_4() -> VarlenKernel:
         out, lse, *_ = flash._flash_attn_fwd(q, k, v, **asked)
         return out, lse
 
-    def backward(
-        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(qkv: tuple[Tensor, ...], saved: KernelSaved, x: Varlen, scale: float) -> Qkv:
         out, lse, dout = saved
         given = (*qkv, out, dout.contiguous(), lse)
         dq, dk, dv, *_ = flash._flash_attn_bwd(*given, softmax_scale=scale, **sizes(x))
@@ -104,9 +101,7 @@ def flash_attn_2(softcap: float | None = None) -> VarlenKernel:
         )
         return out, lse
 
-    def backward(
-        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(qkv: tuple[Tensor, ...], saved: KernelSaved, x: Varlen, scale: float) -> Qkv:
         out, lse, dout = saved
         dq, dk, dv = (torch.empty_like(t) for t in qkv)
         flash._flash_attn_varlen_backward(

@@ -32,12 +32,19 @@ class Gradient(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+Qkv = tuple[Tensor, Tensor, Tensor]
+"""q [T, h, D], k and v [T', g, D], where g divides h: grouped queries share a KV head."""
+KernelSaved = tuple[Tensor, Tensor, Tensor]
+"""(out, lse, dout) of all T tokens; out and lse are the final ones over all keys."""
+BlockGradients = tuple[list[Gradient], list[Gradient]]
+"""(dq, dk and dv) of some blocks alone."""
+
+
 class Kernel(Protocol):
     """Softmax attention over blocks, each by itself; a query may stand in several of them.
 
-    q is [T, h, D], k and v are [T', g, D], where g divides h (grouped queries share a KV head). lse
-    is the natural logarithm of the softmax denominator, the scale included, in float32 (float64 for
-    float64).
+    lse is the natural logarithm of the softmax denominator, the scale included, in float32 (float64
+    for float64).
     """
 
     name: str
@@ -45,24 +52,15 @@ class Kernel(Protocol):
     softcap: float | None
     """Scores s become softcap · tanh(s / softcap) before the softmax; None: they do not."""
 
-    def forward(
-        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[BlockOutput]:
+    def forward(self, qkv: Qkv, blocks: Sequence[Block], scale: float) -> list[BlockOutput]:
         """Return one part for each contiguous range of queries that was computed at once."""
         ...
 
     def backward(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor],
-        blocks: Sequence[Block],
-        scale: float,
-    ) -> tuple[list[Gradient], list[Gradient]]:
-        """Return (dq, dk and dv) of these blocks alone.
-
-        saved: (out, lse, dout) of all T tokens. Its out and lse are the final ones over all keys,
-        which makes block-wise gradients exact (FlashAttention-2, algorithm 2).
-        """
+        self, qkv: Qkv, saved: KernelSaved, blocks: Sequence[Block], scale: float
+    ) -> BlockGradients:
+        """Return the gradients of these blocks alone, which final out and lse make exact
+        (FlashAttention-2, algorithm 2)."""
         ...
 
 
@@ -78,9 +76,7 @@ class Grouped:
         self.name, self.softcap = kernel.name, kernel.softcap
         self._kernel, self._groups = kernel, groups
 
-    def forward(
-        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[BlockOutput]:
+    def forward(self, qkv: Qkv, blocks: Sequence[Block], scale: float) -> list[BlockOutput]:
         calls = [self._kernel.forward(_heads(qkv, group), blocks, scale) for group in self._groups]
         return [
             BlockOutput(
@@ -93,12 +89,8 @@ class Grouped:
         ]
 
     def backward(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor],
-        blocks: Sequence[Block],
-        scale: float,
-    ) -> tuple[list[Gradient], list[Gradient]]:
+        self, qkv: Qkv, saved: KernelSaved, blocks: Sequence[Block], scale: float
+    ) -> BlockGradients:
         out, lse, dout = saved
         queries, keys = [], []
         for group in self._groups:
@@ -110,9 +102,7 @@ class Grouped:
         return _side_by_side(queries), _side_by_side(keys)
 
 
-def _heads(
-    qkv: tuple[Tensor, Tensor, Tensor], group: tuple[HeadRange, HeadRange]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(qkv: Qkv, group: tuple[HeadRange, HeadRange]) -> tuple[Tensor, Tensor, Tensor]:
     (a, b), (c, d) = group
     q, k, v = qkv
     return q[:, a:b], k[:, c:d], v[:, c:d]

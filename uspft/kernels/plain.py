@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from uspft.blocks import WIDEST, Block, Mask
-from uspft.kernels.kernel import BlockOutput, Gradient, Kernel
+from uspft.kernels.kernel import BlockGradients, BlockOutput, Gradient, Kernel, KernelSaved, Qkv
 
 TILE_SCORES = 2**18
 """How many scores of one head are in memory at once, in each of a few tensors. The number is the
@@ -67,9 +67,7 @@ class TorchCapped:
     def __init__(self, softcap: float | None) -> None:
         self.softcap = softcap
 
-    def forward(
-        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[BlockOutput]:
+    def forward(self, qkv: Qkv, blocks: Sequence[Block], scale: float) -> list[BlockOutput]:
         parts = []
         for piece in pieces(blocks):
             q, k, v = _by_group(qkv, piece)
@@ -80,12 +78,8 @@ class TorchCapped:
         return parts
 
     def backward(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor],
-        blocks: Sequence[Block],
-        scale: float,
-    ) -> tuple[list[Gradient], list[Gradient]]:
+        self, qkv: Qkv, saved: KernelSaved, blocks: Sequence[Block], scale: float
+    ) -> BlockGradients:
         queries, keys = [], []
         groups = qkv[1].shape[1]
         for piece in pieces(blocks):
@@ -135,18 +129,12 @@ class ByWidth:
     def _of(self, q: Tensor) -> Kernel:
         return self._kernel if q.shape[-1] <= WIDEST else self._written
 
-    def forward(
-        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[BlockOutput]:
+    def forward(self, qkv: Qkv, blocks: Sequence[Block], scale: float) -> list[BlockOutput]:
         return self._of(qkv[0]).forward(qkv, blocks, scale)
 
     def backward(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor],
-        blocks: Sequence[Block],
-        scale: float,
-    ) -> tuple[list[Gradient], list[Gradient]]:
+        self, qkv: Qkv, saved: KernelSaved, blocks: Sequence[Block], scale: float
+    ) -> BlockGradients:
         return self._of(qkv[0]).backward(qkv, saved, blocks, scale)
 
 
@@ -174,7 +162,7 @@ def _halves(block: Block) -> list[Block]:
     return [first, second, Block(q0, q, k0 + q - q0, k1, Mask.FULL)]
 
 
-def _by_group(qkv: tuple[Tensor, Tensor, Tensor], piece: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _by_group(qkv: Qkv, piece: Block) -> Qkv:
     """Return q [n, g, r, D], k and v [m, g, D] of a piece, in float32 or wider."""
     q, k, v = qkv
     keys = slice(piece.k0, piece.k1)

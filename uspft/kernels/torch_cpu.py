@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from uspft.blocks import Block, Mask
-from uspft.kernels.kernel import BlockOutput, Gradient
+from uspft.kernels.kernel import BlockGradients, BlockOutput, Gradient, KernelSaved, Qkv
 from uspft.kernels.merge import Partial
 
 TILE = 256
@@ -39,9 +39,7 @@ class TorchCpu:
     name = "torch"
     softcap: float | None = None
 
-    def forward(
-        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[BlockOutput]:
+    def forward(self, qkv: Qkv, blocks: Sequence[Block], scale: float) -> list[BlockOutput]:
         parts = []
         for block in blocks:
             q, k, v = (_turned(x, block) for x in _cut(qkv, block))
@@ -51,12 +49,8 @@ class TorchCpu:
         return parts
 
     def backward(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor],
-        blocks: Sequence[Block],
-        scale: float,
-    ) -> tuple[list[Gradient], list[Gradient]]:
+        self, qkv: Qkv, saved: KernelSaved, blocks: Sequence[Block], scale: float
+    ) -> BlockGradients:
         queries, keys = [], []
         for block in blocks:
             rows = slice(block.q0, block.q1)
@@ -71,7 +65,7 @@ class TorchCpu:
         return queries, keys
 
 
-def _cut(qkv: tuple[Tensor, Tensor, Tensor], block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _cut(qkv: Qkv, block: Block) -> Qkv:
     q, k, v = qkv
     keys = slice(block.k0, block.k1)
     return q[block.q0 : block.q1], k[keys], v[keys]
@@ -100,12 +94,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
     return joined.result()
 
 
-def _backward(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    saved: tuple[Tensor, Tensor, Tensor],
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(qkv: Qkv, saved: KernelSaved, causal: bool, scale: float) -> Qkv:
     """Return dq [n, h, D], dk and dv [m, g, D], computed strip by strip of keys."""
     (q, k, v), (out, lse, dout) = qkv, saved
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from uspft.blocks import Block, Mask, in_calls, joined
-from uspft.kernels.kernel import BlockOutput, Gradient
+from uspft.kernels.kernel import BlockGradients, BlockOutput, Gradient, KernelSaved, Qkv
 
 TokenRange = tuple[int, int]
 
@@ -28,10 +28,7 @@ class Varlen(NamedTuple):
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Varlen, float], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor], Varlen, float],
-    tuple[Tensor, Tensor, Tensor],
-]
+Backward = Callable[[tuple[Tensor, ...], KernelSaved, Varlen, float], Qkv]
 
 
 class VarlenKernel:
@@ -47,9 +44,7 @@ class VarlenKernel:
         self.name, self.softcap = name, softcap
         self._forward, self._backward = forward, backward
 
-    def forward(
-        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[BlockOutput]:
+    def forward(self, qkv: Qkv, blocks: Sequence[Block], scale: float) -> list[BlockOutput]:
         parts = []
         q, k, v = qkv
         for call in calls(tuple(blocks), len(k), k.device):
@@ -62,12 +57,8 @@ class VarlenKernel:
         return parts
 
     def backward(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor],
-        blocks: Sequence[Block],
-        scale: float,
-    ) -> tuple[list[Gradient], list[Gradient]]:
+        self, qkv: Qkv, saved: KernelSaved, blocks: Sequence[Block], scale: float
+    ) -> BlockGradients:
         queries, keys = [], []
         (q, k, v), (out, lse, dout) = qkv, saved
         for call in calls(tuple(blocks), len(k), k.device):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from uspft.launcher.failure import ERROR_FILE, WRONG_INPUT, report_exception
 from uspft.launcher.hosts import (
     Hosts,
     LaunchError,
@@ -13,6 +12,7 @@ from uspft.launcher.hosts import (
     planned_hosts,
 )
 from uspft.launcher.meeting import Meeting
+from uspft.launcher.processes import ERROR_FILE, WRONG_INPUT, report_exception
 from uspft.launcher.remote import BY_HOSTFILE, run_on_hosts
 from uspft.launcher.supervise import Loss, Restart, run_ranks
 from uspft.launcher.terminal import Waiting, outlive_terminal, say

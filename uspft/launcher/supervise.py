@@ -18,9 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from uspft.launcher.failure import WRONG_INPUT, root_cause
 from uspft.launcher.hosts import Hosts, LocalRanks
-from uspft.launcher.processes import INTERRUPTED, Rank, kill_all, start
+from uspft.launcher.processes import INTERRUPTED, WRONG_INPUT, Rank, kill_all, root_cause, start
 from uspft.launcher.terminal import LogOnTerminal, say, show_cursor
 from uspft.launcher.watch import BEAT_SECONDS, SILENCE_SECONDS, Alarm, Watch
 

@@ -1,6 +1,10 @@
-"""LoRA through peft: two thin matrices beside a frozen projection.
+"""LoRA: two thin matrices beside a frozen projection, through peft, and beside the matrices of
+experts and of routers, as peft has it for its `target_parameters`.
 
-A projection W x becomes W x + alpha ÷ rank · B A x (arXiv 2106.09685).
+W becomes W + alpha ÷ rank · B A (arXiv 2106.09685); so does the matrix of each expert.
+
+Shapes, as suffixes: E experts, r rank, i and o what a matrix takes and gives. A [E·r, i] has one
+expert after another; B [o, r·E] has the expert fastest.
 """
 
 from __future__ import annotations
@@ -14,17 +18,101 @@ from torch import Tensor, nn
 from uspft.config.messages import closest
 from uspft.config.problems import Fault
 from uspft.model.dropout import TokenDropout, token_words
-from uspft.model.parameter_adapter import adapt_parameter, with_products
 from uspft.model.recompute import before_each_run
 from uspft.parameters.experts import INPUTS_FIRST, expert_words, is_experts, is_router
 from uspft.parameters.fill import generator
-from uspft.parameters.names import ADAPTER, is_adapter, plain_name
+from uspft.parameters.names import ADAPTER, BESIDE, is_adapter, plain_name
 from uspft.parameters.part import Part
 from uspft.parameters.source import Weights
 
 if TYPE_CHECKING:
     from uspft.config.inputs import AdapterBlock
     from uspft.config.problems import Finding
+
+
+class ParameterAdapter(nn.Module):
+    """The two thin matrices of each expert beside a parameter; beside a router's, those of one."""
+
+    def __init__(self, parameter: Tensor, rank: int, scale: float, *, inputs_first: bool) -> None:
+        """Make it on the parameter's device, without values.
+
+        inputs_first: whether the parameter is [E, i, o] and not [E, o, i].
+        """
+        super().__init__()
+        experts, *sizes = parameter.shape if parameter.ndim == 3 else (1, *parameter.shape)
+        takes, gives = sizes if inputs_first else sizes[::-1]
+        how: dict[str, Any] = {"bias": False, "device": "meta", "dtype": parameter.dtype}
+        self.rank, self.scale, self.inputs_first = rank, scale, inputs_first
+        self.lora_A = nn.Linear(takes, rank * experts, **how)
+        self.lora_B = nn.Linear(rank * experts, gives, **how)
+
+    def added(self, parameter: Tensor) -> Tensor:
+        """Return the parameter with the products that stand beside it, as peft merges them."""
+        sides, first = (self.lora_A.weight, self.lora_B.weight), self.inputs_first
+        return with_products(parameter, sides, self.rank, self.scale, inputs_first=first)
+
+
+def with_products(
+    value: Tensor, sides: tuple[Tensor, Tensor], rank: int, scale: float, *, inputs_first: bool
+) -> Tensor:
+    """Return W + scale · B A of every expert of a parameter [E, o, i], or [E, i, o].
+
+    sides: A and B. Of a parameter of two dimensions there is one W.
+    """
+    a, b = sides
+    if value.ndim == 2:
+        return value + (b @ a) * scale
+    a_Eri, b_Eor = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+    made = b_Eor @ a_Eri
+    return value + (made.transpose(1, 2) if inputs_first else made) * scale
+
+
+def adapt_parameter(module: Any, name: str, rank: int, scale: float) -> None:
+    """Put an adapter beside a parameter of a module; one that is no module of experts then computes
+    with both."""
+    parameter = getattr(module, name)
+    inputs_first = parameter.ndim == 3 and module.is_transposed
+    beside = ParameterAdapter(parameter, rank, scale, inputs_first=inputs_first)
+    setattr(module, f"{name}{BESIDE}", beside)
+    if parameter.ndim == 2:
+        form_weights(module)
+
+
+def adapters(module: nn.Module) -> Iterator[tuple[str, ParameterAdapter]]:
+    """Yield the parameters of a module that have an adapter, by their own name, with it."""
+    for name, child in module.named_children():
+        if isinstance(child, ParameterAdapter):
+            yield name.removesuffix(BESIDE), child
+
+
+def form_weights(module: nn.Module) -> None:
+    """Make a module compute with adapted parameters to which the products have been added."""
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        table: dict[str, Any] = module._parameters
+        held = {name: table[name] for name, _ in adapters(module)}
+        try:
+            for name, adapter in adapters(module):
+                table[name] = adapter.added(held[name])
+            return plain(*args, **kwargs)
+        finally:
+            table.update(held)
+
+    module.forward = forward
+
+
+def weight_of(weight: Tensor, side: str, rank: int) -> Tensor:
+    """Return a side of an adapter as a matrix for each expert: A [E, r, i], B [E, r, o]."""
+    if side == "A":
+        return weight.unflatten(0, (-1, rank))
+    return weight.unflatten(1, (rank, -1)).permute(2, 1, 0).contiguous()
+
+
+def as_side(value: Tensor, side: str) -> Tensor:
+    """Return a matrix for each expert as the side of an adapter, as `weight_of` has taken it."""
+    return value.flatten(0, 1) if side == "A" else value.permute(2, 1, 0).flatten(1)
+
 
 KEY = "model.adapter.target_modules"
 PARAMETERS = "model.adapter.target_parameters"

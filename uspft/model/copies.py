@@ -4,7 +4,7 @@ Each rank's own tokens are dealt out into as many copies. All that works token b
 copy after another, while the transfers of others are under way: norms and residuals, the
 projections around attention, the MLP. Copies come together where attention sees all queries, keys
 and values, and where the layer ends. Backward, gradients of weights wait until a transfer is
-awaited (tensor/put_off.py). The bytes that are sent are the same.
+awaited (tensor/interleaved.py). The bytes that are sent are the same.
 
 Shapes, as suffixes: T tokens that the tensor ranks have together, t one rank's of those; d hidden
 size, f features of a projection on this rank.
@@ -34,9 +34,8 @@ from uspft.model.halves import (
     standing_in,
 )
 from uspft.model.tiles import of_all_ranks
-from uspft.tensor.interleaved import Crossing, into_block, out_of_block
+from uspft.tensor.interleaved import Crossing, PutOff, into_block, out_of_block
 from uspft.tensor.parts import tokens_of_each
-from uspft.tensor.put_off import PutOff
 
 if TYPE_CHECKING:
     from uspft.model.attention import Bound

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from uspft.model.attention import Bound
     from uspft.model.dropout import TokenDropout
     from uspft.parameters.shards import MatrixSplit
-    from uspft.tensor.put_off import PutOffWeight
+    from uspft.tensor.interleaved import PutOffWeight
 
 
 def used_by(

@@ -1,32 +1,346 @@
-"""Experts of which a rank computes some, or a part of each: the hook into transformers.
+"""Experts of which a rank computes some, or a part of each: who has what of them, the way of
+tokens to them, their products, and the hook into transformers.
 
-It is an implementation of transformers' `ExpertsInterface`. Where ranks divide the experts, tokens
-go to those that hold theirs (dispatch.py). Where tensor ranks divide each expert, tokens and scores
-enter here, and what ranks have made is summed at the end: the router stays whole.
+The hook is an implementation of transformers' `ExpertsInterface`. Where ranks divide the experts,
+tokens go to those that hold theirs. Where tensor ranks divide each expert, tokens and scores enter
+here, and what ranks have made is summed at the end: the router stays whole.
 
-Shapes, as suffixes: t tokens here, k experts that each meets, r rows that come, d hidden size.
+Shapes, as suffixes: t tokens here, k experts that each meets, r rows that come, p pairs of a row
+with an expert that is here, d hidden size, i and o what a matrix takes and gives, E experts here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from uspft.model.dispatch import Dispatch, ReturnedRows, SentRows
+from uspft.comm import Group, all_to_all
+from uspft.model.adapter import ParameterAdapter, adapters, as_side, weight_of
 from uspft.model.divided import Call
-from uspft.model.expert_splits import expert_modules
-from uspft.model.grouped import ExpertParts, computed
-from uspft.model.parameter_adapter import adapters
 from uspft.model.recompute import before_each_run
 from uspft.model.tiles import with_gradient
-from uspft.parameters.names import plain_name
+from uspft.parameters.experts import is_experts
+from uspft.parameters.names import BESIDE, plain_name
+from uspft.parameters.shards import MatrixSplit
+from uspft.tensor.parts import Used, cut, put_back
 
 if TYPE_CHECKING:
     from uspft.comm import Group
-    from uspft.parameters.shards import Holders
+    from uspft.model.divided import Call
+    from uspft.parameters.shards import Holders, MatrixSplit
+
+ExpertSplits = dict[str, MatrixSplit | None]
+"""By a parameter's name how it is divided; None where each rank has all of it."""
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each module that has the weights of a layer's experts, with its name."""
+    for name, module in model.named_modules():
+        if any(is_experts(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False)):
+            yield name, module
+
+
+def over_tensor_ranks(model: nn.Module) -> ExpertSplits:
+    """Return how tensor ranks divide the parameters of all experts, and of their adapters."""
+    found: ExpertSplits = {}
+    for path, module in expert_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            found[plain_name(f"{path}.{name}")] = by_features(module, name, parameter.shape)
+        for name, adapter in adapters(module):
+            split = by_features(module, name, getattr(module, name).shape)
+            for side in "AB":
+                own = plain_name(f"{path}.{name}{BESIDE}.lora_{side}.weight")
+                found[own] = _of_adapter(adapter, side, split)
+    return found
+
+
+def by_features(module: Any, name: str, shape: tuple[int, ...]) -> MatrixSplit:
+    """Return how tensor ranks divide a parameter of all experts, [E, …].
+
+    Of the bias that is added to hidden features, which ranks would add once each, each has some of
+    these. name: the module's own.
+    """
+    dim = 1
+    if not name.endswith("_bias") and name.startswith("down") != module.is_transposed:
+        dim = 2
+    size = shape[dim]
+    if not name.startswith("gate_up"):
+        return MatrixSplit(dim, (size,))
+    if module.is_concatenated:
+        return MatrixSplit(dim, (size // 2, size // 2))
+    return MatrixSplit(dim, (size,), (size // 2,))
+
+
+def _of_adapter(adapter: ParameterAdapter, side: str, split: MatrixSplit) -> MatrixSplit | None:
+    """Return how tensor ranks divide a side of an adapter whose parameter they divide so."""
+    gives = split.dim == (2 if adapter.inputs_first else 1)
+    if gives != (side == "B"):
+        return None
+    return MatrixSplit(0 if gives else 1, split.stacked, split.units)
+
+
+def over_experts(model: nn.Module) -> dict[str, MatrixSplit]:
+    """Return how ranks divide the experts of all layers, and their adapters, in rank order."""
+    found: dict[str, MatrixSplit] = {}
+    for path, module in expert_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            split = MatrixSplit(0, (len(parameter),), in_order=True)
+            found[plain_name(f"{path}.{name}")] = split
+        for name, adapter in adapters(module):
+            experts, owner = len(getattr(module, name)), f"{path}.{name}{BESIDE}"
+            first = MatrixSplit(0, (experts * adapter.rank,), (experts,), in_order=True)
+            found[plain_name(f"{owner}.lora_A.weight")] = first
+            last = MatrixSplit(1, (experts,) * adapter.rank, in_order=True)
+            found[plain_name(f"{owner}.lora_B.weight")] = last
+    return found
+
+
+class ExpertParts:
+    """What calls of a layer use of its experts' parameters, where tensor ranks divide them."""
+
+    def __init__(self, splits: Mapping[str, MatrixSplit], call: Call) -> None:
+        """splits: by the parameters' own names; empty where each rank has all of every matrix."""
+        self._splits, self.call = splits, call
+
+    @property
+    def divided(self) -> bool:
+        return bool(self._splits)
+
+    def used(self, name: str) -> Used:
+        """Return what the call uses of what this rank holds of a parameter."""
+        split = self._splits.get(name)
+        return self.call.used(split) if split else ()
+
+    def bias(self, module: Any, name: str, expert_p: Tensor, features: int) -> Tensor:
+        """Return the biases [p, o] of pairs' experts, of which each rank adds those that it holds.
+
+        features: o. What ranks have made is summed, so that a bias stands in it once.
+        """
+        name = f"{name}_bias"
+        found = cut(getattr(module, name), self.used(name))[expert_p]
+        if (missing := features - found.shape[1]) == 0:
+            return found
+        ((first, _),) = self.call.ranges(self._splits[name])
+        return pad(found, (first, missing - first))
+
+
+def computed(
+    module: Any, parts: ExpertParts, x_rd: Tensor, index_rk: Tensor, weight_rk: Tensor
+) -> Tensor:
+    """Return what the experts here make of rows, weighted and summed for each row, [r, d].
+
+    index_rk: counted from the first expert here; what is not among them is left out. parts: what of
+    each expert is here.
+    """
+    count = module.num_experts
+    row_p, slot_p = ((index_rk >= 0) & (index_rk < count)).nonzero(as_tuple=True)
+    expert_p, order = index_rk[row_p, slot_p].sort(stable=True)
+    row_p, slot_p = row_p[order], slot_p[order]
+    here = torch.arange(count, device=expert_p.device)
+    ends_E = torch.searchsorted(expert_p, here, right=True).int()
+    groups = expert_p, ends_E
+    made = _product(module, "gate_up_proj", x_rd[row_p], groups, parts)
+    made = _product(module, "down_proj", module._apply_gate(made), groups, parts)
+    made = made * weight_rk[row_p, slot_p][:, None]
+    wide = made.to(torch.promote_types(made.dtype, torch.float32))
+    out = wide.new_zeros(x_rd.shape).index_put((row_p,), wide, accumulate=True)
+    return out.to(x_rd.dtype)
+
+
+def _product(
+    module: Any, name: str, x_p: Tensor, groups: tuple[Tensor, Tensor], parts: ExpertParts
+) -> Tensor:
+    """Return rows, in the order of their experts, times their experts' matrices, with biases.
+
+    groups: each row's expert, and where each expert's rows end.
+    """
+    expert_p, ends_E = groups
+    form = Form(parts.used(name), turned=not module.is_transposed)
+    made: Tensor = _Product.apply(x_p, getattr(module, name), ends_E, form)
+    if adapter := getattr(module, name + BESIDE, None):
+        made = made + _beside(adapter, name + BESIDE, x_p, ends_E, parts)
+    if not module.has_bias:
+        return made
+    return made + parts.bias(module, name, expert_p, made.shape[1])
+
+
+def _beside(
+    adapter: ParameterAdapter, name: str, x_pi: Tensor, ends_E: Tensor, parts: ExpertParts
+) -> Tensor:
+    """Return what an adapter makes of rows, [p, o], without the product of its two sides."""
+    made = x_pi
+    for side, linear in (("A", adapter.lora_A), ("B", adapter.lora_B)):
+        used = parts.used(f"{name}.lora_{side}.weight")
+        form = Form(used, turned=side == "A", side=side, rank=adapter.rank)
+        made = _Product.apply(made, linear.weight, ends_E, form)
+    return made * adapter.scale
+
+
+class Form(NamedTuple):
+    """How a parameter holds a matrix for each expert, and what of it is used."""
+
+    used: Used = ()
+    turned: bool = False
+    """Whether matrices are [o, i] and not [i, o]."""
+    side: str = ""
+    """A or B of an adapter, of this rank."""
+    rank: int = 0
+
+    def of(self, held: Tensor) -> Tensor:
+        """Return the matrices, [E, i, o]."""
+        here = cut(held, self.used)
+        here = weight_of(here, self.side, self.rank) if self.side else here
+        return here.transpose(1, 2) if self.turned else here
+
+    def put_back(self, value: Tensor, held: Tensor) -> Tensor:
+        """Return the gradient of the parameter of those of the matrices, as they lie."""
+        return put_back(as_side(value, self.side) if self.side else value, held, self.used)
+
+
+class _Product(torch.autograd.Function):
+    """Rows, in groups, times what is used of their groups' matrices.
+
+    What is kept is the parameter itself: a view would keep the values that ZeRO-3 takes away after
+    the layer. Rows are kept where matrices train alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_pi: Tensor, held: Tensor, ends_E: Tensor, form: Form) -> Tensor:
+        ctx.save_for_backward(x_pi if ctx.needs_input_grad[1] else None, held, ends_E)
+        ctx.form = form
+        return grouped(x_pi, form.of(held), ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_po: Tensor) -> tuple[Tensor | None, ...]:
+        x_pi, held, ends_E = ctx.saved_tensors
+        dout_po = dout_po.contiguous()
+        dx = dheld = None
+        if ctx.needs_input_grad[0]:
+            dx = grouped(dout_po, ctx.form.of(held).transpose(1, 2), ends_E)
+        if ctx.needs_input_grad[1]:
+            left, right = (dout_po, x_pi) if ctx.form.turned else (x_pi, dout_po)
+            dheld = ctx.form.put_back(_outer(left, right, ends_E), held)
+        return dx, dheld, None, None
+
+
+def grouped(x_pi: Tensor, weight_Eio: Tensor, ends_E: Tensor) -> Tensor:
+    """Return rows times the matrix of their group, [p, o]. ends_E: where each group's rows end."""
+    if _has_kernel(x_pi, *weight_Eio.shape[1:]):
+        return grouped_mm(x_pi, weight_Eio, offs=ends_E)
+    pairs = zip(_groups(x_pi, ends_E), weight_Eio, strict=True)
+    return torch.cat([x @ weight for x, weight in pairs])
+
+
+def _outer(a_pi: Tensor, b_po: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the sum over each group's rows of their outer products, [E, i, o]."""
+    if _has_kernel(a_pi, a_pi.shape[1], b_po.shape[1]):
+        return grouped_mm(a_pi.t(), b_po, offs=ends_E)
+    pairs = zip(_groups(a_pi, ends_E), _groups(b_po, ends_E), strict=True)
+    return torch.stack([a.t() @ b for a, b in pairs])
+
+
+def _has_kernel(x: Tensor, *sizes: int) -> bool:
+    """Return whether torch has a grouped product for matrices with such sides: none in float64, nor
+    where rows of a matrix do not begin at multiples of 16 bytes."""
+    return x.dtype != torch.float64 and not any(one * x.element_size() % 16 for one in sizes)
+
+
+def _groups(x_p: Tensor, ends_E: Tensor) -> Sequence[Tensor]:
+    return x_p.tensor_split(ends_E[:-1].long().cpu())
+
+
+KIND = "experts"
+"""What its transfers count as."""
+
+
+class Dispatch(NamedTuple):
+    """Which rows go to which rank, and how many come from each."""
+
+    token_s: Tensor
+    """The token of each row that leaves, by the rank that it goes to; there each token once."""
+    send: list[int]
+    receive: list[int]
+    group: Group
+
+    @classmethod
+    def of(cls, rank_tk: Tensor, group: Group) -> Dispatch:
+        """Return the way of tokens to the ranks that hold their experts; collective."""
+        meets_gt = rank_tk.new_zeros((group.size, len(rank_tk)), dtype=torch.bool)
+        meets_gt.scatter_(0, rank_tk.T, True)
+        send = meets_gt.sum(1)
+        each = [1] * group.size
+        receive = all_to_all(send, each, each, group, KIND)
+        leaving, coming = torch.stack([send, receive]).tolist()
+        return cls(meets_gt.nonzero()[:, 1], leaving, coming, group)
+
+    def there(self, x_t: Tensor) -> Tensor:
+        """Return what comes of a whole number or more for each token, int64 in and out."""
+        return self.moved(x_t[self.token_s].int()).long()
+
+    def moved(self, x_s: Tensor) -> Tensor:
+        return _moved(x_s, self.send, self.receive, self.group)
+
+    def moved_back(self, x_r: Tensor) -> Tensor:
+        return _moved(x_r, self.receive, self.send, self.group)
+
+    def summed(self, x_sd: Tensor, tokens: int) -> Tensor:
+        """Return the sum of each token's rows, in float32 or wider and then as they are."""
+        wide = torch.promote_types(x_sd.dtype, torch.float32)
+        out = x_sd.new_zeros((tokens, *x_sd.shape[1:]), dtype=wide)
+        return out.index_put_((self.token_s,), x_sd.to(wide), accumulate=True).to(x_sd.dtype)
+
+
+def _moved(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    width = x.shape[1]
+    flat = x.contiguous().view(-1)
+    out = all_to_all(flat, [n * width for n in send], [n * width for n in receive], group, KIND)
+    return out.view(-1, width)
+
+
+class SentRows(torch.autograd.Function):
+    """Tokens go to the ranks that hold their experts, with what these weigh; backward the gradients
+    of both come back. One function, so that all ranks' transfers have one order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_td: Tensor, weight_tk: Tensor, route: Dispatch
+    ) -> tuple[Tensor, Tensor]:
+        ctx.route, ctx.tokens = route, len(x_td)
+        return route.moved(x_td[route.token_s]), route.moved(weight_tk[route.token_s])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_rd: Tensor, dweight_rk: Tensor) -> tuple[Tensor | None, ...]:
+        found = (
+            ctx.route.summed(ctx.route.moved_back(d), ctx.tokens) if needed else None
+            for d, needed in zip((dx_rd, dweight_rk), ctx.needs_input_grad, strict=False)
+        )
+        return *found, None
+
+
+class ReturnedRows(torch.autograd.Function):
+    """What experts have made of rows comes back to their tokens, and is summed for each.
+
+    Nothing is saved as autograd does: a layer that is run again ends before it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_rd: Tensor, route: Dispatch, tokens: int) -> Tensor:
+        ctx.route = route
+        return route.summed(route.moved_back(y_rd), tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_td: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.route.moved(dy_td[ctx.route.token_s]), None, None
+
 
 NAME = "uspft"
 

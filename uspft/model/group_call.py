@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from uspft.families.projections import BEFORE, BEHIND, ROWS
 from uspft.model.halves import BlockInput, Given, Hook, StandIn, run_up_to, standing_in, stops
-from uspft.model.head_turns import pick
 from uspft.model.some_heads import SomeHeads, seeing_some, some_of
 from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
 
@@ -327,3 +326,17 @@ class BlockBackward(ABC):
             add_up(self.sums, found[wanted:])
             del part, found
         return dx if wanted else None
+
+
+def put(whole_tND: Tensor, heads: Sequence[HeadRange], part_tND: Tensor) -> None:
+    """Put some heads where they are among all."""
+    at = 0
+    for a, b in heads:
+        whole_tND[:, a:b] = part_tND[:, at : at + b - a]
+        at += b - a
+
+
+def pick(whole_tND: Tensor, heads: Sequence[HeadRange]) -> Tensor:
+    """Return some heads of all, contiguous."""
+    parts = [whole_tND[:, a:b] for a, b in heads if a < b]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -41,7 +41,7 @@ from uspft.model.halves import (
 )
 from uspft.model.some_heads import SomeHeads
 from uspft.model.state_groups import StateCall
-from uspft.model.tiles import TOKENS, Tiled, with_gradient
+from uspft.model.tiles import Tiled, with_gradient
 
 if TYPE_CHECKING:
     from uspft.model.attention import Bound
@@ -174,8 +174,9 @@ class TwoHalves:
         else:
             between = self._first.attend(hidden_states, kwargs)
         del hidden_states
-        if not self._tile or between.shape[TOKENS] <= (tile := max(1, self._tile // bound.ranks)):
+        if not self._tile:
             return self._second(between)
+        tile = max(1, self._tile // bound.ranks)
 
         def rest(x: Tensor) -> Tensor:
             # Backwards a tile's value is not asked for: ranks need not sum it once more.

@@ -1,26 +1,34 @@
-"""The hook into transformers' layers with a state: its own convolution and rule, over this rank's
-share of each document.
+"""Layers with a state: the hook into transformers' own, whether its kernels are believed, and the
+heads of it that a tensor rank has.
 
-A modelling file calls both by a global name, and hands them what the model was called with. There
-the two names stand for functions that heed `uspft=`, as attention does, and are transformers' own
-(fla's and causal-conv1d's where installed) without it.
+A modelling file calls its convolution and its rule by global names, and hands them what the model
+was called with. There the two names stand for functions that heed `uspft=`, as attention does, and
+are transformers' own (fla's and causal-conv1d's where installed) without it. Kernels are believed
+only after they have agreed with transformers' own written-out form on this device; not yet run on a
+GPU.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from uspft.sequence.states import Mixed
+from uspft.comm import said_by_all
+from uspft.parameters.shards import MatrixSplit, used_ranges
+from uspft.sequence.states import Mixed, StateRule
+from uspft.tensor.parts import cut
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from uspft.model.attention import Bound
+    from uspft.model.divided import Call
 
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """What a modelling file calls its convolution and its rule."""
@@ -126,3 +134,168 @@ def in_pieces(
         outs.append(out[0])
     assert state is not None, "a fragment has tokens"
     return torch.cat(outs) if len(outs) > 1 else outs[0], state[0]
+
+
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""By dtype, how large the norm of an error may be, relative to the norm of what is right: a kernel
+multiplies in tensor cores, float32 as tf32."""
+PROBE_TOKENS, PROBE_HEADS = 200, 2
+"""More than three of the rule's chunks of 64; key heads, which two value heads each share."""
+NORMED = {"use_qk_l2norm_in_kernel": True}
+
+
+def believe_linear_layers(
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    told: Callable[[str], list[str]] = said_by_all,
+) -> None:
+    """Try the kernels of a model's layers with a state where it runs on a device that has kernels.
+
+    told: returns what each rank says, by rank, and is collective. Raises RuntimeError on every rank
+    where one of them found a kernel wrong.
+    """
+    layers = {
+        sys.modules[type(module).__module__]: module
+        for module in model.modules()
+        if hasattr(module, "conv1d") and hasattr(module, "A_log")
+    }
+    if device.type == "cpu" or not layers:
+        return
+    wrong = ""
+    try:
+        for modelling, layer in layers.items():
+            probe(modelling, layer, dtype, device)
+    except RuntimeError as error:
+        wrong = str(error)
+    found = next(filter(None, told(wrong)), "")
+    if found:
+        raise RuntimeError(found)
+
+
+def probe(modelling: ModuleType, layer: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare what a modelling file calls with what it has written out, forward and backward: the
+    rule from no state, and from one over wider values, as summaries are made; the convolution.
+
+    layer: one of its layers, for the dims of heads. Raises RuntimeError, which names the function,
+    the quantity and the error.
+    """
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    dims, values = (layer.head_k_dim, layer.head_v_dim), 2 * PROBE_HEADS
+    stock = {name: getattr(modelling, name) for name in (RULE, CONVOLUTION)}
+    stock = {name: getattr(one, "without_uspft", one) for name, one in stock.items()}
+    for wide in (False, True):
+        width = dims[1] + dims[0] * wide
+        q, k = (draw(PROBE_TOKENS, PROBE_HEADS, dims[0]).to(device, dtype) for _ in range(2))
+        v = draw(PROBE_TOKENS, values, width).to(device, dtype)
+        decays = (-0.2 * draw(PROBE_TOKENS, values).exp()).to(device)
+        x = Mixed(q, k, v, decays, draw(PROBE_TOKENS, values).sigmoid().to(device, dtype))
+        state = draw(values, dims[0], width).to(device) if wide else None
+        kernel, written = (partial(in_pieces, one, NORMED) for one in _both(stock[RULE]))
+        run = partial(_rule_results, x, state)
+        _compare(f"{RULE} of {modelling.__name__}", run, (kernel, written), dtype)
+    taps = layer.conv1d.kernel_size[0]
+    pair = (
+        draw(1, 4 * dims[0], PROBE_TOKENS).to(device, dtype),
+        draw(4 * dims[0], taps).to(device, dtype),
+    )
+    _compare(
+        f"{CONVOLUTION} of {modelling.__name__}",
+        partial(_convolved, pair),
+        _both(stock[CONVOLUTION]),
+        dtype,
+    )
+
+
+def _both(stock: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what is called, and what transformers has written out."""
+    return stock, inspect.unwrap(stock)
+
+
+def _rule_results(x: Mixed, state: Tensor | None, rule: StateRule) -> dict[str, Tensor]:
+    leaves = Mixed(*(one.detach().requires_grad_() for one in x))
+    out, left = rule(leaves, state)
+    grads = torch.autograd.grad(out.float().square().sum() + left.square().sum(), leaves)
+    named = zip(("dq", "dk", "dv", "dg", "dbeta"), grads, strict=True)
+    return {"out": out.detach(), "state": left.detach(), **dict(named)}
+
+
+def _convolved(pair: tuple[Tensor, Tensor], convolve: Callable[..., Tensor]) -> dict[str, Tensor]:
+    x, weight = (one.detach().requires_grad_() for one in pair)
+    out = convolve(x, weight, None, activation="silu")
+    dx, dweight = torch.autograd.grad(out.float().square().sum(), (x, weight))
+    return {"out": out.detach(), "dx": dx, "dweight": dweight}
+
+
+def _compare(
+    what: str,
+    results: Callable[[Any], dict[str, Tensor]],
+    both: tuple[Any, Any],
+    dtype: torch.dtype,
+) -> None:
+    got, wanted = (results(one) for one in both)
+    for name, want in wanted.items():
+        off = float((got[name].double() - want.double()).norm() / want.double().norm())
+        if not off <= TOLERANCE[dtype]:
+            raise RuntimeError(
+                f"{what} is wrong on this machine: {name} is off by {off:.1e}, relatively, from "
+                f"the written-out form ({dtype}); install another version of its package, or none"
+            )
+
+
+def divide_states(layer: Any, splits: Mapping[str, MatrixSplit], call: Call) -> None:
+    """Make a layer with a state, filled with this rank's parts, compute with the heads of a call.
+
+    splits: how its own parameters and its convolution's weight are divided, by their names in it.
+    """
+    owned: dict[str, dict[str, MatrixSplit]] = {}
+    for name, split in splits.items():
+        owner, _, own = name.rpartition(".")
+        owned.setdefault(owner, {})[own] = split
+    for owner, parts in owned.items():
+        _use_parts(layer.get_submodule(owner), parts, call)
+    layer.uspft_heads = StateHeadCount(layer, call)
+    layer.register_forward_pre_hook(layer.uspft_heads.count)
+
+
+def _use_parts(module: nn.Module, splits: Mapping[str, MatrixSplit], call: Call) -> None:
+    """Let a module's parameters be, where it reads them, the parts that a call uses.
+
+    transformers reads them as attributes; a property of a class of the module's own stands before
+    them, and the parameters stay where they are, under their names.
+    """
+
+    def part(name: str, split: MatrixSplit) -> property:
+        def read(self: nn.Module) -> Tensor:
+            if name in self.__dict__:  # what stands in for it, of some heads
+                found: Tensor = self.__dict__[name]
+                return found
+            held = self._parameters[name]
+            assert held is not None
+            return cut(held, call.used(split)[:1]) if hasattr(call, "bound") else held
+
+        return property(read)
+
+    kind = type(module)
+    own: dict[str, Any] = {name: part(name, split) for name, split in splits.items()}
+    module.__class__ = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+
+
+class StateHeadCount:
+    """The heads of a layer with a state, of which transformers asks the module."""
+
+    def __init__(self, layer: Any, call: Call) -> None:
+        self._keys, self._each = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
+        self._dims = layer.head_k_dim, layer.head_v_dim
+        self._call = call
+
+    def count(self, layer: Any, args: Any) -> None:
+        """Tell the layer how many heads this call has here, before it runs, unless it is to make
+        some of them alone."""
+        if "A_log" in layer.__dict__:
+            return
+        group, split = self._call.group, MatrixSplit(0, (self._keys,))
+        ((first, stop),) = used_ranges(split, group.index, group.size, self._call.ways(split))
+        layer.num_k_heads, layer.num_v_heads = stop - first, (stop - first) * self._each
+        layer.key_dim = layer.num_k_heads * self._dims[0]
+        layer.value_dim = layer.num_v_heads * self._dims[1]

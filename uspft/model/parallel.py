@@ -39,11 +39,11 @@ from uspft.families.table import FAMILIES, shared_features
 from uspft.model.copies import LayerInCopies
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
-from uspft.model.expert_splits import over_experts, over_tensor_ranks
+from uspft.model.experts import over_experts, over_tensor_ranks
 from uspft.model.hf_config import heads_of
+from uspft.model.linear import divide_states
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
-from uspft.model.state_heads import divide_states
 from uspft.parameters.names import places, plain_name
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
 from uspft.tensor.parts import Range, cut, part_index, part_range

@@ -1,8 +1,9 @@
-"""The routers' load-balancing loss of whole rows, of which each rank holds a share.
+"""What routers chose: how evenly tokens meet the experts of a layer, and the load-balancing loss of
+whole rows, of which each rank holds a share.
 
-It is that of Switch Transformer, arXiv 2101.03961, equations 4 to 6, as transformers has it: over
-all layers together, E · Σ_e f_e · p_e with f_e the choices of expert e ÷ tokens and p_e its mean
-probability. Padding does not count; packed documents count together, as their row.
+The loss is that of Switch Transformer, arXiv 2101.03961, equations 4 to 6, as transformers has it:
+over all layers together, E · Σ_e f_e · p_e with f_e the choices of expert e ÷ tokens and p_e its
+mean probability. Padding does not count; packed documents count together, as their row.
 
 Shapes: T tokens here, E experts, R rows of the micro-batch.
 """
@@ -10,18 +11,23 @@ Shapes: T tokens here, E experts, R rows of the micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
-from uspft.comm import sum_over
+from uspft.comm import largest, sum_over, total
+from uspft.model.divided import Call
+from uspft.model.experts import expert_modules
+from uspft.model.recompute import before_each_run
 from uspft.tensor.parts import tokens_of_each
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from uspft.comm import Group
+    from uspft.parameters.shards import Holders
 
 
 def router_loss(
@@ -62,3 +68,83 @@ def own_tokens(x: Tensor, group: Group, filled: int = 0) -> Tensor:
     each = tokens_of_each(len(x), group.size)
     own = x[group.index * each :][:each]
     return pad(own, (0, each - len(own)), value=filled)
+
+
+class ExpertLoad:
+    """The choices of experts since they were last told: those of training, without padding.
+
+    A layer that runs again for its backward pass counts again, all of its choices alike, which
+    changes no ratio.
+    """
+
+    def __init__(self, model: Any, holders: Holders, device: torch.device) -> None:
+        """Count what the routers of a model choose from now on."""
+        self._holders, self._device, self._layers = holders, device, 0
+        self._counts: dict[int, Tensor] = {}
+        found = {id(module): module for _, module in expert_modules(model)}
+        for layer in model.base_model.layers:
+            for module in layer.modules():
+                if id(module) in found:
+                    call = Call(holders.shards.layout)
+                    before_each_run(layer, call.begin)
+                    count = partial(self._count, self._layers, call)
+                    module.register_forward_pre_hook(count)
+                    self._layers += 1
+        sizes = [module.num_experts for module in found.values()]
+        self._experts = max(sizes, default=0) * holders.experts.size
+
+    def _count(self, number: int, call: Call, module: nn.Module, args: Any) -> None:
+        if not module.training:
+            return
+        index_tk, group, real_t = args[1], call.group, call.bound.real
+        if split := call.bound.world.tensor.splits_tokens:
+            real_t = own_tokens(real_t, group)
+        # Tensor ranks that do not split tokens each see all of them.
+        times = real_t.to(torch.float64) / (1 if split else group.size)
+        if number not in self._counts:
+            self._counts[number] = times.new_zeros(self._experts)
+        chosen = index_tk.flatten()
+        self._counts[number].index_add_(0, chosen, times.repeat_interleave(index_tk.shape[1]))
+
+    def told(self, *, each: bool = False) -> dict[str, Any]:
+        """Return the largest load of an expert ÷ the mean, of the layer where that is most, and
+        where ranks divide experts that of a rank; and begin anew. Collective.
+
+        each: whether the load of every expert and rank ÷ the mean is told too, layer by layer.
+        """
+        holders = self._holders
+        if not self._layers:
+            return {}
+        none = torch.zeros(self._experts, dtype=torch.float64)
+        counts = [self._counts.get(n, none).cpu() for n in range(self._layers)]
+        self._counts = {}
+        mine = torch.stack(counts)
+        every = self._sum(mine, holders.everyone)
+        means = every.mean(1, keepdim=True).clamp(min=torch.finfo(every.dtype).tiny)
+        found: dict[str, Any] = {"expert_load": float((every / means).max())}
+        if each:
+            found["expert_loads"] = _rounded(every / means)
+        group = holders.experts
+        if group.size == 1:
+            return found
+        here = self._sum(self._sum(mine, holders.tensor), group).unflatten(1, (group.size, -1))
+        loads = here[:, group.index].sum(1)
+        everyone = holders.everyone
+        most = torch.tensor(largest(loads.tolist(), everyone, self._device))
+        ranks = everyone.size // holders.shards.layout.pipeline  # of those with the layer
+        means = (self._sum(loads, everyone) / ranks).clamp(min=1e-9)
+        found["expert_rank_load"] = float((most / means).max())
+        if each:
+            of_ranks = loads.new_zeros(self._layers, everyone.size)
+            of_ranks[:, everyone.index] = loads
+            found["expert_rank_loads"] = _rounded(self._sum(of_ranks, everyone) / means[:, None])
+        return found
+
+    def _sum(self, x: Tensor, group: Group) -> Tensor:
+        """Return the sum of numbers over ranks."""
+        summed = total(x.flatten().tolist(), group, self._device)
+        return torch.tensor(summed, dtype=x.dtype).view_as(x)
+
+
+def _rounded(loads: Tensor) -> list[list[float]]:
+    return [[round(load, 4) for load in layer] for layer in loads.tolist()]

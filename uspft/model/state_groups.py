@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from uspft.families.projections import BEFORE
-from uspft.model.group_call import BlockBackward, BlockCall, InGroups
+from uspft.model.group_call import BlockBackward, BlockCall, InGroups, put
 from uspft.model.halves import BlockInput, Hook, standing_in
-from uspft.model.head_turns import put
 from uspft.model.some_heads import joined
 from uspft.model.tiles import add_up
 from uspft.sequence import Heads

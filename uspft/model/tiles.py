@@ -120,7 +120,9 @@ def _places(tile: slice, tokens: int, ranks: int) -> list[tuple[int, int]]:
 class Tiled:
     """What stands in for a module's forward, and calls that for one tile after another.
 
-    It takes one or more tensors [..., T, ...] and returns one that is like the first of them.
+    It takes one or more tensors [..., T, ...] and returns one that is like the first of them. Few
+    tokens are one tile too: another rank may have more, and ZeRO-2 sums gradients over ranks in the
+    order in which they come, which is another here than the plain module's.
     """
 
     def __init__(
@@ -139,10 +141,12 @@ class Tiled:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         dim = self._along(inputs[0])
-        if inputs[0].shape[dim] <= self._tile:
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        # Inside another's tile what stands in for parameters is none.
+        ordered = torch.is_grad_enabled() and all(isinstance(p, nn.Parameter) for p in parameters)
+        if inputs[0].shape[dim] <= self._tile and not (ordered and len(parameters) > 1):
             whole: Tensor = self._plain(*inputs)
             return whole
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
         call = TiledCall(self._module, self._plain, self._tile, parameters, dim, self._ranks)
         out: Tensor = _Tiles.apply(call, len(inputs), *inputs, *parameters)
         with torch.no_grad():

@@ -1,5 +1,11 @@
 """Parameters that transformers holds otherwise than Hugging Face files: experts, fused 3-D
-parameters in the one and a matrix each in the other, and OLMo Hybrid's convolution and norms.
+parameters in the one and a matrix each in the other, or in MXFP4; and OLMo Hybrid's convolution and
+norms.
+
+In MXFP4, as gpt-oss lies on the hub, of each output 32 inputs have one exponent, and four bits each
+(OCP Microscaling Formats 1.0): a parameter [E, i, o] lies as `_blocks` [E, o, i ÷ 32, 16], two
+values in a byte, the low half first, and `_scales` [E, o, i ÷ 32]. Every value is one of float32
+and of bfloat16.
 
 Shapes: E experts, d hidden size, f an expert's width; gate_up_proj [E, 2f, d] with gate's rows
 first, down_proj [E, d, f]. A convolution [C, 1, taps] has the channels of q, k and v in this order.
@@ -15,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uspft.parameters.mxfp4 import BLOCKS, SCALES, whole_shape
+from uspft.parameters.part import Part, as_slices
 
 CORRECTION = "e_score_correction_bias"
 """What routers of some families add to scores before they choose, [E] or [1, E]: numbers that no
@@ -42,6 +48,13 @@ _RENAMED = {
 """By model_type parts of names in transformers and in files: OLMo Hybrid's norms, Granite's
 experts, corrections of routers' choices."""
 _ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
+BLOCKS, SCALES = "_blocks", "_scales"
+MXFP4_GROUP = 32
+"""How many inputs have one exponent."""
+_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+_VALUES = torch.tensor(_POSITIVE + [-value for value in _POSITIVE])
+"""What four bits stand for."""
+_BIAS = 127
 
 
 class Spelling(NamedTuple):
@@ -222,3 +235,28 @@ def _as_olmo(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tu
         yield from zip(_three(match["block"]), parts, strict=True)
     else:
         yield _renamed(name, "olmo_hybrid"), value
+
+
+def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 values [..., 32 g] of uint8 blocks [..., g, 16] and scales [..., g]."""
+    low, high = _VALUES[(blocks & 15).long()], _VALUES[(blocks >> 4).long()]
+    values = torch.stack([low, high], -1).flatten(-2)
+    return torch.ldexp(values, scales.int()[..., None] - _BIAS).flatten(-2)
+
+
+def whole_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the parameter of blocks of this shape."""
+    experts, gives, groups, _ = blocks
+    return experts, groups * MXFP4_GROUP, gives
+
+
+def read_quantised(blocks: Any, scales: Any, part: Part) -> Tensor:
+    """Read a part of a parameter out of slices of safetensors files, as float32; its own bytes
+    alone, but that inputs come by whole groups."""
+    out = torch.empty(part.size)
+    for ((e, e_end), (i, i_end), (o, o_end)), there in part.boxes():
+        first, last = i // MXFP4_GROUP, -(-i_end // MXFP4_GROUP)
+        held = [one[e:e_end, o:o_end, first:last] for one in (blocks, scales)]
+        values = dequantised(*held)[..., i - first * MXFP4_GROUP : i_end - first * MXFP4_GROUP]
+        out[as_slices(there)] = values.transpose(1, 2)
+    return out

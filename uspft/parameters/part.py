@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from uspft.tensor.parts import Range
+from uspft.tensor.parts import Range, cut, laid_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,35 +59,28 @@ class Part:
         """Cut the part out of a whole tensor; nothing is copied where the part is all of it."""
         if self.is_whole:
             return whole
-        if not self.count:
-            return whole.new_empty(self.size)
-        import torch
-
-        for dim, ranges in enumerate(self.ranges):
-            pieces = [whole.narrow(dim, a, b - a) for a, b in ranges]
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-        return whole
+        return cut(whole, self.ranges) if self.count else whole.new_empty(self.size)
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
         """Yield the part's boxes: where each lies in the whole, and where in the part."""
-        yield from _pairs([_laid_out(ranges) for ranges in self.ranges])
+        yield from _pairs([laid_out(ranges) for ranges in self.ranges])
 
     def within(self, box: Box) -> Part:
         """Return as a part of the whole parameter a box of this part, given in its coordinates."""
         found = []
         for ranges, (first, last) in zip(self.ranges, box, strict=True):
-            cut = [
+            mine = [
                 (start + max(first, at) - at, start + min(last, end) - at)
-                for (start, _), (at, end) in _laid_out(ranges)
+                for (start, _), (at, end) in laid_out(ranges)
                 if max(first, at) < min(last, end)
             ]
-            found.append(tuple(cut))
+            found.append(tuple(mine))
         return Part(self.shape, tuple(found))
 
     def meets(self, other: Part) -> Iterator[tuple[Box, Box]]:
         """Yield each box that two parts of a parameter share: where in this, where in the other."""
         sides = [
-            _overlaps(_laid_out(mine), _laid_out(theirs))
+            _overlaps(laid_out(mine), laid_out(theirs))
             for mine, theirs in zip(self.ranges, other.ranges, strict=True)
         ]
         yield from _pairs(sides)
@@ -105,15 +98,6 @@ def read_boxes(held: Any, part: Part) -> Tensor:
     for there, piece in pieces:
         out[as_slices(there)] = piece
     return out
-
-
-def _laid_out(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
-    """Return (where in the whole, where in the part) for each range along a dimension."""
-    found, at = [], 0
-    for start, stop in ranges:
-        found.append(((start, stop), (at, at + stop - start)))
-        at += stop - start
-    return found
 
 
 def _overlaps(

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from uspft.config.problems import InputError, said
 from uspft.families.multimodal import own_name
-from uspft.parameters.experts import Stored, find, fused_shapes
-from uspft.parameters.mxfp4 import read_quantised, whole_shape
+from uspft.parameters.experts import Stored, find, fused_shapes, read_quantised, whole_shape
 from uspft.parameters.names import plain_name
 from uspft.parameters.part import Part, as_slices, read_boxes
 

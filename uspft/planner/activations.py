@@ -1,4 +1,5 @@
-"""The bytes of activations on one rank: each layer as it runs, on a tape.
+"""The bytes of activations on one rank as they run, on a tape: each layer, and from behind the last
+its norm, the head and the loss, that of experts' balance too (model/causal.py, model/loss.py).
 
 Functions follow the code that they stand for line by line: transformers' layers, peft's
 projections, and what model/ and tensor/ put between them.
@@ -6,23 +7,25 @@ projections, and what model/ and tensor/ put between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from uspft.families.projections import BEHIND, STATE_LAYER
-from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
-from uspft.planner.expert_memory import Experts, routed
+from uspft.families.projections import STATE_LAYER
+from uspft.planner.attention_memory import Remembered, attend, attend_over_heads
+from uspft.planner.expert_memory import routed
 from uspft.planner.group_tiles import in_groups
-from uspft.planner.layer_kinds import LLAMA, LayerKind
-from uspft.planner.mesh_memory import MeshOperation, inward, outward
+from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
+from uspft.planner.mesh_memory import MeshOperation, all_features, inward, outward
 from uspft.planner.operations import (
+    INDEX,
     WIDE,
     Angles,
     NormKind,
     added,
     bent,
+    buffered,
     copied,
     dropped,
     gated,
@@ -38,156 +41,8 @@ from uspft.planner.operations import (
     viewed,
 )
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.state_memory import (
-    StateHeads,
-    before_rule,
-    normed_by_head,
-    state_block,
-)
-from uspft.planner.tape import Storage, Tape, Tensor
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """A layer as a rank has it."""
-
-    sharing: Sharing
-    """Of attention, whose tokens are those inside of blocks."""
-    hidden: int
-    inner: int
-    """Features of the MLP, or of the expert that every token meets; 0 where there is neither."""
-    kind: LayerKind = LLAMA
-    tensor: int = 1
-    """Megatron's ranks, or mesh columns."""
-    splits_tokens: bool = False
-    """Whether Megatron's have different tokens between blocks."""
-    mesh_rows: int = 0
-    """0 where matrices do not lie on a mesh."""
-    slices: tuple[int, ...] = (1, 1, 1, 1)
-    """Of each product on a mesh: into attention, out of it, into the MLP, out of it."""
-    experts: Experts | None = None
-    trained: frozenset[str] = frozenset()
-    """The names inside a layer of modules whose weights train."""
-    adapted: frozenset[str] = frozenset()
-    """Those of projections that have an adapter."""
-    rank: int = 0
-    """Of adapters."""
-    dropout: bool = False
-    state: StateHeads | None = None
-    """The heads of a layer with a state and no attention."""
-    tile: int | None = None
-    """Tokens; None where MLPs and norms take all at once."""
-    at_once: int | None = None
-    """How many query heads of a KV head are attended with at once; None where all heads are."""
-    recompute: str | None = None
-    """What of attention is made again; None where the layer is not checkpointed."""
-    offloads: bool = False
-    some_heads: bool = False
-    """Whether norms over all heads see those of a tensor rank, where `tensor` does not say so."""
-    use: str = ""
-    """BEFORE or BEHIND, where projections make features for what attention takes, or for what
-    follows it, and zeros for the rest; empty where for both."""
-
-    @property
-    def element(self) -> int:
-        return self.sharing.element
-
-    @property
-    def wide(self) -> float:
-        """How much larger float32 is than the type of the weights."""
-        return WIDE / self.element
-
-    @property
-    def between(self) -> int:
-        """The tokens between blocks."""
-        tokens = self.sharing.tokens
-        return -(-tokens // self.tensor) if self.splits_tokens else tokens
-
-    @property
-    def features(self) -> int:
-        """Of a token between blocks."""
-        return self.hidden // self.tensor if self.mesh_rows else self.hidden
-
-    @property
-    def trains(self) -> bool:
-        """Whether any weight of the layer does."""
-        experts = self.experts
-        routed = experts and (experts.adapts_router or any(experts.adapted))
-        return bool(self.trained or self.adapted or routed)
-
-    @property
-    def in_halves(self) -> bool:
-        """Whether the MLP with its norm and residual is one function."""
-        return bool(self.at_once) and not (self.tensor > 1 and self.kind.norms.behind_attention)
-
-    @property
-    def whole_first(self) -> bool:
-        """Whether attention with its norms and residual is one too."""
-        return self.in_halves and not (self.splits_tokens and (self.kind.gated or self.state))
-
-    def of_tile(self, some: Any = None, use: str = "", *, split: bool = False) -> LayerSizes:
-        """Return the layer as it takes a tile of tokens. some: other heads, as Sharing or
-        StateHeads. use: what projections make features for. split: whether tensor ranks have parts
-        of the tile."""
-        sharing = some if isinstance(some, Sharing) else self.sharing
-        state = some if isinstance(some, StateHeads) else self.state
-        tokens = min(self.tile or sharing.tokens, sharing.tokens)
-        of = replace(sharing, tokens=tokens)
-        state = state and replace(state, tokens=tokens)
-        ranks = self.tensor if split else 1
-        alone = replace(self, sharing=of, state=state, tile=None, tensor=ranks, splits_tokens=split)
-        return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
-
-    def weights(self, name: str, takes: int, gives: int) -> float:
-        """Return the bytes of those weights of a projection that train."""
-        own = takes * gives if name in self.trained else 0
-        return float(self.element * (own + self.rank * (takes + gives) * (name in self.adapted)))
-
-    def between_bytes(self) -> float:
-        """Return the bytes of what is between blocks."""
-        return float(self.between * self.features * self.element)
-
-    def inside_bytes(self) -> float:
-        """Return the bytes of all features of the tokens inside of blocks."""
-        return float(self.sharing.tokens * self.hidden * self.element)
-
-    def outputs(self, block: str) -> dict[str, int]:
-        """Return the features that each projection into a block makes."""
-        how = self.sharing
-        queries, keys = how.heads * how.dim, how.kv_heads * how.dim
-        if block == "self_attn" and self.kind.fused:
-            return {"self_attn.qkv_proj": queries + 2 * keys}
-        if block == STATE_LAYER and self.state:
-            return dict(self.state.into)
-        if block == "self_attn":
-            both = (1 + self.kind.gated) * queries
-            kinds = {"q": both, "k": keys} | ({} if self.kind.keys_are_values else {"v": keys})
-            return {f"self_attn.{one}_proj": size for one, size in kinds.items()}
-        if self.kind.fused:
-            return {"mlp.gate_up_proj": 2 * self.inner}
-        into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
-        return into | ({SHARED_GATE: 1} if self.mlp == SHARED_EXPERT else {})
-
-    def made_share(self, name: str) -> float:
-        """Return the share of a projection's features that are made and not zeros."""
-        if not self.use or name in (OUT, self.state and self.state.out):
-            return 1.0
-        behind = float(name in (f"{STATE_LAYER}.in_proj_z", f"{STATE_LAYER}.g_proj"))
-        if name == "self_attn.q_proj" and self.kind.gated:
-            behind = 0.5
-        elif name == f"{STATE_LAYER}.in_proj_qkvz" and self.state:
-            behind = self.state.values / dict(self.state.into)[name]
-        return behind if self.use == BEHIND else 1.0 - behind
-
-    @property
-    def mlp(self) -> str:
-        """The name of what every token meets."""
-        return self.kind.shared if self.experts else "mlp"
-
-
-OUT = "self_attn.o_proj"
-OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
-"""The projection out of each block that may lie on a mesh."""
+from uspft.planner.state_memory import before_rule, normed_by_head, state_block
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 
 
 class Layer:
@@ -256,12 +111,12 @@ class Layer:
             x = copied(tape, x)  # and nothing added
             return layer._added(x, layer._mlp, s.kind.norms[2:])
 
-        if s.experts or not s.tile or s.tile >= s.sharing.tokens:
+        if s.experts or not s.tile:
             return rest(self, between)
         names, norms = s.trained | s.adapted, s.kind.norms[2:]
         trains = any(name.startswith("mlp.") or name in norms for name in names)
         part = Layer(tape, s.of_tile(split=s.splits_tokens))
-        share = s.tile / s.sharing.tokens
+        share = min(1.0, s.tile / s.sharing.tokens)
         run = lambda parts: rest(part, parts[0])  # noqa: E731
         return tiled(tape, [between], run, share, s.wide, trains=trains)
 
@@ -408,6 +263,8 @@ class Layer:
     def _qkv(self, x: Tensor, gate: list[Tensor]) -> list[Tensor]:
         """Return queries, keys and values. gate: gets what gates the output, if anything."""
         tape, s = self.tape, self.sizes
+        if s.kind.normed_values:
+            return self._each_turned(x)
         if s.kind.fused:
             every = self.project(x, "self_attn.qkv_proj")
             heads, kv = s.sharing.heads, s.sharing.kv_heads
@@ -416,7 +273,8 @@ class Layer:
             del every
         else:
             query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
-            key, value = self._key_and_value(x)
+            key = self._normed(self.project(x, "self_attn.k_proj"), "k", s.sharing.kv_heads)
+            value = viewed(tape, self.project(x, "self_attn.v_proj"))
         if s.kind.turned:
             again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
             own = tape.new(again) if s.kind.turned is turned_in_pairs else None
@@ -424,18 +282,23 @@ class Layer:
             query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
-    def _key_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _each_turned(self, x: Tensor) -> list[Tensor]:
+        """Return queries, keys and values where each is brought into its position as soon as it is
+        there (Gemma 4)."""
         tape, s = self.tape, self.sizes
-        heads, name = s.sharing.kv_heads, "self_attn.v_proj"
-        if not s.kind.normed_values:
-            key = self._normed(self.project(x, "self_attn.k_proj"), "k", heads)
-            return key, viewed(tape, self.project(x, name))
+        assert s.kind.turned
+        heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
+        query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads)
+        query = s.kind.turned(tape, query, by)
         made = self.project(x, "self_attn.k_proj")
-        value = viewed(tape, made if s.kind.keys_are_values else self.project(x, name))
+        alike = s.kind.keys_are_values
+        value = viewed(tape, made if alike else self.project(x, "self_attn.v_proj"))
         key = self._normed(made, "k", heads)
         del made
+        key = s.kind.turned(tape, key, by)
         number = s.sharing.tokens * heads
-        return key, norm(tape, s, value, number, trains=False, split=False, weighs=False)
+        value = norm(tape, s, value, number, trains=False, split=False, weighs=False)
+        return [query, key, value]
 
     def _normed(
         self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
@@ -468,7 +331,7 @@ class Layer:
         return remembered(whole, qkv) if remembered else whole(qkv)
 
     def _fetch(self) -> None:
-        self.below = self.tape.new(self.sizes.between_bytes())
+        self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
@@ -492,9 +355,9 @@ class Layer:
         """Return what the MLP that every token meets makes of x."""
         tape, s = self.tape, self.sizes
         inner = x if s.mesh_rows else enter(tape, s, x)
-        if not s.tile or s.tile >= s.sharing.tokens:
+        if not s.tile:
             return self._leave(self._dense(inner))
-        share = s.tile / s.sharing.tokens
+        share = min(1.0, s.tile / s.sharing.tokens)
         trains = self._any_trains(f"{s.mlp}.")
         run = lambda parts: self._dense(parts[0])  # noqa: E731
         return self._leave(tiled(tape, [inner], run, share, s.wide, trains=trains))
@@ -565,10 +428,9 @@ class LayerBytes:
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True) -> LayerBytes:
-    """Return what a layer takes. reached: whether the gradient goes on below it. beside: whether
-    what the model's first layer takes is there by itself, which transformers holds until the last
-    is done."""
+def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> LayerBytes:
+    """Return what a layer takes. reached: whether the gradient goes on below it. beside: how many
+    tensors as large as its input transformers holds by itself until the last layer is done."""
     tape = Tape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
@@ -580,7 +442,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True)
         before, forward = tape.live, tape.most
         hidden.clear()
         kept, lets_go = tape.live - out.size, tape.live < before
-        forward += size * (beside + (sizes.kind.scaled and sizes.element < WIDE))
+        forward += size * beside
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))
@@ -589,6 +451,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True)
         out = layer(hidden[0])
     trains = out.node is not None
     del out
+    tape.most += size * beside
     if layer.groups:
         layer.groups.waits()
     kept = tape.live
@@ -598,3 +461,101 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: bool = True)
         tape.second_run(lambda: layer(hidden[0]), size, then)
     held = sum({id(one): one.size for one in tape.stays}.values())
     return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The last norm, the head and the loss as a rank has them."""
+
+    layer: LayerSizes
+    vocabulary: int
+    """The rows of the head that are here."""
+    tile: int | None
+    """Tokens; None for all at once."""
+    trains: bool = True
+    norm_trains: bool = True
+    capped: bool = False
+    """Whether logits have a soft-cap."""
+
+
+@lru_cache(maxsize=4096)
+def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
+    """Return what is alive from behind the last layer until before its backward (model/causal.py,
+    model/loss.py): between forward and backward, and at the most. reached: whether the gradient
+    goes on below it."""
+    tape, s = Tape(), sizes.layer
+    size = s.between_bytes()
+    before = tape.leaf(size)
+    if not reached:
+        before = Tensor(size, before.storage, None, 0)
+    hidden = norm(tape, s, before, s.between, trains=sizes.norm_trains)
+    del before
+    every = all_features(tape, hidden, s.tensor) if s.mesh_rows else enter(tape, s, hidden)
+    every = viewed(tape, every)
+    loss = _loss(tape, sizes, every)
+    del every, hidden
+    kept = tape.live
+    if loss.node:
+        loss.storage = None
+        tape.backward(loss, tape.new(0.0))
+    return LayerBytes(kept, tape.most)
+
+
+def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
+    s = sizes.layer
+    e, tokens = s.element, s.sharing.tokens
+    tile = min(sizes.tile or tokens, tokens)
+    rows = buffered(tape, hidden, hidden.size, 0.0, hidden.size)  # those that have a target
+    weight = float(s.hidden * sizes.vocabulary)
+    labels = tape.new(INDEX * tokens)
+    table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
+    table = all_features(tape, table, s.mesh_rows or 1)
+    of_rows = tape.new(rows.size) if rows.node else None
+    of_weight = tape.new(WIDE * weight) if sizes.trains else None
+    logits: object = None
+    bend: object = None
+    scaled: object = None  # a tile's logits, until those of the next have been bent
+    for _ in range(1 if tile == tokens else 2):
+        number = float(tile * sizes.vocabulary)
+        narrow = tape.new(e * number)
+        logits = narrow if e == WIDE else tape.new(WIDE * number)
+        del narrow
+        if sizes.capped:
+            bend = tape.new(WIDE * number)
+        scaled = logits
+        slope = tape.new(e * number) if e < WIDE else logits
+        if of_rows:
+            tape.new(float(e * tile * s.hidden))
+        if of_weight:
+            tape.new(e * weight)
+        del slope
+    del labels, bend, scaled
+    made = [one for one in (of_rows, of_weight) if one]
+    if of_weight and e < WIDE:
+        made[-1] = tape.new(e * weight)
+    del of_rows, of_weight
+    rows_train = bool(rows.node)
+
+    def backward(grads: GradientStorages) -> GradientStorages:
+        found = [tape.new(one.size) for one in made]
+        return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
+
+    return tape.record((rows, table), (0.0,), backward)[0]
+
+
+def router_bytes(config: Mapping[str, Any], sizes: LayerSizes) -> float:
+    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
+    for; later their gradient's. config: the model's."""
+    of = sizes.experts
+    asked = of and config.get("output_router_logits", False)
+    return float(of.logit * of.tokens * of.number) if of and asked else 0.0
+
+
+def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
+    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
+    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
+    and its logits in float32."""
+    s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
+    wide = WIDE / s.element
+    gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
+    return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0

@@ -106,14 +106,14 @@ def routed(
 
     if divides:
         return _divided(tape, (x, index, scores), of, (into, out), tile)
-    if tile and tile < of.tokens:
-        share, wide = tile / of.tokens, WIDE / of.element
+    if tile:
+        share, wide = min(1.0, tile / of.tokens), WIDE / of.element
         return tiled(tape, [x, index, scores], run, share, wide, trains=into or out)
     return run([x, index, scores])
 
 
 def _formed(tape: Tape, size: float, of: Experts) -> Tensor:
-    """Return a router's matrix with its adapter's product (model/parameter_adapter.py)."""
+    """Return a router's matrix with its adapter's product (model/adapter.py)."""
     thin = float(of.element * of.rank * (of.number + of.hidden))
 
     of_thin = lambda grads: [tape.new(thin)]  # noqa: E731
@@ -201,9 +201,9 @@ def _divided(
         return _here(tape, tiles, of, *trains)
 
     every = [rows, index, factors]
-    if tile and tile < of.sent:
-        wide = WIDE / of.element
-        made = tiled(tape, every, run, tile / of.sent, wide, trains=any((*trains, *of.adapted)))
+    if tile:
+        share, wide = min(1.0, tile / of.sent), WIDE / of.element
+        made = tiled(tape, every, run, share, wide, trains=any((*trains, *of.adapted)))
     else:
         made = run(every)
     return _returned(tape, made, of, size) if of.ranks > 1 else made

@@ -1,4 +1,4 @@
-"""What a layer sends whose experts ranks divide (model/dispatch.py), and where that is as much as
+"""What a layer sends whose experts ranks divide (model/experts.py), and where that is as much as
 ZeRO would gather.
 
 A token goes once to each other rank that holds some of its experts, with its scores and choices,

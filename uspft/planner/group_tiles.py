@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.group_memory import GatheredGroups, GroupMemory, GroupSizes
+from uspft.planner.group_memory import GatheredGroups, GroupMemory, GroupSizes, StateGroupMemory
 from uspft.planner.operations import WIDE, added, joined, remade, viewed
-from uspft.planner.state_group_memory import StateGroupMemory
 from uspft.planner.tape import Tape, Tensor
 
 
@@ -160,7 +159,8 @@ def in_groups(layer: LayerOnTape, alone: Callable[[Any], LayerOnTape]) -> GroupM
         s.between_bytes() if tiles.gathers else s.inside_bytes(),
         sum(weights.values()),
         s.weights(tiles.last_name, tiles.features, s.hidden),
-        s.between_bytes() if s.offloads else 0.0,
+        s.offloads,
+        s.between_bytes() * (s.offloads and not s.first),
         s.recompute == "nothing",
         WIDE * how.tokens * s.kind.normed_together * (not state),
         bool(tiles.behind),

@@ -161,7 +161,7 @@ class Spread:
         axis = _neighbouring(axes)
         if axis is None:
             return cls._counted(layout.groups(axes), ranks_per_host)
-        apart, size = layout.apart(axis)[0], prod(layout.apart(one)[1] for one in axes)
+        apart, size = layout.stride(axis)[0], prod(layout.stride(one)[1] for one in axes)
         return cls._regular(apart, size, layout.ranks, ranks_per_host)
 
     @classmethod

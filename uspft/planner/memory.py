@@ -14,14 +14,21 @@ from uspft.families import NO_KEYS, layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
-from uspft.planner.activations import LayerBytes, LayerSizes, layer_bytes
+from uspft.planner.activations import (
+    HeadSizes,
+    LayerBytes,
+    balance_bytes,
+    head_bytes,
+    layer_bytes,
+    router_bytes,
+)
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
-from uspft.planner.head_memory import HeadSizes, balance_bytes, head_bytes, router_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LayerKind, layer_kind, layer_kinds
+from uspft.planner.layer_sizes import LayerSizes
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, inner_features, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, chunk_keys, each_chunk, rank_bytes
@@ -352,10 +359,22 @@ def pass_bytes(
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
-    known: dict[tuple[int, bool, bool], LayerBytes] = {}
+    known: dict[tuple[int, bool, int], LayerBytes] = {}
+    offloads = kinds[0].offloads
+    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
+    copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
+    leaf = options.checkpointing and not outside[EMBEDDING] and copied
+    embedded = kinds[0].inside_bytes() if leaf else 0.0
+    if offloads and all(one is not kinds[0] for one in kinds[1:]):
+        kinds[0] = replace(kinds[0], first=True)
     for sizes in kinds:
-        key = id(sizes), reached, bool(each) and each[0].lets_go
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=key[2])
+        # transformers' forward holds what the first layer takes, and what was scaled to it.
+        scaled, apart = sizes.kind.scaled, not leaf or sizes.tensor > 1
+        beside = (scaled and apart) + (offloads and bool(each) and (scaled or apart))
+        if sizes.recompute is None:
+            beside = (bool(each) and each[0].lets_go) + (scaled and options.element < WIDE)
+        key = id(sizes), reached, beside
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=beside)
         each.append(known[key])
         reached = reached or bool(sizes.trained or sizes.adapted)
     head = HeadSizes(
@@ -373,11 +392,6 @@ def pass_bytes(
         any_head = head_bytes(replace(head, layer=one_token), reached=reached)
     tokens = kinds[0].sharing.tokens
     angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
-    offloads = kinds[0].offloads
-    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
-    copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
-    leaf = options.checkpointing and not outside[EMBEDDING] and copied
-    embedded = kinds[0].inside_bytes() if leaf else 0.0
     # Without checkpointing a norm keeps its input where that is in float32 anyway.
     keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
@@ -394,7 +408,7 @@ def pass_bytes(
         embedded,
         offloads,
         tuple(map(bool, keeps)),
-        tuple(layer_bytes(sizes, reached=False) for sizes in alone),
+        tuple(layer_bytes(sizes, reached=False, beside=not sizes.recompute) for sizes in alone),
         routers,
     )
     return one, float(BATCH_BYTES * tokens)

@@ -322,7 +322,7 @@ def tiled(
         found = [tape.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
         sums: list[Storage] = []
         last: list[Storage | None] = []  # which Python's loop over a tile's gradients leaves
-        for _ in range(2):
+        for _ in range(2 if share < 1 else 1):  # the second stands for those that follow
             with tape.apart(collects=True) as parameters:
                 tile = parts()
                 out = module(tile)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from uspft.pipeline.schedules import Schedule, actions_of
 from uspft.pipeline.stages import Stages
-from uspft.planner.activations import LayerBytes, LayerSizes
+from uspft.planner.activations import LayerBytes
+from uspft.planner.layer_sizes import LayerSizes
 from uspft.planner.state import WIDE
 
 SENT = 2

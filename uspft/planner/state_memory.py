@@ -345,8 +345,9 @@ def _over_heads(
         inside[:2] = [remade(tape, one, each) for one in inside[:2]]
     rule: Callable[[list[Tensor]], Tensor] = lambda x: run_rule(tape, x, of)  # noqa: E731
     made = remembered(rule, inside) if remembered else rule(inside)
-    del inside
-    return buffered(tape, made, of.bytes(of.values), made.size, made.size)
+    out = buffered(tape, made, of.bytes(of.values), made.size, made.size)
+    del inside  # which sequence/mixing.py holds so long
+    return out
 
 
 def normed_by_head(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:

@@ -41,27 +41,23 @@ def prepare_data(
 ) -> tuple[Path, dict[str, Path]]:
     """Tokenise the training data and each evaluation set, where that has not been done before.
 
-    Without an evaluation set, data.eval_fraction holds one out of the training data.
-
-    Returns the folder of the training data, and the folders of the evaluation sets by title. Raises
-    DataError where a sample holds a token that stands for an image.
+    Where there is no evaluation set, data.eval_fraction holds one out of the training data. Returns
+    the folder of the training data, and those of the evaluation sets by title. Raises DataError
+    where a sample holds a token that stands for an image.
     """
-    vocabulary = shape.vocab_size
-    cache = cache_of(recipe, place)
+    vocabulary, cache, hidden = shape.vocab_size, cache_of(recipe, place), not screen.is_terminal
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=screen, transient=True, disable=not screen.is_terminal
-    ) as progress:
+    with Progress(*columns, console=screen, transient=True, disable=hidden) as progress:
         task = progress.add_task("reading data", total=None)
-        waiting, started = Waiting(screen), time.monotonic()
-        told = started
+        waiting = Waiting(screen)
+        started = told = time.monotonic()
 
         def tick(done: int, total: int) -> None:
             nonlocal told
             waiting.over()
             progress.update(task, description="tokenising", completed=done, total=total)
             now = time.monotonic()
-            if not screen.is_terminal and now - told >= TOLD_SECONDS:
+            if hidden and now - told >= TOLD_SECONDS:
                 told = now
                 screen.print(f"tokenising: {done / (total or 1):.0%} after {now - started:.0f} s")
 
@@ -84,8 +80,8 @@ def prepare_data(
 
 
 def require_text(corpus: Corpus, shape: ModelShape) -> None:
-    """Check that no sample has a token in whose place the multimodal model, of which the language
-    model alone is trained, has what it makes of an image. Raises DataError, which names them."""
+    """Check that no sample has a token that stands for an image: of a multimodal model the language
+    model alone is trained. Raises DataError, which names the samples."""
     lines = dict[str, None]()
     for key, token in shape.media.items():
         for start in range(0, len(corpus.tokens), PIECE):
@@ -111,16 +107,11 @@ def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) 
     mix_of: where the data lies whose mix is told, which may be a part of it.
     """
     report = read_report(folder)
-    mix = read_report(mix_of).get("mix", ()) if mix_of else ()
-    for line in (*report.get("shapes", ()), *report.get("unused", ())):
-        screen.print(f"{what}: {line}", markup=False)
-    screen.print(
-        f"{what}: {counted(report['samples'], 'sample')}, {report['tokens']:,} tokens, "
-        f"longest {report['longest']:,}",
-        markup=False,
-    )
-    lines = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()), *mix)
-    for line in lines:
+    samples, longest = counted(report["samples"], "sample"), report["longest"]
+    lines = [*report.get("shapes", ()), *report.get("unused", ())]
+    lines += [f"{samples}, {report['tokens']:,} tokens, longest {longest:,}", *report["notes"]]
+    lines += [*report.get("skipped", ()), *report.get("untrained", ())]
+    for line in (*lines, *(read_report(mix_of).get("mix", ()) if mix_of else ())):
         screen.print(f"{what}: {line}", markup=False)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
+from uspft.config import Fault, Finding, InputError, Loaded, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import as_written
 from uspft.config.problems import counted
@@ -38,9 +38,11 @@ LAYOUT = (
     *("launch.processes", "launch.device", "launch.hardware"),
 )
 PRECISION = ("model.dtype", "model.attention", "launch.device")
-"""The keys that an examination reads; it is left out where one of them is faulty."""
+"""The keys that one part of the examination reads, which is left out where one of them is faulty;
+SOURCES, SHAPE and LAYOUT are those of other parts."""
 UNTOLD = f"is {AUTO}, and nothing says on how many processes"
 SUMMED = ("deepspeed.zero_optimization.stage", "deepspeed.zero_optimization.offload_optimizer")
+"""Keys that may be wrong because of the type in which gradients are summed, `model.dtype`."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,15 @@ class Examined:
     @property
     def settled(self) -> list[str]:
         """How the run is split, by which hardware file, and why; a line each, for a person."""
-        found = [f"layout: {self.sentence}"]
-        stages = stages_sentence(self.recipe, self.layout, self.loaded.recipe, self.known)
-        found += [f"stages: {how}" for how in [stages] if how]
-        found += [f"strategies: {why}" for why in [self.why_strategies] if why]
-        found += [f"strategy: {line}" for line in self.strategies]
-        found += [f"auto: {line}" for line in (self.decision.lines if self.decision else ())]
-        return [*found, f"hardware: {self.hardware}"]
+        told = [
+            ("layout", self.sentence),
+            ("stages", stages_sentence(self.recipe, self.layout, self.loaded.recipe, self.known)),
+            ("strategies", self.why_strategies),
+            *(("strategy", line) for line in self.strategies),
+            *(("auto", line) for line in (self.decision.lines if self.decision else ())),
+            ("hardware", self.hardware),
+        ]
+        return [f"{of}: {what}" for of, what in told if what]
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
         """Return the examination of another recipe, which `change` makes from the user's own."""
@@ -186,9 +190,6 @@ class Examined:
             raise Fault(findings)
         return found
 
-    def problem(self, finding: Finding) -> Problem:
-        return self.loaded.origins.problem(*finding)
-
     @contextmanager
     def placed(self) -> Iterator[None]:
         """Turn findings raised inside the `with` block into a RecipeError that has their places.
@@ -200,7 +201,8 @@ class Examined:
         except InputError as error:
             if not error.findings:
                 raise
-            raise RecipeError(map(self.problem, error.findings), error.beside) from error
+            problems = (self.loaded.origins.problem(*one) for one in error.findings)
+            raise RecipeError(problems, error.beside) from error
 
 
 def examine(
@@ -212,11 +214,11 @@ def examine(
     trains: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Examined:
-    """Load and check a recipe; touch no device or network, and write no file.
+    """Load and check a recipe, without a device or network, and without writing a file.
 
-    hosts: how many there are. ranks: processes of all hosts together; None: what the recipe and
-    this machine give. trains: whether this is for a run, which takes its output folder.
-    environment: that of the processes that would train, where any would. Raises RecipeError with
+    hosts: how many hosts the run has. ranks: processes of all hosts together; None: as many as the
+    recipe and this machine say. trains: whether a run follows, which takes the output folder.
+    environment: of the processes that would train; None: there are none. Raises RecipeError with
     all problems at once.
     """
     given = read(path, overrides)
@@ -234,9 +236,8 @@ def examine(
     if isinstance(shape, ModelShape):
         known = replace(known, shape=shape)
     elif shape is None:
-        open_questions.append(
-            f"the sizes of model {asked.model.name_or_path} (not on this machine)"
-        )
+        named = asked.model.name_or_path
+        open_questions.append(f"the sizes of model {named} (not on this machine)")
     else:
         findings += shape
     if not sound(*LAYOUT):
@@ -274,11 +275,8 @@ def examine(
 def _no_way(key: str, ranks: int | None) -> Finding:
     """Return why a degree that was left to the planner is open still."""
     if ranks is None:
-        return (
-            key,
-            UNTOLD,
-            "write launch.processes (check and plan also take --ranks N), or degrees",
-        )
+        remedy = "write launch.processes (check and plan also take --ranks N), or degrees"
+        return key, UNTOLD, remedy
     what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
     return key, what, "leave some of them out"
 
@@ -294,13 +292,8 @@ def _not_here(recipe: Recipe) -> list[str]:
 
 def _precision(recipe: Recipe, device: str) -> list[Finding]:
     if device == "cuda" and recipe.model.dtype == "float32":
-        return [
-            (
-                "model.dtype",
-                "float32 has no flash attention on a GPU",
-                "write bfloat16, or launch.device: cpu",
-            )
-        ]
+        what, remedy = "float32 has no flash attention on a GPU", "bfloat16, or launch.device: cpu"
+        return [("model.dtype", what, f"write {remedy}")]
     if device == "cpu" and recipe.model.attention.startswith("flash"):
         what = f"{recipe.model.attention} runs on GPUs only"
         return [("model.attention", what, "write auto or torch")]

@@ -42,8 +42,8 @@ def file_findings(recipe: Recipe) -> list[Finding]:
     output, cache = output_of(recipe), recipe.data.cache_dir
     inside = [output / name for name in (CHECKPOINTS, LOGS) if os.path.lexists(output / name)]
     for key, folders in (("output_dir", [output, *inside]), ("data.cache_dir", [cache])):
-        wrong = [not_writable(key, folder) for folder in folders if folder]
-        found += [finding for finding in wrong if finding][:1]
+        wrong = (not_writable(key, folder) for folder in folders if folder)
+        found += [*filter(None, wrong)][:1]
     if resume not in ("auto", "never") and os.path.exists(resume):
         try:
             named_checkpoint(Path(resume), contents=False)
@@ -93,18 +93,14 @@ def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
     These are its own inputs, and files that no run has written. file: the recipe's own.
     """
     output = output_of(recipe)
-    inside: dict[str, list[str]] = {}
+    inside: dict[str, list[tuple[str, str, str]]] = {}
+    told = f"is what a run in output_dir `{output}` moves aside or replaces"
     for key, path in _inputs(recipe):
         if _is_inside(path, output):
-            inside.setdefault(key, []).append(f"`{path}`")
-    moved = f"is what a run in output_dir `{output}` moves aside or replaces"
-    found = [
-        (key, what, remedy)
-        for key, names in inside.items()
-        for what, remedy in grouped(
-            (n, moved, "name another output_dir, or move it") for n in names
-        )
-    ]
+            inside.setdefault(key, []).append(
+                (f"`{path}`", told, "name another output_dir, or move it")
+            )
+    found = [(key, *line) for key, lines in inside.items() for line in grouped(lines)]
     if _is_inside(file, output) and not _is_resolved(file):
         what = f"a run in `{output}` writes its own {file.name} in place of {file}"
         found.append((KEY, what, f"{ANOTHER}, or give the recipe another name"))

@@ -83,7 +83,7 @@ def _unknown(wish: str, names: list[str]) -> Finding:
 
 
 class Weighed(NamedTuple):
-    """What several layouts in one step were predicted to take, beside each alone."""
+    """The predicted times of several layouts in one step, and of each alone."""
 
     choice: SwitchingChoice
     drawn: DrawnSteps
@@ -153,7 +153,8 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
 
 
 def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
-    """Return what a step's shape has of how a layout splits matrices, and tokens between them."""
+    """Return the fields of StepShape that say how a layout splits matrices, and the tokens between
+    them."""
     return {
         "use_seq_parallel": parallel.use_seq_parallel,
         "slices": slices_of(parallel),
@@ -162,7 +163,7 @@ def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
 
 
 def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
-    """Return the slices of each product that a recipe asks for, or None where it leaves them."""
+    """Return the slices of each product that a recipe asks for; None where they are `auto`."""
     asked = parallel.tensor_slices
     if isinstance(asked, int):
         return (asked,) * 4
@@ -175,8 +176,8 @@ def gradient_bytes(recipe: Recipe) -> int:
 
 
 def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
-    """Return what of attention a recipe lets be made again on a device: `auto` stands for all
-    choices, but on CPUs for none."""
+    """Return the values that `memory.recompute` may take on a device: under `auto` all of them, but
+    on CPUs only the first."""
     asked, again = recipe.memory.recompute, recipe.memory.gradient_checkpointing
     if asked == AUTO and again and device != "cpu":
         return RECOMPUTES

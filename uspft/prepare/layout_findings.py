@@ -16,8 +16,8 @@ EXPERTS = "parallel_config.expert_parallel"
 
 
 def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return the findings that speak against a recipe's layout, and those of its strategies on as
-    many ranks."""
+    """Return what is wrong with a recipe's layout, or with each of its strategies on as many
+    ranks."""
     every = len(strategies_of(recipe))
     if not every:
         return layout_findings(recipe, layout, shape)
@@ -45,7 +45,7 @@ def _of_strategy(finding: Finding, number: int) -> Finding:
 
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return the findings that speak against a recipe's `parallel_config` under its layout."""
+    """Return what is wrong with the `parallel_config` of a recipe that has one layout."""
     if layout.tensor > 1 and (wrong := tile_findings(recipe)):
         return wrong
     if wrong := group_findings(recipe, shape, layout.mesh_columns):
@@ -89,9 +89,8 @@ def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
         return [(EXPERTS, what, f"write 1, or name a model of type {able}")]
     if shape.experts % degree == 0:
         return []
-    fitting = [
-        d for d in range(1, shape.experts + 1) if shape.experts % d == layout.copies % d == 0
-    ]
+    every, copies = shape.experts, layout.copies
+    fitting = [d for d in range(1, every + 1) if every % d == copies % d == 0]
     what = f"is {degree}, which does not divide the {shape.experts} experts of a layer"
     return [(EXPERTS, what, f"write one of {', '.join(map(str, fitting))}")]
 
@@ -129,13 +128,8 @@ def _states(layout: Layout, shape: ModelShape) -> list[Finding]:
 def host_findings(layout: Layout, hosts: int) -> list[Finding]:
     if layout.ranks % hosts == 0:
         return []
-    return [
-        (
-            "launch.processes",
-            f"{layout.ranks} processes do not spread evenly over {hosts} hosts",
-            "start as many on each host",
-        )
-    ]
+    what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
+    return [("launch.processes", what, "start as many on each host")]
 
 
 def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:

@@ -40,7 +40,7 @@ from uspft.prepare.host import Invocation, require_here
 from uspft.prepare.make_plan import chunk_prices_of, prices_of
 from uspft.prepare.memory import exchange_findings
 from uspft.prepare.model import examine_model, exported_tokenizer, fetched, serving_of
-from uspft.prepare.output import last_step, output_of, space_needed
+from uspft.prepare.output import output_of, space_needed
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 
 
@@ -119,7 +119,7 @@ def prepare_job(
     model = examine_model(found.here)
     if model.trains:
         screen.print(f"trains: {model.trains}", markup=False)
-    needed = space_needed(recipe, model.trained, model.parameters, last_step(recipe))
+    needed = space_needed(recipe, model.trained, model.parameters)
     base = {BASE: base_digest(found.here.model)}
     checkpoint, damaged = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)

@@ -1,5 +1,5 @@
-"""The making of what `verify` compares: as many layers as one process holds, by an estimate before
-anything is built, and every layout that the recipe can run in."""
+"""What `verify` compares: the model, cut to as many layers as one process can hold, in every layout
+that the recipe can run in. How many layers that is, is estimated before anything is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
     from uspft.families import ModelShape
 
 MAX_PLAIN_TOKENS = 4096
@@ -47,7 +46,7 @@ _ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides the memory of one process that holds its rows whole."""
+    """What decides how much memory one process needs that holds rows whole."""
 
     shape: ModelShape
     kinds: tuple[Hashable, ...]
@@ -72,7 +71,7 @@ class Sizes:
 
 
 def sizes_of(recipe: Recipe, config: Any, shape: ModelShape, *, with_plain: bool) -> Sizes:
-    """Return the sizes of a recipe's model on one process, which no stage of ZeRO divides.
+    """Return the sizes of a recipe's model on one process, whose state ZeRO does not divide.
 
     with_plain: whether plain transformers runs there too, in float32, with all logits at once.
     """

@@ -85,7 +85,8 @@ def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
     tokenizer = read_tokenizer(place)
     own = tokenizer.get_vocab()
     if known := [(n, token) for n, token in enumerate(tokens) if token in own]:
-        raise Fault([_known(number, token) for number, token in known])
+        what = "`{}` is a token of the tokenizer already"
+        raise Fault([(f"{KEY}[{n}]", what.format(token), "leave it out") for n, token in known])
     words = [AddedToken(token, special=True, normalized=False) for token in tokens]
     tokenizer.add_tokens(words, special_tokens=True)
     parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), place, *tokens)
@@ -97,10 +98,6 @@ def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
         what = f"the tokenizer that has them cannot be written to {folder}: {error.strerror}"
         raise Fault([(KEY, what, "give XDG_CACHE_HOME a folder with room")]) from error
     return folder
-
-
-def _known(number: int, token: str) -> Finding:
-    return f"{KEY}[{number}]", f"`{token}` is a token of the tokenizer already", "leave it out"
 
 
 def _save(tokenizer: object, folder: Path) -> None:
@@ -121,9 +118,9 @@ def _save(tokenizer: object, folder: Path) -> None:
 
 
 def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
-    """Return what `read_shape` does, with as many tokens as the model has with `add_tokens`.
+    """Return what `read_shape` returns, with the vocabulary that `add_tokens` makes.
 
-    They are counted where the tokenizer is on this machine.
+    The tokens are counted only where the tokenizer is on this machine.
     """
     shape, place = read_shape(model, CONFIGS), tokenizer_of(model)
     file = Path(place or "") / "tokenizer.json"
@@ -144,7 +141,8 @@ def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
 
 
 def with_vocabulary(recipe: Recipe, shape: ModelShape | None) -> Recipe:
-    """Return the recipe whose model has room for the tokens that it adds, once that is known."""
+    """Return the recipe with the vocabulary that its added tokens make; unchanged where it adds
+    none, or where the model's sizes are not known yet."""
     if not recipe.model.add_tokens or shape is None:
         return recipe
     overrides = {**recipe.model.overrides, "vocab_size": shape.vocab_size}
@@ -168,8 +166,8 @@ class ExaminedModel(NamedTuple):
 
 
 def must_be_built(recipe: Recipe) -> bool:
-    """Tell whether a recipe names parts of its model, or weights that are here, which it takes a
-    built model to check."""
+    """Tell whether only a built model can check a recipe: it names parts of the model, or weights
+    that are on this machine."""
     model = recipe.model
     names = model.adapter or model.freeze or model.overrides or model.add_tokens
     folder = model.name_or_path if model.config is None else None
@@ -183,9 +181,14 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     parameter that rows use lies inside what ranks hold. Raises Fault or WeightsError.
     """
     # These imports take seconds, which a recipe that is refused before does without.
-    from uspft.model.build import parameter_count, require_fit, require_model
+    from uspft.model.build import (
+        choose_trained,
+        parameter_count,
+        require_fit,
+        require_model,
+        what_trains,
+    )
     from uspft.model.hf_config import model_config
-    from uspft.model.trained import choose_trained, what_trains
 
     file = config_file(recipe.model, CONFIGS)
     assert isinstance(file, Path | dict)  # anything else was refused before
@@ -207,10 +210,10 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
 
 
 def _require_inside(recipe: Recipe, model: Any) -> None:
-    """Require that every strategy uses a part of what ranks hold. Raises Fault.
+    """Check that every strategy uses parts of what ranks store. Raises Fault.
 
-    Ranks hold the least tensor degree of all. Weights that move are stored at each, and strategies
-    whose ranks hold blocks have the same mesh.
+    Ranks store the shards of the least tensor degree. Nothing is to be checked where weights move,
+    since they are stored at each degree then; strategies on a mesh all have the same mesh.
     """
     every = strategies_of(recipe)
     degrees = {one.model_parallel for one in every}
@@ -225,10 +228,10 @@ def _require_inside(recipe: Recipe, model: Any) -> None:
 
 
 def inside_findings(strategies: Sequence[Strategy], stored: Shards) -> list[Finding]:
-    """Return the strategies that use more of a parameter than ranks hold.
+    """Return the strategies that use more of a parameter than ranks store.
 
-    stored: who holds what under the strategy of the least tensor degree, which divides all others.
-    On a mesh columns use parts as those of so many ranks; mesh rows use parts of what is whole.
+    stored: the shards of the strategy with the least tensor degree, which divides all others. On a
+    mesh the mesh columns divide what ranks store; mesh rows divide only what each rank has whole.
     """
     from uspft.parameters.shards import outside
 
@@ -269,18 +272,20 @@ def serving_of(
         return Serving(None, (), base)
     tokeniser = load_tokeniser(tokenizer or tokenizer_of(recipe.model), recipe.data)
     template = tokeniser.template or None
+    source = without_marks(template.source) if template else None
     if tokens:
-        return Serving(without_marks(template.source) if template else None, (), base)
+        return Serving(source, (), base)
     ends = turn_ends(template) if template and "messages" in formats else []
     if recipe.model.name_or_path:
         base = {EOS: config.eos_token_id, "bos_token_id": config.bos_token_id} | base
+    own = base.get(EOS)
     numbers = [tokeniser.backend.token_to_id(token) for token in ends]
-    stops = _once([*numbers, tokeniser.eos, *_listed(base.get(EOS))])
+    numbers += [tokeniser.eos, *(own if isinstance(own, list | tuple) else [own])]
+    stops = [number for number in dict.fromkeys(numbers) if number is not None]
     generation = {key: value for key, value in base.items() if value is not None}
     if stops:
         generation[EOS] = stops if len(stops) > 1 else stops[0]
         generation.setdefault(PAD, tokeniser.eos if tokeniser.eos is not None else stops[0])
-    source = without_marks(template.source) if template else None
     return Serving(source, tuple(ends), generation)
 
 
@@ -294,11 +299,3 @@ def _generation(recipe: Recipe) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         what = f"{place} cannot be read: {said(error)}"
         raise Fault([("model.name_or_path", what, "mend that file, or delete it")]) from error
-
-
-def _listed(value: Any) -> list[int]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _once(numbers: Sequence[int | None]) -> list[int]:
-    return [number for number in dict.fromkeys(numbers) if number is not None]

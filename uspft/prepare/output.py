@@ -46,10 +46,11 @@ def output_of(recipe: Recipe) -> Path:
 
 @contextmanager
 def held_output(output: Path, screen: Console) -> Iterator[Lease]:
-    """Hold the output folder inside the `with` block, where no other run may use it.
+    """Hold the output folder inside the `with` block, where no other run may use it, and yield the
+    lease.
 
-    Yields the lease. Raises Fault where another run holds the folder or it cannot be written. A
-    folder that was made here and is still empty is deleted in the end.
+    A folder that was made here and is still empty is deleted in the end. Raises Fault where another
+    run holds the folder or it cannot be written.
     """
     made = not output.exists()
     try:
@@ -87,8 +88,8 @@ def open_output(
     """Move aside what an earlier run left, and write environment.json and the resolved recipe.
 
     Where ranks are to choose the attention kernel, they write the recipe. comments: what stands
-    above its keys. Returns the folder that
-    things were moved to, or None where there were none. Raises Fault.
+    above its keys. Returns the folder to which files were moved; None: there were none to move.
+    Raises Fault.
     """
     output = output_of(recipe)
     here = (output / CHECKPOINTS).resolve()
@@ -113,11 +114,8 @@ LIBRARIES = (
 
 
 def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
-    """Return the surroundings of a run as JSON text.
-
-    They are the command, versions, the number of ranks, this host's GPUs, and the commit of uspft's
-    own checkout.
-    """
+    """Return the surroundings of a run as JSON text: the command, versions, the number of ranks,
+    this host's GPUs, and the commit of uspft's own checkout."""
     processes, gpus = recipe.launch.processes, []
     assert isinstance(processes, int)
     if recipe.launch.device == "cuda":
@@ -152,14 +150,14 @@ STATES = 3
 """Float32 values that a checkpoint holds for each parameter: the weight and Adam's two moments."""
 
 
-def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | None) -> int:
+def space_needed(recipe: Recipe, trained: int, parameters: int) -> int:
     """Return how many bytes a run will still write: checkpoints, one more than stay, and exports.
 
     trained, parameters: how many of the model's parameters train, and how many there are in all.
-    steps: how many the whole run has; None: as many as its epochs take. Checkpoints of the run that
-    this one goes on from are there already, and do not count.
+    Checkpoints of the run that this one goes on from are there already, and do not count.
     """
     model, every = recipe.model, recipe.checkpoint.every_steps
+    steps = recipe.training.stop_step or recipe.training.steps  # None: its epochs decide
     wanted = 1  # a run that is stopped saves one whatever it is told
     if recipe.checkpoint.keep_best:
         wanted = recipe.checkpoint.keep_last + 2
@@ -198,11 +196,6 @@ def _foreign_bytes(file: Path) -> int:
     return sum(stop - start for name, (start, stop) in places.items() if own_name(name) is None)
 
 
-def last_step(recipe: Recipe) -> int | None:
-    """Return the step after which a run ends; None where its epochs decide."""
-    return recipe.training.stop_step or recipe.training.steps
-
-
 def nearest(folder: Path) -> Path:
     """Return a folder, or where it is not there the nearest of those that it would be made in."""
     above = folder.absolute()
@@ -226,16 +219,6 @@ def space_finding(recipe: Recipe, needed: int) -> Finding | None:
     what = f"this run writes {as_size(needed)}, and {as_size(free)} are free in `{output}`"
     remedy = "make room, or name a folder with more of it"
     if recipe.checkpoint.every_steps and keep > 1:
-        remedy += (
-            f" (checkpoint.keep_last is {keep}, and a new one is whole before an old one goes)"
-        )
+        beside = "a new one is whole before an old one goes"
+        remedy += f" (checkpoint.keep_last is {keep}, and {beside})"
     return KEY, what, remedy
-
-
-def require_space(recipe: Recipe, needed: int) -> None:
-    """Check that what a run is yet to write, in bytes, fits on its disk.
-
-    Raises Fault where it does not.
-    """
-    if wrong := space_finding(recipe, needed):
-        raise Fault([wrong])

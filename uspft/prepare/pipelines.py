@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 
 def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
-    """Return what a recipe says of its stages, or what is wrong with that; None where it has one,
-    or leaves open which layers each has."""
+    """Return the stages with the layers that a recipe states, or what is wrong with them.
+
+    None where there is one stage, or where the recipe leaves open which layers each has.
+    """
     parallel, place = recipe.parallel_config, "parallel_config"
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
     if ranks == 1:
@@ -52,9 +54,10 @@ def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
 
 
 def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stages:
-    """Return stages with the layers that a recipe leaves open, by their FLOPs and the head's.
+    """Return stages in which layers are dealt out by their FLOPs and those of the head.
 
-    rows: the run's first; none where they are not known, and stand as one document each.
+    rows: the documents of the run's first rows; none where they are not known, when each row counts
+    as one document.
     """
     parallel, again = recipe.parallel_config, recipe.memory.gradient_checkpointing is True
     whole = replace(shape, raw=shape.full)
@@ -64,9 +67,11 @@ def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stage
 
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
-    """Return the recipe with everything settled of its stages that can be, and the number of its
-    micro-batches: 1 where there are no stages, as MindSpore Transformers says. Strategies have
-    stages each for itself, and what a step's samples make of micro-batches."""
+    """Return the recipe with the keys of its pipeline stages settled, as far as they can be.
+
+    `micro_batch_num` becomes 1 where there are no stages, as MindSpore Transformers has it. With
+    strategies each of them has its own stages, and a step's samples decide how many micro-batches.
+    """
     parallel, listed = recipe.parallel_config, strategies_of(recipe)
     several = any(one.pipeline_stage > 1 for one in listed or (parallel,))
     virtual = parallel.pp_interleave_num > 1
@@ -93,9 +98,9 @@ def says_layers(asked: Recipe) -> bool:
 
 
 def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known) -> str | None:
-    """Return which layers the stages of a resolved recipe have, and how long ranks wait, for a
-    person; None where it has one stage, or the model's layers are not known. asked: as the user
-    wrote it."""
+    """Return for a person which layers the stages of a resolved recipe have, and how long ranks
+    wait; None where there is one stage, or where the model's layers are not known. asked: the
+    recipe as the user wrote it."""
     parallel = recipe.parallel_config
     if layout.pipeline == 1 or parallel.layers_per_stage is None or strategies_of(recipe):
         return None
@@ -126,7 +131,7 @@ UNEQUAL = 1.1
 
 
 def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
-    """Say by how much chunks of equal time are unequal, where their multiple makes them so."""
+    """Say by how much chunks of equal time differ where rounding to their multiple makes them."""
     if not shape or recipe.parallel_config.sequence_chunks != "time":
         return ""
     cut = _cut(recipe, layout, shape)
@@ -145,8 +150,8 @@ def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
 
 
 def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
-    """Say how often ranks that split a row's tokens send its keys, of which each chunk asks for
-    those up to its end."""
+    """Say how often ranks that split a row's tokens send its keys: for each chunk, all keys up to
+    the chunk's end."""
     if layout.ring == 1 or not shape:
         return ""
     row = Segments.single(recipe.data.sequence_length)
@@ -162,11 +167,9 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
     parallel, training = recipe.parallel_config, recipe.training
     asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
     if asked not in (AUTO, passes) and (asked != 1 or layout.pipeline > 1):
-        what = (
-            f"is {asked}, and training.global_batch_size {training.global_batch_size} ÷ "
-            f"(micro_batch_size {training.micro_batch_size} × data_parallel {layout.data}) "
-            f"makes {passes}"
-        )
+        of = f"micro_batch_size {training.micro_batch_size} × data_parallel {layout.data}"
+        batch = f"training.global_batch_size {training.global_batch_size}"
+        what = f"is {asked}, and {batch} ÷ ({of}) makes {passes}"
         one = "" if layout.pipeline > 1 else ", or 1"
         remedy = f"write {AUTO} or {passes}{one}, or change the batch"
         findings.append(("parallel_config.micro_batch_num", what, remedy))

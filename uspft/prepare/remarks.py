@@ -45,10 +45,11 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
         most = _crossover(recipe, step, layout, degree)
         side, sends = ("below", "less") if tokens < most else ("above", "more")
         return f"{said}, {side} the crossover of {most:,.0f}: dispatch sends {sends} than it saves"
-    able = [d for d in range(2, layout.copies + 1) if layout.copies % d == every % d == 0]
+    copies = layout.copies
+    able = [d for d in range(2, copies + 1) if copies % d == every % d == 0][:NAMED]
     if not able:
         return said
-    each = {d: _crossover(recipe, step, layout, d) for d in able[:NAMED]}
+    each = {d: _crossover(recipe, step, layout, d) for d in able}
     lines = ", ".join(f"{most:,.0f} over {d} ranks" for d, most in each.items())
     less = [f"{d}" for d, most in each.items() if tokens < most]
     what = f"expert_parallel {' or '.join(less)} sends less" if less else "none of these sends less"
@@ -58,8 +59,7 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
 
 
 def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> float:
-    """Return the number of tokens on a rank below which dividing experts over `ranks` sends
-    less."""
+    """Return the tokens on a rank below which experts divided over so many ranks send less."""
     token = token_cost(step.model, step.element_bytes, ranks, step.forwards)
     return crossover_tokens(step.model, ranks, _zero_bytes(recipe, step, layout), token)
 
@@ -80,12 +80,11 @@ def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
 
 def wasted(found: Examined) -> list[str]:
     """Return a line `key: what; remedy` for each thing that leaves ranks without work."""
-    lines = list(_prefetch(found.recipe, found.layout))
+    lines, several = [*_prefetch(found.recipe, found.layout)], strategies_of(found.recipe)
     for number, (recipe, layout) in enumerate(found.each_layout):
-        at = f"{KEY}[{number}]" if strategies_of(found.recipe) else "parallel_config"
+        at = f"{KEY}[{number}]" if several else "parallel_config"
         lines += _heads(recipe, layout, found, at)
-    several = found.is_open or strategies_of(found.recipe)
-    if not several:  # else samples are dealt out by what they cost
+    if not (found.is_open or several):  # else samples are dealt out by what they cost
         lines += _rows(found.recipe, found.layout)
     return lines
 
@@ -117,10 +116,8 @@ def _heads(recipe: Recipe, layout: Layout, found: Examined, at: str) -> Iterator
 def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Where a step has fewer rows than places for them, replicas compute padding."""
     rows, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
-    passes = micro_batches(recipe, layout)
-    at_once = micro * layout.data
-    empty = passes * at_once - rows
-    if empty:
+    passes, at_once = micro_batches(recipe, layout), micro * layout.data
+    if empty := passes * at_once - rows:
         turns = f"{passes} passes" if passes > 1 else "one pass"
         of = f"{layout.data} replicas, {micro} rows each" if micro > 1 else f"{layout.data} rows"
         few = f"{rows} rows a step leave" if rows > 1 else "a row a step leaves"

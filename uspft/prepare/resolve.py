@@ -1,9 +1,9 @@
 """Every `auto` of a recipe is settled here: a function for each key, asked again as more is known.
 
-What the planner chooses it chooses together; a function returns the recipe as it is where nothing
-is to be settled, or where what it needs is not known yet. The recipe's reference tells which `auto`
-stays for good: that of `checkpoint.resume`, and of algorithms' options whose `auto` means what no
-value says.
+Keys that the planner chooses are chosen all at once (left_open.py). A function returns the recipe
+unchanged where its key is not `auto`, or where what decides it is not known yet. Some `auto` are
+never settled, as the recipe's reference says: that of `checkpoint.resume`, and those of algorithms'
+options for whose meaning there is no other value.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
 
 
 def _strategies(recipe: Recipe, known: Known) -> Recipe:
-    """Settle what strategies leave open; the degrees beside them are those of the longest rows.
+    """Settle what strategies leave open, and set the degrees beside them to the longest rows'.
 
-    Each is settled as a recipe of its own whose rows have its length, on as many processes as the
-    longest rows' layout has.
+    Each strategy is settled as a recipe of its own whose rows have its length, on as many processes
+    as the layout of the longest rows has.
     """
     every, parallel = strategies_of(recipe), recipe.parallel_config
     if parallel.strategies is None:
         return _with(recipe, "parallel_config", switching=None)
     if not every:
         return recipe
-    keys = ["tensor_slices", "context_parallel_algo", "data_parallel", "exchange_stages"]
-    keys, found = [*keys, "micro_batch_num"], []
+    settles = (_slices, _algorithm, _replicas, _options, _stages)
+    found = []
     longest = under(recipe, len(every) - 1)
     ranks = ranks_of(recipe, known)
     if ranks is None and isinstance(layout := layout_of(longest.parallel_config, None), Layout):
@@ -79,18 +79,18 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         here = replace(known, ranks=ranks, rows=[row] if known.rows else ())
         decision = decided(alone, here)
         alone = with_values(alone, decision.values if decision else {})
-        for key in keys:
-            alone = SETTLED[f"parallel_config.{key}"](alone, here)
+        for settle in settles:
+            alone = settle(alone, here)
         degrees = degrees_of(alone.parallel_config)
         if strategy.pipeline_stage > 1:  # a step's samples decide
             degrees["micro_batch_num"] = AUTO
         found.append(strategy.model_copy(update=degrees))
-    # Of as many stages all have the layers that one states, or that the longest rows deal out.
+    # Strategies with as many stages have the same layers in them: those that one of them states, or
+    # else those that suit the longest rows.
     said = {one.pipeline_stage: one.layers_per_stage for one in every if one.layers_per_stage}
     layers = {one.pipeline_stage: one.layers_per_stage for one in found} | said
-    found = [
-        one.model_copy(update={"layers_per_stage": layers[one.pipeline_stage]}) for one in found
-    ]
+    dealt = [{"layers_per_stage": layers[one.pipeline_stage]} for one in found]
+    found = [one.model_copy(update=own) for one, own in zip(found, dealt, strict=True)]
     update = {**degrees_of(found[-1]), "strategies": tuple(found)}
     if parallel.switching in (AUTO, None):
         update["switching"] = "move" if weights_move(parallel) else "in_place"
@@ -164,10 +164,11 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the algorithm where the planner was not asked: where rows are whole it is none.
+    """Settle the algorithm that the planner did not choose: none where rows are whole.
 
-    Mesh rows share a row of tokens also where the recipe does not say how; and `auto` that the
-    planner has no way for is an algorithm all the same, so that what is wrong is told.
+    The rows of a mesh share each row of tokens, so that they have an algorithm also where the
+    recipe names none. An `auto` for which the planner found no layout becomes an algorithm too: the
+    checks that follow then tell what is wrong.
     """
     parallel = recipe.parallel_config
     name, shared = parallel.context_parallel_algo, parallel.row_ranks > 1
@@ -241,7 +242,7 @@ def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None
 
 
 def _memory(recipe: Recipe, known: Known) -> Recipe:
-    """Settle what is done in tiles, and what is made again where the planner has no choice."""
+    """Settle the tiles, and `memory.recompute` where there is one choice only."""
     if known.shape is None:
         return recipe
     recipe, block = settled_memory(recipe, known.shape), recipe.memory
@@ -252,7 +253,7 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _head_groups(recipe: Recipe, known: Known) -> Recipe:
-    """Settle how many heads attention works on at once, by what a rank needs."""
+    """Settle how many heads attention works on at once, by the memory that a rank needs."""
     layout = _layout(recipe, known)
     if recipe.memory.attention_heads != AUTO or not (known.shape and known.cluster and layout):
         return recipe
@@ -311,14 +312,8 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
     assert best  # or the choice would have been refused
     layout = best.priced.layout
     degrees = {**keys_of(layout, best.priced.row), "data_parallel": layout.data}
-    rows = {"global_batch_size": weighed.drawn.packed_rows}
-    training = recipe.training.model_copy(update=rows)
-    return _with(
-        recipe.model_copy(update={"training": training}),
-        "parallel_config",
-        strategies=None,
-        **degrees,
-    )
+    recipe = _with(recipe, "training", global_batch_size=weighed.drawn.packed_rows)
+    return _with(recipe, "parallel_config", strategies=None, **degrees)
 
 
 def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.comm import Group
-    from uspft.kernels import Kernel
+    from uspft.kernels import Kernel, Qkv
     from uspft.sequence.kept_keys import LayerKeys
 
 
@@ -40,7 +40,7 @@ class Rule:
 Attend: TypeAlias = "Callable[[tuple[Tensor, ...]], Tensor]"
 """A function of q, k, v and, where there are any, sinks → attention out, differentiable."""
 Inside: TypeAlias = "Callable[[Attend, tuple[Tensor, ...]], Tensor]"
-"""What calls such a function with its inputs."""
+"""A function that calls such a one with its inputs, as a checkpoint does."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,12 @@ class Split:
     ring: Group
     kernel: Kernel
     inside: Inside | None = None
-    """How what runs between exchanges of heads is called, where that alone is remembered of a
-    layer that is recomputed; None: as any function. An algorithm that exchanges heads heeds it."""
+    """What calls attention between the exchanges of heads, where a recomputed layer keeps the
+    results of attention alone; None: it is called as any function is."""
     earlier: LayerKeys | None = None
     """The keys of earlier chunks in this layer, where the tokens are those of a chunk of rows."""
 
 
-Tensors: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
-"""q [t, h, D], k and v [t, g, D]: a ring rank's t tokens, its h query heads and g KV heads."""
 Saved: TypeAlias = "tuple[Tensor, ...]"
 """What a forward returned, with the gradient of its out [t, h, D] behind."""
 QkvGradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
@@ -66,15 +64,14 @@ QkvGradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
 
 
 class Passes(Protocol):
-    """One way in which keys come to the queries of a ring rank, its forward and its backward
-    apart."""
+    """One way in which keys come to the queries of a ring rank: its forward, and its backward."""
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         """Return out [t, h, D] and the log-sum-exp [h, t], with what else the backward needs."""
         ...
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         """Return the gradients of queries, keys, values and sinks."""
         ...
@@ -108,9 +105,7 @@ class Algorithm(Protocol):
         """
         ...
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
-    ) -> Tensor:
+    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
         """Return the attention out [T, H, D] of this rank's tokens, differentiable.
 
         q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
@@ -119,8 +114,8 @@ class Algorithm(Protocol):
         ...
 
     def passes(self, share: Share) -> Passes:
-        """Return the forward and the backward of what `attend` does between exchanges of heads,
-        which ask for keys of other ranks anew in the backward."""
+        """Return the forward and the backward of what `attend` does between exchanges of heads; the
+        backward fetches the keys of other ranks again."""
         ...
 
     def cost(
@@ -135,7 +130,8 @@ class Algorithm(Protocol):
         """Return what one layer with this window sends for one row with these documents.
 
         element_bytes: how many bytes one element of q, k and v has. forwards: how often it makes
-        the transfers of its forward. parts: of those whose keys travel apart; None: the row is one.
+        the transfers of its forward. parts: where the row is cut into chunks, of each of them the
+        shares of all ring ranks; None: it is not.
         """
         ...
 

@@ -17,6 +17,8 @@ from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_tr
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from uspft.kernels import Qkv
+
 
 @dataclass(frozen=True)
 class AllGather:
@@ -35,9 +37,7 @@ class AllGather:
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return balanced(segments, 1, self.ring, window=self.window)
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
-    ) -> Tensor:
+    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
         from uspft.sequence.ulysses import attend_over_heads
 
         return attend_over_heads(self.passes(share), qkv, share, rule, split)

@@ -1,8 +1,8 @@
 """Attention of a chunk of a row over its own keys and those of earlier chunks, which are kept.
 
-Chunks go forward in their order and back in the reverse one. What later chunks' queries see of a
-chunk's keys and values is kept, layer by layer and chunk by chunk; their backwards add to its dK
-and dV, which are complete when its own backward comes. That lets go of what was kept.
+Chunks run forward in their order and backward in the reverse one. The keys and values of a chunk to
+which later chunks attend are kept in each layer. The backwards of later chunks add to its dK and
+dV, which are thus complete when its own backward runs; that frees what was kept.
 
 Shapes, as suffixes: t tokens of the chunk on this ring rank, n of those that are kept of a chunk, m
 of all up to its end that its queries see; h/g query/KV heads on this rank, D head dim; 2: keys and
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Group
-from uspft.kernels import Kernel, Partial
+from uspft.kernels import Kernel, Partial, Qkv
 from uspft.kernels.merge import Sum, sinks_gradient
-from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved
 from uspft.sequence.chunked import ChunkShare
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
 from uspft.sequence.rows.share import Share
@@ -31,8 +31,8 @@ from uspft.sequence.rows.spans import Span
 def of_chunk(passes: Passes, share: Share, keys: LayerKeys | None) -> Passes:
     """Return the forward and the backward of a chunk's attention, where the share is a chunk's.
 
-    passes: those over all keys that the share names. keys: what is kept of the chunks in this
-    layer; None: the share is of whole rows.
+    passes: those over all keys that the share's queries see. keys: what is kept of the chunks in
+    this layer; None: the share is of whole rows.
     """
     if keys is None:
         return passes
@@ -48,7 +48,7 @@ class ChunkPasses:
     share: ChunkShare
     keys: LayerKeys
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         q_thD, k_tgD, v_tgD = qkv
         partial = Partial(q_thD)
         for chunk, blocks in enumerate(self.share.behind):
@@ -61,7 +61,7 @@ class ChunkPasses:
         return partial.result(rule.sinks)
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         q_thD, k_tgD, _ = qkv
         found = saved[0], saved[1], saved[-1]
@@ -87,20 +87,20 @@ class ChunkPasses:
 
 @dataclass(frozen=True)
 class ChunkOverRanks:
-    """The forward and the backward of the attention of a chunk that ring ranks share: their queries
-    of it meet each rank's keys up to its end, as another algorithm brings them."""
+    """The forward and the backward of the attention of a chunk that ring ranks share: another
+    algorithm brings each rank's keys up to the chunk's end to the queries of all."""
 
     share: ChunkShare
     keys: LayerKeys
     over: Passes
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         made = self.over.forward(self._up_to_end(qkv), rule, ring, kernel)
         _keep(self.share, self.keys, *qkv[1:])
         return made
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         dq_thD, dk_mgD, dv_mgD, dsinks = self.over.backward(
             self._up_to_end(qkv), saved, rule, ring, kernel
@@ -120,7 +120,7 @@ class ChunkOverRanks:
             for total, part in zip(home.open(), (dk_mgD, dv_mgD), strict=True):
                 total[a:b] += part[first:last]
 
-    def _up_to_end(self, qkv: Tensors) -> Tensors:
+    def _up_to_end(self, qkv: Qkv) -> Qkv:
         """Return queries [t, h, D], and keys and values [m, g, D] up to the chunk's end."""
         q_thD, k_tgD, v_tgD = qkv
         pieces = self.share.pieces

@@ -1,5 +1,5 @@
-"""Rows cut into chunks, which follow one another through a pipeline: where chunks end, which keys
-of earlier ones their queries see, and the algorithm that shares each chunk over ranks.
+"""Rows cut into chunks, which follow one another through a pipeline: where they are cut, to which
+keys of earlier chunks their queries attend, and the algorithm that splits each over ranks.
 
 A row's attention reaches back alone, so what a chunk needs of the row is the keys before it. Equal
 tokens would take unequal time: a token late in a document sees more keys.
@@ -25,6 +25,8 @@ from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from uspft.kernels import Qkv
 
 
 @dataclass(frozen=True)
@@ -280,9 +282,7 @@ class Chunked:
         ]
         return ChunkShares(rows, [[*chunk] for chunk in zip(*by_row, strict=True)], place)
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
-    ) -> Tensor:
+    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
         return self.of.attend(qkv, share, rule, split)
 
     def passes(self, share: Share) -> Passes:

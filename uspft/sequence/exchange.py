@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Group, Move, shift
-from uspft.kernels import Kernel, Partial
+from uspft.kernels import Kernel, Partial, Qkv
 from uspft.kernels.merge import Sum, sinks_gradient
-from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved
 from uspft.sequence.rows.exchange import Arrival, Exchange, Leg
 from uspft.sequence.rows.spans import Span, tokens_in
 
@@ -33,7 +33,7 @@ class ExchangePasses:
 
     exchange: Exchange
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         (q_thD, k_tgD, v_tgD), exchange, scale = qkv, self.exchange, rule.scale
         arriving = _Arriving(k_tgD, v_tgD, exchange, ring)
         partial = Partial(q_thD)
@@ -46,7 +46,7 @@ class ExchangePasses:
         return *partial.result(rule.sinks), *received
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         (q_thD, k_tgD, v_tgD), exchange = qkv, self.exchange
         out_thD, lse_ht, *received, dout_thD = saved

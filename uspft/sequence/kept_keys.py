@@ -1,5 +1,5 @@
-"""The keys and values of chunks of rows that later chunks see, by layer, and what these find for
-their gradients.
+"""What the chunks of a row keep for one another, by layer: keys and values that later chunks attend
+to, and states that the next one begins with; and the gradients that come back.
 
 Shapes, as suffixes: n tokens that are kept of a chunk, g KV heads on this rank, D head dim.
 """
@@ -14,25 +14,25 @@ from uspft.kernels.merge import Sum
 
 
 class KeptKeys:
-    """The keys and values of a chunk that later ones see, and the sum of what these find for their
-    gradients, in float32 or wider."""
+    """The keys and values of a chunk to which later ones attend, and the sum of the gradients that
+    these make of them, in float32 or wider."""
 
     def __init__(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
         self.k, self.v = k_ngD, v_ngD
-        self.sum = Sum((2, *k_ngD.shape), k_ngD.new_empty(0))  # which keeps what it is like
+        self.sum = Sum((2, *k_ngD.shape), k_ngD.new_empty(0))  # an empty tensor: it is kept
 
     def forget(self) -> None:
-        """Let go of keys and values, of which no later chunk asks for more, and not of the sum."""
+        """Free keys and values, which no later chunk asks for any more, and keep the sum."""
         self.k = self.v = self.k.new_empty(0)
 
 
 LayerKeys = dict[int, KeptKeys]
-"""By chunk, what is kept in one layer."""
+"""What is kept in one layer, by chunk."""
 
 
 class Carried:
-    """What a chunk hands to the next one of a document in a layer with a state, and its gradient,
-    which comes back."""
+    """What a document's tokens in one chunk leave for those in the next, in a layer with a state;
+    and its gradient, which comes back."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -45,11 +45,13 @@ class Carried:
 
 
 LayerStates = dict[tuple[str, int, int], Carried]
-"""By what it is for, chunk and document, what is handed on in one layer."""
+"""What is left for the next chunk in one layer, by its use ("rule" or "taps"), chunk and
+document."""
 
 
 def leave(states: LayerStates, key: tuple[str, int, int], value: Tensor) -> None:
-    """Hand a value on; in a layer's second run it is there already, with its gradient."""
+    """Leave a value for the next chunk; where a layer is recomputed it is there already, with its
+    gradient."""
     if key not in states:
         states[key] = Carried(value)
 

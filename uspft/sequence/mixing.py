@@ -10,13 +10,14 @@ this rank's, G/g key heads; K key dim, V value dim; C channels; N places of a la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from uspft.comm import Group, all_to_all
+from uspft.comm import Group, all_to_all, with_backward
 from uspft.kernels.varlen import put
 from uspft.sequence.algorithm import Inside
 from uspft.sequence.rows.fragments import Halo
@@ -31,7 +32,7 @@ from uspft.sequence.ulysses import (
 )
 
 STATE = "state"
-"""What transfers of layers with a state count as, those of heads apart."""
+"""The kind as which transfers of layers with a state are counted, but for those of heads."""
 
 
 class StateExchange:
@@ -58,7 +59,7 @@ class StateExchange:
         """Return this member's heads of the tokens of all its group, in the order of the row."""
         if self._ulysses.size == 1:
             return x
-        inside = Mixed(*_Scattered.apply(*x, self._heads, self._tokens, self._ulysses))
+        inside = _to_heads(x, self._heads, self._tokens, self._ulysses)
         inside = Mixed(*map(self._sorted, inside))
         (a, b), (c, d) = (of[self._ulysses.index] for of in (self._heads.query, self._heads.kv))
         if b > a and b - a != (d - c) * self._per_key:
@@ -124,36 +125,19 @@ def mix(
     return exchange.back(around(run, inside) if around else run(inside))
 
 
-class _Scattered(torch.autograd.Function):
-    """Tokens for heads in one all-to-all; gates go with their value heads, as wide as they are."""
+def _to_heads(x: Mixed, heads: HeadSplit, tokens: tuple[int, ...], group: Group) -> Mixed:
+    """Exchange tokens for heads in one all-to-all; gates go with their value heads, as wide as they
+    are. Differentiable."""
+    parts = (heads.kv, heads.kv, heads.query, heads.query, heads.query)
+    dtypes = x.g.dtype, x.beta.dtype
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_tGK: Tensor,
-        k_tGK: Tensor,
-        v_tHV: Tensor,
-        g_tH: Tensor,
-        beta_tH: Tensor,
-        heads: HeadSplit,
-        tokens: tuple[int, ...],
-        group: Group,
-    ) -> tuple[Tensor, ...]:
-        ctx.parts = (heads.kv, heads.kv, heads.query, heads.query, heads.query)
-        ctx.tokens, ctx.group = tokens, group
-        ctx.dtypes = [x.dtype for x in (g_tH, beta_tH)]
-        dtype = v_tHV.dtype
-        gates = [_carried(gate, dtype) for gate in (g_tH, beta_tH)]
-        found = exchange_heads((q_tGK, k_tGK, v_tHV, *gates), ctx.parts, tokens, group)
-        return *found[:3], *(_unpacked(x, d) for x, d in zip(found[3:], ctx.dtypes, strict=True))
+    def exchanged(exchange: Callable[..., tuple[Tensor, ...]], *x: Tensor) -> tuple[Tensor, ...]:
+        gates = [_carried(gate, x[2].dtype) for gate in x[3:]]
+        found = exchange((*x[:3], *gates), parts, tokens, group)
+        return *found[:3], *(_unpacked(one, d) for one, d in zip(found[3:], dtypes, strict=True))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gates = [_carried(grad, grads[2].dtype) for grad in grads[3:]]
-        found = exchange_back((*grads[:3], *gates), ctx.parts, ctx.tokens, ctx.group)
-        unpacked = (_unpacked(x, d) for x, d in zip(found[3:], ctx.dtypes, strict=True))
-        return *found[:3], *unpacked, None, None, None
+    there, back = (partial(exchanged, way) for way in (exchange_heads, exchange_back))
+    return Mixed(*with_backward(there, back, *x))
 
 
 def _carried(gate_tH: Tensor, dtype: torch.dtype) -> Tensor:

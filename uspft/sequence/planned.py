@@ -24,6 +24,8 @@ from uspft.sequence.rows.traffic import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from uspft.kernels import Qkv
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -70,9 +72,7 @@ class Planned:
             per_host=self.per_host,
         )
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
-    ) -> Tensor:
+    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
         from uspft.sequence.exchange import ExchangePasses
         from uspft.sequence.ulysses import attend_over_heads
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Group, Move, shift
-from uspft.kernels import Kernel, Partial
+from uspft.kernels import Kernel, Partial, Qkv
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.merge import Sum, sinks_gradient
-from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, tokens_in
 
@@ -33,7 +33,7 @@ class RingPasses:
 
     share: Share
 
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         q_thD, k_tgD, v_tgD = qkv
         partial = Partial(q_thD)
         for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, self.share, ring):
@@ -43,7 +43,7 @@ class RingPasses:
         return partial.result(rule.sinks)
 
     def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
     ) -> QkvGradients:
         q_thD, k_tgD, v_tgD = qkv
         kept = saved[0], saved[1], saved[-1]

@@ -19,27 +19,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from uspft.blocks import HeadRange
-from uspft.comm import Group, start_all_to_all
-from uspft.kernels import Grouped, Kernel
+from uspft.comm import Group, start_all_to_all, with_backward
+from uspft.kernels import Grouped, Kernel, Qkv
 from uspft.kernels.varlen import put
-from uspft.sequence.algorithm import Passes, Rule, Split, Tensors
+from uspft.sequence.algorithm import Passes, Rule, Split
 from uspft.sequence.chunk_attention import of_chunk
 from uspft.sequence.rows.heads import HeadSplit, split_heads
 from uspft.sequence.rows.share import Share
 
 
-def attend_over_heads(
-    passes: Passes, qkv: Tensors, share: Share, rule: Rule, split: Split
-) -> Tensor:
+def attend_over_heads(passes: Passes, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
     """Return attention's out [t, H, D] of q [t, H, D], k and v [t, G, D], differentiable: between
     two all-to-alls each member of the Ulysses group attends with its own heads.
 
-    passes: how the keys of the ring's ranks come to the queries there, for all that the share
-    names.
+    passes: the attention of those heads over the keys of all ring ranks.
     """
     passes = of_chunk(passes, share, split.earlier)
 
-    def inner(qkv: Tensors, rule: Rule, kernel: Kernel) -> Tensor:
+    def inner(qkv: Qkv, rule: Rule, kernel: Kernel) -> Tensor:
         out: Tensor = _ByPasses.apply(*qkv, rule.sinks, passes, rule, split.ring, kernel)
         return out
 
@@ -57,7 +54,10 @@ def attend_over_heads(
     groups = heads.groups(split.ulysses.index, query // kv)
     kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
     mine = rule.of_heads(heads.query[split.ulysses.index])
-    received: tuple[Tensor, ...] = _ScatterHeads.apply(*qkv, tokens, split.ulysses)
+    of = (heads.query, heads.kv, heads.kv), tokens, split.ulysses
+    received: tuple[Tensor, ...] = with_backward(
+        lambda *x: exchange_heads(x, *of), lambda *dx: exchange_back(dx, *of), *qkv
+    )
     sorting, device = share.sorting, received[0].device
     if sorting is not None:
         index_T, received_T = share.once(("sorting", device), lambda: both_ways(sorting, device))
@@ -110,45 +110,11 @@ def both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor,
 
 def gather_heads(out_ThD: Tensor, split: HeadSplit, tokens: Sequence[int], group: Group) -> Tensor:
     """Exchange out [T, h, D] for out [t, H, D]: the way back of the query heads."""
-    out_tHD: Tensor = _GatherHeads.apply(out_ThD, split, tuple(tokens), group)
+    of = (split.query,), tuple(tokens), group
+    out_tHD: Tensor = with_backward(
+        lambda x: exchange_back((x,), *of)[0], lambda dx: exchange_heads((dx,), *of), out_ThD
+    )
     return out_tHD
-
-
-class _ScatterHeads(torch.autograd.Function):
-    """Exchanges q [t, H, D], k and v [t, G, D] for q [T, h, D], k and v [T, g, D] in one
-    all-to-all; the tokens of the group's members are laid end to end."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_tHD: Tensor,
-        k_tGD: Tensor,
-        v_tGD: Tensor,
-        tokens: tuple[int, ...],
-        group: Group,
-    ) -> tuple[Tensor, ...]:
-        split = split_heads(q_tHD.shape[1], k_tGD.shape[1], group.size)
-        ctx.parts, ctx.tokens, ctx.group = (split.query, split.kv, split.kv), tokens, group
-        return exchange_heads((q_tHD, k_tGD, v_tGD), ctx.parts, tokens, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads_TnD: Tensor) -> tuple[Tensor | None, ...]:
-        return *exchange_back(grads_TnD, ctx.parts, ctx.tokens, ctx.group), None, None
-
-
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, out_ThD: Tensor, split: HeadSplit, tokens: tuple[int, ...], group: Group
-    ) -> Tensor:
-        ctx.parts, ctx.tokens, ctx.group = (split.query,), tokens, group
-        return exchange_back((out_ThD,), ctx.parts, tokens, group)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_tHD: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange_heads((grad_tHD,), ctx.parts, ctx.tokens, ctx.group)[0], None, None, None
 
 
 Parts = tuple[tuple[HeadRange, ...], ...]
@@ -199,7 +165,7 @@ def start_exchange(
 
 def exchange_back(
     tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """Exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all heads, where
     shared heads add up; tensors may differ in D."""
     return start_exchange_back(tensors_TnD, parts, tokens, group)()
@@ -207,7 +173,7 @@ def exchange_back(
 
 def start_exchange_back(
     tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
-) -> Callable[[], list[Tensor]]:
+) -> Callable[[], tuple[Tensor, ...]]:
     """Start what `exchange_back` does, and return the function that waits for it, which must be
     called; the tensors must not change until then."""
     own, widths = tokens[group.index], _widths(tensors_TnD, parts)
@@ -217,13 +183,13 @@ def start_exchange_back(
     sizes = [own * sum(w) for w in widths]
     wait = start_all_to_all(send.reshape(-1), [n * width for n in tokens], sizes, group)
 
-    def arrived() -> list[Tensor]:
+    def arrived() -> tuple[Tensor, ...]:
         pieces = [
             piece.view(own, sum(w)).split(w, dim=1)
             for piece, w in zip(wait().split(sizes), widths, strict=True)
         ]
         each = zip(dims, zip(*pieces, strict=True), parts, strict=True)
-        return [_joined(dim, columns, heads) for dim, columns, heads in each]
+        return tuple(_joined(dim, columns, heads) for dim, columns, heads in each)
 
     return arrived
 

@@ -8,7 +8,7 @@ imported where a part is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -84,14 +84,12 @@ def cut(held: Tensor, used: Used) -> Tensor:
     for dim, ranges in enumerate(used):
         if ranges is not None:
             pieces = [held.narrow(dim, start, stop - start) for start, stop in ranges]
-            held = pieces[0] if len(pieces) == 1 else _joined(pieces, dim)
+            if len(pieces) > 1:
+                import torch
+
+                pieces = [torch.cat(pieces, dim)]
+            (held,) = pieces
     return held
-
-
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
-    from torch import cat
-
-    return cat(pieces, dim)
 
 
 def put_back(part: Tensor, held: Tensor, used: Used) -> Tensor:
@@ -104,16 +102,17 @@ def put_back(part: Tensor, held: Tensor, used: Used) -> Tensor:
         pairs = [
             (there.narrow(dim, start, stop - start), here.narrow(dim, at, stop - start))
             for there, here in pairs
-            for at, (start, stop) in _laid_out(ranges or [(0, held.shape[dim])])
+            for (start, stop), (at, _) in laid_out(ranges or [(0, held.shape[dim])])
         ]
     for there, here in pairs:
         there.copy_(here)
     return whole
 
 
-def _laid_out(ranges: Sequence[Range]) -> Iterator[tuple[int, Range]]:
-    """Yield where each range begins in the part, and the range."""
-    at = 0
+def laid_out(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
+    """Return (where in the whole, where in the part) for each range along a dimension."""
+    found, at = [], 0
     for start, stop in ranges:
-        yield at, (start, stop)
+        found.append(((start, stop), (at, at + stop - start)))
         at += stop - start
+    return found

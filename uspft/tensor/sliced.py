@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from uspft.comm import Group, gather_over, sum_parts
+from uspft.comm import Group, gather_over, sum_parts, with_backward
 from uspft.tensor import Grid
 from uspft.tensor.flows import (
     KIND,
@@ -48,7 +49,7 @@ class SlicedProduct:
         DeepSpeed's ZeRO-2 sums gradients in the order in which they come, which must be the same on
         ranks whose rows are not on a mesh: there each weight has a product of its own.
         """
-        return [_Way.apply(w) for w in self.held]
+        return [with_backward(lambda w: w.view_as(w), lambda dw: dw, w) for w in self.held]
 
 
 def inward(x: Tensor, how: SlicedProduct) -> tuple[Tensor, ...]:
@@ -65,27 +66,14 @@ def outward(x: Tensor, how: SlicedProduct) -> Tensor:
 
 def features_of_all(x: Tensor, group: Group) -> Tensor:
     """Return [m, d] of x [m, d/P] on each of P ranks; differentiable."""
-    found: Tensor = _AllFeatures.apply(x, group)
+    found: Tensor = with_backward(partial(_gathered, group), partial(_summed_part, group), x)
     return found
 
 
 def own_features_of_sum(x: Tensor, group: Group) -> Tensor:
     """Return [m, d/P], this rank's features of the sum of x [m, d] over P ranks; differentiable."""
-    found: Tensor = _OwnFeatures.apply(x, group)
+    found: Tensor = with_backward(partial(_summed_part, group), partial(_gathered, group), x)
     return found
-
-
-class _Way(torch.autograd.Function):
-    """A node of its own in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> Tensor:
-        return dx
 
 
 class _Inward(torch.autograd.Function):
@@ -144,41 +132,13 @@ class _Outward(torch.autograd.Function):
         return dx, None, None if dw is None else put_back(dw, held, used)
 
 
-class _AllFeatures(torch.autograd.Function):
-    """The features of all ranks of a group forward; backward the sum of this rank's over them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return _summed_part(dx, ctx.group), None
-
-
-class _OwnFeatures(torch.autograd.Function):
-    """This rank's features of the sum over a group forward; backward those of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _summed_part(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        return _gathered(dout, ctx.group), None
-
-
-def _gathered(x: Tensor, group: Group) -> Tensor:
+def _gathered(group: Group, x: Tensor) -> Tensor:
     """Return [m, d] of x [m, d/P] on each of P ranks."""
     every = gather_over(x.contiguous(), group, KIND).unflatten(0, (group.size, -1))
     return every.transpose(0, 1).flatten(1)
 
 
-def _summed_part(x: Tensor, group: Group) -> Tensor:
+def _summed_part(group: Group, x: Tensor) -> Tensor:
     """Return [m, d/P], this rank's features of the sum of x [m, d] over P ranks."""
     each = x.unflatten(1, (group.size, -1)).transpose(0, 1)
     return sum_parts(each.flatten(0, 1).contiguous(), group, KIND)

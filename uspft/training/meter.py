@@ -15,8 +15,8 @@ from uspft.comm import KINDS, largest, total
 from uspft.config.strategies import layouts_of
 from uspft.metrics import finite, peak_memory_bytes
 from uspft.model.build import parameter_count
-from uspft.model.expert_load import ExpertLoad
 from uspft.model.hf_config import heads_of_layers, layer_windows
+from uspft.model.router import ExpertLoad
 from uspft.pipeline.stages import stages_of
 from uspft.planner.machine import peak_flops
 from uspft.planner.products import step_flops

@@ -6,8 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from uspft.checkpoint.folder import delete_older
@@ -82,7 +80,11 @@ class Saving:
             if self._is_main:
                 self._journal.sync()
                 self._bad_steps.journal.sync()
-            size = save.finish(self._run.job.identity, partial(self._write_model, save.step))
+            run, step = self._run, save.step
+            size = save.finish(
+                run.job.identity,
+                lambda place: write_model_files(place, run.config, run.job, step, run.model),
+            )
             self.delete_older()
         self._waited += time.perf_counter() - began
         if self._is_main:
@@ -95,9 +97,6 @@ class Saving:
                         "save_bytes": size,
                     }
                 )
-
-    def _write_model(self, step: int, folder: Path) -> None:
-        write_model_files(folder, self._run.config, self._run.job, step, self._run.model)
 
     def delete_older(self) -> None:
         """Delete the checkpoints that need not stay; the best and the last good one do."""

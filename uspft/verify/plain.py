@@ -25,10 +25,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from uspft.checkpoint.weights import weights_of
 from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
-from uspft.model.expert_splits import expert_modules
+from uspft.model.adapter import adapters, form_weights
+from uspft.model.build import choose_trained, trained_parameters
+from uspft.model.experts import expert_modules
 from uspft.model.hf_config import attention_of
-from uspft.model.parameter_adapter import adapters, form_weights
-from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.experts import CORRECTION
 from uspft.parameters.fill import generator
 from uspft.parameters.names import is_adapter, places

@@ -12,21 +12,21 @@ import torch
 
 from tests.support.ranks import spawn
 from uspft.comm import Group
-from uspft.engine.mail import AHEAD, Lines, Mail, Sent
+from uspft.engine.mail import AHEAD, Lines, Mail, PipelineMessage
 from uspft.pipeline.schedules import Action, forward_alone, forward_and_backward
 
 
-def alone(coming: list[Sent]) -> Mail:
+def alone(coming: list[PipelineMessage]) -> Mail:
     return Mail(Lines(Group()), [coming], lambda _: torch.empty(1))
 
 
 def test_a_message_that_no_rank_sends_is_named() -> None:
     with pytest.raises(RuntimeError, match="no rank sends forward of stage 2, micro-batch 5"):
-        alone([]).receive(Sent("forward", 2, 5))
+        alone([]).receive(Action("forward", 2, 5))
 
 
 def test_between_stages_of_one_rank_nothing_is_moved() -> None:
-    message, x = Sent("forward", 1, 0), torch.ones(1)
+    message, x = Action("forward", 1, 0), torch.ones(1)
     mail = alone([message])
     mail.send(0, message, x)
     assert mail.receive(message).data_ptr() == x.data_ptr()
@@ -34,7 +34,7 @@ def test_between_stages_of_one_rank_nothing_is_moved() -> None:
 
 
 def test_what_nobody_takes_is_named() -> None:
-    message = Sent("backward", 0, 3)
+    message = Action("backward", 0, 3)
     mail = alone([message])
     mail.send(0, message, torch.ones(1))
     with pytest.raises(RuntimeError, match="backward of stage 0, micro-batch 3 was sent and not"):
@@ -52,7 +52,7 @@ def exchanged(rank: int, number: int) -> tuple[list[float], int]:
     group = Group(None, (0, 1), rank, Books())
     ways = Groups().ways([(0, 1)], rank)
     assert ways.keys() == {(0, 1), (1, 0)} and ways[0, 1] is not ways[1, 0]
-    messages = [Sent("forward", 1, n) for n in range(number)]
+    messages = [Action("forward", 1, n) for n in range(number)]
     coming = [messages, []] if rank else [[], []]
     mail = Mail(Lines(group, ways), coming, lambda _: torch.empty(3))
     found = []
@@ -83,7 +83,7 @@ def lost(rank: int) -> tuple[str, float]:
 
     group = Group(dist.new_group([0, 1]), (0, 1), rank, Books())
     set_deadline(timedelta(seconds=3))
-    message = Sent("forward", 1, 4)
+    message = Action("forward", 1, 4)
     coming = [[message], []] if rank else [[], []]
     mail = Mail(Lines(group), coming, lambda _: torch.empty(3))
     begin = time.monotonic()

@@ -39,7 +39,7 @@ def test_experts_have_groups_of_parameters_and_of_ranks_until_the_engine_closes(
     parameters, module = named(), nn.Module()
     optimizer = torch.optim.AdamW(parameters.values())
     sets = ExpertSets(parameters, holders(PAIRS), stage)
-    sets.set_apart(module, optimizer)
+    sets.give_groups(module, optimizer)
     dense, experts = optimizer.param_groups
     assert (dense["params"], experts["params"]) == ([parameters["rest"]], [parameters["experts"]])
     assert experts["moe"] and "moe" not in dense
@@ -56,7 +56,7 @@ def test_nothing_is_told_where_all_ranks_hold_the_same() -> None:
     parameters, module = named(), nn.Module()
     optimizer = torch.optim.AdamW(parameters.values())
     sets = ExpertSets(parameters, holders(Shards(Layout(data=4))), 1)
-    sets.set_apart(module, optimizer)
+    sets.give_groups(module, optimizer)
     mark_for_partition(parameters, holders(Shards(Layout(data=4))))
     assert len(optimizer.param_groups) == len(list(module.modules())) == 1
     assert not any(

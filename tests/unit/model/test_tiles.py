@@ -133,6 +133,19 @@ def test_hooks_of_parameters_get_whole_gradients() -> None:
     assert len(seen) == 1 and torch.equal(seen[0], weight.grad)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe"])
+def test_gradients_come_in_one_order_whatever_tokens_there_are(kind: str) -> None:
+    """ZeRO-2 sums them over ranks as they come, and ranks may have other numbers of tokens."""
+    model, orders = model_of(kind), []
+    work_in_tiles(model, 16)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: orders[-1].append(name))
+    for tokens in (TOKENS, 16, 1):
+        orders.append([])
+        gradients(model, tokens)
+    assert len(orders[0]) > 10 and orders[0] == orders[1] == orders[2]
+
+
 class Small(nn.Module):
     """An MLP of two products, one of which may be frozen, with dropout between them."""
 

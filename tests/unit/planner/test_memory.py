@@ -236,6 +236,10 @@ FEW = [
     Case("states", "hybrid", "groups", "all", "bfloat16"),
     Case("states by groups", "ring 2", "groups kept", "all", "bfloat16"),
     Case("states, norms behind", "ulysses 16", "groups, whole", "all", "float32"),
+    Case("states, norms behind", "ulysses 16", "none, tiles", "last layer", "float32"),
+    Case("granite moe", "tensor, experts", "groups away", "lora", "bfloat16"),
+    Case("states, experts", "planned 2", "groups away", "all", "bfloat16"),
+    Case("gemma4", "tensor", "exchange", "last layer", "bfloat16"),
 ]
 """Every value of each is among them."""
 

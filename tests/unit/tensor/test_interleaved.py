@@ -1,13 +1,17 @@
-"""Copies that cross into blocks and out of them start in the order in which others expect them."""
+"""Copies that cross into blocks and out of them start in the order in which others expect them, and
+gradients of weights that wait are the same as at once, and made in their order."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from uspft.comm import Group
-from uspft.tensor.interleaved import into_block
-from uspft.tensor.put_off import PutOff
+from uspft.model.divided import some_product
+from uspft.tensor.interleaved import PutOff, into_block
+from uspft.tensor.parts import Used
 
 
 def test_copies_start_one_after_another_and_backward_the_other_way() -> None:
@@ -20,3 +24,53 @@ def test_copies_start_one_after_another_and_backward_the_other_way() -> None:
     came = [crossing.awaited(one, copy) for copy, one in enumerate(begun)]
     (came[0].sum() + 2 * came[1].sum()).backward()
     assert x.grad is not None and x.grad.tolist() == [[1, 1], [1, 1], [2, 2]]
+
+
+def product(x: Any, weight: Any, bias: Any, used: Used, put_off: Any = None) -> Any:
+    if put_off is None:
+        return some_product(x, weight, bias, used)
+    return some_product(x, weight.detach(), bias, used, *put_off)
+
+
+def gradients(used: Used, put_off: PutOff | None, made: list[int] | None = None) -> Any:
+    """Of a weight that two copies meet, one after the other, of its bias, and of what they were."""
+    torch.manual_seed(3)
+    weight, bias = torch.randn(6, 4).double().requires_grad_(), torch.randn(6).double()
+    bias.requires_grad_()
+    copies = [torch.randn(1, n, 4).double().requires_grad_() for n in (5, 3)]
+    later = put_off.stand_for(weight) if put_off else None
+    outs = [product(x, weight, bias, used, later) for x in copies]
+    if put_off and made is not None:
+        copies[0].register_hook(lambda _: made.append(len(put_off.waiting)))
+    (outs[0].square().sum() + 3 * outs[1].square().sum()).backward()
+    return [one.grad for one in (weight, bias, *copies)]
+
+
+def test_what_is_put_off_is_what_is_made_at_once() -> None:
+    every: list[Used] = [(None, None), ([(1, 3), (5, 6)], None)]
+    for used in every:
+        waiting: list[int] = []
+        got, want = gradients(used, PutOff(), waiting), gradients(used, None)
+        for one, other in zip(got, want, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12)
+        assert waiting == [2], "both wait when the input's gradients are there"
+
+
+def test_one_is_made_at_a_time_and_the_first_first() -> None:
+    put_off, made = PutOff(), list[int]()
+    for number in range(3):
+        put_off.add(lambda number=number: made.append(number))  # type: ignore[misc]
+    put_off.one()
+    assert made == [0]
+    put_off.all()
+    put_off.one()
+    assert made == [0, 1, 2]
+
+
+def test_a_weight_that_nothing_depends_on_has_no_gradient() -> None:
+    put_off = PutOff()
+    used, unused = (torch.randn(2, 2).requires_grad_() for _ in range(2))
+    stands = [put_off.stand_for(one) for one in (used, unused)]
+    out = product(torch.randn(1, 3, 2), used, None, (None, None), stands[0])
+    (out.sum() + stands[1].stand.sum()).backward()
+    assert used.grad is not None and unused.grad is None

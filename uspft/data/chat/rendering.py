@@ -172,8 +172,8 @@ def _told(
         return []
     try:
         plain = more.keys() <= {"tools"}
-        manner = template.manner if plain else replace(template.manner, around=None)
-        return turn_spans(write, turns, text, asked, manner)
+        style = template.style if plain else replace(template.style, around=None)
+        return turn_spans(write, turns, text, asked, style)
     except SpanUnknown as reason:
         remedy = "name a template with {% generation %} marks in data.chat_template"
         what = "the chat template has no {% generation %} marks"

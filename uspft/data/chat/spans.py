@@ -22,7 +22,7 @@ class SpanUnknown(Exception):
 
 
 @dataclass(frozen=True)
-class Manner:
+class AnswerStyle:
     """How a template writes answers."""
 
     prompts: bool
@@ -37,7 +37,7 @@ class Manner:
 
 
 def turn_spans(
-    write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], manner: Manner
+    write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], style: AnswerStyle
 ) -> Spans:
     """Return for each wanted turn the span of `text` = write(turns) that the model has to generate.
 
@@ -45,16 +45,16 @@ def turn_spans(
     found by rendering again without the turn, or with a placeholder in its place, and comparing.
     Raises SpanUnknown.
     """
-    found_at_once = _all_at_once(write, turns, text, wanted, manner)
+    found_at_once = _all_at_once(write, turns, text, wanted, style)
     if found_at_once is not None:
         return found_at_once
     found: Spans = []
     for i in wanted:
-        span = _grown(write, turns, text, i) if manner.prompts else None
-        start, stop = span or _replaced(write, turns, text, i, manner)
+        span = _grown(write, turns, text, i) if style.prompts else None
+        start, stop = span or _replaced(write, turns, text, i, style)
         if found and start < found[-1][1]:
             raise SpanUnknown(f"messages[{i}] cannot be told from the turn before it")
-        found.append((start, _ended(text, start, stop, manner.tokens)))
+        found.append((start, _ended(text, start, stop, style.tokens)))
     return found
 
 
@@ -72,16 +72,16 @@ def all_but(spans: Spans, text: str) -> Spans:
 
 
 def _all_at_once(
-    write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], manner: Manner
+    write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], style: AnswerStyle
 ) -> Spans | None:
     """Return the spans of all wanted turns from one more rendering, with a placeholder for each.
 
     One rendering a turn would cost the square of their number. None where what stands between the
     placeholders is not in `text`, or is there in more than one way: each turn is then found alone.
     """
-    if manner.around is None or len(wanted) < 2:
+    if style.around is None or len(wanted) < 2:
         return None
-    if not manner.tools and any(turns[i].get("tool_calls") for i in wanted):
+    if not style.tools and any(turns[i].get("tool_calls") for i in wanted):
         return None
     names = {i: f"{PLACEHOLDER}{i}\ue0a1" for i in wanted}
     try:
@@ -91,18 +91,18 @@ def _all_at_once(
     except SampleFault:
         return None
     fixed, end = [], 0
-    own, tail = manner.around
+    own, tail = style.around
     for name in names.values():
         before, found, rest = rest.partition(name)
         if not found:
             return None
         fixed.append(before[end:].removesuffix(own))
-        end = _end_of_turn(tail, rest, manner.tokens)
+        end = _end_of_turn(tail, rest, style.tokens)
     fixed.append(rest[end:])
     if any(PLACEHOLDER in piece for piece in fixed):
         return None
     spans = _only_gaps(fixed, text)
-    return spans and [(start, _ended(text, start, stop, manner.tokens)) for start, stop in spans]
+    return spans and [(start, _ended(text, start, stop, style.tokens)) for start, stop in spans]
 
 
 def _only_gaps(pieces: Sequence[str], text: str) -> Spans | None:
@@ -151,7 +151,7 @@ def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int,
 
 
 def _replaced(
-    write: Write, turns: Sequence[Turn], text: str, i: int, manner: Manner
+    write: Write, turns: Sequence[Turn], text: str, i: int, style: AnswerStyle
 ) -> tuple[int, int]:
     """Return the span in which the text differs from one with a placeholder for turn i's answer.
 
@@ -171,13 +171,13 @@ def _replaced(
         raise SpanUnknown(f"it does not write {here} once")
     head, _, tail = alone.partition(PLACEHOLDER)
     before, _, after = whole.partition(PLACEHOLDER)
-    own = between(write, turns[:i], head, manner.prompts)
-    own = own or (manner.around[0] if manner.around else "")  # an answer before it hides its own
+    own = between(write, turns[:i], head, style.prompts)
+    own = own or (style.around[0] if style.around else "")  # an answer before it hides its own
     start = len(before) - len(own) if before.endswith(own) else len(before)
     shared = _shared(before[:start], text)
     if before[shared:start].strip():
         raise SpanUnknown(f"{here} is not where another answer would be")
-    rest = after[_end_of_turn(tail, after, manner.tokens) :]
+    rest = after[_end_of_turn(tail, after, style.tokens) :]
     if not text.endswith(rest) or len(text) - len(rest) < shared:
         raise SpanUnknown(f"what follows {here} depends on it")
     return shared, len(text) - len(rest)

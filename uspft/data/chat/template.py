@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from uspft.config.problems import Finding
-from uspft.data.chat.spans import PLACEHOLDER, Manner, Spans, Turn, between
+from uspft.data.chat.spans import PLACEHOLDER, AnswerStyle, Spans, Turn, between
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records.known_fields import ROLES
 
@@ -161,16 +161,16 @@ class ChatTemplate:
         return prompt != plain or not head.removeprefix(plain).strip()
 
     @cached_property
-    def manner(self) -> Manner:
+    def style(self) -> AnswerStyle:
         """How the template writes answers where a conversation brings no settings of its own."""
         answered = self.text_of(_PROBE)
         if answered is None:
-            return Manner(self.prompts, self.tokens)
+            return AnswerStyle(self.prompts, self.tokens)
         head, _, tail = answered.partition(PLACEHOLDER)
         own = between(self.write, [_USER], head, self.prompts)
         tool = {"role": "tool", "content": PLACEHOLDER}
         tools = self._writes_placeholder([_USER, {"role": "assistant", "content": "a"}, tool])
-        return Manner(self.prompts, self.tokens, (own, tail), tools)
+        return AnswerStyle(self.prompts, self.tokens, (own, tail), tools)
 
     @cached_property
     def written(self) -> frozenset[str]:

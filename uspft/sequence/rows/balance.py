@@ -1,4 +1,4 @@
-"""Which chunks of a packed row each ring rank holds: equal work first, then few bytes.
+"""Which positions of a row each rank holds: equal work first, then few bytes.
 
 A row is cut into equal chunks; a chunk's work is its area of the attention matrix under the mask.
 Chunks are dealt out, those with the most work first and the same number to each rank, which gives
@@ -57,11 +57,10 @@ def balanced(
     """Return the positions of each context rank, with equal work for every ring rank whatever the
     row's documents and the sliding window.
 
-    One document of which all is seen is split in zigzag: ring rank i holds chunks i and 2R − 1 − i
-    of 2R equal ones (USP, algorithm 2); work then grows evenly along it, whatever lies before
-    it. Otherwise chunks are dealt out by their work. The Ulysses
-    members of a ring rank hold equal consecutive parts of its tokens. fetches: how often keys
-    travel. per_host: ring ranks of a host, where more than one host shares the row and keys go
+    A row of one document without a window is split in zigzag: ring rank i holds chunks i and
+    2R − 1 − i of 2R equal ones (USP, algorithm 2). In other rows chunks are assigned by their work.
+    The Ulysses members of a ring rank hold equal consecutive parts of its tokens. fetches: how
+    often keys travel. per_host: ring ranks of a host, where several hosts share the row and keys go
     straight to the ranks that need them. The row's length must be a multiple of 2 · ring · ulysses
     where ring > 1, of ulysses otherwise.
     """

@@ -1,4 +1,4 @@
-"""What ranks send where a row's chunks are dealt out to them, and what they would after a swap."""
+"""The tokens that ranks send for an assignment of a row's chunks, and after a swap of two."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ Ints = NDArray[np.int64]
 
 
 class Dealt:
-    """Chunks in the hands of ranks, equally many with each, and what each rank needs of each chunk.
+    """An assignment of chunks to ranks, equally many to each, with the tokens of each chunk whose
+    keys each rank needs.
 
-    A chunk needs a run of chunks before it: all of each, of the first perhaps a part. What it would
-    add to a rank's needs is then a difference of two running sums, so a swap that is looked at
-    costs a few numbers for each rank, and one that is made changes the tables of two ranks alone.
-    All numbers are whole tokens, and exact in any order of adding.
+    The queries of a chunk see a run of chunks before it: all of each, of the first perhaps a part.
+    What a chunk adds to the keys that a rank needs is thus a difference of two running sums: a swap
+    that is weighed costs a few numbers for each rank, and one that is made changes the tables of
+    two ranks alone. All numbers are whole tokens, and exact in any order of adding.
     """
 
     def __init__(self, owner: Ints, need: Floats, ring: int, fetches: int) -> None:
-        """Work out what ranks need. owner: the rank of each chunk. need[c, d]: tokens of chunk d
-        whose keys the queries of chunk c see. fetches: how often keys travel."""
+        """Count the keys that ranks need. owner: the rank of each chunk. need[c, d]: tokens of
+        chunk d whose keys the queries of chunk c see. fetches: how often keys travel."""
         count = len(owner)
         self.owner, self._need, self._fetches = owner.copy(), need, fetches
         self._chunks = np.argsort(owner, kind="stable").reshape(ring, -1)
@@ -42,14 +43,14 @@ class Dealt:
         self._sum()
 
     def copy(self) -> Dealt:
-        """Return the same chunks in the same hands, to swap apart from these."""
+        """Return a copy of the assignment, whose chunks can be swapped by themselves."""
         other = copy(self)
         for name in ("owner", "_chunks", "_wanted", "_without", "_running"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
     def swap(self, a: int, b: int) -> None:
-        """Let chunks a and b change places; of one rank, nothing changes."""
+        """Swap chunks a and b between their ranks; of the same rank, nothing changes."""
         owner = self.owner
         ranks = owner[[a, b]]
         owner[a], owner[b] = owner[b], owner[a]

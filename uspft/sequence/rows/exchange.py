@@ -15,13 +15,12 @@ from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Holding, Span, blocks_between, cut, tokens_in
 
 MESSAGES = 4
-"""At most how many messages bring the keys where there are fewer other ranks than this: each rank's
-keys are cut into pieces, so that the first are attended to, and their gradients leave, while others
-are on their way."""
+"""Where there are fewer other ranks than this, each rank's keys are cut into pieces that come in up
+to so many messages: the first are attended to, and their gradients leave, while others come."""
 
 
 class Leg(NamedTuple):
-    """The part of an exchange that moves at one time."""
+    """The keys of an exchange that are waited for together."""
 
     distances: tuple[int, ...]
     """How far round the ring the ranks are that send the keys, the nearest first."""
@@ -32,7 +31,7 @@ class Leg(NamedTuple):
 
 
 class Exchange:
-    """Who sends what to whom, worked out once for all layers of a share that have the same window.
+    """Which keys each rank sends to which, worked out once for all layers with the same window.
 
     blocks_here: the blocks of this rank's queries against its own keys. arrivals: what comes, by
     leg, in the order in which legs are posted, which is the same on every rank. keep: whether

@@ -1,15 +1,16 @@
-"""Where a state runs through documents whose tokens lie on several ranks, from positions alone.
+"""How a state passes through documents whose tokens lie on several ranks, from positions alone.
 
-A fragment is what one holder, a ring rank or a context rank, has of one document in one stretch.
-The fragments of a document in the order of positions are its chain: what a layer with a state has
-of the document's earlier tokens enters each fragment from the one before it.
+A fragment is a run of consecutive positions of one document on one holder: a ring rank, or a
+context rank. The fragments of a document in the order of positions are its chain: the state of a
+layer that has one enters each fragment from the one before it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -104,36 +105,36 @@ def _pieces(span: Span, documents: Sequence[Span]) -> Iterator[tuple[int, int, i
         at = min(max(last, first), stop) if at < last else stop
 
 
+def chains_in(every: Sequence[Sequence[Fragment]]) -> list[tuple[Fragment, ...]]:
+    """Return the fragments of each document, in the order of positions."""
+    by_document: dict[int, list[Fragment]] = {}
+    for fragment in chain(*every):
+        if fragment.document != NOBODY:
+            by_document.setdefault(fragment.document, []).append(fragment)
+    return [tuple(sorted(one)) for one in by_document.values()]
+
+
 def chains_of(held: Sequence[Sequence[Span]], documents: Sequence[Span], holder: int) -> Chains:
     """Return the chains that run through a holder's fragments."""
     every = fragments_of(held, documents)
-    by_document: dict[int, list[Fragment]] = {}
-    for fragments in every:
-        for fragment in fragments:
-            if fragment.document != NOBODY:
-                by_document.setdefault(fragment.document, []).append(fragment)
-    chains = [tuple(sorted(chain)) for chain in by_document.values()]
-    split = [chain for chain in chains if len(chain) > 1]
-    mine = [chain for chain in split if any(f.holder == holder for f in chain)]
+    chains = chains_in(every)
+    split = [one for one in chains if len(one) > 1]
+    mine = [one for one in split if any(f.holder == holder for f in one)]
     ahead: dict[int, set[Fragment]] = {n: set() for n in range(len(held))}
     behind: dict[int, set[Fragment]] = {n: set() for n in range(len(held))}
-    for chain in mine:
-        seen: set[int] = set()
-        for fragment in reversed(chain):
-            for other in seen - {fragment.holder}:
-                ahead[other].add(fragment)
-            seen.add(fragment.holder)
-        seen = set()
-        for fragment in chain:
-            for other in seen - {fragment.holder}:
-                behind[other].add(fragment)
-            seen.add(fragment.holder)
+    for one in mine:
+        for found, order in ((ahead, one[::-1]), (behind, one)):
+            seen = set[int]()
+            for fragment in order:
+                for other in seen - {fragment.holder}:
+                    found[other].add(fragment)
+                seen.add(fragment.holder)
     return Chains(
         every[holder],
         tuple(mine),
-        frozenset(chain[0] for chain in chains),
-        frozenset(chain[-1] for chain in chains),
-        crossing=any(len({f.holder for f in chain}) > 1 for chain in split),
+        frozenset(one[0] for one in chains),
+        frozenset(one[-1] for one in chains),
+        crossing=any(len({f.holder for f in one}) > 1 for one in split),
         sends=tuple(_of(every[holder], ahead[n]) for n in range(len(held))),
         takes=tuple(_of(fragments, ahead[holder]) for fragments in every),
         sends_back=tuple(_of(every[holder], behind[n]) for n in range(len(held))),
@@ -165,6 +166,33 @@ class Halo:
     lay out."""
 
 
+def needs_of(
+    every: Sequence[Sequence[Fragment]], documents: Sequence[Span], taps: int
+) -> tuple[list[list[int]], Callable[[int], tuple[int, int]]]:
+    """Return which positions a causal convolution needs of others on each rank, each once and
+    rising, and the function that tells a position's rank and its index among that rank's tokens."""
+    homes = sorted((f.start, f.holder, f.local) for f in chain(*every))
+    starts = [start for start, *_ in homes]
+
+    def home(position: int) -> tuple[int, int]:
+        start, holder, local = homes[bisect_right(starts, position) - 1]
+        return holder, local + position - start
+
+    wanted = [
+        sorted({p for f in own for p in _before(f, documents, taps) if home(p)[0] != rank})
+        for rank, own in enumerate(every)
+    ]
+    return wanted, home
+
+
+def _before(fragment: Fragment, documents: Sequence[Span], taps: int) -> range:
+    """Return the positions before a fragment that a convolution sees."""
+    if fragment.document == NOBODY:
+        return range(0)
+    first = documents[fragment.document][0]
+    return range(max(first, fragment.start - taps + 1), fragment.start)
+
+
 def halo_of(
     held: Sequence[Sequence[Span]], documents: Sequence[Span], rank: int, taps: int
 ) -> Halo:
@@ -173,24 +201,7 @@ def halo_of(
     held: the positions of each rank, in its order. documents: their bounds, sorted.
     """
     every = fragments_of(held, documents)
-    homes = sorted((f.start, f.stop, f.holder, f.local) for own in every for f in own)
-    starts = [start for start, *_ in homes]
-
-    def home(position: int) -> tuple[int, int]:
-        start, _, holder, local = homes[bisect_right(starts, position) - 1]
-        return holder, local + position - start
-
-    def before(fragment: Fragment) -> range:
-        if fragment.document == NOBODY:
-            return range(0)
-        first = documents[fragment.document][0]
-        return range(max(first, fragment.start - taps + 1), fragment.start)
-
-    # What each rank needs of others, each position once, in the order of positions.
-    wanted = [
-        sorted({p for f in own for p in before(f) if home(p)[0] != other})
-        for other, own in enumerate(every)
-    ]
+    wanted, home = needs_of(every, documents, taps)
     gives = [
         np.array([home(p)[1] for p in wanted[other] if home(p)[0] == rank], np.int64)
         for other in range(len(held))
@@ -202,7 +213,9 @@ def halo_of(
     places: list[NDArray[np.int64]] = []
     own, at = np.empty(tokens, np.int64), 0
     for fragment in every[rank]:
-        near = [arrived[p] if p in arrived else home(p)[1] for p in before(fragment)]
+        near = [
+            arrived[p] if p in arrived else home(p)[1] for p in _before(fragment, documents, taps)
+        ]
         length = fragment.stop - fragment.start
         places += [
             np.array([nothing] * (taps - 1 - len(near)) + near, np.int64),

@@ -1,5 +1,5 @@
-"""What one rank computes and moves for one micro-batch, worked out on the host from document bounds
-alone: every rank derives everybody's part from the same bounds, so none has to ask another."""
+"""What one rank computes and sends for one micro-batch, worked out from document bounds alone:
+every rank works out every other one's part from the same bounds, so none has to ask another."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Share:
             offset += row.length
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what make() gave the first time that key was asked for; every layer of a step
-        asks."""
+        """Return what make() returned the first time that this key was asked for: every layer of a
+        step asks again."""
         if key not in self._made:
             self._made[key] = make()
         found: Made = self._made[key]
@@ -90,7 +90,7 @@ class Share:
 
     @cached_property
     def chains(self) -> Chains:
-        """What of each document this ring rank has, and what a state carries to it and from it."""
+        """This ring rank's fragments of documents, and the states that enter and leave them."""
         return chains_of([one.spans for one in self.holdings], self.documents, self.ring_index)
 
     def halo(self, taps: int) -> Halo:
@@ -169,7 +169,7 @@ class Share:
 
 
 RowParts = Sequence[Sequence["Share"]]
-"""What ring ranks compute and move of a row, by part of it: the share of each rank."""
+"""The chunks of a row, each as the shares of all ring ranks."""
 
 
 def everyones(segments: Segments, order: Order, ulysses: int, window: int | None) -> list[Share]:

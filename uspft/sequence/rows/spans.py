@@ -1,4 +1,4 @@
-"""Which parts of the attention matrix a rank computes, as blocks, from positions alone.
+"""Spans of positions, and the blocks of the attention matrix that a rank computes of them.
 
 A span is a range of positions [start, stop) of the micro-batch. A rank's spans are sorted, and the
 local index of a token counts through them.

@@ -1,8 +1,8 @@
-"""What each way of splitting a row sends, counted from which rank holds and which needs what."""
+"""The bytes and messages that algorithms and layers with a state send for a row, counted from the
+positions that each rank holds and those whose keys it needs."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from uspft.families import StateSizes
 from uspft.segments import Segments
 from uspft.sequence.rows.exchange import Exchange
-from uspft.sequence.rows.fragments import NOBODY, Fragment, fragments_of
+from uspft.sequence.rows.fragments import Fragment, chains_in, fragments_of, needs_of
 from uspft.sequence.rows.heads import key_groups, key_ranges, split_heads, turns_of
 from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Holding, tokens_in
@@ -55,7 +55,7 @@ class Forwards(NamedTuple):
 
 ONCE = Forwards()
 FORWARDS = {"nothing": ONCE, "exchange": Forwards(heads=2), "attention": Forwards(2, 2)}
-"""By what `memory.recompute` says is made again of a checkpointed layer's attention."""
+"""By `memory.recompute`: which part of a checkpointed layer's attention is computed again."""
 
 
 @dataclass(frozen=True)
@@ -231,16 +231,6 @@ def _busiest(every: Sequence[Traffic]) -> Traffic:
     return Traffic(max(one.bytes for one in every), max(one.messages for one in every))
 
 
-def _chains(every: Sequence[Sequence[Fragment]]) -> list[list[Fragment]]:
-    """Return the fragments of each document on several ranks, in the order of positions."""
-    found: dict[int, list[Fragment]] = {}
-    for fragment in chain(*every):
-        if fragment.document != NOBODY:
-            found.setdefault(fragment.document, []).append(fragment)
-    split = [sorted(one) for one in found.values() if len(one) > 1]
-    return [one for one in split if len({f.holder for f in one}) > 1]
-
-
 def _states(every: Sequence[Sequence[Fragment]], heads: StateSizes, forwards: int) -> list[Traffic]:
     """Return what each ring rank sends of summaries forward and backward, in elements of a value
     head.
@@ -249,7 +239,8 @@ def _states(every: Sequence[Sequence[Fragment]], heads: StateSizes, forwards: in
     earlier one; how it passes a state on is left out of a document's first, or last.
     """
     adds, passes = heads.key_dim * heads.value_dim, heads.key_dim**2
-    elements, chains = Counter[int](), _chains(every)
+    chains = [one for one in chains_in(every) if len({f.holder for f in one}) > 1]
+    elements = Counter[int]()
     meets: list[list[dict[int, set[int]]]] = [[], []]
     for back, times in ((False, forwards), (True, 1)):
         for one in chains:
@@ -282,20 +273,8 @@ def _halo(
     forwards: int,
 ) -> list[Traffic]:
     """Return what each context rank sends for the convolution, forward and backward, in tokens."""
-    homes = sorted((f.start, f.stop, f.holder) for f in chain(*every))
-    starts = [start for start, *_ in homes]
-    pairs = Counter[tuple[int, int]]()
-    for own in every:
-        wanted = {
-            position
-            for f in own
-            if f.document != NOBODY
-            for position in range(max(documents[f.document][0], f.start - taps + 1), f.start)
-        }
-        for position in wanted:
-            giver = homes[bisect_right(starts, position) - 1][2]
-            if giver != own[0].holder:
-                pairs[giver, own[0].holder] += 1
+    wanted, home = needs_of(every, documents, taps)
+    pairs = Counter((home(p)[0], taker) for taker, own in enumerate(wanted) for p in own)
     tokens, messages = Counter[int](), Counter[int]()
     for (giver, taker), number in pairs.items():
         tokens[giver] += forwards * number

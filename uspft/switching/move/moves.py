@@ -1,10 +1,10 @@
 """HotSPa's plan of what moves between ranks when what they hold of a set of parameters changes.
 
-A parameter is cut where parts begin or end before or after the switch. Each piece stays where a
-rank has it already; whoever else needs it is sent it by a rank of the same host, if one has it, and
-by the one that has sent least so far (HotSPa, SOSP'24; NEW_GREEDY in its implementation, Hetu's
-hetu/graph/switch_exec_graph.cc). Beyond it, a piece may be sent into a host once, and handed on
-inside.
+A parameter is cut where parts begin or end before or after the switch. A rank that has a piece
+already keeps it; other ranks are sent it by a rank of their host, if one has it, and of several by
+the one that has sent least so far (HotSPa, SOSP'24; NEW_GREEDY in its implementation, Hetu's
+hetu/graph/switch_exec_graph.cc). Unlike there, a piece may be sent to a host once, and from rank to
+rank inside it.
 """
 
 from __future__ import annotations

@@ -146,13 +146,8 @@ class MovingEngine(Engine):
         *,
         most: float = math.inf,
     ) -> StepResult:
-        """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
-
-        All ranks must have micro-batches in the same layouts, or in layouts under which ranks hold
-        the same. look: called when gradients are complete, and before they are clipped. most: the
-        largest gradient norm that is taken. Raises NotFinite and TooLarge before anything is
-        updated.
-        """
+        """Take a step as `Engine.step` says; the layouts of all ranks' micro-batches must store the
+        parameters in the same ways."""
         turns = self._turns(batches)
         objective, everyone = self.module.objective, self.holders.everyone
         counts = counted(objective, batches, everyone, self.device)
@@ -258,7 +253,6 @@ class MovingEngine(Engine):
         self._sums.clear()
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
         return self.module(batch, scales)
 
     def take(self, batch: Batch, scales: Scales, stage: int | None, x: Tensor | None) -> Tensor:
@@ -268,15 +262,10 @@ class MovingEngine(Engine):
         return made
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
-        """Compute the gradients of a micro-batch's scaled loss, and add them up."""
         loss.backward()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Allow forward passes alone, without gradients; collective.
-
-        Afterwards everything is as it was.
-        """
         for net in self._nets:
             net.eval()
         try:
@@ -289,7 +278,6 @@ class MovingEngine(Engine):
             self.holders.everyone.books.close()  # what came for this is of no training step
 
     def terms(self, batch: Batch) -> dict[str, float]:
-        """Return this rank's part of each term that evaluation tells; collective."""
         shards = self.every[batch.world.layout.stored_as]
         if self._here is not shards:
             self._release()
@@ -299,6 +287,5 @@ class MovingEngine(Engine):
         return evaluated(self.module.objective, partial(forward, batch))
 
     def close(self) -> None:
-        """Remove what the engine has hooked into the module."""
         for hook in self._hooks:
             hook.remove()

@@ -1,8 +1,8 @@
-"""The carrying out of a planned switch: one buffer for each peer, all on their way at once.
+"""The transfers of a planned switch: one buffer for each peer, all sent at once.
 
-The same plan serves both ways. Forwards it copies values to all who need them; backwards it brings
-what each of those has made of a value, such as pieces of its gradient, to the one that has it, who
-adds them up. What is handed on inside a host forwards is added up inside it backwards.
+The same plan serves both ways. Forward it copies values to all ranks that need them; backward these
+send what they have made of a value, such as their part of its gradient, to the rank that owns it,
+which adds it up. What ranks of a host pass on to one another forward, they sum there backward.
 """
 
 from __future__ import annotations

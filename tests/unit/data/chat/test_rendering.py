@@ -160,7 +160,7 @@ def only(condition: str) -> str:
     return f"{{%- for m in messages if {condition} -%}}{SAID}{{%- endfor -%}}"
 
 
-KNOWN_OF_IT = ("written", "manner", "arguments", "writes_none", "writes_thoughts")
+KNOWN_OF_IT = ("written", "style", "arguments", "writes_none", "writes_thoughts")
 KNOWN = only("m.role in ('system', 'user', 'assistant')")
 FIRST = "{%- for m in messages -%}{%- if m.role != 'system' or loop.first -%}"
 FIRST += SAID + "{%- endif -%}{%- endfor -%}"

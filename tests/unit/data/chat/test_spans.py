@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED, turn
-from uspft.data.chat.spans import Manner, SpanUnknown, all_but, turn_spans
+from uspft.data.chat.spans import AnswerStyle, SpanUnknown, all_but, turn_spans
 from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault
 
@@ -32,8 +32,8 @@ def both(habit: str, conversation: str, alone: bool = False) -> tuple[list[str],
         return template.write(some, prompt, **fields)
 
     asked = [i for i, one in enumerate(turns) if one["role"] == "assistant"]
-    manner = replace(template.manner, around=None) if alone else template.manner
-    found = turn_spans(write, turns, text, asked, manner)
+    style = replace(template.style, around=None) if alone else template.style
+    found = turn_spans(write, turns, text, asked, style)
     return [text[a:b] for a, b in spans], [text[a:b] for a, b in found]
 
 
@@ -48,14 +48,14 @@ def test_the_spans_are_those_of_the_marks(habit: str, conversation: str, alone: 
 def texts_written(source: str, turns: list[dict[str, Any]]) -> tuple[int, list[str]]:
     """How many texts are written to tell the answers' spans, and these spans."""
     template = ChatTemplate(source, SPECIAL, ENDS)
-    text, manner, written = template.write(turns), template.manner, []
+    text, style, written = template.write(turns), template.style, []
 
     def write(some: Sequence[dict[str, Any]], prompt: bool = False) -> str:
         written.append(len(some))
         return template.write(some, prompt)
 
     asked = [i for i, one in enumerate(turns) if one["role"] == "assistant"]
-    found = turn_spans(write, turns, text, asked, manner)
+    found = turn_spans(write, turns, text, asked, style)
     return len(written), [text[a:b] for a, b in found]
 
 
@@ -83,7 +83,7 @@ def test_what_a_tool_answers_is_not_the_assistants_where_a_template_writes_it_so
         "{%- elif m.role == 'tool' -%}{%- else -%}"
     )
     source = UNMARKED["chatml"].replace("{%- else -%}{{", answered + "{{", 1)
-    assert not ChatTemplate(source, SPECIAL, ENDS).manner.tools
+    assert not ChatTemplate(source, SPECIAL, ENDS).style.tools
     count, found = texts_written(source, CONVERSATIONS["tools"]["messages"])
     # Seen to fail where stand-ins were put for calls too: the moon was trained.
     assert count > 1 and len(found) == 4 and not any("|a " in one for one in found)
@@ -94,7 +94,7 @@ def test_the_thoughts_of_the_last_of_two_answers_train() -> None:
     _, found = texts_written(UNMARKED["thoughts"], two)
     template = ChatTemplate(UNMARKED["thoughts"], SPECIAL, ENDS)
     text = template.write(two)
-    ((start, stop),) = turn_spans(template.write, two, text, [2], template.manner)
+    ((start, stop),) = turn_spans(template.write, two, text, [2], template.style)
     assert text[start:stop] == found[1] == "<think>\n\n</think>\n\n" + ANSWER
 
 
@@ -105,7 +105,7 @@ def test_a_turns_end_trains_and_the_white_space_behind_it_does_not() -> None:
     template = ChatTemplate(UNMARKED["chatml"], {})
     # Seen to fail: without the tokenizer's special tokens the line break behind is trained.
     ((start, stop),) = turn_spans(
-        template.write, turns, template.write(turns), [4], Manner(True, ())
+        template.write, turns, template.write(turns), [4], AnswerStyle(True, ())
     )
     assert template.write(turns)[start:stop] == "Hello<|im_end|>\n"
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_told_is_refused_with_the_reason(source: str, reason: str
     turns = CONVERSATIONS["a question last"]["messages"]
     template = ChatTemplate(source, {})
     with pytest.raises(SpanUnknown) as caught:
-        turn_spans(template.write, turns, template.write(turns), [1], Manner(False, ENDS))
+        turn_spans(template.write, turns, template.write(turns), [1], AnswerStyle(False, ENDS))
     assert str(caught.value) == reason
 
 
@@ -150,7 +150,7 @@ def test_templates_that_refuse_a_first_answer_are_asked_otherwise() -> None:
     with pytest.raises(SampleFault, match="empty"):
         template.write([])
     text = template.write(turns)
-    ((start, stop),) = turn_spans(template.write, turns, text, [0], Manner(True, ENDS))
+    ((start, stop),) = turn_spans(template.write, turns, text, [0], AnswerStyle(True, ENDS))
     assert text[start:stop] == "Hello<|im_end|>"
 
 

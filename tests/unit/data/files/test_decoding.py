@@ -35,8 +35,15 @@ TEXTS = {
 """By the encoding in which a text is saved, the one that is to be named, which reads it too."""
 
 
-@pytest.mark.parametrize("saved", TEXTS)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.txt"])
+NAMES = ("a.jsonl.gz", "a.json", "a.csv", "a.txt")
+CASES = [
+    *(("a.jsonl", saved) for saved in TEXTS),
+    *((name, saved) for name in NAMES for saved in ("gbk", "cp1251", "latin_1")),
+]
+"""Which encoding it is does not depend on the kind of file, each of which has three alphabets."""
+
+
+@pytest.mark.parametrize(("name", "saved"), CASES)
 def test_the_advice_decodes_the_file(tmp_path: Path, saved: str, name: str) -> None:
     named, text = TEXTS[saved]
     rows = [{"text": text}, {"text": "plain"}]

@@ -164,7 +164,7 @@ def check(
 @pytest.mark.parametrize("together", [True, False])
 def test_as_short_as_the_shortest_to_1_percent_on_average(together: bool) -> None:
     ratios, one_by_one = [], []
-    for number in range(150):
+    for number in range(80):
         rows, sizes, ranks, limits = instance(number, 7 if together else 6, together)
         plan = schedule(rows, sizes, ranks, limits)
         check(plan, rows, sizes, ranks, limits)
@@ -177,9 +177,9 @@ def test_as_short_as_the_shortest_to_1_percent_on_average(together: bool) -> Non
         ratios.append(found / best)
         plain = [(RankGroup(0, row.bucket, (at,)),) for at, row in enumerate(rows)]
         one_by_one.append(makespan(plain, rows, sizes, ranks, limits) / best)
-    assert len(ratios) == 150 and sum(ratios) / 150 < 1.01
-    assert sum(ratio > CLOSE for ratio in ratios) <= 5
-    assert sum(ratio > CLOSE for ratio in one_by_one) > 100, "any schedule would do"
+    assert len(ratios) == 80 and sum(ratios) / 80 < 1.01
+    assert sum(ratio > CLOSE for ratio in ratios) <= 3
+    assert sum(ratio > CLOSE for ratio in one_by_one) > 53, "any schedule would do"
 
 
 @pytest.mark.parametrize("together", [True, False])

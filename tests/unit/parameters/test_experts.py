@@ -14,7 +14,7 @@ from tests.support.quantised import quantise
 from uspft.config.inputs import ModelBlock
 from uspft.model.build import empty_model, require_fit
 from uspft.model.hf_config import model_config
-from uspft.parameters.mxfp4 import dequantised
+from uspft.parameters.experts import dequantised
 from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, WeightsError
 

@@ -10,15 +10,15 @@ import torch
 import transformers
 
 from tests.support.models import ARCHITECTURES
-from uspft.model import grouped
+from uspft.model import experts
+from uspft.model.adapter import adapt_parameter, adapters, form_weights
 from uspft.model.divided import Call
-from uspft.model.grouped import ExpertParts, computed
-from uspft.model.parameter_adapter import adapt_parameter, adapters, form_weights
+from uspft.model.experts import ExpertParts, computed
 
 TOKENS = 9
 
 
-def experts(kind: str) -> Any:
+def layer_experts(kind: str) -> Any:
     """The experts of a layer, written out by transformers."""
     name, own = ARCHITECTURES[kind]
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, vocab_size=32)
@@ -54,7 +54,7 @@ def both(module: Any, other: Any, form: Any) -> tuple[list[torch.Tensor], list[t
 @pytest.mark.parametrize("adapted", [False, True])
 def test_products_are_those_of_transformers(kind: str, adapted: bool) -> None:
     """With adapters beside weights to which the products have been added, as peft has them."""
-    module = experts(kind)
+    module = layer_experts(kind)
     if adapted:
         module.requires_grad_(False)
         for name in ("gate_up_proj", "down_proj"):
@@ -73,17 +73,17 @@ def test_products_are_those_of_transformers(kind: str, adapted: bool) -> None:
 
 
 def test_no_delta_of_all_experts_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, made = experts("mixtral"), list[int]()
+    module, made = layer_experts("mixtral"), list[int]()
     adapt_parameter(module, "down_proj", 2, 1.0)
     for _, adapter in adapters(module):
         adapter.to_empty(device="cpu").double()
-    plain, whole = grouped.grouped, module.down_proj.numel()
+    plain, whole = experts.grouped, module.down_proj.numel()
 
     def seen(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         made.append(weight.numel())
         return plain(x, weight, ends)
 
-    monkeypatch.setattr(grouped, "grouped", seen)
+    monkeypatch.setattr(experts, "grouped", seen)
     x = torch.randn(4, 16, dtype=torch.float64)
     index, weight = torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, dtype=torch.float64)
     computed(module, ExpertParts({}, Call(None)), x, index, weight)
@@ -96,5 +96,5 @@ def test_narrow_matrices_and_float64_take_the_written_out_products() -> None:
         ends = torch.tensor([2, 5], dtype=torch.int32)
         want = torch.cat([x[:2] @ weight[0], x[2:] @ weight[1]])
         torch.testing.assert_close(
-            grouped.grouped(x, weight, ends), want, rtol=tolerance, atol=tolerance
+            experts.grouped(x, weight, ends), want, rtol=tolerance, atol=tolerance
         )

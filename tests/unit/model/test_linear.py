@@ -13,10 +13,9 @@ from transformers import AutoConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tests.support.models import make_model
-from uspft.model import linear_probe
+from uspft.model import linear
 from uspft.model.build import empty_model
-from uspft.model.linear import CONVOLUTION, RULE
-from uspft.model.linear_probe import believe_linear_layers, probe
+from uspft.model.linear import CONVOLUTION, RULE, believe_linear_layers, probe
 
 CPU, DTYPE = torch.device("cpu"), torch.float32
 LAYER: Any = SimpleNamespace(head_k_dim=16, head_v_dim=8, conv1d=SimpleNamespace(kernel_size=(4,)))
@@ -67,7 +66,7 @@ def test_every_rank_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     config = AutoConfig.from_pretrained(make_model(tmp_path, "qwen3_5_text", kv_heads=2))
     model = empty_model(config, DTYPE)
     asked: list[Any] = []
-    monkeypatch.setattr(linear_probe, "probe", lambda *about: asked.append(about))
+    monkeypatch.setattr(linear, "probe", lambda *about: asked.append(about))
     believe_linear_layers(model, DTYPE, CPU, lambda mine: [mine])
     assert asked == [], "a CPU runs what is written out"
     cuda = torch.device("cuda")
