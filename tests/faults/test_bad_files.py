@@ -185,6 +185,18 @@ def test_a_recipe_that_differs_from_the_checkpoints(
     found.about(key, told, "checkpoint.resume=never")
 
 
+def test_steps_of_samples_do_not_go_on_from_steps_of_rows(
+    ground: Ground, capsys: pytest.CaptureFixture[str], checkpoint: Path
+) -> None:
+    ring = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+    both = [{"max_length": 16}, {"max_length": 32, **ring}]
+    ground.write({"parallel_config": {"strategies": both}, "launch.processes": 2})
+    told = (
+        "counts samples, as with parallel_config.strategies, and in the checkpoint's run it counts"
+    )
+    ground.call(capsys).about("training.global_batch_size", told, "leave strategies out")
+
+
 def test_data_whose_contents_differ_from_the_checkpoints(
     ground: Ground, capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
 ) -> None:

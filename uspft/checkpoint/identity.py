@@ -76,6 +76,12 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
             place = "model.config" if new.get("model.config") else "model.name_or_path"
             what = "is another model than the checkpoint was trained on"
             found.append((place, what, f"put its files back, or write {anew}"))
+        elif key == BATCH and counts_samples(old) != counts_samples(new):
+            kinds = ("rows", "samples, as with parallel_config.strategies")
+            one, other = (kinds[counts_samples(identity)] for identity in (new, old))
+            remedy = "write strategies" if counts_samples(old) else "leave strategies out"
+            what = f"counts {one}, and in the checkpoint's run it counts {other}"
+            found.append((key, what, f"{remedy}, write {anew}"))
         elif key not in {BASE, *PLACES} and old.get(key) != value:
             what = f"is {_shown(value)}, and the checkpoint was trained with {_shown(old.get(key))}"
             found.append((key, what, f"write that value, {anew}"))

@@ -235,8 +235,7 @@ def _whole(name: str, options: dict[str, str]) -> int | None:
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and int(value)):
-        what = f"`{value}` is no number of {name.lstrip('-')}"
-        raise UsageError(name, what, f"write {name} 8")
+        raise UsageError(name, f"`{value}` is no whole number above 0", f"write {name} 8")
     return int(value)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from uspft.data.chat.spans import Spans
 from uspft.data.faults import place
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+Spans = list[tuple[int, int]]
+"""Ranges [start, stop) of characters or of tokens."""
 NOT_TRAINED = -100
 """The label of a token that does not train."""
 

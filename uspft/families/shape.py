@@ -303,8 +303,14 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             sizes[name] = value
         elif not (name in ("kv_heads", "head_dim") and raw.get(key) is None):
-            what = f"`{key}` of {file} is {value!r}, not a whole number of at least 1"
-            findings.append((named(key), what, f"write model.overrides.{key}"))
+            override, what = (
+                f"model.overrides.{key}",
+                f"is {value!r}, not a whole number of at least 1",
+            )
+            if named(key) == override:
+                findings.append((override, what, "write another"))
+            else:
+                findings.append((named(key), f"`{key}` of {file} {what}", f"write {override}"))
     if findings:
         return sizes, findings
     if sizes["heads"] % sizes["kv_heads"]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Waited
-from uspft.model.group_call import BlockBackward, BlockCall, InGroups, pick, put
+from uspft.model.group_call import BlockBackward, BlockCall, GroupedBlock, pick, put
 from uspft.model.halves import BlockInput, Hook, standing_in
 from uspft.model.tiles import add_up, put_of_all_ranks
 from uspft.sequence.rows.heads import KeyGroup, key_groups
@@ -141,7 +141,7 @@ def arrived(coming: list[Waited]) -> list[Tensor]:
 class AttentionCall(BlockCall):
     """One call of a block with attention."""
 
-    def __init__(self, block: InGroups, *of: Any, keeps: bool) -> None:
+    def __init__(self, block: GroupedBlock, *of: Any, keeps: bool) -> None:
         super().__init__(block, *of, keeps=keeps)
         world = self.bound.world
         self.heads = block.how.heads.on(world.layout.mesh_columns)
@@ -378,7 +378,7 @@ class GatheredCall(AttentionCall):
     that a rank has, that is less than the tokens themselves.
     """
 
-    def __init__(self, block: InGroups, x: Tensor, *of: Any, keeps: bool) -> None:
+    def __init__(self, block: GroupedBlock, x: Tensor, *of: Any, keeps: bool) -> None:
         self.ranks = of[-1]["uspft"].ranks
         super().__init__(block, x, *of, keeps=keeps)
         self.qkv: list[Tensor] = []

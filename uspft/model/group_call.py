@@ -1,4 +1,4 @@
-"""One call of a block that works in groups of heads, and its backward: what attention and layers
+"""A block that works in groups of heads, one call of it and its backward: what attention and layers
 with a state share.
 
 Shapes, as suffixes: t this rank's tokens, n those of a tile; H/G all query/KV heads of this tensor
@@ -8,17 +8,29 @@ rank (of a layer with a state value/key heads), N some of either; D head dim, d 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from uspft.families.projections import BEFORE, BEHIND, ROWS
-from uspft.model.halves import BlockInput, Given, Hook, StandIn, run_up_to, standing_in, stops
+from uspft.model.halves import (
+    BlockInput,
+    Given,
+    Halves,
+    Hook,
+    StandIn,
+    first_half,
+    own_forward,
+    run_up_to,
+    standing_in,
+    stops,
+)
 from uspft.model.some_heads import SomeHeads, seeing_some, some_of
 from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
 
@@ -42,28 +54,66 @@ class Grouping:
     """Tokens; None for all at once."""
 
 
-class InGroups(Protocol):
-    """A block that works in groups of heads."""
+class GroupedBlock:
+    """What stands in for the forward of an attention block: the block, in groups of heads."""
 
-    how: Grouping
-    module: Any
-    """What is run up to attention, to which the block's input goes."""
-    run: Any
-    """Its forward, which takes the module first."""
-    parameters_of: list[nn.Module]
-    """The modules whose parameters the block takes."""
-    last: Any
-    """The last projection."""
-    before: list[nn.Module]
-    """The norm before attention, where there is one."""
-    behind: list[nn.Module]
-    """The modules behind attention: the last projection, and a norm where there is one."""
+    def __init__(
+        self, module: Any, how: Grouping, kind: Callable[[Bound], type[BlockCall]]
+    ) -> None:
+        """module: what is run up to attention, to which the block's input goes. kind: tells what a
+        call of the block is."""
+        self.module, self.how, self.kind = module, how, kind
+        self.run = own_forward(module)
+        """Its forward, which ends within where it is not asked for all."""
+        self.parameters_of: list[nn.Module] = [module]
+        """The modules whose parameters the block takes."""
+        self.last: Any = how.attention.get_submodule(how.some.last)
+        self.before: list[nn.Module] = []
+        """The norm before attention, where there is one."""
+        self.behind: list[nn.Module] = [self.last]
+        """The modules behind attention: the last projection, and a norm where there is one."""
+
+    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        bound: Bound | Hook = kwargs["uspft"]
+        if isinstance(bound, Hook):
+            return self.run(hidden_states, **kwargs)
+        out = bound.leave(self.attend(hidden_states, kwargs))
+        return out if self.how.some.has_state else (out, None)
+
+    def attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Return what the block makes of x [1, t, d]; differentiable."""
+        parameters = [p for m in self.parameters_of for p in m.parameters() if p.requires_grad]
+        keeps = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
+        call = self.kind(kwargs["uspft"])(self, x, parameters, kwargs, keeps=keeps)
+        out: Tensor = _InGroups.apply(call, x, *parameters)
+        return out
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
         """Return what the block gives of its input and of what its last projection made."""
+        return made
 
     def left(self, made: Tensor, bound: Bound) -> Tensor:
         """Return what the last projection made, summed over ranks where the block does that."""
+        return made
+
+
+class FirstHalf(GroupedBlock):
+    """Attention with its norms and its residual."""
+
+    def __init__(self, halves: Halves, layer: Any, *of: Any) -> None:
+        """of: as of GroupedBlock."""
+        super().__init__(layer, *of)
+        self._halves = halves
+        self.parameters_of = halves.first(layer)
+        self.before += [layer.get_submodule(name) for name in halves.norms_in]
+        if halves.behind:
+            self.behind.append(layer.get_submodule(halves.behind))
+
+    def whole(self, x: Tensor, made: Tensor) -> Tensor:
+        return first_half(self.module, self._halves, self.run, x, made)
+
+    def left(self, made: Tensor, bound: Bound) -> Tensor:
+        return bound.leave(made)
 
 
 class BlockCall(ABC):
@@ -76,7 +126,7 @@ class BlockCall(ABC):
 
     def __init__(
         self,
-        block: InGroups,
+        block: GroupedBlock,
         x: Tensor,
         parameters: list[nn.Parameter],
         kwargs: dict[str, Any],
@@ -174,6 +224,45 @@ class BlockCall(ABC):
         with torch.enable_grad():
             whole = self.block.whole(*inputs)
         return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
+
+
+class _InGroups(torch.autograd.Function):
+    """The differentiable function of a block."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, x: Tensor, *parameters: Tensor) -> Tensor:
+        layer, bound = id(call.block.module), call.bound
+        found = bound.recalled(layer) if call.keeps else None
+        if found is None:
+            found = call.all_out(x)
+            if call.keeps:
+                bound.remember(layer, found)
+        out = found[0]
+        whole = torch.empty_like(x)
+        for tile, told in call.spans(x):
+            with told:
+                taken = call.taken(x[:, tile], tile, call.part(out, tile))
+                made = call.block.left(call.projected(taken), bound)
+                del taken
+                whole[:, tile] = call.block.whole(x[:, tile], made)
+                del made
+        ctx.call = call
+        ctx.save_for_backward(x, *found, *call.kept())
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        call: BlockCall = ctx.call
+        x, *found = ctx.saved_tensors
+        ways, wanted = call.backward_of(x, found, dh), ctx.needs_input_grad[1]
+        with call.tiles.leaves() as leaves:
+            ways.leaves = leaves
+            ways.last_projection(wanted=wanted)
+            ways.groups()
+            call.come()
+            dx = ways.first_projections(wanted=wanted)
+        return None, dx, *call.tiles.gradients(ways.sums)
 
 
 @contextmanager

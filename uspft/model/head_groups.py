@@ -18,24 +18,22 @@ this tensor rank, N some of either; D head dim, d hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from uspft.families import FAMILIES
 from uspft.families.projections import STATE_LAYER
 from uspft.model.attention_groups import AttentionCall, GatheredCall
 from uspft.model.divided import PartLinear
-from uspft.model.group_call import BlockCall, Grouping
+from uspft.model.group_call import BlockCall, FirstHalf, GroupedBlock, Grouping
 from uspft.model.halves import (
     Halves,
     Hook,
-    first_half,
     halves_of,
-    own_forward,
     second_half,
     up_to_second_half,
 )
@@ -65,85 +63,37 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
         if halves and divided and halves.behind:  # whose norm takes what ranks have summed
             halves = None
         if divided or not halves:
-            attention.forward = GroupedBlock(attention, how)
+            attention.forward = GroupedBlock(attention, how, _kind_of(how))
         attention.register_forward_pre_hook(_enters, with_kwargs=True)
         if halves:
-            layer.forward = TwoHalves(layer, halves, _FirstHalf(layer, halves, how))
+            first = FirstHalf(halves, layer, how, _kind_of(how, together=True))
+            layer.forward = TwoHalves(layer, halves, first)
             layer.register_forward_pre_hook(with_gradient)
         setattr(layer if halves else attention, WHOLE, True)
 
 
+def _kind_of(how: Grouping, *, together: bool = False) -> Callable[[Bound], type[BlockCall]]:
+    """Return what tells of a call of a block what it is. together: whether the tokens that tensor
+    ranks have come together in it."""
+
+    def kind(bound: Bound) -> type[BlockCall]:
+        if how.some.has_state:
+            return StateCall
+        return GatheredCall if together and bound.ranks > 1 else AttentionCall
+
+    return kind
+
+
 def _enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a block its input by place, and with a gradient, before it runs: torch takes the
-    gradients of a module's parameters to be there when those of such inputs are, and without any
-    before it began."""
+    """Give an attention block, before it runs, its input as a positional argument that requires a
+    gradient: torch calls a module's backward hooks, by which ZeRO-3 takes its gradients, when the
+    gradients of such inputs have come, and where there are none before its backward has begun."""
     args, bound = args or (kwargs.pop("hidden_states"),), kwargs["uspft"]
     if not isinstance(bound, Hook):
         return with_gradient(module, args) or args, kwargs
     if bound.entry:  # a layer runs up to attention
         args = bound.entry.take(args[0]), *args[1:]
     return args, kwargs
-
-
-class GroupedBlock:
-    """What stands in for the forward of an attention block: the block, in groups of heads."""
-
-    def __init__(self, module: Any, how: Grouping) -> None:
-        """module: what is run up to attention, to which the block's input goes."""
-        self.module, self.how = module, how
-        self.run = own_forward(module)
-        self.parameters_of: list[nn.Module] = [module]
-        self.last: Any = how.attention.get_submodule(how.some.last)
-        self.before: list[nn.Module] = []
-        self.behind: list[nn.Module] = [self.last]
-
-    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        bound: Bound | Hook = kwargs["uspft"]
-        if isinstance(bound, Hook):
-            return self.run(hidden_states, **kwargs)
-        out = bound.leave(self.attend(hidden_states, kwargs))
-        return out if self.how.some.has_state else (out, None)
-
-    def attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Return what the block makes of x [1, t, d]; differentiable."""
-        parameters = [p for m in self.parameters_of for p in m.parameters() if p.requires_grad]
-        keeps = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
-        call = self.kind(kwargs["uspft"])(self, x, parameters, kwargs, keeps=keeps)
-        out: Tensor = _InGroups.apply(call, x, *parameters)
-        return out
-
-    def kind(self, bound: Bound) -> type[BlockCall]:
-        """Return what a call of the block is."""
-        return StateCall if self.how.some.has_state else AttentionCall
-
-    def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        """Return what the block gives of its input and of what its last projection made."""
-        return made
-
-    def left(self, made: Tensor, bound: Bound) -> Tensor:
-        """Return what the last projection made, summed over ranks where the block does that."""
-        return made
-
-
-class _FirstHalf(GroupedBlock):
-    """Attention with its norms and its residual."""
-
-    def __init__(self, layer: Any, halves: Halves, how: Grouping) -> None:
-        super().__init__(layer, how)
-        self._halves = halves
-        self.parameters_of = halves.first(layer)
-        self.before += [layer.get_submodule(name) for name in halves.norms_in]
-        if halves.behind:
-            self.behind.append(layer.get_submodule(halves.behind))
-
-    def kind(self, bound: Bound) -> type[BlockCall]:
-        return GatheredCall if bound.ranks > 1 else super().kind(bound)
-
-    def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        return first_half(self.module, self._halves, self.run, x, made)
-
-    def left(self, made: Tensor, bound: Bound) -> Tensor:
-        return bound.leave(made)
 
 
 class TwoHalves:
@@ -186,42 +136,3 @@ class TwoHalves:
 
         out: Tensor = Tiled(self._parts, tile, plain=rest, ranks=bound.ranks)(between)
         return out
-
-
-class _InGroups(torch.autograd.Function):
-    """The differentiable function of a block."""
-
-    @staticmethod
-    def forward(ctx: Any, call: BlockCall, x: Tensor, *parameters: Tensor) -> Tensor:
-        layer, bound = id(call.block.module), call.bound
-        found = bound.recalled(layer) if call.keeps else None
-        if found is None:
-            found = call.all_out(x)
-            if call.keeps:
-                bound.remember(layer, found)
-        out = found[0]
-        whole = torch.empty_like(x)
-        for tile, told in call.spans(x):
-            with told:
-                taken = call.taken(x[:, tile], tile, call.part(out, tile))
-                made = call.block.left(call.projected(taken), bound)
-                del taken
-                whole[:, tile] = call.block.whole(x[:, tile], made)
-                del made
-        ctx.call = call
-        ctx.save_for_backward(x, *found, *call.kept())
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        call: BlockCall = ctx.call
-        x, *found = ctx.saved_tensors
-        ways, wanted = call.backward_of(x, found, dh), ctx.needs_input_grad[1]
-        with call.tiles.leaves() as leaves:
-            ways.leaves = leaves
-            ways.last_projection(wanted=wanted)
-            ways.groups()
-            call.come()
-            dx = ways.first_projections(wanted=wanted)
-        return None, dx, *call.tiles.gradients(ways.sums)

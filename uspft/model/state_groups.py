@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from uspft.families.projections import BEFORE
-from uspft.model.group_call import BlockBackward, BlockCall, InGroups, put
+from uspft.model.group_call import BlockBackward, BlockCall, GroupedBlock, put
 from uspft.model.halves import BlockInput, Hook, standing_in
 from uspft.model.some_heads import joined
 from uspft.model.tiles import add_up
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class StateCall(BlockCall):
     """One call of a block with a state."""
 
-    def __init__(self, block: InGroups, *of: Any, keeps: bool) -> None:
+    def __init__(self, block: GroupedBlock, *of: Any, keeps: bool) -> None:
         super().__init__(block, *of, keeps=keeps)
         layer = block.how.attention
         if counted := getattr(layer, "uspft_heads", None):

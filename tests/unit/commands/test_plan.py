@@ -305,7 +305,7 @@ def test_a_cpu_has_no_peak_and_its_recipe_no_type_of_a_gpu(planned: Run) -> None
     [
         ([LLAMA, "--hardware", "h1000"], "did you mean `h100`?"),
         ([LLAMA, "--hardware"], "command line: launch.hardware: "),
-        ([LLAMA, "--ranks", "0"], "`0` is no number of ranks"),
+        ([LLAMA, "--ranks", "0"], "`0` is no whole number above 0"),
         ([LLAMA, "--ranks", "3"], "does not divide the 3 processes"),
         ([LLAMA, "--steps", "3"], "plan takes no such option; write training.steps=N"),
         ([LLAMA, "model.name_or_path=org/nobody"], "the sizes of org/nobody are not on this"),

@@ -132,7 +132,7 @@ def test_strategies_that_auto_chose_are_the_first_layout(
     [
         (["--inject", "banana"], "unknown fault `banana`; write one of order, mask, scale, label"),
         (["--inject"], "unknown fault ``"),
-        (["--steps", "0"], "`0` is no number of steps"),
+        (["--steps", "0"], "`0` is no whole number above 0"),
         (["--ranks", "2"], "verify takes no such option; write launch.processes=N"),
         (["--quick"], "unknown option"),
         (["training.stepz=3"], "did you mean `steps`"),

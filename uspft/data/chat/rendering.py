@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from uspft.data.chat.spans import PLACEHOLDER, Spans, SpanUnknown, Turn, all_but, turn_spans
+from uspft.data.chat.spans import PLACEHOLDER, SpanUnknown, Turn, all_but, turn_spans
 from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault, a_kind
 from uspft.data.records.known_fields import PROTOCOL, REFUSED_KEYS, THOUGHTS, TURN_KEYS
 from uspft.data.records.values import as_given
-from uspft.data.samples import Record, Rendered
+from uspft.data.samples import Record, Rendered, Spans
 
 
 def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rendered:

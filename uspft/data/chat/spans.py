@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.samples import Spans
 
 Turn = dict[str, Any]
-Spans = list[tuple[int, int]]
 Write = Callable[..., str]
 """write(turns, prompt=False) → text; raises SampleFault where the template refuses the turns."""
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from uspft.config.problems import Finding
-from uspft.data.chat.spans import PLACEHOLDER, AnswerStyle, Spans, Turn, between
+from uspft.data.chat.spans import PLACEHOLDER, AnswerStyle, Turn, between
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records.known_fields import ROLES
+from uspft.data.samples import Spans
 
 if TYPE_CHECKING:
     from uspft.config.inputs import DataBlock

@@ -12,9 +12,8 @@ from unicodedata import normalize
 from tokenizers.decoders import ByteLevel
 from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
-from uspft.data.chat.spans import Spans
 from uspft.data.faults import SampleFault
-from uspft.data.samples import Rendered
+from uspft.data.samples import Rendered, Spans
 
 _LEADS = ("\n", ".", "a")
 
