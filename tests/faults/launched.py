@@ -144,7 +144,7 @@ def _supervised(program: Path, count: int, environment: Mapping[str, str]) -> No
                     restart=restart,
                 )
             except KeyboardInterrupt:
-                code = meeting.end(130, "stopped")
+                code = meeting.interrupted(130, "stopped")
     except (LaunchError, RunFailed) as error:
         print(error, file=sys.stderr)
         code = 2

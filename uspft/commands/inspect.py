@@ -235,7 +235,7 @@ def _show_document(number: int, document: SeenDocument, screen: Console) -> None
 
 
 def _print_inset(columns: int, text: Text, screen: Console) -> None:
-    """Print a text of which every line, where it must wrap too, begins so many columns in."""
+    """Print a text indented by so many columns, also in the lines that it wraps into."""
     for line in text.wrap(screen, max(1, screen.width - columns)):
         screen.print(Text(" " * columns).append_text(line), soft_wrap=True)
 

@@ -61,13 +61,14 @@ def _on_stop(handler: Callable[[int, FrameType | None], object]) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End while nothing has been begun, without an exception, which could be lost among imports."""
+    """End the process at once: an exception could be swallowed by an import that is under way."""
     os.write(2, f"{STOPPED}\n".encode())
     os._exit(INTERRUPTED)
 
 
 def _heed(meeting: Meeting, number: int, frame: FrameType | None) -> None:
-    """Interrupt the command; before it has begun, leave; once it has ended, its code stands."""
+    """Heed a signal to stop: leave where the command has not begun, else interrupt it; once it has
+    ended, its exit code stands, and only the wait for other hosts is cut short."""
     if meeting.ended:
         meeting.hurried = meeting.alarm is None
     elif meeting.begun:

@@ -1,9 +1,13 @@
-"""What all HTML pages of commands have in common: colours for light and dark screens, no script,
-and nothing that is fetched from elsewhere."""
+"""What HTML pages of commands are made of: a frame, light or dark as its reader prefers, with no
+script and nothing fetched; tables; and charts as inline SVG in the page's colours."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 
 BEGIN = (
     '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
@@ -30,4 +34,291 @@ def html_page(title: str, style: str, body: str, head: str = "") -> str:
     return (
         f"{BEGIN}{head}<title>{named}</title>\n<style>\n{STYLE}\n{style}\n</style>\n"
         f"<h1>{named}</h1>\n{body}</html>\n"
+    )
+
+
+# Charts: lines over steps, and maps of loads.
+
+Point = tuple[float, float]
+WIDTH, HEIGHT = 640, 230
+LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 24
+POINTS = 240
+"""Points that are drawn of a series at most."""
+TOLD = 12
+"""Steps in the table under a chart at most."""
+MARKS = 40
+"""Marks in a chart at most."""
+CELLS = 8192
+"""Cells of a map of loads at most."""
+COLOURS, DASHES = 8, 4
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart: its name, its points by step, and how it is told from others."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 0
+    dash: int = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows over steps."""
+
+    title: str
+    series: Sequence[Series]
+    unit: str = ""
+    """What stands behind numbers; `bytes` become binary units."""
+    zero: bool = False
+    """Whether the axis begins at 0."""
+    log: bool = False
+    """Whether the axis is logarithmic, where no value is 0 or less."""
+    levels: Sequence[Series] = ()
+    """Dashed lines over all steps, each with the one value of its points."""
+    marks: Sequence[tuple[float, str]] = ()
+    """Steps at which something happened, and what."""
+
+
+def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
+    """Return at most so many of the points, in their order: the first, the last, and of each
+    stretch between them the lowest and the highest."""
+    if len(points) <= most:
+        return list(points)
+    inner, found = points[1:-1], [points[0]]
+    size = -(-len(inner) // ((most - 2) // 2))
+    for start in range(0, len(inner), size):
+        stretch = range(start, min(start + size, len(inner)))
+        low, high = (pick(stretch, key=lambda n: inner[n][1]) for pick in (min, max))
+        found += [inner[n] for n in sorted({low, high})]
+    return [*found, points[-1]]
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return round numbers between two bounds, about so many."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [n * step for n in range(first, last + 1)]
+
+
+def shown(value: float) -> str:
+    """Return a number as a person reads it."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def figure(chart: Chart) -> str:
+    """Return a chart with its legend, and a table of some of its numbers, for the keyboard and for
+    who sees no picture; nothing where there is no point."""
+    chart = _scaled(chart)
+    series = [one for one in chart.series if one.points]
+    if not series:
+        return ""
+    drawn = [thinned(sorted(one.points)) for one in series]
+    x, y = _axes(chart, drawn)
+    lines = [f"{escape(one.name)} {shown(one.points[-1][1])}" for one in series]
+    lines += [f"{escape(one.name)} {shown(one.points[0][1])}" for one in chart.levels]
+    styles = [_style(one) for one in (*series, *chart.levels)]
+    legend = "".join(
+        f'<span><svg width="22" height="8"><path class="{style}" d="M0 4H22"/></svg> {line}</span>'
+        for style, line in zip(styles, lines, strict=True)
+    )
+    unit = f" ({escape(chart.unit)})" if chart.unit else ""
+    shapes = [
+        *_grid(chart, x, y),
+        *_marks(chart, x),
+        *(_level(one, y) for one in chart.levels),
+        *(_line(one, points, x, y) for one, points in zip(series, drawn, strict=True)),
+        *_hits(chart, series, drawn, x),
+    ]
+    return (
+        f"<figure><figcaption><b>{escape(chart.title)}</b>{unit} {legend}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">'
+        f"{''.join(shapes)}</svg>{_table(series, drawn)}</figure>"
+    )
+
+
+def _scaled(chart: Chart) -> Chart:
+    """Return a chart of bytes in the binary unit that fits its largest."""
+    if chart.unit != "bytes":
+        return chart
+    every = (*chart.series, *chart.levels)
+    most = max((abs(y) for one in every for _, y in one.points), default=0)
+    power = min(4, int(math.log2(max(most, 1)) // 10))
+
+    def small(one: Series) -> Series:
+        return replace(one, points=[(x, y / 1024.0**power) for x, y in one.points])
+
+    series, levels = ([small(one) for one in every] for every in (chart.series, chart.levels))
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return replace(chart, series=series, levels=levels, unit=unit)
+
+
+AlongAxis = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Where values stand along an axis, and those that have a tick."""
+
+    place: AlongAxis
+    ticks: Sequence[float]
+
+
+def _axes(chart: Chart, drawn: Sequence[Sequence[Point]]) -> tuple[_Axis, _Axis]:
+    steps = [x for points in drawn for x, _ in points]
+    values = [y for points in drawn for _, y in points]
+    values += [one.points[0][1] for one in chart.levels]
+    first, last = min(steps), max(steps)
+    whole = [t for t in ticks(first, last, 6) if t == int(t)] if last > first else [first]
+    x = _Axis(_between(first, last, LEFT, WIDTH - RIGHT), whole)
+    low, high = min(values), max(values)
+    if chart.log and low > 0:
+        of_log = _between(math.log10(low), math.log10(high), HEIGHT - BOTTOM, TOP)
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        few = (1,) if len(powers) > 4 else (1, 2, 5)
+        every = [m * 10.0**p for p in powers for m in few]
+        return x, _Axis(lambda v: of_log(math.log10(v)), [v for v in every if low <= v <= high])
+    low = min(low, 0.0) if chart.zero else low
+    if low == high:
+        low, high = low - (abs(low) or 1) / 20, high + (abs(high) or 1) / 20
+    return x, _Axis(_between(low, high, HEIGHT - BOTTOM, TOP), ticks(low, high))
+
+
+def _between(low: float, high: float, begin: float, end: float) -> AlongAxis:
+    """Return the straight line that takes low to begin and high to end; the middle where both are
+    one."""
+    if low == high:
+        return lambda value: (begin + end) / 2
+    return lambda value: begin + (value - low) / (high - low) * (end - begin)
+
+
+def _style(one: Series) -> str:
+    return f"s{one.colour % COLOURS} d{one.dash % DASHES}"
+
+
+def _grid(chart: Chart, x: _Axis, y: _Axis) -> Iterator[str]:
+    for value in y.ticks:
+        at = y.place(value)
+        yield f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
+        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{shown(value)}</text>'
+    for value in x.ticks:
+        at = x.place(value)
+        yield f'<text x="{at:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{value:,.0f}</text>'
+
+
+def _marks(chart: Chart, x: _Axis) -> Iterator[str]:
+    for step, _ in chart.marks[:MARKS]:
+        yield f'<path class="mark" d="M{_within(x, step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
+
+
+def _within(x: _Axis, step: float) -> float:
+    return min(max(x.place(step), LEFT), WIDTH - RIGHT)
+
+
+def _level(one: Series, y: _Axis) -> str:
+    at = y.place(one.points[0][1])
+    return f'<path class="{_style(one)}" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
+
+
+def _line(one: Series, points: Sequence[Point], x: _Axis, y: _Axis) -> str:
+    """Return a line through points; one that stands alone is a dot."""
+    if len(points) == 1:
+        ((step, value),) = points
+        at = f'cx="{x.place(step):.1f}" cy="{y.place(value):.1f}"'
+        return f'<circle class="{_style(one)}" {at} r="3"/>'
+    path = " ".join(f"{x.place(step):.2f},{y.place(value):.2f}" for step, value in points)
+    return f'<polyline class="{_style(one)}" points="{path}"/>'
+
+
+def _hits(
+    chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], x: _Axis
+) -> Iterator[str]:
+    """Yield for each step the column that tells its numbers, and what happened, where a mouse is
+    over it."""
+    steps = _columns(drawn, POINTS)
+    marks = [(_within(x, step), text) for step, text in chart.marks]
+    at = [x.place(step) for step in steps]
+    middles = [LEFT, *((a + b) / 2 for a, b in pairwise(at)), WIDTH - RIGHT]
+    by_step = [dict(points) for points in drawn]
+    for number, step in enumerate(steps):
+        told = [f"step {step:,.0f}"]
+        for one, values in zip(series, by_step, strict=True):
+            told += [f"{one.name} {shown(values[step])}"] if step in values else []
+        left, right = middles[number], middles[number + 1]
+        ends = right + (number == len(steps) - 1)
+        told += [text for place, text in marks if left <= place < ends]
+        yield (
+            f'<rect class="hit" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" '
+            f'height="{HEIGHT - BOTTOM - TOP}"><title>{escape(chr(10).join(told))}</title></rect>'
+        )
+
+
+def _columns(drawn: Sequence[Sequence[Point]], most: int) -> list[float]:
+    """Return at most so many of the steps that are drawn, evenly spaced, with the ends."""
+    every = sorted({x for points in drawn for x, _ in points})
+    if len(every) <= most:
+        return every
+    return [every[n * (len(every) - 1) // (most - 1)] for n in range(most)]
+
+
+def _table(series: Sequence[Series], drawn: Sequence[Sequence[Point]]) -> str:
+    by_step = [dict(points) for points in drawn]
+    rows = [
+        [f"{step:,.0f}", *(shown(v[step]) if step in v else "" for v in by_step)]
+        for step in _columns(drawn, TOLD)
+    ]
+    head = ["step", *(one.name for one in series)]
+    return f"<details><summary>numbers</summary>{table(head, rows)}</details>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose first column stands to the left; its text is escaped here."""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f"<table><tr>{top}</tr>{lines}</table>"
+
+
+def load_map(title: str, loads: Sequence[Sequence[float]], column: str) -> str:
+    """Return a map of loads ÷ their mean, a line for each layer: even is blank, what has more than
+    the mean is one colour and what has less another. column: what stands in a column.
+
+    Where there are too many, neighbours share a cell, which shows the largest of them.
+    """
+    rows, columns = len(loads), max(map(len, loads))
+    each = -(-rows * columns // CELLS)
+    cells = -(-columns // each)
+    high, wide = max(4, min(16, 480 // rows)), (WIDTH - LEFT - RIGHT) / cells
+    most = max(load for row in loads for load in row)
+    darkest = math.log(max(2.0, most))
+    shapes = []
+    for layer, row in enumerate(loads):
+        y = layer * high
+        if high >= 12 or layer % 4 == 0:
+            shapes.append(
+                f'<text x="{LEFT - 6}" y="{y + high - 3}" text-anchor="end">{layer}</text>'
+            )
+        for number, first in enumerate(range(0, len(row), each)):
+            load = max(row[first : first + each])
+            heavy = math.log(load) / darkest if load > 1 else 1 - load
+            name = f"{column} {first}" if each == 1 else f"{column}s {first}–{first + each - 1}"
+            shapes.append(
+                f'<rect class="{"more" if load > 1 else "less"}" x="{LEFT + number * wide:.1f}" '
+                f'y="{y}" width="{wide:.1f}" height="{high}" fill-opacity="{heavy:.2f}">'
+                f"<title>layer {layer}, {name}: {shown(load)} × the mean</title></rect>"
+            )
+    legend = (
+        f'<span><i class="more"></i> more than the mean, up to {shown(most)} ×</span>'
+        '<span><i class="less"></i> less, down to none</span>'
+    )
+    return (
+        f"<figure><figcaption><b>{escape(title)}</b> {legend}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {rows * high}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(shapes)}</svg></figure>"
     )

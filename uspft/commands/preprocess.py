@@ -1,4 +1,4 @@
-"""The command `preprocess`: it leaves data in the cache as a run's start would, on all cores."""
+"""The command `preprocess`: it fills the cache as a run's start would, but on all cores."""
 
 from __future__ import annotations
 

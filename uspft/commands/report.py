@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from uspft.commands.pages import BEGIN, html_page
-from uspft.commands.report_charts import Chart, Series, figure, load_map, shown, table
+from uspft.commands.pages import BEGIN, Chart, Series, figure, html_page, load_map, shown, table
 from uspft.commands.report_runs import (
     NO_KIND,
     SENT,

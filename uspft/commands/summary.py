@@ -14,7 +14,7 @@ from uspft.checkpoint.folder import folder_of
 from uspft.config import Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, Splits
 from uspft.families.multimodal import loading_class
-from uspft.metrics import Best
+from uspft.metrics import Best, Journal
 from uspft.prepare.host import Invocation
 from uspft.prepare.output import output_of
 from uspft.written import ADAPTER, METRICS, MODEL
@@ -35,11 +35,11 @@ def summary(
 ) -> str:
     """Return a few lines for the end of a run that went well.
 
-    chats: whether it trained on conversations. hosts: on how many hosts.
+    chats: whether it trained on conversations. hosts: how many hosts it ran on.
     """
     output = output_of(recipe)
     lines = []
-    steps = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+    steps = Journal(output / METRICS).records()
     losses = [record["loss"] for record in steps if record.get("loss") is not None]
     if losses:
         tenth = max(1, len(losses) // 10)

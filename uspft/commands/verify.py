@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -90,8 +91,6 @@ def _start(work: VerifyJob, hosts: Hosts, place: Invocation, logs: str) -> int:
 
 def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     """Be one rank of the job that `verify` left in `folder`. Raises what the run raises."""
-    from uspft.verify.work import VerifyJob
-
     work = VerifyJob.read(folder)
     with joined(work.job.recipe.launch, environment) as device:
         waiting.close()
@@ -102,14 +101,7 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
             run_reference(work, device)
         else:
             require_shared(work.folder, environment)
-            say = _say if dist.get_rank() == 0 else _silent
+            first = dist.get_rank() == 0
+            say = partial(print, flush=True) if first else lambda line: None
             run_layouts(work, device, say, ranks_of_host(environment))
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _silent(line: str) -> None:
-    """Print nothing, since only the first rank speaks."""

@@ -121,21 +121,22 @@ class FlopsProfiler(TypedDict, total=False):
 
 
 REDUCE_BUCKET = 50_000_000
-"""The elements of reduce_bucket_size where a recipe says none. DeepSpeed's own are ten times as
-many: in float32 2 GB, which stage 3 lays out once more as it sums them."""
+"""The reduce_bucket_size, in elements, of a recipe that says none. DeepSpeed's own default is ten
+times as large: 2 GB in float32, of which stage 3 makes a second copy as it sums."""
 PREFETCH_BUCKET, LIVE_PARAMETERS, REUSE_DISTANCE = 50_000_000, 1_000_000_000, 1_000_000_000
 """DeepSpeed's elements of stage3_prefetch_bucket_size, stage3_max_live_parameters and
 stage3_max_reuse_distance."""
 
 
 def live_parameters(zero: Mapping[str, Any]) -> int:
-    """Return up to how many gathered elements ZeRO-3 fetches weights ahead."""
+    """Return how many gathered elements ZeRO-3 holds at most as it fetches weights ahead."""
     live = zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)
     return int(live) + int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
 
 
 def reuse_distance(zero: Mapping[str, Any]) -> int:
-    """Return within how many elements of the weights that follow ZeRO-3 keeps what comes again."""
+    """Return how near, in elements of weights, the next use of a gathered weight must be for ZeRO-3
+    to keep it."""
     return int(zero.get("stage3_max_reuse_distance", REUSE_DISTANCE))
 
 
@@ -261,7 +262,7 @@ ZeroFields = Annotated[ZeroKeys, AfterValidator(zero_fields)]
 
 
 def stages_for(fields: Mapping[str, Any]) -> Sequence[int]:
-    """Return the stages of ZeRO that a recipe's other fields of it can have."""
+    """Return the stages at which DeepSpeed takes a recipe's other fields of ZeRO."""
     away = [
         lowest
         for key, lowest in LOWEST_STAGES.items()

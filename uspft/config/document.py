@@ -1,5 +1,5 @@
-"""One YAML document as a tree whose every key knows its line; unquoted scalars are read by YAML
-1.2's core schema, plus 1_000, less octal and hex."""
+"""One YAML document as a tree in which every key knows its line. Unquoted scalars are read by YAML
+1.2's core schema, with 1_000 as a number and without octal and hexadecimal ones."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def _of_a_type(value: Any) -> Any:
     if not isinstance(value, dict) or "rope_type" not in value:
         what = "has no `rope_type`" if isinstance(value, dict) else "expected a mapping or null"
         raise fault(what, "write {rope_type: yarn, factor: 4.0} or null")
-    if value["rope_type"] not in TYPES:
+    if value["rope_type"] not in list(TYPES):
         raise Fault([("rope_type", *unknown_value(value["rope_type"], {"enum": list(TYPES)}))])
     return value
 

@@ -45,7 +45,7 @@ def of_each_layout(
 @reads(*degrees("context_parallel", "context_parallel_algo", "tensor_parallel_algo"))
 @of_each_layout
 def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """Where ranks share a row, the algorithm is named, but on a mesh."""
+    """Require the algorithm by which ranks share a row; on a mesh there is a default."""
     degree = parallel.context_parallel
     if degree > 1 and not parallel.on_a_mesh and parallel.context_parallel_algo is None:
         what = f"is missing, and context_parallel is {degree}"
@@ -53,13 +53,13 @@ def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
 
 
 COPIES = "fine_grain_interleave"
-"""An option with a rule of its own, `copies`."""
+"""The option that `copies` checks, and not `own_options`."""
 
 
 @reads("parallel_config", "memory")
 def copies(recipe: Recipe) -> Iterator[Finding]:
-    """Copies of tokens by turns hide transfers where there are some, and stand beside what takes
-    all of a rank's tokens at once."""
+    """Refuse `fine_grain_interleave` where it would hide no transfer, and beside what works on all
+    of a rank's tokens at once."""
     parallel, memory = recipe.parallel_config, recipe.memory
     key, number = f"parallel_config.{COPIES}", parallel.fine_grain_interleave
     for at, one in enumerate(strategies_of(recipe)):
@@ -96,7 +96,7 @@ def copies(recipe: Recipe) -> Iterator[Finding]:
 )
 @of_each_layout
 def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """The keys of tensor parallelism fit its algorithm and degree."""
+    """Refuse keys of tensor parallelism that do not fit its algorithm and degree."""
     degree, name, mesh = parallel.model_parallel, parallel.tensor_parallel_algo, "tensor_mesh"
     if parallel.use_seq_parallel and parallel.on_a_mesh:
         what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
@@ -137,7 +137,7 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
 )
 @of_each_layout
 def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """The Ulysses degree is there where it must be, and divides the ranks that share a row."""
+    """Require the Ulysses degree where nothing implies it, and that it divides a row's ranks."""
     key = f"{at}.ulysses_degree_in_cp"
     degree, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
     product = f"context_parallel: {parallel.context_parallel}"
@@ -178,7 +178,7 @@ def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
 )
 @of_each_layout
 def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """Options that only other algorithms have are refused, instead of dropped."""
+    """Refuse options that only other algorithms have, instead of dropping them."""
     shared = ON_A_MESH if parallel.on_a_mesh else None
     for table, name in (
         (CONTEXT, parallel.context_parallel_algo or shared),
@@ -195,7 +195,7 @@ def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
                 yield f"{at}.{option}", what, f"write {AUTO}, or leave it out"
 
 
-# Experts that ranks divide: much beside them is silently wrong in DeepSpeed 0.19.
+# Experts that ranks divide: DeepSpeed 0.19 is silently wrong beside much that is set with them.
 
 _ZERO = "deepspeed.zero_optimization"
 _WRONG: dict[str, tuple[object, str]] = {
@@ -210,7 +210,7 @@ _WRONG: dict[str, tuple[object, str]] = {
     "parallel_config.expert_parallel", "parallel_config.switching", "deepspeed.zero_optimization"
 )
 def experts(recipe: Recipe) -> Iterator[Finding]:
-    """Where ranks divide experts, settings that make DeepSpeed's gradients wrong are refused."""
+    """Refuse settings with which DeepSpeed's gradients of divided experts are wrong."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
     if isinstance(parallel.expert_parallel, Open) and parallel.strategies is not None:
         what = f"is {AUTO}, beside strategies, whose layouts all have it"
@@ -233,8 +233,7 @@ def experts(recipe: Recipe) -> Iterator[Finding]:
         yield "parallel_config.switching", what, "write in_place, or expert_parallel: 1"
 
 
-# Pipelines: what is wrong beside one without a word, or waits for ever; and what is said of stages
-# where there are none.
+# Pipelines: what beside one would be silently wrong or hang, and keys of stages without one.
 
 _OFF: dict[str, tuple[object, ...]] = {
     "pp_interleave_num": (1,),
@@ -244,18 +243,18 @@ _OFF: dict[str, tuple[object, ...]] = {
     "seq_split_num": (1,),
     "sequence_chunks": ("time",),
 }
-"""Keys that say something of stages, and the values that say nothing, of which the first is off."""
+"""Keys of stages, each with the values that ask for nothing; a resolved recipe has the first."""
 WITHOUT_STAGES = {
     "pipeline_stage": 1,
     "micro_batch_num": 1,
     "pipeline_interleave": None,
     **{key: values[0] for key, values in _OFF.items()},
 }
-"""What a resolved `parallel_config` says of stages where there is one."""
+"""The keys of stages in a resolved `parallel_config` without a pipeline."""
 
 
 def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
-    """Layouts that switch have stages where weights move, and neither virtual ones nor chunks."""
+    """Refuse pipelines of strategies, except plain stages where weights move between layouts."""
     parallel, every = recipe.parallel_config, strategies_of(recipe)
     staged = [number for number, one in enumerate(every) if one.pipeline_stage != 1]
     for number, one in enumerate(every):
@@ -284,7 +283,7 @@ def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
 
 @reads("parallel_config", "deepspeed.zero_optimization", "memory.gradient_checkpointing")
 def stages(recipe: Recipe) -> Iterator[Finding]:
-    """Stages stand beside what they go with; where there is one, nothing is said of several."""
+    """Refuse what cannot stand beside stages, and keys of stages where there is no pipeline."""
     parallel = recipe.parallel_config
     yield from _of_strategies(recipe)
     if parallel.strategies is not None and parallel.micro_batch_num not in (1, AUTO):
@@ -315,8 +314,8 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _chunks(recipe: Recipe) -> Iterator[Finding]:
-    """Chunks of rows stand beside the schedule that has them, and what works on a whole row at once
-    beside none."""
+    """Refuse chunks of rows under a schedule that takes rows whole, and beside what works on a
+    whole row at once."""
     parallel, memory = recipe.parallel_config, recipe.memory
     chunks, order = parallel.seq_split_num, parallel.pipeline_scheduler
     if chunks == 1:
@@ -337,7 +336,7 @@ def _chunks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _beside_open(parallel: ParallelBlock) -> Iterator[Finding]:
-    """Where the planner chooses how many stages there are, nothing is said of each of them."""
+    """Refuse keys of single stages where the planner chooses how many there are."""
     for key in ("layers_per_stage", "offset", "seq_split_num", "sequence_chunks"):
         if (given := getattr(parallel, key)) not in _OFF[key]:
             what = f"is {as_written(given)}, and parallel_config.pipeline_stage is {AUTO}"
@@ -373,7 +372,7 @@ def beside_stages(recipe: Recipe) -> list[Finding]:
     "parallel_config.pp_interleave_num",
 )
 def checkpointed(recipe: Recipe) -> Iterator[Finding]:
-    """A list of checkpointed layers has a number for each stage."""
+    """Require as many numbers of checkpointed layers as there are stages, or one for all."""
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
     if isinstance(given, bool | int) or strategies_of(recipe):

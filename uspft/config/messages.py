@@ -62,7 +62,8 @@ def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
 
 
 def misspelt(key: str, known: Iterable[str]) -> str | None:
-    """Return the key that a misspelt one most likely is: within two edits, of a short one one."""
+    """Return the key that a misspelt one most likely is: at most two edits away, or one where it
+    has no more than four letters."""
     most = 2 if len(key) > 4 else 1
     far = {name: _edits(key.lower(), name.lower()) for name in known}
     near = min(far, key=lambda name: far[name], default=None)
@@ -70,7 +71,7 @@ def misspelt(key: str, known: Iterable[str]) -> str | None:
 
 
 def _edits(one: str, other: str) -> int:
-    """Return how many letters are added, left out, replaced or exchanged with their neighbours."""
+    """Return how many letters at least are added, left out, replaced or swapped with the next."""
     before, above = [0] * len(other), list(range(len(other) + 1))
     for i, here in enumerate(one):
         row = [i + 1]
@@ -92,7 +93,7 @@ class _Untitled(GenerateJsonSchema):
 
 @cache
 def schema_of(kind: Any) -> Node:
-    """Return the JSON Schema of a type, with all of its words of one value in one `enum`.
+    """Return the JSON Schema of a type, in which one `enum` has all the words that it takes.
 
     A `title` in it is what messages call a value that passes. Whoever changes it takes a copy.
     """
@@ -165,7 +166,7 @@ def _word(value: object) -> str:
 
 
 def _kinds(node: Node) -> list[Node]:
-    """Return the parts of a schema that are no lists of words."""
+    """Return the alternatives of a schema that are no `enum`."""
     parts = node.get("anyOf", [node]) if "title" not in node else [node]
     return [part for part in parts if "enum" not in part]
 

@@ -1,5 +1,5 @@
-"""The tables of other tools' keys: what becomes of each, as others/TOOL.yaml says; and
-what a key or a whole file that is no recipe's was meant to be by them.
+"""The keys of other tools and what becomes of each, read from others/TOOL.yaml; and by them what an
+unknown key of a recipe was meant to be, and whose configuration a file is.
 
 A row is `KEY: {BECOMES: …}` in the block of its section:
   same: our key; the value goes there as it is.

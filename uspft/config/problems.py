@@ -143,7 +143,7 @@ class Origins:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A rule and the keys that it reads: where one is faulty, it would only repeat that fault."""
+    """A rule and the keys that it reads; where one of them is faulty, the rule is not asked."""
 
     keys: tuple[str, ...]
     check: Callable[[Any], Iterator[Finding]]

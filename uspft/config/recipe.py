@@ -120,7 +120,7 @@ class Degrees(RecipeBlock):
 
     @property
     def mesh_is_open(self) -> bool:
-        """Whether how many mesh rows there are is yet to be chosen."""
+        """Whether the number of mesh rows is still to be chosen."""
         return self.on_a_mesh and not isinstance(self.tensor_mesh, tuple)
 
     @property
@@ -274,8 +274,8 @@ class MemoryBlock(RecipeBlock):
 
     @property
     def heads_at_once(self) -> int | None:
-        """The query heads of a KV head that are attended with at once; None for all heads, as also
-        where that is not settled."""
+        """How many query heads of each KV head attention works on at once; None: all, or still to
+        be chosen."""
         return self.attention_heads if isinstance(self.attention_heads, int) else None
 
 
@@ -303,7 +303,7 @@ class ExportBlock(RecipeBlock):
 
 @with_config(STRICT)
 class Wandb(TypedDict, total=False):
-    """What uspft hands to wandb.init; how it resumes, and what it notes of a run, uspft says."""
+    """Arguments of wandb.init; those on resuming and on what is noted of a run are uspft's own."""
 
     project: Text
     entity: Text
@@ -321,7 +321,7 @@ class Wandb(TypedDict, total=False):
 
 @with_config(STRICT)
 class MlFlow(TypedDict, total=False):
-    """What accelerate's tracker takes for a run of MLflow, and where the run is kept."""
+    """Arguments of accelerate's MLflow tracker, and where the run is kept."""
 
     experiment_name: Text
     run_name: Text

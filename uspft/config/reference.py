@@ -135,7 +135,7 @@ def schema() -> Node:
 
 
 def _lenient(node: Any) -> Any:
-    """Return the schema in which every number may also be one that is text to an editor."""
+    """Return the schema in which a number may be written as 1_000, which editors read as text."""
     if isinstance(node, list):
         return [_lenient(item) for item in node]
     if not isinstance(node, dict):

@@ -16,8 +16,8 @@ KEY = "parallel_config.strategies"
 
 
 def strategies_of(recipe: Recipe) -> tuple[Strategy, ...]:
-    """Return the strategies that a recipe lists, shortest rows first; none where it has one layout,
-    or leaves them to be chosen."""
+    """Return the strategies that a recipe lists, shortest rows first; none where it has one layout
+    or `auto`."""
     found = recipe.parallel_config.strategies
     return found if isinstance(found, tuple) else ()
 
@@ -54,7 +54,7 @@ def each_alone(parallel: ParallelBlock) -> list[ParallelBlock]:
 
 
 def alike(parallel: ParallelBlock) -> ParallelBlock:
-    """Return the block whose strategies all have its own layout: of rows that stay the same."""
+    """Return the block with its own layout in every strategy, so that the same rows run in one."""
     if not isinstance(parallel.strategies, tuple):
         return parallel
     own = degrees_of(parallel)
@@ -77,7 +77,7 @@ def layouts_of(recipe: Recipe) -> list[Recipe]:
 
 @reads("parallel_config.strategies", "data.sequence_length")
 def rising(recipe: Recipe) -> Iterator[Finding]:
-    """Lengths rise up to `sequence_length`, so that each row has one strategy."""
+    """Require that lengths rise up to `sequence_length`, so that each row has one strategy."""
     if recipe.parallel_config.strategies == ():
         yield KEY, "is an empty list", "list {max_length: …, context_parallel: …}, or write null"
         return
@@ -105,8 +105,8 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
 
 @reads("parallel_config")
 def one_layout(recipe: Recipe) -> Iterator[Finding]:
-    """Degrees written beside `strategies` repeat those of the strategy for the longest rows, or are
-    left at their defaults; `switching` is only written where there are strategies."""
+    """Refuse degrees beside `strategies` that are not those of the longest rows, and `switching`
+    where there are no strategies."""
     parallel, every = recipe.parallel_config, strategies_of(recipe)
     beside = [
         key
@@ -142,7 +142,7 @@ def _open(*values: object) -> bool:
     "parallel_config.strategies", "deepspeed.zero_optimization.stage", "memory.gradient_reduction"
 )
 def switchable(recipe: Recipe) -> Iterator[Finding]:
-    """What a step under several layouts cannot do is refused."""
+    """Refuse what a step under several layouts cannot do."""
     if recipe.parallel_config.strategies is None:
         return
     if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
@@ -155,8 +155,8 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
-    """Where weights stay in place, ranks store the shards of the strategy with the least tensor
-    degree, so those of every other strategy have to be parts of them."""
+    """Refuse tensor degrees whose shards are no parts of what ranks store: where weights stay in
+    place, that is the shards of the strategy with the least tensor degree."""
     least = min(range(len(every)), key=lambda number: every[number].model_parallel, default=0)
     for number, one in enumerate(every):
         stored, key = every[least], f"{KEY}[{number}]"

@@ -63,7 +63,7 @@ def validated(kind: type[OneBlock], given: Any) -> OneBlock:
 
 @dataclass(frozen=True)
 class As:
-    """The type that is validated, where the annotation says how the code reads its values."""
+    """A marker in an annotation: pydantic validates `kind`, and mypy reads the annotated type."""
 
     kind: Any
 
@@ -173,7 +173,7 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A name in a table, which is read each time it is asked, so that a row added since counts too.
+    """A name in a table, which is looked up at each validation, so that rows added later count.
 
     names: returns the names, each with what it stands for: itself, or what it is a synonym of.
     """

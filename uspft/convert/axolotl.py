@@ -11,7 +11,7 @@ from uspft.convert.sharding import sharding
 from uspft.convert.theirs import Theirs
 from uspft.convert.trainer import Dialect
 
-SAY = Dialect(
+DIALECT = Dialect(
     names={
         "per_device_train_batch_size": "micro_batch_size",
         "per_device_eval_batch_size": "eval_batch_size",
@@ -51,16 +51,16 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
     tensor = run.whole("tensor_parallel_size", least=1)
     batch = _batch(run, rows * tensor, ranks)
     _layout(run, rows)
-    trainer.length(run, SAY)
-    trainer.optimizer(run, SAY)
-    trainer.schedule(run, SAY, _warmup)
+    trainer.length(run, DIALECT)
+    trainer.optimizer(run, DIALECT)
+    trainer.schedule(run, DIALECT, _warmup)
     _least(run)
     trainer.precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
     _model(run)
     _adapter(run)
     _rows(run)
     _data(run)
-    trainer.again(run, SAY)
+    trainer.checkpointing(run, DIALECT)
     _memory(run)
     sharding(run)
     _outputs(run)
@@ -83,7 +83,7 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     if total:
         micro = run.whole("micro_batch_size", least=1)
         steps = max(run.whole(total, least=1) // micro, 1)
-    batch = trainer.global_batch(run, SAY, split, world, ranks, steps)
+    batch = trainer.global_batch(run, DIALECT, split, world, ranks, steps)
     for key in degrees:
         run.told("here `parallel_config.data_parallel: auto`: what the ranks leave", key)
     if total:
@@ -92,7 +92,7 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
 
 
 def _layout(run: Conversion, rows: int) -> None:
-    """Write the algorithm with which ranks share a row, by their ring."""
+    """Write the algorithm by which ranks share a row, named by their ring's function."""
     func = str(run.value("ring_attn_func", ""))
     gathers = func == "varlen_llama3" or (not func and run.value("sample_packing") is True)
     key = run.written("context_parallel_size", "sequence_parallel_degree")
@@ -100,7 +100,7 @@ def _layout(run: Conversion, rows: int) -> None:
     trainer.context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
 
 
-def _warmup(run: Conversion, say: Dialect) -> None:
+def _warmup(run: Conversion, dialect: Dialect) -> None:
     """Write the warm-up as axolotl counts it: a share is rounded down, and one step is two."""
     steps, share, block = "warmup_steps", "warmup_ratio", "lr_schedule"
     total = run.outcome.values.get("training.steps")
@@ -110,11 +110,11 @@ def _warmup(run: Conversion, say: Dialect) -> None:
         if run.written(share):
             run.changed(share, f"{steps} wins, as there")
     elif isinstance(total, int):
-        count = int(run.number(share, default=say.default(share)) * total)
+        count = int(run.number(share, default=dialect.default(share)) * total)
         count = count if run.written(share) else min(count, 100)
         run.put(f"{block}.warmup_steps", 2 if count == 1 else count, share)
     else:
-        found = run.number(share, default=say.default(share))
+        found = run.number(share, default=dialect.default(share))
         run.put(f"{block}.warmup_ratio", found, share, say="rounded up here, down there")
 
 
@@ -158,7 +158,7 @@ def _adapter(run: Conversion) -> None:
     if kind is None:
         if "adapter" in run.theirs.values:
             run.ignored("adapter", "is null: all weights train")
-        trainer.leave_adapter(run, *LORA)
+        trainer.without_adapter(run, *LORA)
         return
     if kind not in ("lora", "qlora"):
         run.refuse("adapter", f"is {short(kind)}", "write lora")
@@ -347,7 +347,7 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
 
 
 def _memory(run: Conversion) -> None:
-    """Write what waits on the host, and tiles."""
+    """Write what is offloaded to the host, and whether MLPs run in tiles."""
     if str(run.value("gradient_checkpointing")).startswith("offload"):
         run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
     run.switch("tiled_mlp", "memory.mlp_tile_tokens", "auto")
@@ -355,11 +355,10 @@ def _memory(run: Conversion) -> None:
 
 def _outputs(run: Conversion) -> None:
     """Write checkpoints, evaluations and logs."""
-    trainer.saving(run, SAY, steps_win=True)
+    trainer.saving(run, DIALECT, steps_win=True)
     if not run.written("save_total_limit"):
         run.outcome.values["checkpoint.keep_last"] = 4
-    something = bool(run.outcome.values.keys() & {"data.eval", "data.eval_fraction"})
-    trainer.evaluating(run, SAY, something=something)
+    trainer.evaluating(run, DIALECT)
     for key, ours in (
         ("saves_per_epoch", "checkpoint.every_steps"),
         ("evals_per_epoch", "training.eval_every_steps"),
@@ -372,7 +371,7 @@ def _outputs(run: Conversion) -> None:
         run.put("checkpoint.resume", "auto", resume)
     elif run.written(resume):
         run.put("checkpoint.resume", "never", resume)
-    trainer.logs(run, SAY)
+    trainer.logs(run, DIALECT)
     _boards(run)
     if run.written("plugins"):
         names = run.value("plugins")

@@ -14,7 +14,7 @@ from uspft.convert.sharding import sharding
 from uspft.convert.theirs import Theirs, read_tree
 from uspft.convert.trainer import Dialect
 
-SAY = Dialect()
+DIALECT = Dialect()
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
 """What 360-LLaMA-Factory calls Megatron's ways of sharing a row."""
 LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "quantization_bit")
@@ -39,11 +39,11 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     """
     run = Conversion(theirs, given)
     degree = run.whole("sequence_parallel_size", least=1)
-    batch = trainer.global_batch(run, SAY, degree, None, ranks)
+    batch = trainer.global_batch(run, DIALECT, degree, None, ranks)
     _layout(run, degree)
-    trainer.length(run, SAY)
-    trainer.optimizer(run, SAY)
-    trainer.schedule(run, SAY)
+    trainer.length(run, DIALECT)
+    trainer.optimizer(run, DIALECT)
+    trainer.schedule(run, DIALECT)
     _precision(run)
     _model(run)
     texts = _stage(run)
@@ -52,9 +52,9 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     _data(run, texts)
     _memory(run)
     sharding(run)
-    trainer.saving(run, SAY)
-    trainer.evaluating(run, SAY, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
-    trainer.logs(run, SAY)
+    trainer.saving(run, DIALECT)
+    trainer.evaluating(run, DIALECT)
+    trainer.logs(run, DIALECT)
     return run.ended(batch)
 
 
@@ -107,7 +107,7 @@ def _words(value: Any) -> list[str]:
 
 
 def _stage(run: Conversion) -> bool:
-    """Return whether texts train whole."""
+    """Return whether the stage is pre-training, in which texts train whole."""
     stage = run.word("stage", default="sft")
     if stage in ("sft", "pt"):
         what = "texts, all of which train" if stage == "pt" else "a recipe trains answers"
@@ -122,7 +122,7 @@ def _adapter(run: Conversion) -> None:
     kind = run.word("finetuning_type", default="lora")
     if kind == "full":
         run.told("all weights train", "finetuning_type")
-        trainer.leave_adapter(run, *LORA)
+        trainer.without_adapter(run, *LORA)
         return
     if kind != "lora":
         what = f"is {short(kind)}"

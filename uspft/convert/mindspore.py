@@ -1,4 +1,4 @@
-"""MindSpore Transformers' configuration as a recipe: its model, its course, and what it shards,
+"""MindSpore Transformers' configuration as a recipe: its model, its training, and what it shards,
 computes again and offloads.
 
 The global batch is counted by their formulas before anything is translated, and again after.
@@ -32,7 +32,7 @@ def convert_mindspore(theirs: Theirs, given: Mapping[str, Any], ranks: int | Non
     micro = micro_batch(run, batch, replicas)
     sharding(run, degrees, batch // (replicas * micro))
     _batch(run, batch, micro)
-    course(run, batch)
+    training(run, batch)
     memory(run, degrees.stages)
     data(run)
     outputs(run)
@@ -126,7 +126,7 @@ def _dtype(run: Conversion) -> None:
 
 
 def _not_here(run: Conversion, why: str) -> None:
-    """Leave the dimensions out, and say why."""
+    """Leave the model's dimensions out, and say why."""
     for name in SHAPE:
         if f"{CONFIG}.{name}" in run.theirs.values:
             run.ignored(f"{CONFIG}.{name}", why)
@@ -209,7 +209,7 @@ def _positions(run: Conversion) -> None:
     run.put("model.rope_scaling", scaling, method, *inner.values())
 
 
-# The course: its length, optimizer, schedule and outputs.
+# Training: its length, optimizer, schedule and outputs.
 
 SCHEDULES = {
     "ConstantWarmUpLR": "constant",
@@ -222,8 +222,8 @@ SCHEDULES = {
 ADAMW = ("AdamW", "FusedAdamW", "FP32StateAdamWeightDecay")
 
 
-def course(run: Conversion, batch: int) -> None:
-    """Write how long the run is, and by what it learns. batch: the rows of an update."""
+def training(run: Conversion, batch: int) -> None:
+    """Write the run's length, optimizer and schedule. batch: the rows of one update."""
     _length(run, batch)
     _optimizer(run)
     _schedule(run)
@@ -382,7 +382,7 @@ def sharding(run: Conversion, degrees: TheirDegrees, micro_batches: int) -> None
 
 
 def _least(run: Conversion, stage: int) -> None:
-    """Write from which size on parameters are sharded: their KB are elements here."""
+    """Write the size from which on parameters are sharded: theirs is in KB, ours in elements."""
     key = f"{OPTIMIZER}.parallel_optimizer_threshold"
     if not run.written(key):
         return

@@ -27,7 +27,7 @@ _REPLICAS = (f"{BLOCK}.data_parallel", f"{BLOCK}.data_parallel_size")
 
 @dataclass(frozen=True)
 class TheirDegrees:
-    """Their degrees as they are in effect."""
+    """The degrees that are in effect there: `parallel_mode` may overrule those that are written."""
 
     data: int
     tensor: int = 1

@@ -48,7 +48,7 @@ def _file(run: Conversion, key: str) -> None:
 
 
 def _shipped(run: Conversion, key: str, stage: int, offload: bool) -> None:
-    """Write what a configuration that their tool ships by a word holds."""
+    """Write the settings of a configuration that their tool ships under a name."""
     run.put(f"{ZERO_BLOCK}.stage", stage, key)
     if offload and stage:
         run.put(f"{ZERO_BLOCK}.offload_optimizer", {"device": "cpu"}, key)
@@ -57,7 +57,7 @@ def _shipped(run: Conversion, key: str, stage: int, offload: bool) -> None:
 
 
 def _zero(run: Conversion) -> None:
-    """Take `zero_optimization` and `aio` as they stand, but for what is auto there."""
+    """Take `zero_optimization` and `aio` as they stand, without values that are auto there."""
     for block, known in ((ZERO_BLOCK, ZeroKeys), ("deepspeed.aio", Aio)):
         for path, value in run.theirs.block(block).items():
             key, name = f"{block}.{path}", path.partition(".")[0]
@@ -74,7 +74,7 @@ def _zero(run: Conversion) -> None:
 
 
 def _beside(run: Conversion) -> None:
-    """Compare what DeepSpeed's file repeats of the arguments with them, as they do."""
+    """Refuse what contradicts the arguments in DeepSpeed's file, as their tool does."""
     ours = run.outcome.values
     micro, batch = (ours.get(f"training.{name}_batch_size") for name in ("micro", "global"))
     for key, wanted in (

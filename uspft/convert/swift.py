@@ -41,27 +41,27 @@ def convert_swift(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -
     run = Conversion(theirs, given)
     tuner = run.written(*TUNERS)
     full = tuner is not None and run.value(tuner) == "full"
-    say = Dialect(defaults={**DEFAULTS, "learning_rate": 1e-5 if full else 1e-4})
-    batch = _batch(run, say, ranks)
+    dialect = Dialect(defaults={**DEFAULTS, "learning_rate": 1e-5 if full else 1e-4})
+    batch = _batch(run, dialect, ranks)
     _layout(run)
-    trainer.length(run, say)
-    trainer.optimizer(run, say)
-    trainer.schedule(run, say)
+    trainer.length(run, dialect)
+    trainer.optimizer(run, dialect)
+    trainer.schedule(run, dialect)
     if not run.written("torch_dtype"):
         trainer.precision(run, default="bfloat16")
     _model(run)
     _adapter(run, tuner, full=full)
     _rows(run)
     _data(run)
-    trainer.again(run, say)
+    trainer.checkpointing(run, dialect)
     sharding(run)
-    trainer.saving(run, say)
-    _evaluating(run, say)
-    trainer.logs(run, say)
+    trainer.saving(run, dialect)
+    _evaluating(run, dialect)
+    trainer.logs(run, dialect)
     return run.ended(batch)
 
 
-def _batch(run: Conversion, say: Dialect, ranks: int | None) -> int:
+def _batch(run: Conversion, dialect: Dialect, ranks: int | None) -> int:
     """Write the batch; without an accumulation it is what makes 16 rows, as there."""
     split = run.whole("sequence_parallel_size", least=1)
     split *= run.whole("deepspeed_autotp_size", least=1)
@@ -77,7 +77,7 @@ def _batch(run: Conversion, say: Dialect, ranks: int | None) -> int:
             run.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
     micro = run.whole("per_device_train_batch_size", least=1)
     steps = max(1, math.ceil(LEAST / micro / (world or ranks or 1)))
-    return trainer.global_batch(run, say, split, world, ranks, steps)
+    return trainer.global_batch(run, dialect, split, world, ranks, steps)
 
 
 def _layout(run: Conversion) -> None:
@@ -127,7 +127,7 @@ def _json(run: Conversion, key: str) -> dict[str, Any]:
 def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
     if full:
         run.changed(str(tuner), "all weights train")
-        trainer.leave_adapter(run, *LORA)
+        trainer.without_adapter(run, *LORA)
         return
     kind = run.value(tuner, "lora") if tuner else "lora"
     if kind != "lora":
@@ -227,11 +227,11 @@ def _mixed(run: Conversion) -> None:
     run.changed(key, trainer.WEIGHTED)
 
 
-def _evaluating(run: Conversion, say: Dialect) -> None:
+def _evaluating(run: Conversion, dialect: Dialect) -> None:
     """Write when evaluations come: where nothing says it, with the checkpoints."""
     values = run.outcome.values
     something = bool(values.keys() & {"data.eval", "data.eval_fraction"})
-    trainer.evaluating(run, say, something=something)
+    trainer.evaluating(run, dialect)
     every = values.get("checkpoint.every_steps")
     if something and every and not run.written("eval_steps", "eval_strategy"):
         values["training.eval_every_steps"] = every

@@ -74,7 +74,7 @@ class Dialect:
 
 def global_batch(
     run: Conversion,
-    say: Dialect,
+    dialect: Dialect,
     split: int,
     world: int | None,
     ranks: int | None,
@@ -87,10 +87,12 @@ def global_batch(
     where its key is left out; None: what the dialect says.
     """
     micro_key, steps_key = (
-        say.key(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        dialect.key(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
     )
-    micro = run.whole(micro_key, default=say.default("per_device_train_batch_size"))
-    steps = run.whole(steps_key, default=accumulation or say.default("gradient_accumulation_steps"))
+    micro = run.whole(micro_key, default=dialect.default("per_device_train_batch_size"))
+    steps = run.whole(
+        steps_key, default=accumulation or dialect.default("gradient_accumulation_steps")
+    )
     devices, ours = world or ranks, "training.global_batch_size"
     given = run.given.get(ours)
     if devices is None:
@@ -116,7 +118,7 @@ def global_batch(
 
 
 def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -> None:
-    """Write that ranks share a row, by the algorithm with Megatron's name."""
+    """Write how many ranks share a row, and by which algorithm, named as Megatron does."""
     if degree > 1:
         row = next(row for row in CONTEXT.values() if row.megatron == megatron)
         run.put("parallel_config.context_parallel", degree, key)
@@ -125,9 +127,9 @@ def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -
     run.idle("rows are whole: one device has all of a row", key, *keys)
 
 
-def length(run: Conversion, say: Dialect) -> None:
+def length(run: Conversion, dialect: Dialect) -> None:
     """Write how long the run is."""
-    steps_key, epochs_key = say.key("max_steps"), say.key("num_train_epochs")
+    steps_key, epochs_key = dialect.key("max_steps"), dialect.key("num_train_epochs")
     steps = run.whole(steps_key, default=-1)
     given = next((k for k in ("training.steps", "training.epochs") if k in run.given), None)
     if given:
@@ -138,7 +140,7 @@ def length(run: Conversion, say: Dialect) -> None:
         run.told(f"{steps_key} wins, as there", epochs_key)
         return
     run.idle(f"is {steps}: the epochs say the length", steps_key)
-    epochs = run.number(epochs_key, default=say.default("num_train_epochs"))
+    epochs = run.number(epochs_key, default=dialect.default("num_train_epochs"))
     if epochs != int(epochs) or epochs < 1:
         what = f"is {short(epochs)}, and a recipe counts whole epochs"
         run.refuse(epochs_key, what, "add training.steps=N")
@@ -146,10 +148,10 @@ def length(run: Conversion, say: Dialect) -> None:
     run.put("training.epochs", int(epochs), epochs_key)
 
 
-def optimizer(run: Conversion, say: Dialect) -> None:
+def optimizer(run: Conversion, dialect: Dialect) -> None:
     """Write AdamW with its settings, and the clipping."""
-    key = say.key("optim")
-    kind = str(run.value(key, say.default("optim"))).lower()
+    key = dialect.key("optim")
+    kind = str(run.value(key, dialect.default("optim"))).lower()
     if "adamw" not in kind or kind == "adamw_mini":
         run.refuse(key, f"is {kind}, and AdamW is the only one here", "write adamw_torch")
     else:
@@ -157,43 +159,43 @@ def optimizer(run: Conversion, say: Dialect) -> None:
         states = "its states are float32 here, 8 bytes a parameter" if smaller else ""
         run.put("optimizer.type", "adamw", key, say=states)
     for name in ("learning_rate", "weight_decay"):
-        theirs = say.key(name)
-        value = run.number(theirs, default=say.default(name))
+        theirs = dialect.key(name)
+        value = run.number(theirs, default=dialect.default(name))
         run.put(f"optimizer.{name}", value, theirs)
     betas = [
-        run.number(say.key(name), default=say.default(name))
+        run.number(dialect.key(name), default=dialect.default(name))
         for name in ("adam_beta1", "adam_beta2")
     ]
-    run.put("optimizer.betas", betas, say.key("adam_beta1"), say.key("adam_beta2"))
-    epsilon = say.key("adam_epsilon")
-    run.put("optimizer.eps", run.number(epsilon, default=say.default("adam_epsilon")), epsilon)
-    norm = run.number(say.key("max_grad_norm"), default=say.default("max_grad_norm"))
-    run.put("training.max_grad_norm", norm if norm > 0 else None, say.key("max_grad_norm"))
+    run.put("optimizer.betas", betas, dialect.key("adam_beta1"), dialect.key("adam_beta2"))
+    epsilon = dialect.key("adam_epsilon")
+    run.put("optimizer.eps", run.number(epsilon, default=dialect.default("adam_epsilon")), epsilon)
+    norm = run.number(dialect.key("max_grad_norm"), default=dialect.default("max_grad_norm"))
+    run.put("training.max_grad_norm", norm if norm > 0 else None, dialect.key("max_grad_norm"))
 
 
 def schedule(
-    run: Conversion, say: Dialect, warm_up: Callable[[Conversion, Dialect], None] | None = None
+    run: Conversion, dialect: Dialect, warm_up: Callable[[Conversion, Dialect], None] | None = None
 ) -> None:
     """Write the learning rate's schedule; theirs begins at rate 0, a step before ours.
 
     warm_up: writes the warm-up; None: as the Trainer counts it.
     """
-    key = say.key("lr_scheduler_type")
-    kind = str(run.value(key, say.default("lr_scheduler_type")))
+    key = dialect.key("lr_scheduler_type")
+    kind = str(run.value(key, dialect.default("lr_scheduler_type")))
     kind = kind.removeprefix("SchedulerType.").lower()
     if kind not in SCHEDULES:
         what = f"is {short(kind)}, which has no like here"
         run.refuse(key, what, f"write one of {', '.join(SCHEDULES)}")
         return
     run.put("lr_schedule.type", SCHEDULES[kind], key, say="our step i has the rate of theirs i + 1")
-    _shape(run, kind, say.key("lr_scheduler_kwargs"))
+    _shape(run, kind, dialect.key("lr_scheduler_kwargs"))
     if kind == "constant":
         for name in ("warmup_ratio", "warmup_steps"):
-            if run.value(say.key(name)):
-                run.changed(say.key(name), "constant has no warm-up there, and none here")
+            if run.value(dialect.key(name)):
+                run.changed(dialect.key(name), "constant has no warm-up there, and none here")
         run.outcome.values["lr_schedule.warmup_steps"] = 0
         return
-    (warm_up or warmup)(run, say)
+    (warm_up or warmup)(run, dialect)
 
 
 def _shape(run: Conversion, kind: str, block: str) -> None:
@@ -229,7 +231,7 @@ def _shape(run: Conversion, kind: str, block: str) -> None:
 
 
 def of_peak(peak: float, run: Conversion, key: str) -> float:
-    """Return the share of the peak that a key says, without the last digits of binary products."""
+    """Return the share of the peak rate that a key says, rounded to 12 digits."""
     return float(f"{peak * run.number(key, default=0.0):.12g}")
 
 
@@ -261,15 +263,15 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
     written.pop("min_lr_ratio", None)
 
 
-def warmup(run: Conversion, say: Dialect) -> None:
+def warmup(run: Conversion, dialect: Dialect) -> None:
     """Write the warm-up: steps where there are some, else a share of all, rounded up as here."""
-    steps_key, share_key = say.key("warmup_steps"), say.key("warmup_ratio")
+    steps_key, share_key = dialect.key("warmup_steps"), dialect.key("warmup_ratio")
     steps = run.number(steps_key, default=0.0)
     if steps >= 1:
         run.put("lr_schedule.warmup_steps", int(steps), steps_key)
         run.told(f"{steps_key} wins, as there", share_key)
         return
-    share = steps or run.number(share_key, default=say.default("warmup_ratio"))
+    share = steps or run.number(share_key, default=dialect.default("warmup_ratio"))
     run.put("lr_schedule.warmup_ratio", share, share_key, steps_key)
 
 
@@ -291,12 +293,12 @@ def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> 
             run.ignored(key, NOTHING)
 
 
-def again(run: Conversion, say: Dialect, *keys: str) -> None:
-    """Write which layers are computed again."""
-    names = (say.key("gradient_checkpointing"), *keys)
+def checkpointing(run: Conversion, dialect: Dialect, *keys: str) -> None:
+    """Write which layers are checkpointed, that is, computed again in the backward."""
+    names = (dialect.key("gradient_checkpointing"), *keys)
     asks = any(run.value(name) for name in names)
     written = run.written(*names)
-    asks = asks if written else say.default("gradient_checkpointing")
+    asks = asks if written else dialect.default("gradient_checkpointing")
     run.put("memory.gradient_checkpointing", asks, *names)
     if run.value("activation_offloading") and asks:
         run.put("memory.offload_activations", "cpu", "activation_offloading")
@@ -307,13 +309,13 @@ def again(run: Conversion, say: Dialect, *keys: str) -> None:
         run.ignored("activation_offloading", NOTHING)
 
 
-def saving(run: Conversion, say: Dialect, *, steps_win: bool = False) -> None:
+def saving(run: Conversion, dialect: Dialect, *, steps_win: bool = False) -> None:
     """Write when checkpoints come, and which one the run goes on from.
 
     steps_win: whether a number of steps holds whatever the strategy says.
     """
-    strategy, every = say.key("save_strategy"), say.key("save_steps")
-    kind = run.value(strategy, say.default("save_strategy"))
+    strategy, every = dialect.key("save_strategy"), dialect.key("save_steps")
+    kind = run.value(strategy, dialect.default("save_strategy"))
     if steps_win and run.value(every):
         kind = "steps"
     ours = "checkpoint.every_steps"
@@ -322,7 +324,7 @@ def saving(run: Conversion, say: Dialect, *, steps_win: bool = False) -> None:
         if run.written(every):
             run.changed(every, f"{strategy} is no")
     elif kind == "steps":
-        _every(run, ours, every, say.default("save_steps"))
+        _every(run, ours, every, dialect.default("save_steps"))
         if run.written(strategy):
             run.ignored(strategy, "checkpoints come every so many steps")
     elif kind in ("epoch", "best"):
@@ -357,13 +359,12 @@ def _every(run: Conversion, ours: str, key: str, default: Any) -> None:
         run.changed(key, f"left out: how many steps that share is shows in the run: write {ours}")
 
 
-def evaluating(run: Conversion, say: Dialect, *, something: bool) -> None:
-    """Write when evaluations come. something: whether there are samples for them."""
-    strategy = run.written(say.key("eval_strategy"), say.key("evaluation_strategy"))
-    every, kind = say.key("eval_steps"), run.value(strategy) if strategy else None
-    something |= "data.eval" in run.given or "data.eval_fraction" in run.given
-    if not something:
-        for key in (strategy, every, say.key("per_device_eval_batch_size")):
+def evaluating(run: Conversion, dialect: Dialect) -> None:
+    """Write when evaluations come, where there are samples for them."""
+    strategy = run.written(dialect.key("eval_strategy"), dialect.key("evaluation_strategy"))
+    every, kind = dialect.key("eval_steps"), run.value(strategy) if strategy else None
+    if not {"data.eval", "data.eval_fraction"} & {*run.outcome.values, *run.given}:
+        for key in (strategy, every, dialect.key("per_device_eval_batch_size")):
             if key and run.written(key):
                 run.ignored(key, "there is nothing to evaluate on")
         return
@@ -372,16 +373,16 @@ def evaluating(run: Conversion, say: Dialect, *, something: bool) -> None:
         if run.written(every):
             run.changed(every, f"{strategy} is {kind}")
     else:
-        often = run.value("logging_steps", say.default("logging_steps"))
+        often = run.value("logging_steps", dialect.default("logging_steps"))
         often = often if kind == "steps" and isinstance(often, int) else 0
         _every(run, "training.eval_every_steps", every, often)
         if strategy:
             run.ignored(strategy, "evaluations come every so many steps")
 
 
-def logs(run: Conversion, say: Dialect) -> None:
-    """Write where the numbers go."""
-    asked = run.value("report_to", say.default("report_to"))
+def logs(run: Conversion, dialect: Dialect) -> None:
+    """Write which trackers get the numbers, how long collectives wait, and the device."""
+    asked = run.value("report_to", dialect.default("report_to"))
     names = [str(one).lower() for one in (asked if isinstance(asked, list | tuple) else [asked])]
     known = {"tensorboard": True, "wandb": {}, "mlflow": {}}
     for name in names:
@@ -456,8 +457,8 @@ def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
     run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
 
 
-def leave_adapter(run: Conversion, *keys: str) -> None:
-    """Say that what belongs to an adapter does nothing without one."""
+def without_adapter(run: Conversion, *keys: str) -> None:
+    """Say that keys of an adapter do nothing where there is none."""
     for key in keys:
         if key in run.theirs.values:
             run.ignored(key, "there is no adapter: all weights train")

@@ -32,23 +32,23 @@ def convert_trl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> 
     run = Conversion(theirs, given)
     own = {path.partition(".")[0] for path in table_of("trl").own} - {*OF_MODEL, "env"}
     sft = any(key.partition(".")[0].partition("[")[0] in own for key in theirs.values)
-    say = Dialect(defaults=OF_SFT if sft else {})
-    batch = trainer.global_batch(run, say, split(run), world(run), ranks)
+    dialect = Dialect(defaults=OF_SFT if sft else {})
+    batch = trainer.global_batch(run, dialect, split(run), world(run), ranks)
     layout(run)
-    trainer.length(run, say)
-    trainer.optimizer(run, say)
-    trainer.schedule(run, say)
+    trainer.length(run, dialect)
+    trainer.optimizer(run, dialect)
+    trainer.schedule(run, dialect)
     trainer.precision(run, default="bfloat16" if sft else "float32")
     devices_precision(run)
     _model(run)
     _adapter(run)
     _rows(run, sft=sft)
     _data(run)
-    trainer.again(run, say, "activation_checkpointing")
+    trainer.checkpointing(run, dialect, "activation_checkpointing")
     devices_sharding(run)
-    trainer.saving(run, say)
-    trainer.evaluating(run, say, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
-    trainer.logs(run, say)
+    trainer.saving(run, dialect)
+    trainer.evaluating(run, dialect)
+    trainer.logs(run, dialect)
     return run.ended(batch)
 
 
@@ -78,7 +78,7 @@ def _model(run: Conversion) -> None:
 def _adapter(run: Conversion) -> None:
     if not run.flag("use_peft"):
         run.idle("all weights train", "use_peft")
-        trainer.leave_adapter(run, *LORA)
+        trainer.without_adapter(run, *LORA)
         return
     run.put("model.adapter.type", "lora", "use_peft")
     half = ("alpha", "lora_alpha", 32), ("dropout", "lora_dropout", 0.05)

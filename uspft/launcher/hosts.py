@@ -255,7 +255,7 @@ def first_host(names: str) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """Return a port that every host of a step computes alike, and other steps seldom."""
+    """Return a port that all hosts of a step compute alike, and that other steps seldom have."""
     job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "0")
     digits = re.sub(r"\D", "", job) or "0"
     return PORTS[(int(digits) * 10 + int(step)) % len(PORTS)]

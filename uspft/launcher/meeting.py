@@ -28,7 +28,7 @@ HEARD_SECONDS = 10.0
 """How long a host that ends early stays, to tell those that have not called yet."""
 
 LEAVE_SECONDS = 1.0
-"""How long it then waits for them to hang up."""
+"""How long it then waits for them to close the connection."""
 
 
 class Meeting:
@@ -161,7 +161,8 @@ class Meeting:
             )
 
     def _listen(self) -> None:
-        """Keep the lines alive beside the main thread, and end it where another host says so."""
+        """Keep the connections alive beside the main thread; where another host ends the run,
+        interrupt it, or leave."""
         while not self._rest.wait(POLL_SECONDS):
             alarm = self.watch.news()
             if alarm is None or self.ended:

@@ -99,7 +99,7 @@ def run_on_hosts(
 
 
 def _taken_along(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what other hosts get of this one's environment, values of one line alone."""
+    """Return the variables of this environment that other hosts get; none has several lines."""
     return {
         name: value
         for name, value in environment.items()

@@ -115,7 +115,7 @@ class Waiting:
 
     @classmethod
     def of_rank(cls, environment: Mapping[str, str]) -> Waiting:
-        """Return that of a rank, on the screen from now on; only the first rank's is seen."""
+        """Return what a rank shows of its waits, from now on; only the first rank's is seen."""
         quiet = environment["RANK"] != "0"
         waiting = cls(Console(highlight=False, soft_wrap=True, quiet=quiet))
         waiting.view.start()

@@ -81,7 +81,7 @@ class Line:
 
 
 class Watch:
-    """This host's end of the lines; with one host there are none, and nothing ever happens."""
+    """This host's connections to the supervisors of the others; a run of one host has none."""
 
     def __init__(self, hosts: Hosts) -> None:
         """Listen for other hosts, on host 0 alone. Raises LaunchError where the port is taken."""
@@ -192,7 +192,7 @@ class Watch:
         return {n: min(one[n] for one in every) for n in self.given if all(n in x for x in every)}
 
     def all_called(self) -> bool:
-        """Tell whether every other host has been on the line; others but host 0 see that one."""
+        """Tell whether every other host has connected; others than host 0 only know of host 0."""
         return len(self.called) == (1 if self.host else self.hosts.count - 1)
 
     def is_over(self) -> bool:

@@ -37,13 +37,17 @@ class Journal:
         write_text(self._path, "".join(kept))
         self.write({"resumed_from_step": step})
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return all whole records of the file, the oldest first."""
+        return [record for _, record in self._lines()]
+
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the records of the evaluations in the file, the oldest first."""
-        return [record for _, record in self._lines() if "eval_loss" in record]
+        return [record for record in self.records() if "eval_loss" in record]
 
     def last_step(self) -> int:
         """Return the last training step in the file; 0 where there is none."""
-        steps = [record["step"] for _, record in self._lines() if "learning_rate" in record]
+        steps = [record["step"] for record in self.records() if "learning_rate" in record]
         return max(steps, default=0)
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:

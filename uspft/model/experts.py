@@ -1,12 +1,16 @@
 """Experts of which a rank computes some, or a part of each: who has what of them, the way of
 tokens to them, their products, and the hook into transformers.
 
-The hook is an implementation of transformers' `ExpertsInterface`. Where ranks divide the experts,
-tokens go to those that hold theirs. Where tensor ranks divide each expert, tokens and scores enter
-here, and what ranks have made is summed at the end: the router stays whole.
+The hook is an implementation of transformers' `ExpertsInterface`. Ranks that divide the experts
+have some each, in rank order. A token goes once to each rank that holds some of its experts, with
+all its choices; what those make of it, weighted and summed, comes back once. Nothing is dropped,
+and nothing is padded. Tensor ranks have some inner features of every expert, its gate and its up:
+tokens and scores enter here, and what ranks have made is summed at the end, so that the router
+stays whole.
 
-Shapes, as suffixes: t tokens here, k experts that each meets, r rows that come, p pairs of a row
-with an expert that is here, d hidden size, i and o what a matrix takes and gives, E experts here.
+Shapes, as suffixes: t tokens here, k experts that each meets, s rows that leave, r rows that come,
+g ranks, p pairs of a row with an expert that is here, d hidden size, i and o what a matrix takes
+and gives, E experts here.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def _kind_of(how: Grouping, *, together: bool = False) -> Callable[[Bound], type
 
 
 def _enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a block its input by place, and with a gradient, before it runs: torch takes the
-    gradients of a module's parameters to be there when those of such inputs are, and without any
-    before it began."""
+    """Give an attention block, before it runs, its input as a positional argument that requires a
+    gradient: torch calls a module's backward hooks, by which ZeRO-3 takes its gradients, when the
+    gradients of such inputs have come, and where there are none before its backward has begun."""
     args, bound = args or (kwargs.pop("hidden_states"),), kwargs["uspft"]
     if not isinstance(bound, Hook):
         return with_gradient(module, args) or args, kwargs

@@ -16,6 +16,7 @@ from uspft.config.problems import counted
 from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
+from uspft.job import placed
 from uspft.layout import Layout, layout_of, settled_layout
 from uspft.planner.mesh import Tuning
 from uspft.prepare.files import file_findings, find_paths, in_the_way
@@ -116,7 +117,7 @@ class Examined:
     @property
     def here(self) -> Recipe:
         """The recipe as this host reads it, with folders in place of hub ids."""
-        return self.known.here(self.recipe)
+        return placed(self.recipe, self.known.places)
 
     @property
     def sentence(self) -> str:
@@ -178,7 +179,7 @@ class Examined:
         The model may not have been on this host before. Raises Fault where it cannot be trained,
         where rows are longer than it can take, or where the layout does not split it.
         """
-        local = replace(self.known, places=places).here(self.loaded.recipe)
+        local = placed(self.loaded.recipe, places)
         shape = shape_of(local.model)
         findings = shape if isinstance(shape, list) else []
         if isinstance(shape, ModelShape):

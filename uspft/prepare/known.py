@@ -13,7 +13,6 @@ from uspft.config import Finding, ParallelBlock, Recipe, RecipeError
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
 from uspft.families import ModelShape, layer_windows
-from uspft.job import placed
 from uspft.planner.machine import Hardware, device_of, read_hardware
 from uspft.planner.memory import RECOMPUTES, lora_of
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
@@ -124,10 +123,6 @@ class Known:
         """Return the cluster's figures where so many ranks run, as many on each host."""
         assert self.cluster
         return self.cluster.hardware.on_hosts_of(-(-ranks // self.hosts))
-
-    def here(self, recipe: Recipe) -> Recipe:
-        """Return the recipe as this host reads it, with folders in place of hub ids."""
-        return placed(recipe, self.places)
 
 
 def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:

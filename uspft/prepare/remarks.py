@@ -3,9 +3,9 @@ learning rate goes on, where its experts are, and which parts of the layout leav
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from uspft.checkpoint.folder import Checkpoint
@@ -16,6 +16,7 @@ from uspft.data import training_rows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import ModelShape, expert_layers
 from uspft.layout import Layout
+from uspft.metrics import Journal
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.memory import lora_of
 from uspft.planner.step_shape import StepShape
@@ -170,16 +171,9 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
 
 def _recorded(checkpoint: Checkpoint) -> tuple[int, float] | None:
     """Return the last step up to a checkpoint's whose learning rate is recorded, and that rate."""
-    file, found = checkpoint.folder.parent.parent / METRICS, None
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the torn last line of a killed run
-        if "learning_rate" in record and record["step"] <= checkpoint.step:
-            found = record["step"], record["learning_rate"]
+    found = None
+    with suppress(OSError):
+        for record in Journal(checkpoint.folder.parent.parent / METRICS).records():
+            if "learning_rate" in record and record["step"] <= checkpoint.step:
+                found = record["step"], record["learning_rate"]
     return found

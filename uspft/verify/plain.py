@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def weights_under_way(
     block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
 ) -> Weights:
-    """Return the weights of `weights_of`, but with the B of an adapter not 0.
+    """Return weights as of a run under way: those of `weights_of`, with no adapter's B at 0.
 
     Beside a B of 0 the adapter's A has no gradient, and a wrong one would not be seen.
     """

@@ -22,8 +22,7 @@ import pytest
 from tests.support.data_cases import write_lines
 from tests.support.launch import ROOT, environment
 from uspft.__main__ import main
-from uspft.commands.report import leave_report, page_of
-from uspft.commands.report_charts import (
+from uspft.commands.pages import (
     CELLS,
     POINTS,
     Chart,
@@ -33,6 +32,7 @@ from uspft.commands.report_charts import (
     thinned,
     ticks,
 )
+from uspft.commands.report import leave_report, page_of
 from uspft.commands.report_runs import predicted_of, read_runs
 from uspft.prepare.host import Invocation
 

@@ -143,6 +143,9 @@ COMBINATIONS = {
     "write a whole number of tokens (such as 4096 or 128k) of at least 1 or auto or none",
     "model: {rope_scaling: {factor: 2}}": "model.rope_scaling: has no `rope_type`; "
     "write {rope_type: yarn, factor: 4.0} or null",
+    "model: {rope_scaling: {rope_type: [yarn]}}": "model.rope_scaling.rope_type: expected one of "
+    "default | linear | dynamic | yarn | longrope | llama3, got a list; write default | linear | "
+    "dynamic | yarn | longrope | llama3",
     "model: {rope_scaling: {rope_type: yarm, factor: 2}}": "model.rope_scaling.rope_type: unknown "
     "value `yarm`; did you mean `yarn`? "
     "Allowed: default | linear | dynamic | yarn | longrope | llama3",

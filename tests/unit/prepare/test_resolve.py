@@ -18,6 +18,7 @@ from uspft.config.recipe import PLANNED
 from uspft.config.reference import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
+from uspft.job import placed
 from uspft.layout import Layout
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE
 from uspft.prepare.known import Known, cluster_of
@@ -251,7 +252,7 @@ def test_a_hub_id_is_a_folder_here_alone(folder: Path) -> None:
     asked = recipe(folder, model={"name_or_path": "org/name"})
     known = Known(places={"name_or_path": "/cache/name"})
     assert resolve(asked, known).model.name_or_path == "org/name"
-    assert known.here(asked).model.name_or_path == "/cache/name"
+    assert placed(asked, known.places).model.name_or_path == "/cache/name"
 
 
 def long_rows(folder: Path, length: str, **memory: Any) -> Recipe:
