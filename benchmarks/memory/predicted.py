@@ -102,6 +102,7 @@ def options_for(
         algorithm=CONTEXT.get(algorithm, WHOLE),
         exchange_stages=stages,
         use_seq_parallel=asked.get("use_seq_parallel", False),
+        copies=asked.get("fine_grain_interleave", 1),
         slices=asked.get("tensor_slices", (1,) * 4),
         dtype=dtype,
         checkpointing=bool(again),

@@ -10,7 +10,7 @@ and of a sum the part that it is added to; a copy what it cuts out or puts in it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, sqrt
 
 from benchmarks.meshslice.events import Task
@@ -81,7 +81,8 @@ class Program:
         brought_by: int | None = None,
     ) -> int:
         """Add a message to the next chip; of_bytes: those that it reads and writes."""
-        return self._add(Task(axis, seconds, _those(after), brought_by, of_bytes))
+        moved = 0.0 if "transfers" in self.torus.free else of_bytes
+        return self._add(Task(axis, seconds, _those(after), brought_by, moved))
 
     def collective(self, axis: Axis, kind: Moved, whole: float, *after: int | None) -> int | None:
         """Add a ring's hops, of which the first is launched; return the last of them."""
@@ -230,9 +231,10 @@ def cannon(product: Product, torus: Torus) -> list[Task]:
 
 def _broadcast(product: Product, torus: Torus, axis: Axis, panels: int) -> float:
     """Return the seconds of a panel's broadcast along a ring: D pieces take D + P − 1 steps."""
-    ranks, link = torus.ranks(axis), torus.link(axis, product.moved(axis))
+    ranks, kind = torus.ranks(axis), product.moved(axis)
+    link, real = torus.link(axis, kind), replace(torus, free=()).link(axis, kind)
     panel = product.whole_bytes(axis, torus) / panels
-    pieces = max(1, round(sqrt((ranks - 1) * panel / link.bytes_per_second / link.hop_seconds)))
+    pieces = max(1, round(sqrt((ranks - 1) * panel / real.bytes_per_second / real.hop_seconds)))
     step = link.hop_seconds + panel / pieces / link.bytes_per_second
     return link.launch_seconds + (pieces + ranks - 1) * step
 

@@ -22,6 +22,7 @@ from benchmarks.meshslice.simulate import (
     sliced,
     slices_on,
     tuned,
+    waited,
 )
 from uspft.planner.mesh import FLOWS
 
@@ -60,7 +61,8 @@ SIDES = (", modelled", ", paper")
 
 
 def weak_scaling(model: Transformer, chips: int) -> dict[str, Any]:
-    """This simulates every algorithm at one size: its mesh, and seconds of one layer."""
+    """This simulates every algorithm at one size: its mesh, and seconds of one layer; on most chips
+    also what no product hides of them."""
     run = Run.weak(model, chips)
     found = {"MeshSlice": chosen(run), **{name: baseline(run, name) for name in BASELINES}}
     return {
@@ -70,6 +72,11 @@ def weak_scaling(model: Transformer, chips: int) -> dict[str, Any]:
         "ideal_seconds": run.ideal_seconds,
         "other_seconds": run.other_seconds,
         "one_layer": {name: one and asdict(one) for name, one in found.items()},
+        "waited": {
+            name: waited(run, name, one)
+            for name, one in found.items()
+            if one and chips == CHIPS[-1]
+        },
     }
 
 
@@ -202,6 +209,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
     counts = ["of the peak", *(f"{count} slices" for count in COUNTS), "the tuner's"]
     return {
         "weak scaling": markdown(weak, [_weak(one) for one in result["weak_scaling"]]),
+        "waited": _waited([one for one in result["weak_scaling"] if one["waited"]]),
         "strong scaling": markdown(strong, list(_strong(result["strong_scaling"])), left=2),
         "paper": _beside("256 chips", result["headlines"], PAPER),
         "slicing": _beside("4 × 4 chips", result["slicing"], SLICING),
@@ -227,6 +235,18 @@ def _beside(
         ]
         for what, paper in told.items()
     ]
+    return markdown(heads, lines)
+
+
+def _waited(every: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each algorithm on most chips: what no product hides, beside products."""
+    heads = ["model, algorithm", "mesh", *every[0]["waited"]["MeshSlice"], "together"]
+    lines = []
+    for one in every:
+        for name, kinds in one["waited"].items():
+            shares = [seconds / one["ideal_seconds"] for seconds in kinds.values()]
+            cells = map(_percent, (*shares, sum(shares)))
+            lines.append([f"{one['model']}, {name}", _mesh(one["one_layer"][name]), *cells])
     return markdown(heads, lines)
 
 

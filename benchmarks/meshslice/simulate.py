@@ -8,13 +8,15 @@ products, copies and transfers share a chip's memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
+from typing import get_args
 
 from benchmarks.meshslice.events import Task, simulate
 from benchmarks.meshslice.programs import AXES, Product, cannon, meshslice, summa, wang
 from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, mesh_product
-from benchmarks.meshslice.torus import MEMORY_BYTES_PER_SECOND, Axis, Torus
+from benchmarks.meshslice.torus import MEMORY_BYTES_PER_SECOND, Axis, Torus, Waited
 from uspft.families import ModelShape
 from uspft.planner.mesh import MeshProduct, Stationary, best_slices, product_part
 from uspft.planner.step_shape import StepShape
@@ -174,6 +176,25 @@ def baseline(run: Run, name: str, mesh: tuple[int, int] | None = None) -> Found 
         if fits and mesh in (None, (torus.rows, torus.columns)):
             found.append(_on(run, torus, BASELINES[name]))
     return min(found, key=lambda one: one.seconds) if found else None
+
+
+def waited(run: Run, name: str, found: Found) -> dict[str, float]:
+    """Return the seconds of an algorithm behind which no product is at work, by what they are.
+
+    They are how much shorter it gets as launches, then synchronisation, then transfers cost
+    nothing, in memory either. What is left beside products is memory's: copies, and sums and
+    products that it holds up.
+    """
+    kinds = get_args(Waited)
+
+    def seconds(count: int) -> float:
+        torus = replace(run.torus(found.rows), free=kinds[:count])
+        if found.slices:
+            return sliced(run, torus, found.slices).seconds
+        return _on(run, torus, BASELINES[name]).seconds
+
+    left = [found.seconds, *(seconds(count) for count in (1, 2, 3)), run.ideal_seconds]
+    return {kind: a - b for kind, (a, b) in zip((*kinds, "memory"), pairwise(left), strict=True)}
 
 
 def busiest_seconds(run: Run, torus: Torus) -> tuple[float, float]:

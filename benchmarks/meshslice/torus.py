@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -14,8 +14,12 @@ from uspft.planner.machine import Hardware, Link
 Axis = Literal["row", "column"]
 """Along a mesh row (its chips differ in the mesh column), or along a mesh column."""
 Moved = Literal["gather", "scatter"]
+Waited = Literal["launches", "synchronisation", "transfers"]
+"""What a message takes: before it, to come together with the neighbour, and for its bytes."""
 
 ELEMENT_BYTES = 2
+NO_TIME = 1e30
+"""Bytes a second of what is to cost nothing."""
 SYNC_SECONDS = 5e-6
 LAUNCH_SECONDS: Mapping[Moved, float] = {"gather": 13e-6, "scatter": 26e-6}
 RATES: Mapping[str, Mapping[Moved, float]] = {
@@ -38,15 +42,18 @@ class Torus:
     flops: float = 242e12
     memory: float = MEMORY_BYTES_PER_SECOND
     """Bytes that a chip reads and writes in a second; infinite where that is to cost nothing."""
+    free: Collection[Waited] = ()
+    """What of a message costs nothing."""
 
     def ranks(self, axis: Axis) -> int:
         return self.columns if axis == "row" else self.rows
 
     def link(self, axis: Axis, kind: Moved) -> Link:
+        rate = RATES[self.dimension[axis]][kind]
         return Link(
-            launch_seconds=LAUNCH_SECONDS[kind],
-            hop_seconds=SYNC_SECONDS,
-            bytes_per_second=RATES[self.dimension[axis]][kind],
+            launch_seconds=0.0 if "launches" in self.free else LAUNCH_SECONDS[kind],
+            hop_seconds=0.0 if "synchronisation" in self.free else SYNC_SECONDS,
+            bytes_per_second=NO_TIME if "transfers" in self.free else rate,
         )
 
     @property
@@ -65,7 +72,7 @@ class Torus:
             gather, scatter = (self._line(axis, kind) for kind in ("gather", "scatter"))
             return {**gather, "reduce_scatter": scatter}
 
-        rate = self.memory if math.isfinite(self.memory) else 1e30
+        rate = self.memory if math.isfinite(self.memory) else NO_TIME
         speed = {"forward_flops": self.flops, "backward_flops": self.flops, "launch_seconds": 0}
         return Hardware.model_validate(
             {

@@ -17,6 +17,7 @@ from uspft.commands.plan_pages import (
     machine_line,
     parts_table,
     shown,
+    shown_seconds,
     switching_lines,
 )
 from uspft.commands.plan_timeline import as_picture, in_characters, timeline_of
@@ -37,7 +38,7 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
+from uspft.prepare.make_plan import examine_for_plan, ranking_of, step_of
 from uspft.prepare.model import examine_model, must_be_built, tokenizer_here
 from uspft.prepare.weigh_strategies import has_strategies, sample_of, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
@@ -108,7 +109,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     if has_strategies(found):
         print("\n".join([*found.settled, _several(found.known.weighed)]))
         return 0
-    order, hardware = ranking_of(found, step), hardware_of(found)
+    order = ranking_of(found, step)
     taken = asked.take and _taken(order, asked.take)
     if taken and taken.layout.pipeline == 1 and asked.picture:
         what = f"is {asked.take}, and {taken.name} has one stage"
@@ -117,31 +118,32 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     every = shown(order, asked.top or TOP, asked.only)
     if asked.as_json:
         whole = shown(order, asked.top, asked.only)
-        told = as_data(order, whole, found.recipe, hardware, found.hardware, asked.top or TOP)
+        told = as_data(order, whole, found.recipe, found.hardware, asked.top or TOP)
         print(json.dumps(told, indent=1))
     else:
-        print("\n".join(_page(found, step, order, every, hardware)))
+        print("\n".join(_page(found, step, order, every)))
     beside = sys.stderr if asked.as_json else sys.stdout  # which then is data alone
     if taken and asked.file:
         _write(asked.file, "-o", dump(in_recipe(found.loaded.recipe, taken.way)))
         print(f"written: {taken.name} to {asked.file}", file=beside)
     if drawn and asked.picture:
-        _write(asked.picture, "--timeline", as_picture(timeline_of(drawn, hardware), drawn.name))
+        _write(asked.picture, "--timeline", as_picture(timeline_of(drawn)))
         print(f"drawn: {drawn.name} in {asked.picture}", file=beside)
     return 0
 
 
 def _page(
-    found: Examined, step: StepShape, order: Ranking, every: Sequence[Ranked], hardware: Hardware
+    found: Examined, step: StepShape, order: Ranking, every: Sequence[Ranked]
 ) -> Iterator[str]:
     """Yield what a person reads."""
+    hardware = order.layouts[0].hardware
     yield f"layout: {found.sentence}"
     yield f"hardware: {found.hardware}"
     yield machine_line(hardware, found.layout.ranks)
     yield f"{_step(step)}\n"
     if tuning := found.tuning:
         yield f"{_meshes(tuning, found.layout)}\n"
-    yield layouts_table(order, every, hardware, open_keys(found.loaded.recipe))
+    yield layouts_table(order, every, open_keys(found.loaded.recipe))
     if more := len(order.layouts) - len(every):
         yield f"and {more} more (--top N)"
     yield LEGEND
@@ -150,8 +152,7 @@ def _page(
     for one in [first, *([order.own] if order.own and order.own is not first else [])]:
         yield f"\n{parts_table(one)}"
         if one.layout.pipeline > 1:
-            drawn = timeline_of(one, hardware)
-            yield f"\n{in_characters(drawn, one.name)}"
+            yield f"\n{in_characters(timeline_of(one))}"
     yield ""
     unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
     doubts = _doubts(found.recipe.model.dtype, hardware)
@@ -219,13 +220,9 @@ def _meshes(found: Tuning, own: Layout) -> str:
     rows = [["mesh (rows × columns)", "seconds", "in one slice", *PRODUCTS]]
     for one in found.tried:
         recipes = one.shape == (own.mesh_rows, own.mesh_columns)
-        times = _seconds(one.seconds), _seconds(one.whole_seconds)
+        times = shown_seconds(one.seconds), shown_seconds(one.whole_seconds)
         name = one.name + (" (the recipe's)" if recipes else "")
         rows.append([name, *times, *map(str, one.slices)])
     lines = [aligned(rows), MESH_LEGEND]
     lines += [f"no mesh: {why}" for why in found.refused]
     return "\n".join([*lines, *(f"not by the rule: {what}" for what in found.not_kept)])
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g}" if value else "–"

@@ -66,44 +66,42 @@ def splits_of(one: Ranked) -> set[str]:
     return {word for word, degree in degrees.items() if degree > 1}
 
 
-def layouts_table(
-    order: Ranking, every: Sequence[Ranked], hardware: Hardware, opened: Collection[str] = ()
-) -> str:
+def layouts_table(order: Ranking, every: Sequence[Ranked], opened: Collection[str] = ()) -> str:
     """Return a line for each layout, in their order. opened: the keys that the recipe leaves open,
     of which ZeRO's stage and the rows of a micro-batch have columns, since no name says them."""
     how = {head: of for key, (head, of) in _HOW.items() if key in opened}
     rows = [["layout", *how, "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", _BESIDE]]
     for one in every:
-        mfu = one.mfu(hardware)
-        longest = one.longest_row
+        mfu, longest = one.mfu, one.longest_row
         rows.append(
             [
                 one.name + " (the recipe's)" * one.own,
                 *(str(of(one)) for of in how.values()),
                 f"{one.seconds:.3g}",
-                gib_of(one, hardware),
+                gib_of(one),
                 "–" if longest is None else f"{longest:,}" if longest else "none",
                 f"{one.tokens_per_second_per_rank:,.0f}",
                 "–" if mfu is None else f"{mfu:.2f}",
-                beside(one, order, hardware),
+                beside(one, order),
             ]
         )
     return aligned(rows)
 
 
-def beside(one: Ranked, order: Ranking, hardware: Hardware) -> str:
+def beside(one: Ranked, order: Ranking) -> str:
     """Return why a layout is not the first, in words."""
     first = order.layouts[0]
     if one is first:
         return "the first"
-    said = ["tie" * order.is_tie(one, hardware), one.why(first)]
+    said = ["tie" * order.is_tie(one), one.why(first)]
     return ": ".join(filter(None, said)) or "as fast"
 
 
-def gib_of(one: Ranked, hardware: Hardware) -> str:
+def gib_of(one: Ranked) -> str:
     """Return what a rank needs, of what a card has."""
     if one.memory.unpredicted:
         return "–"
+    hardware = one.hardware
     of_card = f" of {hardware.memory.bytes / GIB:.3g}" if hardware.device else ""
     return f"{one.memory.peak_bytes / GIB:.3g}{of_card}"
 
@@ -121,9 +119,10 @@ def parts_table(one: Ranked) -> str:
         seconds, hidden = sum(p.seconds for p in parts), sum(p.hidden for p in parts)
         moved = one.time.bytes_of(name)
         if seconds:
-            cells = [_seconds(seconds), _seconds(hidden), as_size(int(moved)) if moved else "–"]
-            rows.append([name.replace("_", "-"), *cells])
-    rows.append(["step", _seconds(one.seconds), _seconds(one.time.hidden), ""])
+            times = shown_seconds(seconds), shown_seconds(hidden)
+            size = as_size(int(moved)) if moved else "–"
+            rows.append([name.replace("_", "-"), *times, size])
+    rows.append(["step", shown_seconds(one.seconds), shown_seconds(one.time.hidden), ""])
     return aligned(rows)
 
 
@@ -158,21 +157,16 @@ def as_data(
     order: Ranking,
     every: Sequence[Ranked],
     recipe: Recipe,
-    hardware: Hardware,
     machine: str,
     longest: int | None = None,
 ) -> dict[str, Any]:
     """Return the order of layouts as JSON has it, for programs. longest: of how many layouts the
     longest row is worked out, beside the recipe's own; None: of all."""
     first = order.layouts[0]
-    layouts = []
+    hardware, layouts = first.hardware, []
     for place, one in enumerate(every):
         block = as_tree(in_recipe(recipe, one.way).parallel_config)
         looked = longest is None or place < longest or one.own
-        parts = {
-            name: sum(p.seconds - p.hidden for p in one.time.parts if p.name == name)
-            for name in dict.fromkeys(part.name for part in one.time.parts)
-        }
         layouts.append(
             {
                 "name": one.name,
@@ -181,13 +175,13 @@ def as_data(
                 "zero_stage": one.way.stage,
                 "micro_batch_size": one.way.rows,
                 "step_seconds": one.seconds,
-                "parts": parts,
+                "parts": one.time.by_part,
                 "memory_bytes": None if one.memory.unpredicted else one.memory.peak_bytes,
                 "fits": one.room,
                 "longest_row_tokens": one.longest_row if looked else None,
                 "tokens_per_second_per_rank": one.tokens_per_second_per_rank,
-                "mfu": one.mfu(hardware),
-                "tie": order.is_tie(one, hardware),
+                "mfu": one.mfu,
+                "tie": order.is_tie(one),
                 "why": None if one is first else one.why(first),
             }
         )
@@ -216,7 +210,8 @@ def _rows(sample: DrawnRows | None) -> dict[str, Any]:
     return {**found, "documents_per_row": sample.documents}
 
 
-def _seconds(value: float) -> str:
+def shown_seconds(value: float) -> str:
+    """Return seconds for a person; a dash for none."""
     return f"{value:.3g}" if value else "–"
 
 
@@ -264,7 +259,7 @@ def _switches(layouts: LayoutSet) -> str:
         each = [
             f"{_weights_of(layout)}: {as_size(int(moved))} in {seconds:.3g} s"
             for layout, (moved, seconds) in zip(
-                layouts.held_in_turn, layouts.transfers, strict=True
+                layouts.stored_in_turn, layouts.transfers, strict=True
             )
         ]
         return f"switches by moving weights and gradients, a rank receives: {', '.join(each)}"

@@ -11,8 +11,7 @@ from html import escape
 from uspft.commands.plan_pages import aligned
 from uspft.config.problems import counted
 from uspft.pipeline.simulator import Timed
-from uspft.planner.machine import Hardware
-from uspft.planner.memory import Memory, memory_of_ranks
+from uspft.planner.memory import memory_of_ranks
 from uspft.planner.rank import Ranked
 from uspft.planner.stages import timeline
 from uspft.planner.step import pipeline_costs
@@ -23,49 +22,34 @@ the second."""
 
 
 @dataclass(frozen=True)
-class RankTimeline:
-    """One of the ranks along a pipeline."""
-
-    timed: Sequence[Timed]
-    busy_seconds: float
-    tokens: int
-    """Of the stage inputs that it keeps at its peak."""
-    memory: Memory
-
-
-@dataclass(frozen=True)
 class PipelineTimeline:
     """The forwards and backwards of a step, or of its first micro-batches alone."""
 
-    ranks: tuple[RankTimeline, ...]
+    title: str
+    ranks: Sequence[tuple[Sequence[Timed], tuple[str, str, str]]]
+    """What each rank does when; and the share of the seconds in which it waits, the tokens of the
+    stage inputs that it keeps at its peak, and its peak in GiB."""
     seconds: float
     """Until the last backward of those that are drawn ends."""
-    micro_batches: int
-    """That are drawn."""
-    of: int
-    """Micro-batches of the step."""
-    virtual: int
-
-    def bubble(self, rank: int) -> float:
-        """Return the share of the seconds in which a rank waits."""
-        return 1 - self.ranks[rank].busy_seconds / self.seconds
 
 
-def timeline_of(one: Ranked, hardware: Hardware) -> PipelineTimeline:
+def timeline_of(one: Ranked) -> PipelineTimeline:
     """Return the timeline of a layout of several stages."""
-    step, way = one.step, one.way
-    layout, algorithm = way.layout, way.algorithm(step, hardware.ranks_per_host)
-    costs, _, _ = pipeline_costs(step, layout, algorithm, hardware)
+    step, layout, schedule = one.step, one.layout, one.way.schedule
+    algorithm = one.way.algorithm(step, one.hardware.ranks_per_host)
+    costs, _, _ = pipeline_costs(step, layout, algorithm, one.hardware)
     passes = step.passes(layout)
     few = min(passes, DRAWN * layout.pipeline)
-    found = timeline(costs, way.schedule, few)
-    held = memory_of_ranks(step.model, layout, step.row.length, options=one.options)
-    tokens = step.tokens(layout) / way.schedule.chunks
-    ranks = tuple(
-        RankTimeline(timed, busy, int(memory.stage_inputs * tokens), memory)
-        for timed, busy, memory in zip(found.ranks, found.busy, held, strict=True)
-    )
-    return PipelineTimeline(ranks, found.end, few, passes, way.schedule.virtual)
+    found = timeline(costs, schedule, few)
+    needs = memory_of_ranks(step.model, layout, step.row.length, options=one.options)
+    tokens, ranks = step.tokens(layout) / schedule.chunks, []
+    for timed, busy, memory in zip(found.ranks, found.busy, needs, strict=True):
+        gib = "–" if memory.unpredicted else f"{memory.peak_bytes / GIB:.3g}"
+        cells = f"{1 - busy / found.end:.0%}", f"{int(memory.stage_inputs * tokens):,}", gib
+        ranks.append((timed, cells))
+    first = f"the first {few} of " if few < passes else ""
+    many = counted(passes, "micro-batch", "es")
+    return PipelineTimeline(f"{one.name}: {first}{many}, {found.end:.3g} s", ranks, found.end)
 
 
 GIB = 1 << 30
@@ -82,13 +66,12 @@ _FORWARD, _BACKWARD = ("#2f6fb0", "#6ba3d6", "#a9cbe8"), ("#c8641e", "#e39a5f", 
 """Colours by virtual stage, the first darkest."""
 
 
-def in_characters(drawn: PipelineTimeline, name: str) -> str:
+def in_characters(drawn: PipelineTimeline) -> str:
     """Return a line for each rank: what it does when, how long it waits, what it holds."""
     rows = [["timeline", "", "bubble", "tokens", "GiB"]]
-    for number, rank in enumerate(drawn.ranks):
-        cells = [f"{drawn.bubble(number):.0%}", f"{rank.tokens:,}", _gib(drawn, number)]
-        rows.append([f"rank {number}", _line(rank.timed, drawn.seconds), *cells])
-    return "\n".join([f"timeline of {name}: {_span(drawn)}", aligned(rows), LEGEND])
+    for number, (timed, cells) in enumerate(drawn.ranks):
+        rows.append([f"rank {number}", _line(timed, drawn.seconds), *cells])
+    return "\n".join([f"timeline of {drawn.title}", aligned(rows), LEGEND])
 
 
 def _line(timed: Sequence[Timed], seconds: float) -> str:
@@ -101,42 +84,29 @@ def _line(timed: Sequence[Timed], seconds: float) -> str:
     return "".join(cells)
 
 
-def _span(drawn: PipelineTimeline) -> str:
-    first = f"the first {drawn.micro_batches} of " if drawn.micro_batches < drawn.of else ""
-    many = counted(drawn.of, "micro-batch", "es")
-    return f"{first}{many}, {drawn.seconds:.3g} s"
-
-
-def _gib(drawn: PipelineTimeline, rank: int) -> str:
-    memory = drawn.ranks[rank].memory
-    return "–" if memory.unpredicted else f"{memory.peak_bytes / GIB:.3g}"
-
-
-def as_picture(drawn: PipelineTimeline, name: str) -> str:
+def as_picture(drawn: PipelineTimeline) -> str:
     """Return the timeline of each rank as an SVG picture."""
     width, height = _LEFT + _DRAWN + _RIGHT, _TOP + _ROW * len(drawn.ranks) + 30
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="sans-serif" font-size="12">'
     )
-    return "\n".join([head, *_shapes(drawn, name, width, height), "</svg>"]) + "\n"
+    return "\n".join([head, *_shapes(drawn, width, height), "</svg>"]) + "\n"
 
 
-def _shapes(drawn: PipelineTimeline, name: str, width: int, height: int) -> Iterator[str]:
+def _shapes(drawn: PipelineTimeline, width: int, height: int) -> Iterator[str]:
     yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    title = f"{escape(name)}: {_span(drawn)}"
-    yield f'<text x="{_LEFT}" y="18" font-size="14">{title}</text>'
+    yield f'<text x="{_LEFT}" y="18" font-size="14">{escape(drawn.title)}</text>'
     heads = ("bubble", "tokens at peak", "GiB at peak")
     ends = (_LEFT + _DRAWN + 55, _LEFT + _DRAWN + 160, width - 10)
     for text, x in zip(heads, ends, strict=True):
         yield f'<text x="{x}" y="{_TOP - 8}" text-anchor="end">{text}</text>'
-    for number, rank in enumerate(drawn.ranks):
+    for number, (timed, cells) in enumerate(drawn.ranks):
         y = _TOP + number * _ROW
         yield f'<text x="10" y="{y + 19}">rank {number}</text>'
         yield f'<rect x="{_LEFT}" y="{y}" width="{_DRAWN}" height="{_ROW - 4}" fill="#ececec"/>'
-        for one in rank.timed:
+        for one in timed:
             yield from _action(one, drawn, y)
-        cells = (f"{drawn.bubble(number):.0%}", f"{rank.tokens:,}", _gib(drawn, number))
         for text, x in zip(cells, ends, strict=True):
             yield f'<text x="{x}" y="{y + 19}" text-anchor="end">{text}</text>'
     y = height - 10

@@ -240,7 +240,7 @@ def _numbers(one: Ranked) -> tuple[dict[str, float], dict[str, str]]:
     """Return what is predicted, and why the rest is not."""
     numbers, why_not = {"step_seconds": one.seconds}, {}
     numbers["tokens_per_second"] = one.tokens_per_second_per_rank * one.layout.ranks
-    if (mfu := one.mfu(one.hardware)) is None:
+    if (mfu := one.mfu) is None:
         why_not["mfu"] = "no maker says what the device's peak is"
     else:
         numbers["mfu"] = mfu

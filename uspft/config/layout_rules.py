@@ -17,15 +17,10 @@ from uspft.config.algorithms import (
     names,
 )
 from uspft.config.messages import as_written
-from uspft.config.problems import Finding, reads
+from uspft.config.problems import Finding
 from uspft.config.recipe import Degrees, ParallelBlock, Recipe
 from uspft.config.strategies import KEY, strategies_of, weights_move
 from uspft.config.types import Open
-
-
-def degrees(*keys: str) -> tuple[str, ...]:
-    """Return the keys of `parallel_config`, and those of every strategy, which stand in one."""
-    return (*(f"parallel_config.{key}" for key in keys), "parallel_config.strategies")
 
 
 def of_each_layout(
@@ -42,7 +37,6 @@ def of_each_layout(
     return rule
 
 
-@reads(*degrees("context_parallel", "context_parallel_algo", "tensor_parallel_algo"))
 @of_each_layout
 def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
     """Require the algorithm by which ranks share a row; on a mesh there is a default."""
@@ -56,7 +50,6 @@ COPIES = "fine_grain_interleave"
 """The option that `copies` checks, and not `own_options`."""
 
 
-@reads("parallel_config", "memory")
 def copies(recipe: Recipe) -> Iterator[Finding]:
     """Refuse `fine_grain_interleave` where it would hide no transfer, and beside what works on all
     of a rank's tokens at once."""
@@ -91,9 +84,6 @@ def copies(recipe: Recipe) -> Iterator[Finding]:
         yield "memory.mlp_tile_tokens", what, "write none"
 
 
-@reads(
-    *degrees("model_parallel", "use_seq_parallel", "tensor_parallel_algo", *sorted(MESH_OPTIONS))
-)
 @of_each_layout
 def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
     """Refuse keys of tensor parallelism that do not fit its algorithm and degree."""
@@ -125,16 +115,6 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
             yield f"{at}.{option}", what, "leave it out, or write model_parallel above 1"
 
 
-@reads(
-    *degrees(
-        "context_parallel",
-        "context_parallel_algo",
-        "ulysses_degree_in_cp",
-        "model_parallel",
-        "tensor_parallel_algo",
-        "tensor_mesh",
-    )
-)
 @of_each_layout
 def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
     """Require the Ulysses degree where nothing implies it, and that it divides a row's ranks."""
@@ -168,14 +148,6 @@ def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
         yield key, f"is {ulysses}, which does not divide {product}", fitting
 
 
-@reads(
-    *degrees(
-        "context_parallel_algo",
-        "tensor_parallel_algo",
-        *sorted(every_option(CONTEXT)),
-        *sorted(every_option(TENSOR)),
-    )
-)
 @of_each_layout
 def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
     """Refuse options that only other algorithms have, instead of dropping them."""
@@ -206,9 +178,6 @@ _WRONG: dict[str, tuple[object, str]] = {
 """Keys of ZeRO with the value that divided experts cannot have, and what DeepSpeed does there."""
 
 
-@reads(
-    "parallel_config.expert_parallel", "parallel_config.switching", "deepspeed.zero_optimization"
-)
 def experts(recipe: Recipe) -> Iterator[Finding]:
     """Refuse settings with which DeepSpeed's gradients of divided experts are wrong."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
@@ -281,7 +250,6 @@ def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
         yield "memory.gradient_checkpointing", what, "write true or false"
 
 
-@reads("parallel_config", "deepspeed.zero_optimization", "memory.gradient_checkpointing")
 def stages(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what cannot stand beside stages, and keys of stages where there is no pipeline."""
     parallel = recipe.parallel_config
@@ -366,11 +334,6 @@ def beside_stages(recipe: Recipe) -> list[Finding]:
     return found
 
 
-@reads(
-    "memory.gradient_checkpointing",
-    "parallel_config.pipeline_stage",
-    "parallel_config.pp_interleave_num",
-)
 def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     """Require as many numbers of checkpointed layers as there are stages, or one for all."""
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 COMMAND_LINE = "command line"
 MAX_SAID = 160
@@ -139,19 +138,3 @@ class Origins:
     def problem(self, key: str, what: str, remedy: str) -> Problem:
         """Return a finding as a Problem, with the place of its key."""
         return Problem(self.where(key), key, what, remedy)
-
-
-@dataclass(frozen=True)
-class KeyRule:
-    """A rule and the keys that it reads; where one of them is faulty, the rule is not asked."""
-
-    keys: tuple[str, ...]
-    check: Callable[[Any], Iterator[Finding]]
-
-    def __call__(self, recipe: Any) -> Iterator[Finding]:
-        return self.check(recipe)
-
-
-def reads(*keys: str) -> Callable[[Callable[[Any], Iterator[Finding]]], KeyRule]:
-    """Return what makes a check of a recipe a rule that reads these keys."""
-    return lambda check: KeyRule(keys, check)

@@ -1,11 +1,12 @@
 """Rules between keys that need no world size and no model.
 
-A rule is asked only where the keys that it reads are free of faults.
+What a rule finds is told only where the keys that it has read are free of faults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from typing import Any, cast
 
 from uspft.config.algorithms import AUTO
 from uspft.config.layout_rules import (
@@ -19,19 +20,63 @@ from uspft.config.layout_rules import (
     ulysses_degree,
 )
 from uspft.config.messages import as_written
-from uspft.config.problems import Finding, reads
+from uspft.config.problems import Finding, join
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import one_layout, rising, switchable
+from uspft.config.types import RecipeBlock
 
 
 def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
-    """Return what the rules find, without the rules that read a faulty key."""
-    return [
-        finding
-        for rule in RULES
-        if not any(touches(key, bad) for key in rule.keys for bad in faulty)
-        for finding in rule.check(recipe)
-    ]
+    """Return what the rules find by sound keys: where one of those that a rule has read is faulty,
+    what it finds from there on would only repeat that fault."""
+    found: list[Finding] = []
+    for rule in RULES:
+        read: set[str] = set()
+        for finding in rule(cast(Recipe, _Noted(recipe, "", read))):
+            if any(touches(key, bad) for key in read for bad in faulty):
+                break
+            found.append(finding)
+    return found
+
+
+class _Noted:
+    """A block of a recipe that notes the path of each key that a rule reads."""
+
+    def __init__(self, block: RecipeBlock, at: str, read: set[str]) -> None:
+        self._block, self._at, self._read = block, at, read
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(type(self._block), name, None)
+        if isinstance(own, property):  # it reads keys too
+            return own.fget(self)  # type: ignore[misc]
+        return _noted(getattr(self._block, name), join(self._at, name), self._read)
+
+
+class _NotedKeys(dict[str, Any]):
+    """A mapping that notes which of its keys are asked for, or itself where all are."""
+
+    def __init__(self, values: dict[str, Any], at: str, read: set[str]) -> None:
+        super().__init__(values)
+        self._at, self._read = at, read
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(join(self._at, key))
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.add(self._at)
+        return super().__iter__()
+
+
+def _noted(value: Any, key: str, read: set[str]) -> Any:
+    if isinstance(value, RecipeBlock):
+        return _Noted(value, key, read)
+    if isinstance(value, dict):
+        return _NotedKeys(value, key, read)
+    read.add(key)
+    if isinstance(value, tuple):
+        return tuple(_noted(one, f"{key}[{n}]", read) for n, one in enumerate(value))
+    return value
 
 
 def touches(key: str, bad: str) -> bool:
@@ -39,7 +84,6 @@ def touches(key: str, bad: str) -> bool:
     return key == bad or key.startswith(f"{bad}.") or bad.startswith((f"{key}.", f"{key}["))
 
 
-@reads("model.name_or_path", "model.config")
 def _one_model(recipe: Recipe) -> Iterator[Finding]:
     name, config = recipe.model.name_or_path, recipe.model.config
     if name is not None and config is not None:
@@ -50,7 +94,6 @@ def _one_model(recipe: Recipe) -> Iterator[Finding]:
         yield "model.name_or_path", what, "write a Hugging Face folder or hub id, or model.config"
 
 
-@reads("model.add_tokens", "model.adapter")
 def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
     tokens = recipe.model.add_tokens
     if tokens and recipe.model.adapter:
@@ -61,7 +104,6 @@ def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
             yield f"model.add_tokens[{number}]", f"`{token}` stands there twice", "write it once"
 
 
-@reads("training.steps", "training.epochs")
 def _one_length(recipe: Recipe) -> Iterator[Finding]:
     steps, epochs = recipe.training.steps, recipe.training.epochs
     if steps is not None and epochs is not None:
@@ -72,7 +114,6 @@ def _one_length(recipe: Recipe) -> Iterator[Finding]:
         yield "training.steps", what, "write one of them, such as steps: 1000"
 
 
-@reads("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps")
 def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
     ratio, steps = recipe.lr_schedule.warmup_ratio, recipe.lr_schedule.warmup_steps
     if ratio is not None and steps is not None:
@@ -83,7 +124,6 @@ def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
         yield "lr_schedule.warmup_ratio", what, "write 0.0 for no warm-up"
 
 
-@reads("lr_schedule.min_learning_rate", "lr_schedule.warmup_initial", "optimizer.learning_rate")
 def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
     peak = recipe.optimizer.learning_rate
     for key in ("min_learning_rate", "warmup_initial"):
@@ -97,7 +137,6 @@ _OF_SCHEDULE = {"cycles": "cosine_restarts", "power": "polynomial", "decay_ratio
 """Keys of `lr_schedule` that one of its types alone has."""
 
 
-@reads("lr_schedule")
 def _schedule(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what shapes another schedule, and a fall that begins inside the warm-up."""
     block = recipe.lr_schedule
@@ -112,7 +151,6 @@ def _schedule(recipe: Recipe) -> Iterator[Finding]:
         yield "lr_schedule.decay_ratio", what, "write shares of at most 1 together"
 
 
-@reads("training.stop_step", "training.steps")
 def _last_step(recipe: Recipe) -> Iterator[Finding]:
     stop, steps = recipe.training.stop_step, recipe.training.steps
     if stop is not None and steps is not None and stop > steps:
@@ -120,9 +158,6 @@ def _last_step(recipe: Recipe) -> Iterator[Finding]:
         yield "training.stop_step", what, f"write at most {steps:,}, or null"
 
 
-@reads(
-    "training.eval_every_steps", "training.eval_micro_batch_size", "data.eval", "data.eval_fraction"
-)
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.eval is not None and recipe.data.eval_fraction is not None:
         what = f"is {recipe.data.eval_fraction:g}, and data.eval names what is evaluated on"
@@ -134,7 +169,6 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
             yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
 
 
-@reads("launch.min_hosts", "launch.restarts")
 def _restarts(recipe: Recipe) -> Iterator[Finding]:
     """Refuse hosts to start again on where nothing starts again."""
     hosts = recipe.launch.min_hosts
@@ -143,13 +177,6 @@ def _restarts(recipe: Recipe) -> Iterator[Finding]:
         yield "launch.min_hosts", what, "write launch.restarts too, or null here"
 
 
-@reads(
-    "training.patience",
-    "checkpoint.keep_best",
-    "training.eval_every_steps",
-    "data.eval",
-    "data.eval_fraction",
-)
 def _least_loss(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what compares evaluations where there are none to compare."""
     for key, value, off in (
@@ -168,7 +195,6 @@ def _least_loss(recipe: Recipe) -> Iterator[Finding]:
             yield key, what, f"write training.eval_every_steps, such as 100, or {off} here"
 
 
-@reads("data.eval")
 def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
     titles: list[str] = []
     for number, source in enumerate(recipe.data.eval or ()):
@@ -181,7 +207,6 @@ def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
         titles.append(source.title)
 
 
-@reads("data.train")
 def _weights(recipe: Recipe) -> Iterator[Finding]:
     weights = [source.weight for source in recipe.data.train]
     if None in weights and any(weight is not None for weight in weights):
@@ -190,7 +215,6 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
         yield f"data.train[{number}].weight", what, "write one for each source, or for none"
 
 
-@reads("model.dtype", "model.attention", "launch.device")
 def _device(recipe: Recipe) -> Iterator[Finding]:
     if recipe.launch.device == "cpu":
         if recipe.model.attention.startswith("flash_attn"):
@@ -201,7 +225,6 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
         yield "model.attention", what, "write auto or torch, or dtype: bfloat16"
 
 
-@reads("memory.gradient_checkpointing", "memory.recompute", "memory.offload_activations")
 def _recomputed(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what asks for checkpointed layers where there are none."""
     memory = recipe.memory
@@ -214,7 +237,6 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
             yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
 
 
-@reads("memory.attention_heads", "memory.recompute")
 def _grouped(recipe: Recipe) -> Iterator[Finding]:
     """Refuse to remember what lies between exchanges of heads, where each group has its own."""
     memory = recipe.memory
@@ -224,7 +246,6 @@ def _grouped(recipe: Recipe) -> Iterator[Finding]:
         yield "memory.recompute", what, f"write {AUTO}, nothing or attention"
 
 
-@reads("memory.gradient_reduction", "model.dtype")
 def _reduced(recipe: Recipe) -> Iterator[Finding]:
     """Refuse to send gradients in a type that is not theirs."""
     if recipe.memory.gradient_reduction == "bfloat16" != recipe.model.dtype:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import as_written, shown
-from uspft.config.problems import Finding, reads
+from uspft.config.problems import Finding
 from uspft.config.recipe import Degrees, ParallelBlock, Recipe, Strategy
 from uspft.config.types import Open
 
@@ -75,7 +75,6 @@ def layouts_of(recipe: Recipe) -> list[Recipe]:
     return [under(recipe, number) for number in range(len(strategies_of(recipe)))] or [recipe]
 
 
-@reads("parallel_config.strategies", "data.sequence_length")
 def rising(recipe: Recipe) -> Iterator[Finding]:
     """Require that lengths rise up to `sequence_length`, so that each row has one strategy."""
     if recipe.parallel_config.strategies == ():
@@ -103,7 +102,6 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
         yield f"{KEY}[{number}].max_length", what, f"write {most} for the longest rows"
 
 
-@reads("parallel_config")
 def one_layout(recipe: Recipe) -> Iterator[Finding]:
     """Refuse degrees beside `strategies` that are not those of the longest rows, and `switching`
     where there are no strategies."""
@@ -138,9 +136,6 @@ def _open(*values: object) -> bool:
     return AUTO in values or None in values or any(isinstance(one, Open) for one in values)
 
 
-@reads(
-    "parallel_config.strategies", "deepspeed.zero_optimization.stage", "memory.gradient_reduction"
-)
 def switchable(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what a step under several layouts cannot do."""
     if recipe.parallel_config.strategies is None:
@@ -207,13 +202,6 @@ def _not_nested(key: str, one: Strategy, there: str) -> Finding:
 def _movable(recipe: Recipe) -> Iterator[Finding]:
     """Where weights move, uspft itself shards the optimizer as ZeRO-1 does, so DeepSpeed's ZeRO
     settings have nothing to act on."""
-    zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
-    if (stage := zero.get("stage", 1)) > 1:
-        what = f"is {stage}, and with switching: move weights belong to owners, as in stage 1"
-        yield f"{key}.stage", what, "write 1, or switching: in_place"
-    for name in sorted(set(zero) - {"stage"}):
-        what = "is set, and with switching: move DeepSpeed's ZeRO does not run"
-        yield f"{key}.{name}", what, "leave it out, or write switching: in_place"
     if recipe.memory.gradient_reduction != "float32":
         what = "is bfloat16, and with switching: move gradients go to their owners in float32"
         yield "memory.gradient_reduction", what, "write float32, or switching: in_place"
@@ -232,3 +220,10 @@ def _movable(recipe: Recipe) -> Iterator[Finding]:
         if tokens.setdefault(degree, splits) != splits:
             what = f"is {shown(splits)}, and another strategy with model_parallel {degree} has not"
             yield f"{KEY}[{number}].use_seq_parallel", what, "write the same in both"
+    zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
+    if (stage := zero.get("stage", 1)) > 1:
+        what = f"is {stage}, and with switching: move weights belong to owners, as in stage 1"
+        yield f"{key}.stage", what, "write 1, or switching: in_place"
+    for name in sorted(set(zero) - {"stage"}):
+        what = "is set, and with switching: move DeepSpeed's ZeRO does not run"
+        yield f"{key}.{name}", what, "leave it out, or write switching: in_place"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import cast
 
 from uspft.families import NO_KEYS, ModelShape, StateSizes, state_sizes
 from uspft.layout import Layout
@@ -19,6 +19,7 @@ from uspft.planner.attention_work import (
     DrawnRows,
     attention_of_row,
     attention_of_sample,
+    each_way,
     in_chunks,
     in_groups,
     is_whole,
@@ -27,7 +28,7 @@ from uspft.planner.machine import Hardware, Spread
 from uspft.planner.stages import cut_by_flops
 from uspft.planner.step_shape import StepPart, StepShape
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
+from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.traffic import state_cost
 
@@ -93,7 +94,7 @@ def attention_one_way(
     gradients of these that go home after it. Heads are exchanged before and after, and nothing
     hides that.
     """
-    work = _attention_work(step, layout, algorithm, window)
+    work = _work(step, layout, algorithm, window)
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
     shares = split_heads(heads.query, heads.kv, layout.ulysses).query
     most = max(last - first for first, last in shares)
@@ -110,7 +111,7 @@ def attention_one_way(
     return [StepPart("attention", computed + beside), *moved.values()]
 
 
-def _attention_work(
+def _work(
     step: StepShape, layout: Layout, algorithm: Algorithm, window: int | None
 ) -> AttentionWork:
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
@@ -153,13 +154,6 @@ BACKWARD_WORK = 3
 """Forwards' worth of a backward, which makes the graph of each fragment again."""
 
 
-class StateWork(NamedTuple):
-    """What the busiest ranks of one layer with a state send for one row, each way."""
-
-    forward: Cost
-    backward: Cost
-
-
 def state_parts(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> Iterator[StepPart]:
@@ -177,12 +171,9 @@ def state_parts(
     summary = SUMMARY_WORK if layout.ring > 1 else 0.0
     rule = (again.keys * (1 + summary) + BACKWARD_WORK) * one
     yield StepPart("states", layers * rule)
-    work = _work(step, algorithm, mine)
+    forward, backward = _state_work(step, algorithm, mine)
     spread = Spread.of(layout, ("ulysses", "ring"), hardware.ranks_per_host)
-    for cost, heads, keys in (
-        (work.forward, again.heads, again.keys),
-        (work.backward, 1, 1),
-    ):
+    for cost, heads, keys in ((forward, again.heads, again.keys), (backward, 1, 1)):
         sent = step.rows * cost.state.bytes
         seconds = hardware.messages_seconds(sent, cost.state.messages, spread, to_next=False)
         yield StepPart("states", seconds, bytes=sent).times(layers * keys)
@@ -199,7 +190,7 @@ def _rule_seconds(step: StepShape, sizes: StateSizes, heads: float, hardware: Ha
     return hardware.product_seconds(heads, key, width, step.element_bytes)
 
 
-def _work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> StateWork:
+def _state_work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> tuple[Cost, Cost]:
     frozen, of = cast("Hashable", algorithm), (sizes, step.element_bytes, step.attention.at_once)
     if step.sample is None and (step.dealt or is_whole(step.row, None)):
         return state_work(frozen, step.row, *of)
@@ -208,10 +199,11 @@ def _work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> StateWork
         return whole
     # A document of a share of the row meets so many of the ring's ranks.
     others = 2 * algorithm.ring * step.sample.longest_share / (algorithm.ring - 1)
-    return StateWork(*(_less(cost, min(1.0, others)) for cost in whole))
+    forward, backward = (_some(cost, min(1.0, others)) for cost in whole)
+    return forward, backward
 
 
-def _less(cost: Cost, share: float) -> Cost:
+def _some(cost: Cost, share: float) -> Cost:
     moved = Traffic(round(share * cost.state.bytes), round(share * cost.state.messages))
     return Cost(cost.all_to_all, state=moved)
 
@@ -223,21 +215,14 @@ def state_work(
     sizes: StateSizes,
     element_bytes: int,
     at_once: int | None = None,
-) -> StateWork:
+) -> tuple[Cost, Cost]:
     """Return what one layer with a state sends for a row. frozen: the algorithm, a dataclass.
     at_once: as of Forwards."""
     algorithm = cast("Algorithm", frozen)
     order = algorithm.token_order(row)
-    once, again = (
-        state_cost(row, order, algorithm.ulysses, sizes, element_bytes, Forwards(n, n, at_once), n)
-        for n in (1, 2)
+    return each_way(
+        lambda often: state_cost(
+            row, order, algorithm.ulysses, sizes, element_bytes, often, often.keys
+        ),
+        at_once,
     )
-
-    def less(a: Traffic, b: Traffic) -> Traffic:
-        return Traffic(a.bytes - b.bytes, a.messages - b.messages)
-
-    def both(a: Cost, b: Cost) -> Cost:
-        return Cost(less(a.all_to_all, b.all_to_all), state=less(a.state, b.state))
-
-    forward = both(again, once)
-    return StateWork(forward, both(once, forward))

@@ -9,7 +9,7 @@ deals nothing out but a few rows to a few ranks; dealing out a packed row is its
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, cast
@@ -182,12 +182,8 @@ def in_chunks(work: AttentionWork, chunks: int, brought: float) -> AttentionWork
     how often keys come."""
 
     def cost(whole: Cost) -> Cost:
-        ring, gather = (
-            Traffic(round(brought * one.bytes), chunks * one.messages)
-            for one in (whole.ring, whole.gather)
-        )
         heads = whole.all_to_all._replace(messages=chunks * whole.all_to_all.messages)
-        return Cost(heads, ring, gather, chunks * whole.arrivals)
+        return _in_turns(whole, heads, brought, chunks)
 
     return replace(work, forward=cost(work.forward), backward=cost(work.backward))
 
@@ -199,19 +195,42 @@ def in_groups(
 
     token_bytes: of one element of all of a rank's tokens. at_once: query heads of a KV head.
     """
-    ulysses = algorithm.ulysses
-    together, turns = in_turns(heads, ulysses, at_once)
-    share = together * turns / widest_kv(heads, ulysses)
-    there, back = _exchanged(heads, ulysses, token_bytes, at_once)
+    together, turns = in_turns(heads, algorithm.ulysses, at_once)
+    share = together * turns / widest_kv(heads, algorithm.ulysses)
+    there, back = _exchanged(heads, algorithm.ulysses, token_bytes, at_once)
+    return replace(
+        work,
+        forward=_in_turns(work.forward, there, share, turns),
+        backward=_in_turns(work.backward, back, share, turns),
+    )
 
-    def cost(exchanged: Traffic, plain: Cost) -> Cost:
-        ring, gather = (
-            Traffic(round(share * one.bytes), turns * one.messages)
-            for one in (plain.ring, plain.gather)
-        )
-        return Cost(exchanged, ring, gather, turns * plain.arrivals)
 
-    return replace(work, forward=cost(there, work.forward), backward=cost(back, work.backward))
+def _in_turns(plain: Cost, heads: Traffic, share: float, turns: int) -> Cost:
+    """Return what is sent where keys and values come in so many turns, the share of them in all."""
+    ring, gather = (
+        Traffic(round(share * one.bytes), turns * one.messages)
+        for one in (plain.ring, plain.gather)
+    )
+    return Cost(heads, ring, gather, turns * plain.arrivals)
+
+
+def each_way(cost: Callable[[Forwards], Cost], at_once: int | None = None) -> tuple[Cost, Cost]:
+    """Return what a layer sends in one forward, and in its backward.
+
+    cost: what it sends in all, so many forwards among it. at_once: as of Forwards.
+    """
+    once, again = (cost(Forwards(n, n, at_once)) for n in (1, 2))
+    forward = _more(again, once)
+    return forward, _more(once, forward)
+
+
+def _more(cost: Cost, than: Cost) -> Cost:
+    def more(kind: str) -> Traffic:
+        (a, b), (c, d) = getattr(cost, kind), getattr(than, kind)
+        return Traffic(a - c, b - d)
+
+    parts = more("all_to_all"), more("ring"), more("gather")
+    return Cost(*parts, arrivals=than.arrivals, state=more("state"))
 
 
 class _Moved(NamedTuple):
@@ -266,11 +285,10 @@ def _exchanged(
     arguments are those of in_groups; at_once: None for all heads."""
     if ulysses == 1:
         return Traffic(), Traffic()
-    once, again = (
-        heads_traffic(heads, ulysses, token_bytes, 1, Forwards(n, n, at_once)) for n in (1, 2)
+    there, back = each_way(
+        lambda often: Cost(heads_traffic(heads, ulysses, token_bytes, 1, often)), at_once
     )
-    there = Traffic(again.bytes - once.bytes, again.messages - once.messages)
-    return there, Traffic(once.bytes - there.bytes, once.messages - there.messages)
+    return there.all_to_all, back.all_to_all
 
 
 def _drawn_out(
@@ -374,30 +392,14 @@ def _dealt(
     algorithm: Algorithm, row: Segments, heads: Heads, element_bytes: int, window: int | None
 ) -> AttentionWork:
     shares = everyones(row, algorithm.token_order(row), algorithm.ulysses, window)
-    once, again = (
-        algorithm.cost(row, heads, element_bytes, window, Forwards(n, n)) for n in (1, 2)
-    )
-
-    def less(a: Traffic, b: Traffic) -> Traffic:
-        return Traffic(a.bytes - b.bytes, a.messages - b.messages)
-
-    forward = Cost(
-        less(again.all_to_all, once.all_to_all),
-        less(again.ring, once.ring),
-        less(again.gather, once.gather),
-        once.arrivals,
-    )
-    backward = Cost(
-        less(once.all_to_all, forward.all_to_all),
-        less(once.ring, forward.ring),
-        less(once.gather, forward.gather),
-        once.arrivals,
+    forward, backward = each_way(
+        lambda often: algorithm.cost(row, heads, element_bytes, window, often)
     )
     pairs = max(share.area for share in shares)
-    return AttentionWork(pairs, _joined(shares, once), forward, backward)
+    return AttentionWork(pairs, _joined(shares, forward.arrivals), forward, backward)
 
 
-def _joined(shares: Sequence[Share], cost: Cost) -> float:
+def _joined(shares: Sequence[Share], arrivals: int) -> float:
     """Return how many queries of a ring rank are joined with what arrives.
 
     One that sees keys of another rank is, once in each of the steps in which these come.
@@ -407,4 +409,4 @@ def _joined(shares: Sequence[Share], cost: Cost) -> float:
         others = (blocks for j, blocks in enumerate(share.blocks) if j != share.ring_index)
         met += sum(block.q1 - block.q0 for blocks in others for block in blocks)
     others_met = max(1, len(shares) - 1)
-    return met / len(shares) * cost.arrivals / others_met
+    return met / len(shares) * arrivals / others_met

@@ -56,6 +56,8 @@ class LayerSizes:
     recompute: str | None = None
     """What of attention is made again; None where the layer is not checkpointed."""
     offloads: bool = False
+    copies: int = 1
+    """Of a rank's tokens, which blocks take by turns."""
     first: bool = False
     """Whether there is no layer below, whose input comes from the host."""
     some_heads: bool = False

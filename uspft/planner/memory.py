@@ -78,6 +78,8 @@ class Options:
     exchange_stages: int = 0
     """Of an exchange; 0 for auto."""
     use_seq_parallel: bool = False
+    copies: int = 1
+    """Of a rank's tokens, which blocks of split matrices take by turns."""
     micro_batch: int = 1
     """Rows of a rank in one forward."""
     dtype: str = "bfloat16"
@@ -179,6 +181,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         algorithm=row_of(parallel.context_parallel_algo, layout.context),
         exchange_stages=number(parallel.exchange_stages) or 0,
         use_seq_parallel=bool(parallel.use_seq_parallel),
+        copies=parallel.fine_grain_interleave,
         micro_batch=recipe.training.micro_batch_size,
         dtype=model.dtype,
         zero_stage=int(zero.get("stage", 1)),
@@ -457,6 +460,7 @@ def _layers(
                 at_once=options.at_once,
                 recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
+                copies=options.copies if layout.mesh_columns > 1 and not layout.is_mesh else 1,
             )
         found.append(known[key])
     return found

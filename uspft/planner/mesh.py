@@ -48,18 +48,19 @@ class Slice(NamedTuple):
     product: float
 
 
-class FlowTime(NamedTuple):
-    """The seconds of a flow: its transfers, its products, and both beside one another."""
+class MeshPart(NamedTuple):
+    """Something that a mesh computes or moves: in one flow of a product, or as often as one forward
+    and backward do."""
 
+    name: str
     moved: float
-    computed: float
-    seconds: float
-    bytes: float
+    computed: float = 0.0
+    hidden: float = 0.0
+    bytes: float = 0.0
 
     @property
-    def hidden(self) -> float:
-        """The seconds in which it moves and computes at the same time."""
-        return self.moved + self.computed - self.seconds
+    def seconds(self) -> float:
+        return self.moved + self.computed - self.hidden
 
 
 def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
@@ -121,7 +122,7 @@ class MeshProduct:
 
     def times(
         self, tokens: float, slices: int, layout: Layout, hardware: Hardware, element_bytes: int
-    ) -> list[FlowTime]:
+    ) -> list[MeshPart]:
         """Return the times of its flows: forward, of the input's gradient, of the weight's.
 
         tokens: those of a mesh row. What flows share counts once. Each of several slices is cut
@@ -160,7 +161,9 @@ class MeshProduct:
             moved = slices * (one.along_row + one.along_column)
             both = flow_seconds(flow, one, slices, shared=shared)
             crosses = (in_row.ranks > 1) * row_bytes + (in_column.ranks > 1) * column_bytes
-            found.append(FlowTime(moved, slices * one.product, both, slices * crosses))
+            hidden = moved + slices * one.product - both
+            whole = moved, slices * one.product, hidden, slices * crosses
+            found.append(MeshPart(self.name, *whole))
         return found
 
     def legal_slices(self, rows: int, columns: int, tokens: int = 0) -> list[int]:
@@ -216,20 +219,6 @@ def flow_sides(flow: Flow, down: float, sliced: float, across: float) -> tuple[f
 NORMS, NUMBER_BYTES, LOSS_SUMS = 2, 4, 3
 """A layer has so many norms; each sums a float32 number a token over the mesh columns, forward and
 backward. The loss makes so many such sums."""
-
-
-class MeshPart(NamedTuple):
-    """Something that a mesh computes or moves, as often as one forward and backward do."""
-
-    name: str
-    moved: float
-    computed: float = 0.0
-    hidden: float = 0.0
-    bytes: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.moved + self.computed - self.hidden
 
 
 def mesh_parts(

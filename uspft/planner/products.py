@@ -193,7 +193,7 @@ def head_projection(shape: ModelShape) -> ProductShape:
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
-class HeldParameters(NamedTuple):
+class StoredParameters(NamedTuple):
     """How many parameters a tensor rank holds of some layers, and outside of them."""
 
     outside: int
@@ -206,21 +206,21 @@ class HeldParameters(NamedTuple):
 
 def parameters_of(
     shape: ModelShape, tensor: int = 1, layers: Sequence[int] | None = None
-) -> HeldParameters:
+) -> StoredParameters:
     """Return how many parameters a tensor rank holds; of layers of these numbers, or of all.
 
     Biases are left out, and what a layer with a state has beside projections.
     """
     head, every = head_projection(shape).on(tensor).parameters, layer_blocks(shape)
     mine = every if layers is None else [every[number] for number in layers]
-    held = experts = 0
+    stored = experts = 0
     for projections, count in projections_of_layers(shape, mine):
         each = [(one.copies > 1, one.on(tensor).parameters) for one in projections]
-        held += count * (sum(size for _, size in each) + 2 * shape.hidden_size)
+        stored += count * (sum(size for _, size in each) + 2 * shape.hidden_size)
         experts += count * sum(size for divided, size in each if divided)
     routed = sum(blocks.experts for blocks in mine)
     outside = sum(one.parameters for one in outside_modules(shape).values()) + shape.hidden_size
-    return HeldParameters(head * (1 if shape.tied else 2) + outside, held, experts, routed)
+    return StoredParameters(head * (1 if shape.tied else 2) + outside, stored, experts, routed)
 
 
 def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:

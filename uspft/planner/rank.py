@@ -151,18 +151,19 @@ class Ranked:
         """Tokens per second and rank; padding is counted, and a row is counted once."""
         return self.step.step_rows * self.step.row.length / (self.seconds * self.layout.ranks)
 
-    def mfu(self, hardware: Hardware) -> float | None:
-        """Return the MFU of metrics.jsonl, or None where no maker says what the peak is."""
-        if hardware.device is None:
+    @property
+    def mfu(self) -> float | None:
+        """The MFU of metrics.jsonl, or None where no maker says what the peak is."""
+        if self.hardware.device is None:
             return None
         flops = price.model_flops(self.step)
-        return flops / (self.seconds * hardware.peak * self.layout.ranks)
+        return flops / (self.seconds * self.hardware.peak * self.layout.ranks)
 
     def loses_by(self, first: Ranked) -> dict[str, float]:
         """Return by how many seconds each part differs from another layout's, the largest losses
         first; hidden seconds are not counted."""
-        names = dict.fromkeys(part.name for one in (self, first) for part in one.time.parts)
-        apart = {name: _waits(self.time, name) - _waits(first.time, name) for name in names}
+        mine, other = self.time.by_part, first.time.by_part
+        apart = {name: mine.get(name, 0.0) - other.get(name, 0.0) for name in mine | other}
         return dict(sorted(apart.items(), key=lambda item: -item[1]))
 
     def why(self, first: Ranked) -> str:
@@ -172,10 +173,6 @@ class Ranked:
         worst = sorted(named, key=lambda item: -abs(item[1]))[:SAID]
         found = [f"{name.replace('_', '-')} {by:+.2g} s" for name, by in worst]
         return ", ".join(["does not fit"] * (self.room is False) + found)
-
-
-def _waits(time: StepTime, name: str) -> float:
-    return sum(part.seconds - part.hidden for part in time.parts if part.name == name)
 
 
 @dataclass(frozen=True)
@@ -188,10 +185,10 @@ class Ranking:
     """The recipe's."""
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def is_tie(self, one: Ranked, hardware: Hardware) -> bool:
-        """Tell whether a machine's error does not tell a layout from the first."""
+    def is_tie(self, one: Ranked) -> bool:
+        """Tell whether the machine's error does not tell a layout from the first."""
         first = self.layouts[0]
-        most = (1 + hardware.error(first.layout.ranks)) * first.seconds
+        most = (1 + first.hardware.error(first.layout.ranks)) * first.seconds
         return one.room == first.room and one.seconds <= most
 
 
@@ -403,8 +400,8 @@ class Needs:
             use_seq_parallel=False,
             slices=(),
         )
-        held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        if (key := (*held, options.several(layout), plain)) not in self._states:
+        degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
+        if (key := (*degrees, options.several(layout), plain)) not in self._states:
             self._states[key] = state_in(self._model, layout, options)
         return self._states[key]
 

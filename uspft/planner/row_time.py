@@ -12,9 +12,8 @@ from uspft.job import ChunkPrices
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.machine import Hardware
-from uspft.planner.step import forward_and_backward
+from uspft.planner.step import forward_and_backward, hidden_behind, zero_in_each_pass
 from uspft.planner.step_shape import StepPart, StepShape
-from uspft.planner.zero_time import hidden_behind, zero_in_each_pass
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
 from uspft.sequence.rows.spans import pairs
@@ -51,14 +50,14 @@ def row_time(
 
 
 def micro_step_seconds(
-    step: StepShape, held: Layout, hardware: Hardware, behind: float = 0.0
+    step: StepShape, stored: Layout, hardware: Hardware, behind: float = 0.0
 ) -> float:
     """Return the seconds that ZeRO takes in each forward and backward of all ranks.
 
-    held: the layout of what ranks hold of the parameters. behind: seconds of products that hide
+    stored: the layout in which ranks store the parameters. behind: seconds of products that hide
     transfers under overlap_comm.
     """
-    return _seconds([*hidden_behind(step, zero_in_each_pass(step, held, hardware), behind)])
+    return _seconds([*hidden_behind(step, zero_in_each_pass(step, stored, hardware), behind)])
 
 
 def _seconds(parts: list[StepPart]) -> float:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from uspft.families import NO_KEYS, Blocks
-from uspft.layout import COPIES, EXPERTS, Layout
+from uspft.layout import ALIKE, COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.attention_step import attention_parts, state_parts
@@ -40,16 +40,10 @@ from uspft.planner.stages import (
     estimated,
     links_of,
     message_bytes,
+    stage_layers,
     stages_of,
 )
 from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime
-from uspft.planner.zero_time import (
-    HeldBytes,
-    held_bytes,
-    hidden_behind,
-    zero_in_each_pass,
-    zero_once,
-)
 from uspft.sequence import Algorithm
 
 Priced = TypeVar("Priced")
@@ -280,13 +274,13 @@ def _pipeline_time(
     """Return what a step of a pipeline takes: the parts of the rank that has most to do, what it
     waits for, and once a step what the rank with most parameters does."""
     passes = step.passes(layout)
-    costs, most, held = pipeline_costs(step, layout, algorithm, hardware, memo)
+    costs, most, stored = pipeline_costs(step, layout, algorithm, hardware, memo)
     waits = waits_of(costs, step.schedule, passes)
     sent = 2 * passes * costs.virtual
     seconds = max(sent * max(costs.links), waits.messages)
     messages = sent * message_bytes(step, layout)
     behind = sum(part.seconds for part in most if part.name in HIDING)
-    summed, *others = zero_once(step, layout, hardware, held)
+    summed, *others = zero_once(step, layout, hardware, stored)
     return StepTime(
         (
             *(part.times(passes) for part in most),
@@ -304,7 +298,7 @@ def pipeline_costs(
     algorithm: Algorithm,
     hardware: Hardware,
     memo: Memo | None = None,
-) -> tuple[PipelineCosts, list[StepPart], HeldBytes]:
+) -> tuple[PipelineCosts, list[StepPart], StoredBytes]:
     """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
     do, and what the rank holds that has most parameters.
 
@@ -315,16 +309,16 @@ def pipeline_costs(
     stages = dealt_stages(step, layout, step.recompute, memo)
     one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, step.layers))
-    ranks = dict[_LayersOfRank, tuple[list[StepPart], HeldBytes]]()
+    ranks = dict[_LayersOfRank, tuple[list[StepPart], StoredBytes]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
         parts = [part.times(n) for layer, n in kind.layers for part in one_of[layer]]
         parts += outside * kind.last
-        held = _once(
+        stored = _once(
             memo,
             (
-                "held",
+                "stored",
                 layout.mesh_rows,
                 layout.mesh_columns,
                 layout.experts,
@@ -332,13 +326,13 @@ def pipeline_costs(
                 rank,
                 step.gradient_bytes,
             ),
-            partial(held_bytes, step, layout, stages, rank),
+            partial(stored_bytes, step, layout, stages, rank),
         )
         behind = sum(part.seconds for part in parts if part.name in HIDING)
-        moved = zero_in_each_pass(step, layout, hardware, held)
+        moved = zero_in_each_pass(step, layout, hardware, stored)
         soon = hidden_behind(step, [one for one in moved if one.name != "weights"], behind)
         parts += [*soon, *(one for one in moved if one.name == "weights")]
-        ranks[kind] = parts, held
+        ranks[kind] = parts, stored
     of_layer = {layer: _seconds(parts) for layer, parts in one_of.items()}
     plain = [sum(of_layer[layer] * n for layer, n in layers) for layers in by_stage]
     plain[-1] += _seconds(outside)
@@ -353,7 +347,7 @@ def pipeline_costs(
         stages.ranks,
     )
     most = ranks[by_rank[whole.index(max(whole))]][0]
-    return costs, most, max((held for _, held in ranks.values()), key=lambda one: one.gradients)
+    return costs, most, max((stored for _, stored in ranks.values()), key=lambda one: one.gradients)
 
 
 def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
@@ -409,8 +403,8 @@ def least_seconds(
         lambda: sum(_seconds(one_of[layer]) for layer in step.layers) + _seconds(outside),
     )
     if step.stage == 3:  # nothing hides what fetches the weights
-        held = parameters_of(step.model, layout.mesh_columns)
-        every = held.layers / layout.mesh_rows - (layout.experts > 1) * held.experts
+        stored = parameters_of(step.model, layout.mesh_columns)
+        every = stored.layers / layout.mesh_rows - (layout.experts > 1) * stored.experts
         layer = every / step.model.layers
         spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
         fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
@@ -474,3 +468,112 @@ def _apart(
 
 def _seconds(parts: Sequence[StepPart]) -> float:
     return sum(part.seconds - part.hidden for part in parts)
+
+
+UPDATE_BYTES = 30
+"""AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
+the weight to 16 bits."""
+
+
+class StoredBytes(NamedTuple):
+    """What a rank's layout gives it of the model, before ZeRO divides it."""
+
+    gradients: float
+    weights: float
+    pieces: int
+    """In which it is gathered and summed: layers, and what is outside of them."""
+    experts: StoredBytes | None = None
+    """The experts that are here, which are then not among the rest, where ranks divide them."""
+
+    def over(self, layout: Layout, hardware: Hardware) -> Iterator[tuple[StoredBytes, Spread]]:
+        """Yield the rest, and experts, each with the ranks that hold the same of it."""
+        yield self, Spread.of(layout, COPIES, hardware.ranks_per_host)
+        if self.experts:
+            yield self.experts, Spread.of(layout, ALIKE, hardware.ranks_per_host)
+
+
+def zero_in_each_pass(
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredBytes | None = None
+) -> list[StepPart]:
+    """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
+
+    Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
+    gathers each layer's weights forward and backward, and reduce-scatters its gradients. stored: by
+    a rank of a pipeline; None: all layers.
+    """
+    found = []
+    for own, spread in (stored or stored_bytes(step, layout)).over(layout, hardware):
+        gradients, weights, pieces, _ = own
+        if spread.ranks == 1 or step.stage < 2:
+            continue
+        if step.stage == 2:
+            summed = hardware.collective_seconds("all_reduce", gradients, spread)
+            found.append(StepPart("gradients", summed, bytes=gradients))
+            continue
+        summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
+        gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
+        found.append(StepPart("gradients", pieces * summed, bytes=gradients))
+        found.append(StepPart("weights", 2 * pieces * gathered, bytes=2 * weights))
+    return found
+
+
+def zero_once(
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredBytes | None = None
+) -> list[StepPart]:
+    """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
+
+    These are the update, and at stages 1 and 2 the gathering of the new weights. stored: by a
+    rank of a pipeline; None: all layers.
+    """
+    summed = update = StepPart("gradients", 0.0)
+    gathered = []
+    for own, spread in (stored or stored_bytes(step, layout)).over(layout, hardware):
+        mine = own.gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
+        if spread.ranks > 1 and step.stage < 2:
+            kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
+            seconds = hardware.collective_seconds(kind, own.gradients, spread)
+            summed = summed.plus(StepPart("gradients", seconds, bytes=own.gradients))
+        update = update.plus(StepPart("update", hardware.memory_seconds(UPDATE_BYTES * mine)))
+        if spread.ranks > 1 and step.stage in (1, 2):
+            new = own.weights * step.trained
+            seconds = hardware.collective_seconds("all_gather", new, spread)
+            gathered.append(StepPart("weights", seconds, bytes=new))
+    return [summed, update, *gathered]
+
+
+def stored_bytes(
+    step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
+) -> StoredBytes:
+    """Return what a rank holds of the gradients and the weights.
+
+    place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
+    which has no gradient of its own where it is a copy of the embedding.
+    """
+    model, mine = step.model, stage_layers(stages, place) if stages else None
+    every = parameters_of(model, layout.mesh_columns, mine and mine.layers)
+    layers, outside, copied = len(mine.layers) if mine else model.layers, every.outside, 0
+    if mine:
+        table = head_projection(model).on(layout.mesh_columns).parameters
+        outside = mine.first * table + mine.last * (table + model.hidden_size)
+        copied = mine.last * model.tied * table
+    divided = every.experts if layout.experts > 1 else 0
+    rest = outside + every.layers - divided
+    whole, own = ((rest - less) / layout.mesh_rows for less in (0, copied))
+
+    def stored(weights: float, trained: float, pieces: int) -> StoredBytes:
+        gradients = step.gradient_bytes * trained * step.trained
+        return StoredBytes(gradients, step.element_bytes * weights, pieces)
+
+    found = stored(whole, own, layers + bool(outside))
+    here, pieces = divided / layout.experts, every.with_experts
+    return found._replace(experts=stored(here, here, pieces)) if divided else found
+
+
+def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:
+    """Yield ZeRO's transfers with what passes behind so many seconds of products: under
+    overlap_comm all of each but one layer's."""
+    pieces = step.model.layers + 1
+    for part in parts:
+        hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.hides else 0.0
+        behind -= hidden
+        yield part._replace(hidden=hidden)

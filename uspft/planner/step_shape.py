@@ -57,6 +57,14 @@ class StepTime:
     def bytes_of(self, *names: str) -> float:
         return sum(part.bytes for part in self.parts if part.name in names)
 
+    @property
+    def by_part(self) -> dict[str, float]:
+        """The seconds of the parts of each name, hidden ones not counted."""
+        return {
+            name: sum(part.seconds - part.hidden for part in self.parts if part.name == name)
+            for name in dict.fromkeys(part.name for part in self.parts)
+        }
+
 
 class StepLayer(NamedTuple):
     """What tells a layer's time from another's."""

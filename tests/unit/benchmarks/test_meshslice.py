@@ -21,6 +21,7 @@ from benchmarks.meshslice.simulate import (
     predicted,
     sliced,
     slices_on,
+    waited,
 )
 from benchmarks.meshslice.torus import Torus
 from uspft.planner.mesh import MeshPart, Stationary
@@ -117,6 +118,25 @@ def test_the_tuners_slices_are_nearly_the_best_of_the_simulation() -> None:
         ]
         assert sum(tuned.by_flow[own]) < 1.01 * min(every), product.name
         assert max(every) > 1.3 * min(every)
+
+
+def test_what_no_product_hides_is_told_by_kind() -> None:
+    """Collective launches a gather before a product and a scatter after it; its flows follow one
+    another: of each product one that only gathers, and two that do both."""
+    run = replace(Run.weak(GPT_3, 16), memory=math.inf)
+    found = baseline(run, "Collective", (4, 4))
+    assert found
+    kinds = waited(run, "Collective", found)
+    assert kinds["launches"] == pytest.approx(4 * (13e-6 + 2 * (13e-6 + 26e-6)))
+    assert kinds["synchronisation"] == pytest.approx(4 * 5 * 3 * 5e-6)
+    assert kinds["memory"] == pytest.approx(0.0, abs=1e-9)
+    assert sum(kinds.values()) == pytest.approx(found.seconds - run.ideal_seconds)
+    best = chosen(run)
+    less = waited(run, "MeshSlice", best)
+    assert sum(less.values()) == pytest.approx(best.seconds - run.ideal_seconds)
+    assert less["transfers"] < kinds["transfers"] / 2
+    panels = baseline(run, "SUMMA")
+    assert panels and waited(run, "SUMMA", panels)["synchronisation"] > kinds["synchronisation"]
 
 
 def test_the_simulation_calls_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:

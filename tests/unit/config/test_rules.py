@@ -226,6 +226,19 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
     assert len(RULES) == 27
 
 
+def test_a_rule_is_silent_only_about_what_it_has_read_of_a_fault(tmp_path: Path) -> None:
+    """A fault that a rule did not look at hides nothing; one that it did is told alone."""
+    text = "parallel_config: {seq_split_num: 2, switching: word, pipeline_stage: %s}"
+    keys = [line.split(": ")[1] for line in lines(tmp_path, text % 1)]
+    assert keys == ["parallel_config.switching", "parallel_config.seq_split_num"]
+    keys = [line.split(": ")[1] for line in lines(tmp_path, text % 0)]
+    assert keys == ["parallel_config.pipeline_stage", "parallel_config.switching"]
+    text = "deepspeed: {zero_optimization: {stage: 0, round_robin_gradients: 3}}\n"
+    text += "parallel_config: {expert_parallel: 2}"
+    keys = [line.split(": ")[1] for line in lines(tmp_path, text)]
+    assert keys == ["deepspeed.zero_optimization.round_robin_gradients"]
+
+
 DEEPSPEED = {
     "zero_optimisation: {}": ".zero_optimisation: unknown key `zero_optimisation`; "
     "did you mean `zero_optimization`?",

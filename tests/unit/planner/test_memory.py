@@ -244,6 +244,23 @@ FEW = [
 """Every value of each is among them."""
 
 
+def in_copies(copies: int, *, splits: bool) -> dict[str, Any]:
+    return {"parallel": {"use_seq_parallel": splits, "fine_grain_interleave": copies}}
+
+
+COPIES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
+    "tokens, copies": (Layout(mesh_columns=2), "ulysses_cp", in_copies(2, splits=True)),
+    "ring, copies": (Layout(mesh_columns=2, ring=2), "ring_cp", in_copies(4, splits=False)),
+}
+FEW_IN_COPIES = [
+    Case("many heads", "tokens, copies", "none, tiles", "all", "bfloat16"),
+    Case("many heads", "tokens, copies", "offload", "all", "bfloat16"),
+    Case("gemma2", "ring, copies", "none", "all", "bfloat16"),
+    Case("llama", "ring, copies", "nothing", "no mlp", "bfloat16"),
+    Case("qwen3", "tokens, copies", "attention, tiles", "lora", "bfloat16"),
+]
+
+
 def cases(*, full: bool) -> list[Case]:
     factors = tuple(MODELS), tuple(LAYOUTS), tuple(SAVING), tuple(TRAINED), DTYPES
     return [Case(*case) for case in pairwise(*factors, legal=legal)] if full else FEW
@@ -281,19 +298,26 @@ def config_of(model: str, dtype: str, sizes: dict[str, Any] | None = None) -> An
     return config
 
 
-def counted(rank: int, full: bool, folder: Path) -> dict[Case, Any]:
+def counted(rank: int, wanted: list[Case], every_tile: bool, folder: Path) -> dict[Case, Any]:
     """What is counted, in a process that has no process group yet."""
     torch.distributed.destroy_process_group()
     found = {}
-    for case in cases(full=full):
+    for case in wanted:
         config = config_of(case.model, case.dtype)
         config.save_pretrained(folder / case.model)
-        layout, algorithm, options = LAYOUTS[case.layout]
+        layout, algorithm, options = {**LAYOUTS, **COPIES}[case.layout]
         memory = MemoryBlock(**SAVING[case.saving])
         row = TOKENS * layout.context
         trained = TRAINED[case.trained]
         found[case] = count(
-            config, row, memory, layout, algorithm, every_tile=full, trained=trained, **options
+            config,
+            row,
+            memory,
+            layout,
+            algorithm,
+            every_tile=every_tile,
+            trained=trained,
+            **options,
         )
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -301,7 +325,7 @@ def counted(rank: int, full: bool, folder: Path) -> dict[Case, Any]:
 
 
 def predicted_of(case: Case, shape: ModelShape) -> Any:
-    layout, algorithm, options = LAYOUTS[case.layout]
+    layout, algorithm, options = {**LAYOUTS, **COPIES}[case.layout]
     return predicted(
         shape,
         layout,
@@ -316,7 +340,7 @@ def predicted_of(case: Case, shape: ModelShape) -> Any:
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path: Path) -> None:
-    found = spawn(1, counted, full, tmp_path)[0]
+    found = spawn(1, counted, cases(full=full), full, tmp_path)[0]
     for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES)):
         assert {case[number] for case in found} == set(values)
     off: dict[Case, Any] = {}
@@ -335,6 +359,31 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
             unlike = predicted_of(other, shape).activation_bytes / one.most_bytes["all"]
             assert abs(unlike - 1) > 0.1
     assert not off, "\n".join(f"{case}: {found}" for case, found in off.items())
+
+
+def test_layers_in_copies_and_what_they_put_off_are_predicted(tmp_path: Path) -> None:
+    off, gains = {}, []
+    for case, one in spawn(1, counted, FEW_IN_COPIES, False, tmp_path)[0].items():
+        shape = read_shape(ModelBlock(config=tmp_path / case.model), CONFIGS)
+        assert isinstance(shape, ModelShape)
+        have, want = one.most_bytes["all"], predicted_of(case, shape).activation_bytes
+        if abs(want / have - 1) > 0.02:
+            off[case] = want / have
+        layout, algorithm, options = COPIES[case.layout]
+        at_once = {"parallel": {**options["parallel"], "fine_grain_interleave": 1}}
+        whole = predicted(
+            shape,
+            layout,
+            TOKENS * layout.context,
+            MemoryBlock(**SAVING[case.saving]),
+            algorithm,
+            dtype=case.dtype,
+            trained=TRAINED[case.trained],
+            **at_once,
+        )
+        gains.append(have / whole.activation_bytes)
+    assert off == {}
+    assert max(gains) > 1.2, "layers that take all tokens at once are found out"
 
 
 def test_a_card_fits_what_is_at_most_its_usable_share() -> None:

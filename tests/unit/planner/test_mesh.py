@@ -19,7 +19,6 @@ from uspft.planner.machine import Hardware
 from uspft.planner.mesh import (
     FLOWS,
     Flow,
-    FlowTime,
     MeshPart,
     MeshProduct,
     Slice,
@@ -147,7 +146,7 @@ def test_links_are_shared_unless_one_direction_leaves_the_host(tmp_path: Path) -
     both inside."""
     cluster = made(tmp_path)
 
-    def beside(layout: Layout) -> FlowTime:
+    def beside(layout: Layout) -> MeshPart:
         return QKV.times(4096, 1, layout, cluster, 2)[FLOWS["output"].index("output")]
 
     inside, across = beside(Layout(2, ring=2, mesh_rows=2)), beside(Layout(4, ring=4, mesh_rows=4))

@@ -11,9 +11,8 @@ from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.row_time import RowTime, micro_step_seconds, row_time
-from uspft.planner.step import forward_and_backward, step_time
+from uspft.planner.step import forward_and_backward, step_time, zero_once
 from uspft.planner.step_shape import StepShape
-from uspft.planner.zero_time import zero_once
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")

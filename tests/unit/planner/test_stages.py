@@ -36,10 +36,15 @@ from uspft.planner.stages import (
     stages_of,
     timeline,
 )
-from uspft.planner.step import dealt_stages, forward_and_backward, pipeline_costs, step_time
+from uspft.planner.step import (
+    dealt_stages,
+    forward_and_backward,
+    pipeline_costs,
+    step_time,
+    stored_bytes,
+)
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.trained import counts_of
-from uspft.planner.zero_time import held_bytes
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.sequence.chunked import Cut
@@ -144,7 +149,7 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     shape = step(model=model, windows=windows, schedule=Schedule(sizes=(20, 26)))
     stages = dealt_stages(shape, layout, again=True, memo={})
     for place in range(2):
-        held = held_bytes(shape, layout, stages, place)
+        held = stored_bytes(shape, layout, stages, place)
         mine = counts_of(model, 1, None, (), stage_layers(stages, place), experts)
         divided = held.experts.weights if held.experts else 0.0
         assert held.weights + divided == pytest.approx(2 * mine.every, rel=1e-5)

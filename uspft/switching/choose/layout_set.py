@@ -15,9 +15,9 @@ from uspft.planner.products import parameters_of
 from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
+from uspft.planner.step import UPDATE_BYTES, zero_once
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import StageLayers, counts_of
-from uspft.planner.zero_time import UPDATE_BYTES, zero_once
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan
@@ -116,10 +116,10 @@ class LayoutSet:
     def switches(self) -> bool:
         """Whether its layouts differ; in what ranks hold too, where weights are to move."""
         layouts = {(one.layout.tensor, one.layout.context) for one in self.buckets}
-        return len(self.held_in_turn if self.moves else layouts) > 1
+        return len(self.stored_in_turn if self.moves else layouts) > 1
 
     @cached_property
-    def held_in_turn(self) -> list[Layout]:
+    def stored_in_turn(self) -> list[Layout]:
         """The layouts in which ranks hold weights one after another, where these move; the least
         sharded first. In them no row is shared."""
         ranks, found = self.setting.ranks, dict[StoredAs, Layout]()
@@ -127,7 +127,7 @@ class LayoutSet:
             tensor, stages = one.layout.tensor, one.layout.pipeline
             alone = Layout(tensor, data=ranks // (tensor * stages), pipeline=stages)
             found[alone.stored_as] = alone
-        return [found[held] for held in sorted(found)]
+        return [found[stored] for stored in sorted(found)]
 
     def least_seconds(self, drawn: DrawnSteps) -> float:
         """Return a lower bound of the first step's seconds: its rows' work, spread evenly over
@@ -161,7 +161,7 @@ class LayoutSet:
         Every layout's float32 gradients go home to their owners. In place nothing moves.
         """
         found, setting = [], self.setting
-        for number, layout in enumerate(self.held_in_turn if self.moves else ()):
+        for number, layout in enumerate(self.stored_in_turn if self.moves else ()):
             degree = layout.tensor
             spread = Spread.of(layout, COPIES, setting.hardware.ranks_per_host)
             mine = _parameters(setting.step, degree) / layout.pipeline

@@ -156,7 +156,7 @@ def test_stages_wait_for_one_another_and_hold_less() -> None:
     assert [staged.filling(passes) for passes in (1, 2, 4)] == [2, 1.5, 1.25]
     assert split.filling(1) == 1
     mix = LayoutSet(given, (whole, split, staged), 1, moves=True)
-    assert mix.held_in_turn == [*kinds] and mix.switches
+    assert mix.stored_in_turn == [*kinds] and mix.switches
     assert [moved > 0 for moved, _ in mix.transfers] == [True, True, False], "each has its own"
     free = [mix.memory(one) for one in (whole, split, staged)]
     assert free == sorted(free) and free[0] < free[-1]

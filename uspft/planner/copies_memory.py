@@ -1,0 +1,233 @@
+"""What a layer that works on copies of its tokens by turns keeps and needs, on a tape, as
+model/copies.py, tensor/interleaved.py and tensor/put_off.py go. Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from uspft.planner.layer_memory import Layer
+from uspft.planner.layer_sizes import OUT, LayerSizes
+from uspft.planner.operations import (
+    added,
+    copied,
+    gated,
+    joined,
+    multiplied,
+    parted,
+    remade,
+    viewed,
+)
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+
+PutOffProducts = deque[Callable[[], None]]
+"""Products that make gradients of weights, which wait until a transfer is awaited."""
+
+
+class PutOffGradient:
+    """The gradient of a weight that is put off, as far as it has been made."""
+
+    def __init__(self, tape: Tape, waiting: PutOffProducts, size: float) -> None:
+        self._tape, self._waiting, self._size = tape, waiting, size
+        self._sum: Storage | None = None
+        given = [tape.parameter(True)]
+        self.stand = tape.record(given, (0.0,), self._whole)[0]
+        """What products depend on instead of the weight."""
+
+    def add(self, *held: Storage | None) -> None:
+        """Put off a product of what is held until then."""
+        of = [held]
+
+        def make() -> None:
+            self._sum = self._sum or self._tape.new(self._size)
+            of.clear()
+
+        self._waiting.append(make)
+
+    def _whole(self, grads: GradientStorages) -> GradientStorages:
+        while self._waiting:
+            self._waiting.popleft()()
+        found, self._sum = self._sum, None
+        return [found]
+
+
+class CopiesUnderWay:
+    """Copies on their way into a block or out of it, either way."""
+
+    def __init__(self, tape: Tape, one: LayerSizes, waiting: PutOffProducts, *, into: bool) -> None:
+        """one: a copy's."""
+        self._tape, self._waiting, self._into, self._one = tape, waiting, into, one
+        self._there: dict[int, list[Storage | None]] = {}
+        self._back: dict[int, list[Storage | None]] = {}
+        """Gradients on their way, which a backward that begins before a second run starts too."""
+        self._begun: dict[int, Tensor] = {}
+
+    def begin(self, copy: int, x: Tensor, *, again: bool = False) -> None:
+        """Let a copy go. again: whether it is for the order of a graph alone, as in a second run,
+        which ends before."""
+        x = viewed(self._tape, x)
+        self._there[copy] = (
+            [x.storage, self._tape.new(0.0)] if again else self._start(x.storage, self._into)
+        )
+
+        def backward(grads: GradientStorages) -> GradientStorages:
+            if self._waiting:
+                self._waiting.popleft()()
+            return [self._back.pop(copy)[-1]]
+
+        self._begun[copy] = self._tape.record((x,), (0.0,), backward)[0]
+
+    def arrived(self, copy: int) -> Tensor:
+        """Return a copy once it is there."""
+        out = self._there.pop(copy)[-1]
+        assert out
+
+        def backward(grads: GradientStorages) -> GradientStorages:
+            self._back[copy] = self._start(grads[0], not self._into)
+            return [self._tape.new(0.0)]
+
+        size = self._one.inside_bytes() if self._into else self._one.between_bytes()
+        return self._tape.record((self._begun[copy],), (size,), backward, made=[out])[0]
+
+    def _start(self, x: Storage | None, into: bool) -> list[Storage | None]:
+        """Start the transfer of all of a block's tokens, or of this rank's of their sum."""
+        if self._one.splits_tokens:
+            size = self._one.inside_bytes() if into else self._one.between_bytes()
+            return [x, self._tape.new(size)]
+        return [x if into else self._tape.new(self._one.inside_bytes())]
+
+
+class OneCopy(Layer):
+    """What works on a copy token by token, whose weights' gradients are put off."""
+
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        self._plain = Layer(tape, sizes)
+        self.put_off: dict[str, PutOffGradient] = {}
+        self._sums: list[Storage] = []
+
+    def mlp_of(self, x: Tensor, copy: int) -> Tensor:
+        """Return what the MLP makes of a copy; in tiles, nothing is put off, and gradients of
+        weights wait until all copies' have been added up."""
+        s, tape = self.sizes, self.tape
+        if not s.tile:
+            return self.in_tiles(x)
+        weights = sum(self.weight(name) for name in self.sizes.trained if name.startswith("mlp."))
+
+        def backward(grads: GradientStorages) -> GradientStorages:
+            self._sums[:] = [tape.new(weights)] if copy else []
+            return grads
+
+        assert x.storage
+        given = tape.record((x,), (x.size,), backward, made=[x.storage])[0]
+        return self._plain.in_tiles(given)
+
+    def weight(self, name: str) -> float:
+        """Return the bytes of a projection's weight."""
+        s, block = self.sizes, name.partition(".")[0]
+        inside = s.outputs(block)
+        return float(s.element * s.features * (inside.get(name) or self._inside(block)))
+
+    def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
+        if name not in self.put_off:
+            return super()._product(x, name, takes, gives)
+        tape, put_off, before = self.tape, self.put_off[name], x.size
+        held, wants = x.storage, bool(x.node)
+
+        def backward(grads: GradientStorages) -> GradientStorages:
+            put_off.add(grads[0], held)
+            return [tape.new(before) if wants else None, tape.new(0.0)]
+
+        size = x.size / takes * gives
+        return tape.record((x, put_off.stand), (size,), backward, saves=True, keeps=[held])[0]
+
+
+class LayerOfCopies(Layer):
+    """A layer on a tape that takes its tokens in copies."""
+
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        tokens = -(-sizes.sharing.tokens // sizes.copies)
+        of = replace(sizes.sharing, tokens=tokens)
+        self._one = OneCopy(tape, replace(sizes, sharing=of, copies=1, recompute=None))
+        self._waiting = PutOffProducts()
+        ways = (True, False, True, False)
+        self._ways = [
+            CopiesUnderWay(tape, self._one.sizes, self._waiting, into=way) for way in ways
+        ]
+        self._whole: dict[str, Tensor] = {}
+        """What projections have made of all copies."""
+        self._again = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        tape, s, one, norms = self.tape, self.sizes, self._one, self.sizes.kind.norms
+        numbers = range(s.copies)
+        self._waiting.clear()
+        sizes = {name: one.weight(name) for name in s.trained if name.endswith("_proj")}
+        one.put_off = {n: PutOffGradient(tape, self._waiting, size) for n, size in sizes.items()}
+        residual = self._cut(viewed(tape, hidden))
+        del hidden
+        entering, leaving, into_mlp, out_of_mlp = self._ways
+        for copy in numbers:
+            entering.begin(copy, one.norm(residual[copy], norms.before_attention))
+        attended = self._attended(entering)
+        for copy in numbers:
+            leaving.begin(copy, one.project(attended[copy], OUT))
+        for copy in numbers:
+            made = one.norm(leaving.arrived(copy), norms.behind_attention)
+            residual[copy] = self._plus(residual[copy], made)
+            del made
+            into_mlp.begin(copy, one.norm(residual[copy], norms.before_mlp))
+        for copy in numbers:
+            made = one.mlp_of(into_mlp.arrived(copy), copy)
+            out_of_mlp.begin(copy, made, again=self._again)
+            del made
+        self._again = s.recompute is not None
+        ends = []
+        for copy in numbers:
+            base = copied(tape, residual[copy])
+            ends.append(self._plus(base, one.norm(out_of_mlp.arrived(copy), norms.behind_mlp)))
+            del base
+        return joined(tape, ends)
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        """Return what has been made of all copies, or a projection of x."""
+        return self._whole[name] if name in self._whole else super().project(x, name)
+
+    def _plus(self, residual: Tensor, made: Tensor) -> Tensor:
+        return added(
+            self.tape, residual, remade(self.tape, made) if self.sizes.kind.scaled else made
+        )
+
+    def _cut(self, x: Tensor) -> list[Tensor]:
+        return parted(self.tape, x, [x.size / self.sizes.copies] * self.sizes.copies)
+
+    def _attended(self, entering: CopiesUnderWay) -> list[Tensor]:
+        """Return of each copy what attention hands to its projection out."""
+        tape, s = self.tape, self.sizes
+        parts: dict[str, list[Tensor]] = {name: [] for name in s.outputs("self_attn")}
+        for copy in range(s.copies):
+            arrived = entering.arrived(copy)
+            for name, made in parts.items():
+                made.append(viewed(tape, self._one.project(arrived, name)))
+        self._whole = {name: self._together(made) for name, made in parts.items()}
+        gate: list[Tensor] = []
+        out = self._attend(self._qkv(Tensor(0.0, None, None, 0), gate))
+        if gate:
+            out = multiplied(tape, out, gated(tape, gate.pop()))
+        del arrived, made
+        out = viewed(tape, out)
+        if s.splits_tokens:
+            whole = remade(tape, out)  # filled up for all ranks
+            found = [copied(tape, one) for one in self._cut(whole)]
+        else:
+            found = self._cut(out)
+        self._whole = {}
+        del parts
+        return found
+
+    def _together(self, made: list[Tensor]) -> Tensor:
+        if self.sizes.splits_tokens:  # of each rank some
+            made = [viewed(self.tape, one) for one in made]
+        return joined(self.tape, made)

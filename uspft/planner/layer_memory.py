@@ -1,0 +1,411 @@
+"""A layer as it runs, on a tape.
+
+Functions follow the code that they stand for line by line: transformers' layers, peft's
+projections, and what model/ and tensor/ put between them. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from uspft.families.projections import STATE_LAYER
+from uspft.planner.attention_memory import Remembered, attend, attend_over_heads
+from uspft.planner.expert_memory import routed
+from uspft.planner.group_tiles import in_groups
+from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
+from uspft.planner.mesh_memory import MeshOperation, inward, outward
+from uspft.planner.operations import (
+    Angles,
+    NormKind,
+    added,
+    bent,
+    copied,
+    dropped,
+    gated,
+    halves,
+    joined,
+    linear,
+    multiplied,
+    remade,
+    rms_norm,
+    sliced,
+    tiled,
+    turned_in_pairs,
+    viewed,
+)
+from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
+from uspft.planner.state_memory import before_rule, normed_by_head, state_block
+from uspft.planner.tape import Storage, Tape, Tensor
+
+
+class Layer:
+    """A layer on a tape."""
+
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        self.tape, self.sizes = tape, sizes
+        self._remembered: Remembered | None = None
+        self.below: Storage | None = None
+        """The input of the layer below, where it waits on the host and has come."""
+        self._made: dict[str, Tensor] = {}
+        """What projections into a block on a mesh have made together."""
+        self.groups = in_groups(self, partial(Layer, tape)) if sizes.at_once else None
+        if sizes.recompute in ("nothing", "exchange") and not sizes.at_once:
+            exchanges = sizes.sharing.ulysses > 1 and sizes.recompute == "nothing"
+            self._remembered = Remembered(tape, wanted=not exchanges)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        norms = self.sizes.kind.norms
+        if self.groups and self.sizes.in_halves:
+            if self.sizes.trains and not hidden.node:  # it is given one with a gradient
+                hidden = self.tape.leaf(hidden.size, hidden.storage)
+            if self.sizes.whole_first:
+                between = self.groups(hidden, trains=self._first_trains)
+            else:
+                between = self._added(hidden, self._attention, norms[:2])
+            self.below = None
+            del hidden
+            return self._second_half(between)
+        hidden = self._added(hidden, self._attention, norms[:2])
+        return self._added(hidden, self._mlp, norms[2:])
+
+    def _added(
+        self, residual: Tensor, block: Callable[[Tensor], Tensor], norms: Sequence[str]
+    ) -> Tensor:
+        """Return what goes into a block, with what this makes of it. norms: before and behind."""
+        hidden = self.norm(residual, norms[0])
+        hidden = self.norm(block(hidden), norms[1])
+        if self.sizes.kind.scaled:
+            hidden = remade(self.tape, hidden)
+        return added(self.tape, residual, hidden)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        s = self.sizes
+        return norm(self.tape, s, x, s.between, trains=self._trains(name)) if name else x
+
+    def _trains(self, name: str) -> bool:
+        return name in self.sizes.trained
+
+    def _any_trains(self, prefix: str = "") -> bool:
+        """Tell whether any weight or adapter does of modules whose names begin so."""
+        return any(one.startswith(prefix) for one in self.sizes.trained | self.sizes.adapted)
+
+    @property
+    def _first_trains(self) -> bool:
+        """Whether any weight of the first half does."""
+        names, norms = self.sizes.trained | self.sizes.adapted, self.sizes.kind.norms[:2]
+        of = f"{STATE_LAYER if self.sizes.state else 'self_attn'}."
+        return any(one.startswith(of) or one in norms for one in names)
+
+    def _second_half(self, between: Tensor) -> Tensor:
+        """Return what the MLP with its norm and residual makes of what is between."""
+        tape, s = self.tape, self.sizes
+
+        def rest(layer: Layer, x: Tensor) -> Tensor:
+            x = copied(tape, x)  # and nothing added
+            return layer._added(x, layer._mlp, s.kind.norms[2:])
+
+        if s.experts or not s.tile:
+            return rest(self, between)
+        names, norms = s.trained | s.adapted, s.kind.norms[2:]
+        trains = any(name.startswith("mlp.") or name in norms for name in names)
+        part = Layer(tape, s.of_tile(split=s.splits_tokens))
+        share = min(1.0, s.tile / s.sharing.tokens)
+        run = lambda parts: rest(part, parts[0])  # noqa: E731
+        return tiled(tape, [between], run, share, s.wide, trains=trains)
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        """Return a projection of x, with its adapter's."""
+        tape, s = self.tape, self.sizes
+        block = name.partition(".")[0]
+        inside = self.sizes.outputs(block)
+        if name in inside:
+            takes, gives = s.features, inside[name]
+        else:
+            takes, gives = self._inside(block), s.features
+        share = s.made_share(name)
+        size, made = x.size / takes * gives, round(share * gives)
+        if not made:
+            return Tensor(size, tape.new(0.0), None, 0)
+
+        def among_zeros(found: Tensor) -> Tensor:
+            rest = Tensor(size - found.size, None, None, 0)
+            return joined(tape, [found, rest]) if made < gives else found
+
+        found = among_zeros(self._product(x, name, takes, made))
+        if name not in s.adapted:
+            return found
+        part = x.size / takes * made
+        return added(tape, found, remade(tape, among_zeros(self._adapted(x, takes, part, made))))
+
+    def _inside(self, block: str) -> int:
+        """Return the features that the projection out of a block takes."""
+        s = self.sizes
+        if block == STATE_LAYER and s.state:
+            return s.state.values
+        return s.sharing.heads * s.sharing.dim if block == "self_attn" else s.inner
+
+    def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
+        tape, s = self.tape, self.sizes
+        block = name.partition(".")[0]
+        if not s.mesh_rows:
+            weight, bias = float(s.element * takes * gives), 0.0
+            if s.kind.qkv_bias and block == "self_attn":
+                bias = float(s.element * gives)
+            size = x.size / takes * gives
+            return linear(tape, x, size, weight, trains=self._trains(name), bias=bias)
+        into = name != OUTWARD[block]
+        of = MeshOperation(
+            s.element,
+            s.sharing.tokens,
+            s.hidden,
+            s.mesh_rows,
+            s.tensor,
+            s.slices[2 * (block == "mlp") + (not into)],
+        )
+        if not into:
+            return outward(tape, viewed(tape, x), of, takes, trains=self._trains(name))
+        if name not in self._made:
+            each = s.outputs(block)
+            made = inward(tape, viewed(tape, x), of, [*each.values()], [*map(self._trains, each)])
+            self._made = dict(zip(each, made, strict=True))
+        return self._made.pop(name)
+
+    def _adapted(self, x: Tensor, takes: int, size: float, gives: int) -> Tensor:
+        """Return what an adapter's two factors make of x."""
+        tape, s = self.tape, self.sizes
+        thin = linear(
+            tape,
+            dropped(tape, x, x.size / s.element) if s.dropout else x,
+            x.size / takes * s.rank,
+            float(s.element * takes * s.rank),
+            trains=True,
+        )
+        return linear(tape, thin, size, float(s.element * s.rank * gives), trains=True)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        """Return the sum of what ranks have made of a block."""
+        tape, s = self.tape, self.sizes
+        if s.tensor == 1 or s.mesh_rows:
+            return x
+        if not s.splits_tokens:
+            return copied(tape, x)
+        return remade(tape, viewed(tape, x), s.between_bytes())
+
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what attention, or the
+        rule, gives."""
+        tape, s = self.tape, self.sizes
+        if s.state:
+            _, gate, *held = self._before_rule(x, lambda every: every)
+            gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
+            trains = self._trains(f"{STATE_LAYER}.{s.state.norm}")
+            found = normed_by_head(tape, out, gate, s.state, trains)
+            del held
+            return found
+        if not s.kind.gated:
+            return out
+        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
+        gate = remade(tape, other)
+        del other
+        if s.kind.turned:
+            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
+        return multiplied(tape, out, gated(tape, gate))
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what attention, or the convolution before the rule, takes of an input."""
+        if not self.sizes.state:
+            return self._qkv(x, [])
+        found, *held = self._before_rule(x, lambda every: every)
+        del held
+        return found
+
+    def _before_rule(
+        self, x: Tensor, convolve: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        assert self.sizes.state
+        return before_rule(self.tape, x, self.sizes.state, self.project, self._trains, convolve)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        tape, s = self.tape, self.sizes
+        inner = x if s.mesh_rows else enter(tape, s, x)
+        if self.groups:
+            return self._leave(self.groups(inner, trains=self._first_trains))
+        if s.state:
+            return self._leave(self.project(self._mixed(inner), s.state.out))
+        gate: list[Tensor] = []
+        out = self._attend(self._qkv(inner, gate))
+        if gate:
+            out = multiplied(tape, out, gated(tape, gate.pop()))
+        return self._leave(self.project(out, OUT))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return what a state makes of x."""
+        s = self.sizes
+        assert s.state
+        return state_block(
+            self.tape,
+            x,
+            s.state,
+            self.project,
+            self._trains,
+            self._remembered,
+            inside=s.recompute == "exchange",
+            fetch=self._fetch if s.offloads else None,
+        )
+
+    def _qkv(self, x: Tensor, gate: list[Tensor]) -> list[Tensor]:
+        """Return queries, keys and values. gate: gets what gates the output, if anything."""
+        tape, s = self.tape, self.sizes
+        if s.kind.normed_values:
+            return self._each_turned(x)
+        if s.kind.fused:
+            every = self.project(x, "self_attn.qkv_proj")
+            heads, kv = s.sharing.heads, s.sharing.kv_heads
+            each = every.size / (heads + 2 * kv)
+            query, key, value = (sliced(tape, every, n * each) for n in (heads, kv, kv))
+            del every
+        else:
+            query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
+            key = self._normed(self.project(x, "self_attn.k_proj"), "k", s.sharing.kv_heads)
+            value = viewed(tape, self.project(x, "self_attn.v_proj"))
+        if s.kind.turned:
+            again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
+            own = tape.new(again) if s.kind.turned is turned_in_pairs else None
+            by = Angles(s.wide, s.kind.turned_share, own)
+            query, key = (s.kind.turned(tape, one, by) for one in (query, key))
+        return [query, key, value]
+
+    def _each_turned(self, x: Tensor) -> list[Tensor]:
+        """Return queries, keys and values where each is brought into its position as soon as it is
+        there (Gemma 4)."""
+        tape, s = self.tape, self.sizes
+        assert s.kind.turned
+        heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
+        query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads)
+        query = s.kind.turned(tape, query, by)
+        made = self.project(x, "self_attn.k_proj")
+        alike = s.kind.keys_are_values
+        value = viewed(tape, made if alike else self.project(x, "self_attn.v_proj"))
+        key = self._normed(made, "k", heads)
+        del made
+        key = s.kind.turned(tape, key, by)
+        number = s.sharing.tokens * heads
+        value = norm(tape, s, value, number, trains=False, split=False, weighs=False)
+        return [query, key, value]
+
+    def _normed(
+        self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return what was projected to queries or keys, normed where they are. gate: as of _qkv."""
+        tape, s = self.tape, self.sizes
+        name = f"self_attn.{kind}_norm"
+        trains, tokens = self._trains(name), s.sharing.tokens
+        if s.kind.normed_together:
+            some = s.some_heads or s.tensor > 1
+            found = norm(tape, s, found, tokens, trains=trains, split=some)
+        if s.kind.gated and gate is not None:
+            found, other = halves(tape, found)
+            gate.append(remade(tape, other))
+            del other
+        found = viewed(tape, found)
+        if s.kind.normed_heads:
+            found = norm(tape, s, found, tokens * heads, trains=trains, split=False)
+        return found
+
+    def _attend(self, qkv: list[Tensor]) -> Tensor:
+        tape, how = self.tape, self.sizes.sharing
+        calls = [self._fetch if self.sizes.offloads else None, None, None]
+        qkv = [viewed(tape, one, then) for one, then in zip(qkv, calls, strict=True)]
+        inner = partial(attend, tape, how=how)
+        remembered = self._remembered
+        if remembered and self.sizes.recompute == "exchange":
+            return attend_over_heads(tape, qkv, how, partial(remembered, inner))
+        whole = partial(attend_over_heads, tape, how=how, inner=inner)
+        return remembered(whole, qkv) if remembered else whole(qkv)
+
+    def _fetch(self) -> None:
+        self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        tape, s = self.tape, self.sizes
+        if not s.experts:
+            return self._of_every(x)
+        if not x.node and x.storage and self._any_trains("mlp."):  # as model/experts.py has it
+            x = tape.leaf(x.size, x.storage)
+        last = s.kind.shared_last
+        every = self._of_every(x) if s.inner and not last else None
+        # Their router sees tokens as they are between blocks.
+        made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
+        made = self._leave(made)
+        if not s.inner:
+            return made
+        every = every or self._of_every(x)
+        if s.mlp == SHARED_EXPERT:
+            every = multiplied(tape, every, gated(tape, self.project(x, SHARED_GATE)))
+        return added(tape, made, every)
+
+    def _of_every(self, x: Tensor) -> Tensor:
+        """Return what the MLP that every token meets makes of x."""
+        tape, s = self.tape, self.sizes
+        return self._leave(self.in_tiles(x if s.mesh_rows else enter(tape, s, x)))
+
+    def in_tiles(self, x: Tensor) -> Tensor:
+        """Return what the MLP makes of x, a tile at a time where that is asked for."""
+        s = self.sizes
+        if not s.tile:
+            return self._dense(x)
+        share = min(1.0, s.tile / s.sharing.tokens)
+        trains = self._any_trains(f"{s.mlp}.")
+        run = lambda parts: self._dense(parts[0])  # noqa: E731
+        return tiled(self.tape, [x], run, share, s.wide, trains=trains)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        tape, name = self.tape, self.sizes.mlp
+        if self.sizes.kind.fused:
+            gate, up = halves(tape, self.project(x, "mlp.gate_up_proj"))
+            up = multiplied(tape, up, bent(tape, gate))
+            return self.project(up, "mlp.down_proj")
+        return self.project(
+            multiplied(
+                tape,
+                bent(tape, self.project(x, f"{name}.gate_proj")),
+                self.project(x, f"{name}.up_proj"),
+            ),
+            f"{name}.down_proj",
+        )
+
+
+def enter(tape: Tape, sizes: LayerSizes, x: Tensor) -> Tensor:
+    """Return what a block, or the head, takes of what lies between (tensor/megatron.py)."""
+    if sizes.tensor == 1:
+        return x
+    if not sizes.splits_tokens:
+        return viewed(tape, x)
+    return remade(tape, viewed(tape, x), x.size / sizes.between * sizes.sharing.tokens)
+
+
+def norm(
+    tape: Tape,
+    sizes: LayerSizes,
+    x: Tensor,
+    number: float,
+    *,
+    trains: bool,
+    split: bool | None = None,
+    weighs: bool = True,
+) -> Tensor:
+    """Return the norm of x, a tile at a time where that is asked for. number: of what it norms.
+    split: whether of features of which this rank has some; None where it is over hidden ones.
+    weighs: whether it has a weight."""
+    wide, tile = sizes.wide, sizes.tile
+    tokens = sizes.between if split is None else sizes.sharing.tokens
+    some = bool(sizes.mesh_rows) if split is None else split
+    how = NormKind(sizes.kind.wide_norms or some, some, weighs)
+    if tile and tile < tokens and not split:
+        share = tile / tokens
+        module = lambda parts: rms_norm(  # noqa: E731
+            tape, parts[0], wide * parts[0].size, number * share, how, trains=trains
+        )
+        return tiled(tape, [x], module, share, wide, trains=trains)
+    return rms_norm(tape, x, wide * x.size, number, how, trains=trains)
