@@ -125,8 +125,10 @@ def forward_storages(
     large = out * 4 / how.element
     sums = tape.new(lse)
     if how.ring > 1 or how.behind:
-        hands = tape.new(coming)
+        hands = [tape.new(coming / 2), tape.new(coming / 2)]
         found = tape.new(out)
+        if how.ring == 2 and how.way == RING and not how.behind:  # its last keys are at hand
+            hands.pop()
         part = tape.new(out), tape.new(lse)
         if large > out:
             found = tape.new(large)

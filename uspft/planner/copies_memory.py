@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from uspft.planner.layer_memory import Layer
-from uspft.planner.layer_sizes import OUT, LayerSizes
+from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
 from uspft.planner.operations import (
     added,
     copied,
@@ -63,13 +63,11 @@ class CopiesUnderWay:
         """Gradients on their way, which a backward that begins before a second run starts too."""
         self._begun: dict[int, Tensor] = {}
 
-    def begin(self, copy: int, x: Tensor, *, again: bool = False) -> None:
-        """Let a copy go. again: whether it is for the order of a graph alone, as in a second run,
-        which ends before."""
+    def begin(self, copy: int, x: Tensor, *, sends: bool = True) -> None:
+        """Let a copy go. sends: whether now, and not by `send`, as in a second run, whose graph is
+        in the order of the first one's."""
         x = viewed(self._tape, x)
-        self._there[copy] = (
-            [x.storage, self._tape.new(0.0)] if again else self._start(x.storage, self._into)
-        )
+        self._there[copy] = self._start(x.storage, self._into) if sends else [x.storage]
 
         def backward(grads: GradientStorages) -> GradientStorages:
             if self._waiting:
@@ -77,6 +75,9 @@ class CopiesUnderWay:
             return [self._back.pop(copy)[-1]]
 
         self._begun[copy] = self._tape.record((x,), (0.0,), backward)[0]
+
+    def send(self, copy: int) -> None:
+        self._there[copy] = self._start(self._there[copy][-1], self._into)
 
     def arrived(self, copy: int) -> Tensor:
         """Return a copy once it is there."""
@@ -129,9 +130,29 @@ class OneCopy(Layer):
         inside = s.outputs(block)
         return float(s.element * s.features * (inside.get(name) or self._inside(block)))
 
+    def puts_off(self) -> dict[str, float]:
+        """Return the bytes of weights whose gradients are put off: of a divided projection, and of
+        that factor of its adapter that is divided too."""
+        s = self.sizes
+        found = {name: self.weight(name) for name in s.trained if name.endswith("_proj")}
+        for name in s.adapted:
+            out = name in OUTWARD.values()
+            factor = f"{name}.lora_{'A' if out else 'B'}"
+            found[factor] = self.weight(name) / s.features * s.rank
+        return found
+
     def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
         if name not in self.put_off:
             return super()._product(x, name, takes, gives)
+        return self._put_off(x, name, x.size / takes * gives)
+
+    def _factor(self, x: Tensor, name: str, size: float, weight: float) -> Tensor:
+        if name not in self.put_off:
+            return super()._factor(x, name, size, weight)
+        return self._put_off(x, name, size)
+
+    def _put_off(self, x: Tensor, name: str, size: float) -> Tensor:
+        """Return a product of x, of so many bytes, that puts off the gradient of its weight."""
         tape, put_off, before = self.tape, self.put_off[name], x.size
         held, wants = x.storage, bool(x.node)
 
@@ -139,7 +160,6 @@ class OneCopy(Layer):
             put_off.add(grads[0], held)
             return [tape.new(before) if wants else None, tape.new(0.0)]
 
-        size = x.size / takes * gives
         return tape.record((x, put_off.stand), (size,), backward, saves=True, keeps=[held])[0]
 
 
@@ -164,7 +184,7 @@ class LayerOfCopies(Layer):
         tape, s, one, norms = self.tape, self.sizes, self._one, self.sizes.kind.norms
         numbers = range(s.copies)
         self._waiting.clear()
-        sizes = {name: one.weight(name) for name in s.trained if name.endswith("_proj")}
+        sizes = one.puts_off() if s.puts_off else {}
         one.put_off = {n: PutOffGradient(tape, self._waiting, size) for n, size in sizes.items()}
         residual = self._cut(viewed(tape, hidden))
         del hidden
@@ -179,10 +199,14 @@ class LayerOfCopies(Layer):
             residual[copy] = self._plus(residual[copy], made)
             del made
             into_mlp.begin(copy, one.norm(residual[copy], norms.before_mlp))
+        held: list[Tensor] = []
         for copy in numbers:
             made = one.mlp_of(into_mlp.arrived(copy), copy)
-            out_of_mlp.begin(copy, made, again=self._again)
+            out_of_mlp.begin(copy, made, sends=not self._again)
+            held += [made] if self._again else []
             del made
+        for copy, _ in enumerate(held):
+            out_of_mlp.send(copy)
         self._again = s.recompute is not None
         ends = []
         for copy in numbers:

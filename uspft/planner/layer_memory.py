@@ -136,7 +136,9 @@ class Layer:
         if name not in s.adapted:
             return found
         part = x.size / takes * made
-        return added(tape, found, remade(tape, among_zeros(self._adapted(x, takes, part, made))))
+        return added(
+            tape, found, remade(tape, among_zeros(self._adapted(x, name, takes, part, made)))
+        )
 
     def _inside(self, block: str) -> int:
         """Return the features that the projection out of a block takes."""
@@ -171,17 +173,17 @@ class Layer:
             self._made = dict(zip(each, made, strict=True))
         return self._made.pop(name)
 
-    def _adapted(self, x: Tensor, takes: int, size: float, gives: int) -> Tensor:
+    def _adapted(self, x: Tensor, name: str, takes: int, size: float, gives: int) -> Tensor:
         """Return what an adapter's two factors make of x."""
         tape, s = self.tape, self.sizes
-        thin = linear(
-            tape,
-            dropped(tape, x, x.size / s.element) if s.dropout else x,
-            x.size / takes * s.rank,
-            float(s.element * takes * s.rank),
-            trains=True,
-        )
-        return linear(tape, thin, size, float(s.element * s.rank * gives), trains=True)
+        given = dropped(tape, x, x.size / s.element) if s.dropout else x
+        sizes = x.size / takes * s.rank, float(s.element * takes * s.rank)
+        thin = self._factor(given, f"{name}.lora_A", *sizes)
+        del given
+        return self._factor(thin, f"{name}.lora_B", size, float(s.element * s.rank * gives))
+
+    def _factor(self, x: Tensor, name: str, size: float, weight: float) -> Tensor:
+        return linear(self.tape, x, size, weight, trains=True)
 
     def _leave(self, x: Tensor) -> Tensor:
         """Return the sum of what ranks have made of a block."""

@@ -58,6 +58,8 @@ class LayerSizes:
     offloads: bool = False
     copies: int = 1
     """Of a rank's tokens, which blocks take by turns."""
+    puts_off: bool = True
+    """Whether copies put off the gradients of weights, which are here as long as a layer runs."""
     first: bool = False
     """Whether there is no layer below, whose input comes from the host."""
     some_heads: bool = False

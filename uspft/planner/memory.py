@@ -461,6 +461,7 @@ def _layers(
                 recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
                 copies=options.copies if layout.mesh_columns > 1 and not layout.is_mesh else 1,
+                puts_off=options.zero_stage < 3,
             )
         found.append(known[key])
     return found

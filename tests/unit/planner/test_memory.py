@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -257,7 +258,9 @@ FEW_IN_COPIES = [
     Case("many heads", "tokens, copies", "offload", "all", "bfloat16"),
     Case("gemma2", "ring, copies", "none", "all", "bfloat16"),
     Case("llama", "ring, copies", "nothing", "no mlp", "bfloat16"),
-    Case("qwen3", "tokens, copies", "attention, tiles", "lora", "bfloat16"),
+    Case("qwen3", "tokens, copies", "nothing", "lora", "bfloat16"),
+    Case("gemma2", "ring, copies", "nothing", "all", "bfloat16"),
+    Case("many heads", "ring, copies", "attention, tiles", "all", "bfloat16"),
 ]
 
 
@@ -324,7 +327,7 @@ def counted(rank: int, wanted: list[Case], every_tile: bool, folder: Path) -> di
     return found
 
 
-def predicted_of(case: Case, shape: ModelShape) -> Any:
+def predicted_of(case: Case, shape: ModelShape, **others: Any) -> Any:
     layout, algorithm, options = {**LAYOUTS, **COPIES}[case.layout]
     return predicted(
         shape,
@@ -335,6 +338,7 @@ def predicted_of(case: Case, shape: ModelShape) -> Any:
         dtype=case.dtype,
         trained=TRAINED[case.trained],
         **options,
+        **others,
     )
 
 
@@ -384,6 +388,20 @@ def test_layers_in_copies_and_what_they_put_off_are_predicted(tmp_path: Path) ->
         gains.append(have / whole.activation_bytes)
     assert off == {}
     assert max(gains) > 1.2, "layers that take all tokens at once are found out"
+
+
+def counted_under_zero_3(rank: int, *wanted: Any) -> dict[Case, Any]:
+    with patch.object(torch.nn.Parameter, "ds_id", 0, create=True):
+        return counted(rank, *wanted)
+
+
+def test_under_zero_3_copies_put_nothing_off(tmp_path: Path) -> None:
+    case = Case("qwen3", "tokens, copies", "nothing", "lora", "bfloat16")
+    have = spawn(1, counted_under_zero_3, [case], False, tmp_path)[0][case].most_bytes["all"]
+    shape = read_shape(ModelBlock(config=tmp_path / case.model), CONFIGS)
+    assert isinstance(shape, ModelShape)
+    off = [abs(predicted_of(case, shape, zero_stage=n).activation_bytes / have - 1) for n in (1, 3)]
+    assert off[1] <= 0.02 < off[0]
 
 
 def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
