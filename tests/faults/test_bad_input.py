@@ -285,7 +285,10 @@ WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no output": (["report", "recipe.yaml"], ("command line: recipe.yaml: is no folder; ",)),
     "option": (["recipe.yaml", "--fast"], ("command line: --fast: unknown option; ",)),
     "ranks": (["recipe.yaml", "--ranks", "2"], ("--ranks: train takes", "launch.processes=N")),
-    "no ranks": (["check", "recipe.yaml", "--ranks", "0"], ("--ranks: `0` is no number of",)),
+    "no ranks": (
+        ["check", "recipe.yaml", "--ranks", "0"],
+        ("--ranks: `0` is no whole number above 0",),
+    ),
     "no target": (
         ["check"],
         ("command line: check: needs a target; write ../bin/uspft check RECIPE",),

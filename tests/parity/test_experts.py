@@ -203,11 +203,11 @@ CONTROLS: Controls = {
 @contextmanager
 def left_out(what: str) -> Iterator[None]:
     """Something is left out of what makes divided experts right."""
-    from uspft.engine import expert_sets, zero
+    from uspft.engine import replicas, zero
     from uspft.model import experts, router
 
     def without_word(named: Any, holders: Any) -> None:
-        expert_sets.mark_for_partition(named, holders)
+        replicas.mark_for_partition(named, holders)
         for parameter in named.values():
             vars(parameter).pop("ds_zero_placement_family", None)
 

@@ -6,6 +6,7 @@ different degrees: context parallel alone, tensor parallel held whole and over t
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.support.switching import (
     wrong_of,
 )
 from uspft.comm import total
+from uspft.engine.quarantine import reduce_in_one_order
 from uspft.parameters import counting
 from uspft.parameters.shards import owned_parts
 from uspft.switching.move.moves import plan_moves, stock_of
@@ -69,6 +71,7 @@ CASES = [
     Case("stages shared", "zero1", "deep", rows=2, adapter=True, checkpointed=True, moves=True),
 ]
 STAGES = CASES[-2]
+GROUPED = Case("tokens", "zero2", checkpointed=True, adapter=True, tiles=True, groups=True)
 OTHERS = [
     Case("context", "zero1"),
     Case("context", "zero3"),
@@ -138,8 +141,32 @@ def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("uspft.parameters.counting.times", both_ends_for_one)
         found["both ends"] = run_recipe(recipe(STAGES, folder, data), folder / "both-ends")
+    for name, mended in (("other orders", True), ("summed as they come", False)):
+        with pytest.MonkeyPatch.context() as patch:
+            theirs = partial(come_in_other_orders, rank, mended)
+            patch.setattr("uspft.engine.zero.reduce_in_one_order", theirs)
+            found[name] = run_recipe(recipe(GROUPED, folder, data), folder / name)
     found["switch"] = switched(folder, data)
     return found if rank == 0 else {}
+
+
+def come_in_other_orders(rank: int, mended: bool, optimizer: Any, together: Any) -> None:
+    """Gradients that come together come in an order of each rank's own, as torch may take them."""
+    if mended:
+        reduce_in_one_order(optimizer, together)
+    take, waiting = optimizer.process_gradients, list[tuple[Any, int]]()
+    of = {id(p): some for some in together for p in some}
+    assert len(together) >= 4, "two functions a layer"
+
+    def come(parameter: Any, group: int) -> None:
+        some = of.get(id(parameter), [parameter])
+        waiting.append((parameter, group))
+        if len(mine := [one for one in waiting if any(one[0] is p for p in some)]) == len(some):
+            for one in mine[rank % len(some) :] + mine[: rank % len(some)]:
+                take(*one)
+            waiting[:] = [one for one in waiting if not any(one[0] is p for p in some)]
+
+    optimizer.process_gradients = come
 
 
 TIMES = counting.times
@@ -220,6 +247,15 @@ def test_a_table_whose_ends_count_as_one_is_seen(
     folder, data = setting
     found = wrong_of(answers["both ends"], wanted("tied", False, folder, data.path))
     assert any("grad_norm" in line for line in found)
+
+
+def test_gradients_may_come_in_any_order(
+    setting: tuple[Path, Documents], answers: dict[Any, Any]
+) -> None:
+    folder, data = setting
+    want = wanted(GROUPED.model, GROUPED.adapter, folder, data.path)
+    assert not wrong_of(answers["other orders"], want)
+    assert any("grad_norm" in line for line in wrong_of(answers["summed as they come"], want))
 
 
 def test_what_stages_move_is_what_was_planned(answers: dict[Any, Any]) -> None:

@@ -60,6 +60,7 @@ def _rank(rank: int, place: Place, work: Callable[..., Any], args: tuple[Any, ..
     os.environ["DS_ACCELERATOR"] = "cpu"
     store = dist.TCPStore(HOST, place.port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.barrier()  # a rank that fails at once would cut the line of one that still connects
     try:
         answer = True, work(rank, *args)
     except Exception:

@@ -64,6 +64,8 @@ class Case:
     moves: bool = False
     tiles: bool = False
     """Whether MLPs work in tiles, which some layouts' rows fill and others' do not."""
+    groups: bool = False
+    """Whether attention works on some heads at once, all of whose gradients come together."""
 
 
 def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[s
         memory={
             "gradient_checkpointing": case.checkpointed,
             "mlp_tile_tokens": 20 if case.tiles else "none",
+            "attention_heads": 1 if case.groups else "all",
         },
     )
 

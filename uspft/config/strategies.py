@@ -143,11 +143,6 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
     if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
         what = "is 0, and layouts that switch share one optimizer over all ranks"
         yield "deepspeed.zero_optimization.stage", what, f"write 1, 2 or 3, or leave {KEY} out"
-    # ZeRO-2 sums gradients as they come, and adapters' come in an order of each layout's own.
-    grouped = recipe.memory.attention_heads != "all" and recipe.model.adapter
-    if grouped and recipe.deepspeed.zero_optimization.get("stage", 1) == 2:
-        what = "is 2, beside strategies, an adapter and memory.attention_heads"
-        yield "deepspeed.zero_optimization.stage", what, "write 1 or 3, or attention_heads: all"
     if weights_move(recipe.parallel_config):
         yield from _movable(recipe)
     else:

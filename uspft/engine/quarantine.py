@@ -13,14 +13,17 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from uspft.comm import Group
 
 
@@ -137,6 +140,42 @@ def judge_norm(optimizer: Any, stage: int, judge: Callable[[Any], Any]) -> None:
             setattr(module, name, plain)
 
     optimizer.step = judged_step
+
+
+def reduce_in_one_order(optimizer: Any, together: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Have ZeRO-1 and 2 put gradients into buckets in an order that is the same on all ranks.
+
+    DeepSpeed 0.19 sums over ranks what stands at the same place of their buckets, in which it puts
+    gradients as they come. together: parameters whose gradients one function of autograd returns;
+    torch takes those in any order, which differs between ranks that run other layouts. They go into
+    buckets when all of them have come, or the backward pass has ended.
+    """
+    if not hasattr(optimizer, "process_gradients"):  # stages 0 and 3
+        return
+    reduce, end = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
+    of = {id(p): (n, k) for n, some in enumerate(together) for k, p in enumerate(some)}
+    come: dict[int, list[tuple[int, nn.Parameter, int]]] = {}
+
+    def pass_on(number: int) -> None:
+        for _, parameter, group in sorted(come.pop(number), key=itemgetter(0)):
+            reduce(parameter, group)
+
+    def process_gradients(parameter: nn.Parameter, group: int) -> None:
+        if id(parameter) not in of:
+            reduce(parameter, group)
+            return
+        number, place = of[id(parameter)]
+        come.setdefault(number, []).append((place, parameter, group))
+        if len(come[number]) == len(together[number]):
+            pass_on(number)
+
+    def epilogue() -> None:
+        for number in sorted(come):
+            pass_on(number)
+        end()
+
+    optimizer.process_gradients = process_gradients
+    optimizer.independent_gradient_partition_epilogue = epilogue
 
 
 def begin_accumulation(optimizer: Any) -> None:

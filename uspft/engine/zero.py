@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from uspft.comm import largest, total
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.partitions import Partitions
-from uspft.engine.quarantine import compare_traces_within, forget_mpu, judge_norm, sum_norm_once
+from uspft.engine.quarantine import (
+    compare_traces_within,
+    forget_mpu,
+    judge_norm,
+    reduce_in_one_order,
+    sum_norm_once,
+)
 from uspft.engine.replicas import ExpertSets, Replicas, mark_for_partition, mpu_of
 from uspft.engine.state import adamw, start_moments
 from uspft.engine.step import (
@@ -47,6 +53,7 @@ from uspft.model.adapter import adapters
 from uspft.model.head_groups import WHOLE
 from uspft.model.tiles import Tiled
 from uspft.parameters import counting
+from uspft.parameters.experts import is_experts
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -116,6 +123,7 @@ class ZeroEngine(Engine):
                 config=deepspeed_config(recipe, holders.zero.size, passes, trained=trained),
                 mpu=mpu_of(holders),
             )
+        reduce_in_one_order(self.deepspeed.optimizer, _together(module))  # type: ignore[arg-type]
         whole: Any = self.deepspeed.optimizer
         self.adam = getattr(whole, "optimizer", whole)
         """torch's AdamW, whose states DeepSpeed may hold in flat partitions."""
@@ -311,10 +319,29 @@ def _gather_at_once(module: nn.Module) -> None:
     these would run more often on some ranks, which DeepSpeed refuses.
     """
     for part in module.modules():
-        runs = part.forward, getattr(getattr(part, "uspft", None), "compute", None)
-        tiled = any(isinstance(run, Tiled) for run in runs) and any(True for _ in part.children())
+        tiled = _in_tiles(part) and any(True for _ in part.children())
         if tiled or getattr(part, WHOLE, False) or any(adapters(part)):
             set_z3_leaf_module(part, True)
+
+
+def _in_tiles(part: Any) -> bool:
+    """Whether a module works on one tile of tokens after another."""
+    runs = part.forward, getattr(getattr(part, "uspft", None), "compute", None)
+    return any(isinstance(run, Tiled) for run in runs)
+
+
+def _together(module: nn.Module) -> list[list[nn.Parameter]]:
+    """Return which parameters have their gradients from one function of autograd: of experts, of
+    modules in tiles, and of what attends in groups of heads beside these."""
+    found: list[list[nn.Parameter]] = []
+    taken: set[int] = set()
+    for name, part in reversed(list(module.named_modules())):  # the inner ones first
+        experts = any(is_experts(n) for n, _ in part.named_parameters(name, recurse=False))
+        if experts or _in_tiles(part) or getattr(part, WHOLE, False):
+            some = [p for p in part.parameters() if p.requires_grad and id(p) not in taken]
+            taken.update(map(id, some))
+            found += [some] if len(some) > 1 else []
+    return found
 
 
 def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

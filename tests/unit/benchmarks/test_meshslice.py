@@ -289,6 +289,6 @@ def test_the_gain_over_collective_shrinks_once_transfers_outlast_products() -> N
 
 def test_results_are_called_modelled_and_are_what_the_simulation_says() -> None:
     kept = read(RESULTS, "meshslice")
-    assert "modelled" in kept and len(figures(kept)) == 7
+    assert "modelled" in kept and len(figures(kept)) == 8
     assert kept["headlines"][GPT_3.name] == headlines(GPT_3)
     assert set(kept["headlines"]) == {model.name for model in MODELS}

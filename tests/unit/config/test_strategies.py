@@ -133,16 +133,6 @@ def test_one_optimizer_over_all_ranks_needs_zero(tmp_path: Path) -> None:
         loaded(tmp_path, f"strategies: [{RING}]", 0)
 
 
-def test_groups_of_heads_with_an_adapter_have_no_order_for_zero_2(tmp_path: Path) -> None:
-    loaded(tmp_path, f"strategies: [{RING}]", 2)
-    file = tmp_path / "r.yaml"
-    words = ["model.adapter.type=lora", "memory.attention_heads=1"]
-    for some in ([], words[:1], words[1:], [*words, "deepspeed.zero_optimization.stage=3"]):
-        load(file, some)
-    with pytest.raises(RecipeError, match=r"stage: is 2, beside strategies, an adapter and mem"):
-        load(file, words)
-
-
 def test_auto_stands_beside_what_it_leaves_open(tmp_path: Path) -> None:
     text = "strategies: auto, context_parallel: auto, context_parallel_algo: auto, "
     text += "ulysses_degree_in_cp: auto, data_parallel: auto, exchange_stages: "

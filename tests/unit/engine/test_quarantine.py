@@ -8,11 +8,15 @@ import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from torch import nn
 
 from tests.support.hangs import HANG_SECONDS
+from uspft.engine import quarantine
 
 ROOT = Path(__file__).parents[3]
 
@@ -126,3 +130,37 @@ def test_no_op_is_probed_for_a_gpu(shown: dict[str, str]) -> None:
 def test_without_the_switch_it_would_be(shown: dict[str, str]) -> None:
     assert "READY" in shown["deaf"], shown
     assert shown["deaf"].count("LOADED") == shown["deaf"].count("COMPILER") == 1
+
+
+class Buckets:
+    """An optimizer that puts gradients into buckets as they come."""
+
+    def __init__(self) -> None:
+        self.put: list[Any] = []
+
+    def process_gradients(self, parameter: nn.Parameter, group: int) -> None:
+        self.put.append((parameter, group))
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        self.put.append("end")
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+def test_gradients_that_come_together_are_summed_in_one_order(ends: int) -> None:
+    a, b, c, d, e = (nn.Parameter(torch.zeros(1)) for _ in range(5))
+    orders = [[a, b, c, d, e], [b, a, c, e, d]], [[d, a, b, c], [d, b, a, c]]
+    for first, second in orders:
+        found = []
+        for order in (first, second):
+            optimizer = Buckets()
+            quarantine.reduce_in_one_order(optimizer, [[a, b], [d, e]])
+            for _ in range(ends):
+                for parameter in order:
+                    optimizer.process_gradients(parameter, 3)
+                optimizer.independent_gradient_partition_epilogue()
+            assert len(optimizer.put) == ends * (len(order) + 1)
+            assert {id(p) for p, _ in optimizer.put[: len(order)]} == {id(p) for p in order}
+            found.append([one if one == "end" else (id(one[0]), one[1]) for one in optimizer.put])
+        assert found[0] == found[1]
+    plain = object()
+    quarantine.reduce_in_one_order(plain, [[a, b]])  # of a stage without buckets
