@@ -275,14 +275,15 @@ def copies_table(part: dict[str, Any]) -> str:
     rows = []
     alone = [copies.COMPUTATION, copies.TRANSFERS]
     alone += [copies.AT_ONCE] * (copies.AT_ONCE in seconds)  # a record from before has none
-    for name in (*alone, *map(str, setting.copies)):
+    titles = {str(n): f"{n} copies" if n > 1 else "whole" for n in setting.copies}
+    for name in (*alone, *titles):
         cells = [f"{middle[name]:.2f}", span(seconds[name])]
         told = ["", "", ""]
         if name.isdigit() and name != "1":
             least = copies.bound(*both, int(name))
             gone = [copies.way_gone(seconds, int(name), one) for one in (None, *alone[2:])]
             told = [f"{least:.2f}", *(f"{each:.0%}" for each in gone), ""][:3]
-        rows.append([f"{name} copies" if name.isdigit() else name, *cells, *told])
+        rows.append([titles.get(name, name), *cells, *told])
     heads = ["what runs", "s", "least and most", "bound", "of the way", "of that on one core"]
     return markdown(heads, rows)
 

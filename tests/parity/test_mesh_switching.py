@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.launch import records_in
-from tests.support.mesh import on_mesh
+from tests.support.mesh import ON_MESHES, on_mesh
 from tests.support.models import Documents, Reference, make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import close, held, prepared, run_recipe
@@ -29,7 +29,6 @@ from tests.support.switching import (
     without_marks,
     wrong_of,
 )
-from tests.support.tensor import MODELS
 from uspft.families.projections import COLUMNS
 from uspft.parameters.shards import MatrixSplit, used_of_stored
 
@@ -69,7 +68,7 @@ DROPPED = Case("mesh: divided", "zero1", "llama"), Case("alike", "zero1", "llama
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     folder = tmp_path_factory.mktemp("meshes")
-    for name, kind in MODELS.items():
+    for name, kind in ON_MESHES.items():
         make_model(folder / name, **kind)
     return folder, make_documents(folder / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
 
@@ -151,7 +150,7 @@ def test_rows_on_meshes_and_off_them_are_one_step(
 @pytest.mark.full
 def test_every_family_on_every_mix_is_one_step(setting: tuple[Path, Documents]) -> None:
     stages = cycle(("zero1", "zero2", "zero3"))
-    cases = [Case(mix, next(stages), model) for model in MODELS for mix in MESHES]
+    cases = [Case(mix, next(stages), model) for model in ON_MESHES for mix in MESHES]
     require(spawn(4, every, cases, *setting)[0], *setting)
 
 
