@@ -251,12 +251,13 @@ def _sums_of(step: StepShape, blocks: Blocks) -> float:
     A forward that is run again ends before the last of them where nothing behind it is kept, which
     a norm would be, and a gate of a shared expert; but tokens that are split come together again.
     With groups of heads they do so once more, in the backward, where a layer is two functions
-    (model/head_groups.py). An MLP in tiles in a layer that is not run again has its own come
-    together once more too, which is left out.
+    (model/head_groups.py); an MLP in tiles there has its own come together once more too where the
+    layer is not run again.
     """
     kind, shared = layer_kind(step.model), blocks.experts and step.model.shared_features > 0
-    alone = kind.gated or kind.norms.behind_attention or blocks.state
-    gathers = step.use_seq_parallel and bool(step.attention.at_once) and not alone
+    halves = step.attention.at_once and step.use_seq_parallel and not kind.norms.behind_attention
+    in_tiles = step.tiles and not blocks.experts and not step.recompute
+    gathers = (not (kind.gated or blocks.state)) + in_tiles if halves else 0
     every = 3 if shared else 2
     ends = kind.norms.behind_mlp or (shared and kind.shared == SHARED_EXPERT)
     spared = 0.0 if ends else 0.5 if step.use_seq_parallel else 1.0

@@ -90,6 +90,8 @@ class StepShape:
     stage: int = 1
     element_bytes: int = 2
     recompute: bool = True
+    tiles: bool = False
+    """Whether MLPs work on a tile of tokens after another."""
     attention: Forwards = ONCE
     """How often a layer's attention makes its forward transfers, and those of keys its products."""
     use_seq_parallel: bool = False

@@ -139,6 +139,7 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
         stage=stage_of(recipe),
         element_bytes=4 if recipe.model.dtype == "float32" else 2,
         recompute=bool(recipe.memory.gradient_checkpointing),
+        tiles=recipe.memory.mlp_tile_tokens != "none",
         attention=forwards_of(recipe),
         overlaps=_overlaps(recipe),
         trained=counts.trained / counts.every,

@@ -337,8 +337,7 @@ def predicted_of(case: Case, shape: ModelShape, **others: Any) -> Any:
         algorithm,
         dtype=case.dtype,
         trained=TRAINED[case.trained],
-        **options,
-        **others,
+        **options | others,
     )
 
 
@@ -373,18 +372,8 @@ def test_layers_in_copies_and_what_they_put_off_are_predicted(tmp_path: Path) ->
         have, want = one.most_bytes["all"], predicted_of(case, shape).activation_bytes
         if abs(want / have - 1) > 0.02:
             off[case] = want / have
-        layout, algorithm, options = COPIES[case.layout]
-        at_once = {"parallel": {**options["parallel"], "fine_grain_interleave": 1}}
-        whole = predicted(
-            shape,
-            layout,
-            TOKENS * layout.context,
-            MemoryBlock(**SAVING[case.saving]),
-            algorithm,
-            dtype=case.dtype,
-            trained=TRAINED[case.trained],
-            **at_once,
-        )
+        parallel = COPIES[case.layout][2]["parallel"] | {"fine_grain_interleave": 1}
+        whole = predicted_of(case, shape, parallel=parallel)
         gains.append(have / whole.activation_bytes)
     assert off == {}
     assert max(gains) > 1.2, "layers that take all tokens at once are found out"

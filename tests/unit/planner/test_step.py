@@ -150,6 +150,12 @@ def test_bytes_of_tensor_parallelism() -> None:
     groups = {"attention": Forwards(2, 2, 1), "recompute": True, "use_seq_parallel": True}
     gathered = timed(Layout(4), step_rows=1, **groups)
     assert gathered.bytes_of("tensor") == pytest.approx((6 * 32 + 2) * activations + of_loss)
+    once = {"attention": Forwards(1, 1, 1), "use_seq_parallel": True}
+    for tiles in (0, 1):  # which are made again in the backward
+        found = timed(Layout(4), step_rows=1, tiles=bool(tiles), **once)
+        sums = (4.5 + tiles / 2) * 32 + 2
+        assert found.bytes_of("tensor") == pytest.approx(sums * activations + of_loss)
+    found = timed(Layout(4), step_rows=1)
     halves = timed(Layout(4, ulysses=2), step_rows=1)
     assert halves.bytes_of("tensor") == pytest.approx(found.bytes_of("tensor") / 2)
 
