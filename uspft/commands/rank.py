@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -26,7 +27,7 @@ from uspft.data.rows.loader import Orders, searching_beside
 from uspft.durable import write_text
 from uspft.job import Job
 from uspft.launcher import Hosts, LocalRanks, Restart, Waiting, Watch, run_ranks
-from uspft.prepare.host import Invocation
+from uspft.prepare.host import Invocation, shares_gpus
 from uspft.written import RECIPE
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -104,7 +105,7 @@ def joined(
     transformers are needed. Raises RunFailed where ranks do not meet.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
-    device = _device(launch.device, int(environment["LOCAL_RANK"]))
+    device = _device(launch.device, environment)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if trains:
         _quiet()
@@ -119,9 +120,13 @@ def joined(
     dist.destroy_process_group()
 
 
-def _device(kind: str, local: int) -> torch.device:
+def _device(kind: str, environment: Mapping[str, str]) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
+    local = int(environment["LOCAL_RANK"])
+    if shares_gpus(environment):  # NCCL refuses two ranks of one host on one GPU
+        os.environ["NCCL_HOSTID"] = f"{environment['NODE_RANK']}.{local}"
+        local %= torch.cuda.device_count()
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
