@@ -31,6 +31,7 @@ class Case:
     """What the recipe says beside the model and the row."""
     documents: int = 1
     """Of a row, all of the same length."""
+    steps: int = STEPS
     plain: bool = False
     """Whether transformers and DeepSpeed run it by themselves, as most users begin."""
 
@@ -52,7 +53,7 @@ class Case:
                 "packing": "best_fit",
                 "shuffle": False,
             },
-            "training": {"steps": STEPS, "global_batch_size": 1},
+            "training": {"steps": self.steps, "global_batch_size": 1},
             "checkpoint": {"every_steps": None},
             "export": {"huggingface": False},
             "launch": {"device": device, "processes": 1},
@@ -74,7 +75,7 @@ class Case:
         draw, most = random.Random(0), min(self.vocabulary(), 30_000)
         length = self.tokens // self.documents
         with (folder / "rows.jsonl").open("w") as file:
-            for _ in range(STEPS * self.documents):
+            for _ in range(self.steps * self.documents):
                 ids = draw.choices(range(1, most), k=length)
                 file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
 
@@ -95,7 +96,7 @@ CASES: dict[str, Case] = {
     "without checkpointing, 8k": Case(8 << 10, blocks=_memory(gradient_checkpointing=False)),
     "MLP in tiles": Case(blocks=_memory(recompute="attention", mlp_tile_tokens="auto")),
     "all away": Case(blocks={"memory": MOST_SAVED}),
-    "all away, 128k": Case(128 << 10, blocks={"memory": MOST_SAVED}),
+    "all away, 128k": Case(128 << 10, blocks={"memory": MOST_SAVED}, steps=2),
     "all away, groups of 4 heads": Case(blocks={"memory": {**MOST_SAVED, "attention_heads": 4}}),
     "LoRA": Case(blocks={**LORA, **WHOLE}),
     "64 documents": Case(blocks=WHOLE, documents=64),

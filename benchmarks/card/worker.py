@@ -17,10 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 
-from benchmarks.card.cases import STEPS, Case
+from benchmarks.card.cases import Case
+from uspft.checkpoint.weights import weights_of
 from uspft.commands.rank import ranks_environment
-from uspft.config import Recipe
+from uspft.config import ModelBlock, Recipe
+from uspft.parameters.part import Part
+from uspft.parameters.source import Weights
 from uspft.prepare.examine import examine
 
 RATE = 1e-5
@@ -55,7 +59,7 @@ def measured(case: Case, folder: Path, device: str) -> dict[str, Any]:
     step, kernel = begin()
     ready = time.perf_counter() - began
     seconds, losses, peaks = list[float](), list[float](), list[int]()
-    for number in range(1, STEPS + 1):
+    for number in range(1, case.steps + 1):
         taken = _timed(step, number, place)
         seconds.append(taken[0])
         losses.append(taken[1])
@@ -104,10 +108,10 @@ def _ours(case: Case, folder: Path, device: torch.device) -> Callable[[], tuple[
 
     recipe = _recipe(case, folder, device)
     corpus = prepare(recipe.data, None, case.vocabulary(), folder / "cache")
-    job = Job(recipe, corpus, STEPS, {})
+    job = Job(recipe, corpus, case.steps, {})
 
     def begin() -> tuple[Step, str]:
-        run = assemble(job, device, Groups(timedelta(minutes=MINUTES)))
+        run = assemble(job, device, Groups(timedelta(minutes=MINUTES)), _quick_weights)
 
         def step(number: int) -> float:
             return float(run.engine.step(run.loader.batches(number), RATE, stop=False).loss)
@@ -115,6 +119,27 @@ def _ours(case: Case, folder: Path, device: torch.device) -> Callable[[], tuple[
         return step, run.world.kernel.name
 
     return begin
+
+
+class QuickWeights:
+    """Random weights, of which a large matrix is one block repeated."""
+
+    def __init__(self, source: Weights) -> None:
+        self._source = source
+        self._block = 0.02 * torch.randn(1 << 20)
+
+    def draws(self, name: str) -> bool:
+        return False
+
+    def read(self, name: str, part: Part) -> Tensor:
+        if part.count < self._block.numel():
+            return self._source.read(name, part)
+        times = -(-part.count // self._block.numel())
+        return self._block.repeat(times)[: part.count].view(part.size)
+
+
+def _quick_weights(block: ModelBlock, seed: int, model: Any, checkpoint: Any = None) -> Weights:
+    return QuickWeights(weights_of(block, seed, model, checkpoint))
 
 
 def _plain(case: Case, folder: Path, device: torch.device) -> Callable[[], tuple[Step, str]]:

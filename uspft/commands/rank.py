@@ -107,6 +107,8 @@ def joined(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
     device = _device(launch.device, environment)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    # autograd's thread says so of its first product on a GPU, and goes on as it should
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     if trains:
         _quiet()
     join(environment, device, deadline(launch.timeout_minutes, first_step=True))
@@ -127,6 +129,7 @@ def _device(kind: str, environment: Mapping[str, str]) -> torch.device:
     if shares_gpus(environment):  # NCCL refuses two ranks of one host on one GPU
         os.environ["NCCL_HOSTID"] = f"{environment['NODE_RANK']}.{local}"
         local %= torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(local)  # where DeepSpeed looks for its GPU
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
