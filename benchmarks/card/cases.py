@@ -59,6 +59,7 @@ class Case:
             "launch": {"device": device, "processes": 1},
             **blocks,
             "model": {
+                "attention": "torch",
                 "config": str(MODELS / f"{self.model}.json"),
                 "overrides": self.overrides,
                 **blocks.get("model", {}),
@@ -95,6 +96,7 @@ CASES: dict[str, Case] = {
     "recompute: attention": Case(blocks=_memory(recompute="attention")),
     "without checkpointing, 8k": Case(8 << 10, blocks=_memory(gradient_checkpointing=False)),
     "MLP in tiles": Case(blocks=_memory(recompute="attention", mlp_tile_tokens="auto")),
+    "flash-attn 4": Case(blocks={**WHOLE, "model": {"attention": "flash_attn_4"}}),
     "all away": Case(blocks={"memory": MOST_SAVED}),
     "all away, 128k": Case(128 << 10, blocks={"memory": MOST_SAVED}, steps=2),
     "all away, groups of 4 heads": Case(blocks={"memory": {**MOST_SAVED, "attention_heads": 4}}),
