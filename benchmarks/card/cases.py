@@ -32,6 +32,8 @@ class Case:
     documents: int = 1
     """Of a row, all of the same length."""
     steps: int = STEPS
+    profiled: bool = False
+    """Whether a further step says which of the GPU's kernels took its time."""
     plain: bool = False
     """Whether transformers and DeepSpeed run it by themselves, as most users begin."""
 
@@ -53,7 +55,7 @@ class Case:
                 "packing": "best_fit",
                 "shuffle": False,
             },
-            "training": {"steps": self.steps, "global_batch_size": 1},
+            "training": {"steps": self.steps + self.profiled, "global_batch_size": 1},
             "checkpoint": {"every_steps": None},
             "export": {"huggingface": False},
             "launch": {"device": device, "processes": 1},
@@ -69,14 +71,14 @@ class Case:
     def vocabulary(self) -> int:
         """Return the number of the model's tokens."""
         shape = json.loads((MODELS / f"{self.model}.json").read_text())
-        return int({**shape, **self.overrides}["vocab_size"])
+        return int((shape.get("text_config") or shape)["vocab_size"])
 
     def write(self, folder: Path) -> None:
         """Write rows of random tokens, as many as steps."""
         draw, most = random.Random(0), min(self.vocabulary(), 30_000)
         length = self.tokens // self.documents
         with (folder / "rows.jsonl").open("w") as file:
-            for _ in range(self.steps * self.documents):
+            for _ in range((self.steps + self.profiled) * self.documents):
                 ids = draw.choices(range(1, most), k=length)
                 file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
 
@@ -89,10 +91,10 @@ WHOLE = _memory(recompute="nothing")
 LORA = {"model": {"adapter": {"rank": 16}}}
 CASES: dict[str, Case] = {
     "8B, 4 layers, 8k": Case(8 << 10, blocks=WHOLE),
-    "8B, 4 layers, 32k": Case(blocks=WHOLE),
+    "8B, 4 layers, 32k": Case(blocks=WHOLE, profiled=True),
     "8B, 4 layers, 64k": Case(64 << 10, blocks=WHOLE),
     "plain, 8B, 4 layers, 8k": Case(8 << 10, plain=True),
-    "plain, 8B, 4 layers, 32k": Case(plain=True),
+    "plain, 8B, 4 layers, 32k": Case(plain=True, profiled=True),
     "recompute: attention": Case(blocks=_memory(recompute="attention")),
     "without checkpointing, 8k": Case(8 << 10, blocks=_memory(gradient_checkpointing=False)),
     "MLP in tiles": Case(blocks=_memory(recompute="attention", mlp_tile_tokens="auto")),

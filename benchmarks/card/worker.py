@@ -29,6 +29,8 @@ from uspft.prepare.examine import examine
 
 RATE = 1e-5
 MINUTES = 5.0
+KERNELS = 40
+"""Of a profile, how many are kept."""
 TURN = "turn"
 """The file that says that the GPU is this case's."""
 
@@ -41,6 +43,7 @@ def measured(case: Case, folder: Path, device: str) -> dict[str, Any]:
     """
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= ranks_environment(device, os.environ)
+    torch.set_num_threads(4)
     from uspft.engine.quarantine import prepare_deepspeed
 
     store = dist.FileStore(str(folder / "store"), 1)
@@ -68,7 +71,9 @@ def measured(case: Case, folder: Path, device: str) -> dict[str, Any]:
     if device == "cuda":
         memory["held_bytes"] = torch.cuda.memory_allocated()
         memory["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    more = {"kernels": _profile(step, case.steps + 1)} if case.profiled else {}
     return {
+        **more,
         "kernel": kernel,
         "ready_seconds": ready,
         "seconds": seconds,
@@ -100,6 +105,15 @@ def _recipe(case: Case, folder: Path, device: torch.device) -> Recipe:
     return examine(path, [], 1, None).recipe
 
 
+def _profile(step: Step, number: int) -> dict[str, tuple[float, int]]:
+    """Return milliseconds and calls of the GPU's kernels in a step, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        step(number)
+        torch.cuda.synchronize()
+    every = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+    return {one.key[:160]: (one.self_device_time_total / 1e3, one.count) for one in every[:KERNELS]}
+
+
 def _ours(case: Case, folder: Path, device: torch.device) -> Callable[[], tuple[Step, str]]:
     from uspft.assemble import assemble
     from uspft.data import prepare
@@ -108,7 +122,7 @@ def _ours(case: Case, folder: Path, device: torch.device) -> Callable[[], tuple[
 
     recipe = _recipe(case, folder, device)
     corpus = prepare(recipe.data, None, case.vocabulary(), folder / "cache")
-    job = Job(recipe, corpus, case.steps, {})
+    job = Job(recipe, corpus, recipe.training.steps or 0, {})
 
     def begin() -> tuple[Step, str]:
         run = assemble(job, device, Groups(timedelta(minutes=MINUTES)), _quick_weights)
@@ -126,7 +140,7 @@ class QuickWeights:
 
     def __init__(self, source: Weights) -> None:
         self._source = source
-        self._block = 0.02 * torch.randn(1 << 20)
+        self._block = (0.02 * torch.randn(1 << 20)).bfloat16()
 
     def draws(self, name: str) -> bool:
         return False
