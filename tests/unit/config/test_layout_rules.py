@@ -90,7 +90,7 @@ def test_what_is_wrong_beside_stages_is_refused(
     ],
 )
 def test_what_is_right_beside_stages_passes(zero: dict[str, Any], virtual: int) -> None:
-    assert beside_stages(asked_of_stages(zero, pp_interleave_num=virtual)) == []
+    assert [*beside_stages(asked_of_stages(zero, pp_interleave_num=virtual))] == []
 
 
 @pytest.mark.parametrize(
