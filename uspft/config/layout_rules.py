@@ -324,7 +324,8 @@ def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     """Require as many numbers of checkpointed layers as there are stages, or one for all."""
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
-    if isinstance(given, bool | int) or strategies_of(recipe):
+    staged = any(one.pipeline_stage != 1 for one in strategies_of(recipe))  # `stages` refuses it
+    if isinstance(given, bool | int) or staged:
         return
     if isinstance(ranks, Open):
         what = f"is {as_written(given)}, and parallel_config.pipeline_stage is {AUTO}"
