@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +24,10 @@ from uspft.model.halves import (
     Halves,
     Hook,
     StandIn,
-    first_half,
     own_forward,
-    run_up_to,
     standing_in,
     stops,
+    until_ended,
 )
 from uspft.model.some_heads import SomeHeads, seeing_some, some_of
 from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
@@ -100,17 +98,12 @@ class GroupedBlock:
 class FirstHalf(GroupedBlock):
     """Attention with its norms and its residual."""
 
-    def __init__(self, halves: Halves, layer: Any, *of: Any) -> None:
+    def __init__(self, halves: Halves, *of: Any) -> None:
         """of: as of GroupedBlock."""
-        super().__init__(layer, *of)
-        self._halves = halves
-        self.parameters_of = halves.first(layer)
-        self.before += [layer.get_submodule(name) for name in halves.norms_in]
-        if halves.behind:
-            self.behind.append(layer.get_submodule(halves.behind))
-
-    def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        return first_half(self.module, self._halves, self.run, x, made)
+        super().__init__(halves.layer, *of)
+        self.parameters_of, self.whole = halves.first, halves.joined  # type: ignore[method-assign]
+        self.before += halves.norms_in
+        self.behind += halves.norms_behind
 
     def left(self, made: Tensor, bound: Bound) -> Tensor:
         return bound.leave(made)
@@ -182,7 +175,7 @@ class BlockCall(ABC):
         if entry and self.block.module is self.block.how.attention:
             x = entry.take(x)
         hook.entry = entry
-        run_up_to(hook, partial(self.block.run, hidden_states=x), **kwargs)
+        until_ended(self.block.run, hidden_states=x, **kwargs, uspft=hook)
 
     @property
     def every(self) -> tuple[Sequence[HeadRange], Sequence[int]]:
