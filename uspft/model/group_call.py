@@ -30,7 +30,7 @@ from uspft.model.halves import (
     until_ended,
 )
 from uspft.model.some_heads import SomeHeads, seeing_some, some_of
-from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
+from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks, put_of_all_ranks
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
@@ -157,6 +157,32 @@ class BlockCall(ABC):
         """Yield each tile of tokens, and the context in which dropouts know of them."""
         for start, length in self.tiles.spans(x):
             yield slice(start, start + length), self.tiles.of_tile(start, length)
+
+    def made_of(
+        self,
+        x: Tensor,
+        places: Sequence[StandIn] = (),
+        norms: Sequence[Any] = (),
+        form: Callable[[list[Tensor]], list[Tensor]] = list,
+    ) -> list[Tensor]:
+        """Return what `before` gives of all tokens, while others stand in for modules.
+
+        norms: those of them that must know of the tile. form: what is kept of a tile's.
+        """
+        every: list[Tensor] = []
+        with standing_in(places):
+            for tile, told in self.spans(x):
+                for norm in norms:
+                    norm.tile = tile
+                with told:
+                    found = form(self.before(x[:, tile], tile))
+                if not every:
+                    tokens = len(self.bound.tokens)
+                    every = [one.new_empty(tokens, *one.shape[1:]) for one in found]
+                for whole, part in zip(every, found, strict=True):
+                    put_of_all_ranks(whole, tile, self.ranks, part)
+                del found
+        return every
 
     def part(self, whole: Tensor, tile: slice, dim: int = 0) -> Tensor:
         """Return what blocks take of a tile, of something of all their tokens."""

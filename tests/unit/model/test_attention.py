@@ -89,9 +89,7 @@ def test_a_layer_without_a_backward_keeps_nothing(trains: bool) -> None:
 
 @pytest.mark.parametrize("recompute", ["nothing", "attention"])
 def test_the_layer_below_comes_back_behind_attention(recompute: Any) -> None:
-    world: Any = SimpleNamespace(
-        attend=lambda qkv, share, rule, earlier: qkv[0] * sum(x.mean() for x in qkv)
-    )
+    world: Any = SimpleNamespace(attend=lambda qkv, *_: qkv[0] * sum(x.mean() for x in qkv))
     share: Any = None
     shelf = HostShelf(torch.device("cpu"))
     below, _ = (shelf.input(torch.ones(2)) for _ in range(2))
