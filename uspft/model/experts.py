@@ -51,15 +51,25 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def over_tensor_ranks(model: nn.Module) -> ExpertSplits:
     """Return how tensor ranks divide the parameters of all experts, and of their adapters."""
     found: ExpertSplits = {}
-    for path, module in expert_modules(model):
-        for name, parameter in module.named_parameters(recurse=False):
-            found[plain_name(f"{path}.{name}")] = by_features(module, name, parameter.shape)
-        for name, adapter in adapters(module):
-            split = by_features(module, name, getattr(module, name).shape)
-            for side in "AB":
-                own = plain_name(f"{path}.{name}{BESIDE}.lora_{side}.weight")
-                found[own] = _of_adapter(adapter, side, split)
+    for name, own, module, (adapter, side) in _parameters(model):
+        split = by_features(module, own, getattr(module, own).shape)
+        found[name] = _of_adapter(adapter, side, split) if adapter else split
     return found
+
+
+def _parameters(
+    model: nn.Module,
+) -> Iterator[tuple[str, str, Any, tuple[ParameterAdapter | None, str]]]:
+    """Yield each parameter of experts by its name in files, with its own in the module and that;
+    each side, A and B, of an adapter with that of the parameter beside it, the adapter and the
+    side."""
+    for path, module in expert_modules(model):
+        for own, _ in module.named_parameters(recurse=False):
+            yield plain_name(f"{path}.{own}"), own, module, (None, "")
+        for own, adapter in adapters(module):
+            for side in "AB":
+                name = plain_name(f"{path}.{own}{BESIDE}.lora_{side}.weight")
+                yield name, own, module, (adapter, side)
 
 
 def by_features(module: Any, name: str, shape: tuple[int, ...]) -> MatrixSplit:
@@ -90,16 +100,13 @@ def _of_adapter(adapter: ParameterAdapter, side: str, split: MatrixSplit) -> Mat
 def over_experts(model: nn.Module) -> dict[str, MatrixSplit]:
     """Return how ranks divide the experts of all layers, and their adapters, in rank order."""
     found: dict[str, MatrixSplit] = {}
-    for path, module in expert_modules(model):
-        for name, parameter in module.named_parameters(recurse=False):
-            split = MatrixSplit(0, (len(parameter),), in_order=True)
-            found[plain_name(f"{path}.{name}")] = split
-        for name, adapter in adapters(module):
-            experts, owner = len(getattr(module, name)), f"{path}.{name}{BESIDE}"
-            first = MatrixSplit(0, (experts * adapter.rank,), (experts,), in_order=True)
-            found[plain_name(f"{owner}.lora_A.weight")] = first
-            last = MatrixSplit(1, (experts,) * adapter.rank, in_order=True)
-            found[plain_name(f"{owner}.lora_B.weight")] = last
+    for name, own, module, (adapter, side) in _parameters(model):
+        experts, rank = len(getattr(module, own)), adapter.rank if adapter else 1
+        if side == "B":
+            found[name] = MatrixSplit(1, (experts,) * rank, in_order=True)
+        else:
+            units = (experts,) if adapter else ()
+            found[name] = MatrixSplit(0, (experts * rank,), units, in_order=True)
     return found
 
 
