@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from uspft.sequence.chunked import ChunkShare
 from uspft.sequence.kept_keys import LayerStates, leave
 from uspft.sequence.mixing import Convolution, Places, laid_out, put_on
-from uspft.sequence.rows.fragments import NOBODY, Fragment
+from uspft.sequence.rows.fragments import NOBODY, Fragment, laid_places
 from uspft.sequence.states import Mixed, StateRule, laid, part_of
 
 
@@ -116,27 +116,20 @@ class _Places:
 
 def _places(share: ChunkShare, taps: int) -> _Places:
     _, enters, leaves = _crossing(share)
-    tokens, reach = share.holding.tokens, taps - 1
-    come, at = list[tuple[int, int]](), 0
-    places, left = list[np.ndarray[Any, Any]](), list[tuple[int, np.ndarray[Any, Any]]]()
-    before = {f: min(reach, f.start - share.documents[f.document][0]) for f in enters}
-    nothing = tokens + sum(before.values())
-    own = np.empty(tokens, np.int64)
-    arrived = tokens
+    tokens, arrived, seen = share.holding.tokens, share.holding.tokens, dict[Fragment, range]()
+    left = list[tuple[int, Places]]()
     for fragment in share.chains.mine:
-        near = before.get(fragment, 0)
-        seen = np.arange(arrived, arrived + near)
+        near = 0
+        if fragment in enters:
+            near = min(taps - 1, fragment.start - share.documents[fragment.document][0])
+        seen[fragment] = range(arrived, arrived + near)
         arrived += near
-        if near:
-            come.append((fragment.document, near))
-        here = np.arange(fragment.own.start, fragment.own.stop)
-        places += [np.full(reach - near, nothing), seen, here]
-        own[fragment.own] = np.arange(len(here)) + at + reach
-        at += reach + len(here)
         if fragment in leaves:
-            both = np.concatenate([seen, here])
-            left.append((fragment.document, both[max(0, len(both) - reach) :]))
-    return _Places(np.concatenate([own[:0], *places]), own, tuple(come), tuple(left))
+            both = np.array([*seen[fragment], *range(fragment.own.start, fragment.own.stop)])
+            left.append((fragment.document, both[max(0, len(both) - taps + 1) :]))
+    come = tuple((fragment.document, len(near)) for fragment, near in seen.items() if near)
+    laid, own = laid_places(share.chains.mine, seen, tokens, taps, arrived)
+    return _Places(laid, own, come, tuple(left))
 
 
 def convolve_chunk(
