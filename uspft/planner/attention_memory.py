@@ -39,9 +39,6 @@ class Sharing:
     way: KeyTransfer = RING
     window: Window | None = None
     sinks: bool = False
-    behind: float = 0.0
-    """Of a chunk of rows: tokens of earlier ones for each of its own, whose keys its queries meet
-    chunk by chunk, or of all together with those of a ring (sequence/chunk_attention.py)."""
 
     @property
     def widest(self) -> tuple[int, int]:
@@ -53,6 +50,11 @@ class Sharing:
     def bytes(self, heads: float) -> float:
         """Return the bytes of so many heads of this rank's tokens."""
         return float(heads * self.dim * self.tokens * self.element)
+
+    def token(self, queries: int, keys: int) -> BytesPerToken:
+        """Return the bytes of a token where so many query and KV heads meet."""
+        query, pair = (self.bytes(each) / self.tokens for each in (queries, 2 * keys))
+        return BytesPerToken(query, pair, 4.0 * queries, 4 // self.element, self.sinks)
 
 
 def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: InnerAttention) -> Tensor:
@@ -95,39 +97,38 @@ def scattered(
 
 def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     """Return attention of this rank's queries over the keys of all."""
-    members, (heads, kv) = how.ulysses, how.widest
-    number = members * heads * how.tokens
-    lse, out = 4.0 * number, how.bytes(members * heads)
-    sizes = [one.size for one in qkv]
-    pair = how.bytes(2 * members * kv)
-    query, keys, each = (one / how.tokens for one in (out, pair, lse))
-    token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
-    of = how.ulysses, how.ring, token, how.way._replace(behind=how.behind), how.window
-    most = backward_bytes(*of)
-    if how.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
-        most = max(most, token.wide * query + 2 * (query + keys))
-    made = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
+    heads, kv = (how.ulysses * each for each in how.widest)
+    sizes, work = [one.size for one in qkv], work_bytes(how, heads, kv)
+    made = attended(tape, how, heads, kv)
 
     def backward(grads: GradientStorages) -> GradientStorages:
-        kernel = tape.new(KERNEL_BYTES * number)
-        work = tape.new(how.tokens * most)
-        del work
-        del kernel
+        tape.new(work)
         return [tape.new(size) for size in sizes]
 
-    return tape.record(qkv, (out,), backward, saves=True, keeps=[*made, *qkv], made=made[1:])[0]
+    size = how.bytes(heads)
+    return tape.record(qkv, (size,), backward, saves=True, keeps=[*made, *qkv], made=made[1:])[0]
 
 
-def forward_storages(
-    tape: Tape, how: Sharing, lse: float, out: float, coming: float
-) -> list[Storage]:
-    """Return the log-sum-exp and the output. coming: the bytes of keys and values on their way."""
-    large = out * 4 / how.element
+def work_bytes(how: Sharing, queries: int, keys: int) -> float:
+    """Return the most that the backward of so many query and KV heads has beside what was kept and
+    the gradients that it returns."""
+    token = how.token(queries, keys)
+    most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
+    if how.way.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
+        most = max(most, token.wide * token.query + 2 * (token.query + token.pair))
+    return how.tokens * (most + KERNEL_BYTES * queries)
+
+
+def attended(tape: Tape, how: Sharing, queries: int, keys: int) -> list[Storage]:
+    """Return the log-sum-exp and the output of so many query and KV heads."""
+    token, out = how.token(queries, keys), how.bytes(queries)
+    lse, large = token.lse * how.tokens, out * token.wide
     sums = tape.new(lse)
-    if how.ring > 1 or how.behind:
+    if how.ring > 1 or how.way.behind:
+        coming = how.tokens * forward_bytes(how.ulysses, how.ring, token, how.way, how.window)
         hands = [tape.new(coming / 2), tape.new(coming / 2)]
         found = tape.new(out)
-        if how.ring == 2 and how.way == RING and not how.behind:  # its last keys are at hand
+        if how.ring == 2 and how.way == RING:  # its last keys are at hand
             hands.pop()
         part = tape.new(out), tape.new(lse)
         if large > out:

@@ -12,7 +12,7 @@ from functools import partial
 from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import Remembered, attend, attend_over_heads
 from uspft.planner.expert_memory import routed
-from uspft.planner.group_tiles import in_groups
+from uspft.planner.group_memory import in_groups
 from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
 from uspft.planner.mesh_memory import MeshOperation, inward, outward
 from uspft.planner.operations import (
@@ -86,16 +86,15 @@ class Layer:
     def _trains(self, name: str) -> bool:
         return name in self.sizes.trained
 
-    def _any_trains(self, prefix: str = "") -> bool:
+    def _any_trains(self, *prefixes: str) -> bool:
         """Tell whether any weight or adapter does of modules whose names begin so."""
-        return any(one.startswith(prefix) for one in self.sizes.trained | self.sizes.adapted)
+        of = tuple(filter(None, prefixes))
+        return any(one.startswith(of) for one in self.sizes.trained | self.sizes.adapted)
 
     @property
     def _first_trains(self) -> bool:
         """Whether any weight of the first half does."""
-        names, norms = self.sizes.trained | self.sizes.adapted, self.sizes.kind.norms[:2]
-        of = f"{STATE_LAYER if self.sizes.state else 'self_attn'}."
-        return any(one.startswith(of) or one in norms for one in names)
+        return self._any_trains(f"{self.sizes.block}.", *self.sizes.kind.norms[:2])
 
     def _second_half(self, between: Tensor) -> Tensor:
         """Return what the MLP with its norm and residual makes of what is between."""
@@ -107,8 +106,7 @@ class Layer:
 
         if s.experts or not s.tile:
             return rest(self, between)
-        names, norms = s.trained | s.adapted, s.kind.norms[2:]
-        trains = any(name.startswith("mlp.") or name in norms for name in names)
+        trains = self._any_trains("mlp.", *s.kind.norms[2:])
         part = Layer(tape, s.of_tile(split=s.splits_tokens))
         share = min(1.0, s.tile / s.sharing.tokens)
         run = lambda parts: rest(part, parts[0])  # noqa: E731
@@ -122,7 +120,7 @@ class Layer:
         if name in inside:
             takes, gives = s.features, inside[name]
         else:
-            takes, gives = self._inside(block), s.features
+            takes, gives = s.inside(block), s.features
         share = s.made_share(name)
         size, made = x.size / takes * gives, round(share * gives)
         if not made:
@@ -139,13 +137,6 @@ class Layer:
         return added(
             tape, found, remade(tape, among_zeros(self._adapted(x, name, takes, part, made)))
         )
-
-    def _inside(self, block: str) -> int:
-        """Return the features that the projection out of a block takes."""
-        s = self.sizes
-        if block == STATE_LAYER and s.state:
-            return s.state.values
-        return s.sharing.heads * s.sharing.dim if block == "self_attn" else s.inner
 
     def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
         tape, s = self.tape, self.sizes

@@ -96,6 +96,22 @@ class LayerSizes:
         return bool(self.trained or self.adapted or routed)
 
     @property
+    def block(self) -> str:
+        """The name of what mixes tokens."""
+        return STATE_LAYER if self.state else "self_attn"
+
+    @property
+    def out(self) -> str:
+        """The name of the projection out of it."""
+        return self.state.out if self.state else OUT
+
+    def inside(self, block: str) -> int:
+        """Return the features that the projection out of a block takes."""
+        if block == STATE_LAYER and self.state:
+            return self.state.values
+        return self.sharing.heads * self.sharing.dim if block == "self_attn" else self.inner
+
+    @property
     def in_halves(self) -> bool:
         """Whether the MLP with its norm and residual is one function."""
         return bool(self.at_once) and not (self.tensor > 1 and self.kind.norms.behind_attention)
@@ -104,6 +120,11 @@ class LayerSizes:
     def whole_first(self) -> bool:
         """Whether attention with its norms and residual is one too."""
         return self.in_halves and not (self.splits_tokens and (self.kind.gated or self.state))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether that puts the tokens of tensor ranks together itself."""
+        return self.whole_first and self.splits_tokens and self.tensor > 1
 
     def of_tile(self, some: Any = None, use: str = "", *, split: bool = False) -> LayerSizes:
         """Return the layer as it takes a tile of tokens. some: other heads, as Sharing or
@@ -150,7 +171,7 @@ class LayerSizes:
 
     def made_share(self, name: str) -> float:
         """Return the share of a projection's features that are made and not zeros."""
-        if not self.use or name in (OUT, self.state and self.state.out):
+        if not self.use or name == self.out:
             return 1.0
         behind = float(name in (f"{STATE_LAYER}.in_proj_z", f"{STATE_LAYER}.g_proj"))
         if name == "self_attn.q_proj" and self.kind.gated:

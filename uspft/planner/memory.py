@@ -357,7 +357,7 @@ def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], floa
 def pass_bytes(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
-    """Return what one micro-batch takes by layer, and its batch itself. behind: as of Sharing."""
+    """Return what one micro-batch takes by layer, and its batch. behind: as of KeyTransfer."""
     kinds = _layers(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
@@ -438,11 +438,9 @@ def _layers(
             state = None
             if window == NO_KEYS:
                 state = StateHeads.of(shape, layout, options.element, tokens)
+            of = shape.of_window(window)
             known[key] = LayerSizes(
-                replace(
-                    _sharing(shape.of_window(window), layout, tokens, options, seen, kind.sinks),
-                    behind=behind,
-                ),
+                _sharing(of, layout, tokens, options, behind, seen, kind.sinks),
                 shape.hidden_size,
                 inner_features(shape, layout.mesh_columns, experts=bool(kind.router)),
                 kind,
@@ -498,6 +496,7 @@ def _sharing(
     layout: Layout,
     tokens: int,
     options: Options,
+    behind: float,
     window: Window | None,
     sinks: bool,
 ) -> Sharing:
@@ -510,7 +509,7 @@ def _sharing(
     heads, kv = (-(-each // layout.mesh_columns) for each in (shape.heads, shape.kv_heads))
     degrees = layout.ulysses, layout.ring
     sizes = options.element, tokens, heads, kv, shape.head_dim
-    return Sharing(*sizes, *degrees, way, window, sinks)
+    return Sharing(*sizes, *degrees, way._replace(behind=behind), window, sinks)
 
 
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:

@@ -333,16 +333,22 @@ def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> Gradie
     return found
 
 
-def _over_heads(
-    tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
-) -> Tensor:
-    """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
-    alone."""
+def inside_heads(tape: Tape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
+    """Return what the rule takes of some heads and all tokens of a Ulysses group."""
     heads = of.inside
     inside = scattered(tape, parts, of.taken(heads), of.element)
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
         each = of.bytes(heads.values * heads.key_dim)
         inside[:2] = [remade(tape, one, each) for one in inside[:2]]
+    return inside
+
+
+def _over_heads(
+    tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
+) -> Tensor:
+    """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
+    alone."""
+    inside = inside_heads(tape, parts, of)
     rule: Callable[[list[Tensor]], Tensor] = lambda x: run_rule(tape, x, of)  # noqa: E731
     made = remembered(rule, inside) if remembered else rule(inside)
     out = buffered(tape, made, of.bytes(of.values), made.size, made.size)
