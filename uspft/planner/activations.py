@@ -9,13 +9,14 @@ from functools import lru_cache
 from typing import Any
 
 from uspft.planner.copies_memory import LayerOfCopies
+from uspft.planner.expert_memory import logit_bytes
 from uspft.planner.layer_memory import Layer, enter, norm
 from uspft.planner.layer_sizes import LayerSizes
 from uspft.planner.mesh_memory import all_features
 from uspft.planner.operations import (
     INDEX,
     WIDE,
-    buffered,
+    remade,
     viewed,
 )
 from uspft.planner.tape import GradientStorages, Tape, Tensor
@@ -113,7 +114,7 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = buffered(tape, hidden, hidden.size, 0.0, hidden.size)  # those that have a target
+    rows = remade(tape, hidden, back=hidden.size)  # those that have a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
@@ -154,9 +155,8 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
 def router_bytes(config: Mapping[str, Any], sizes: LayerSizes) -> float:
     """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
     for; later their gradient's. config: the model's."""
-    of = sizes.experts
-    asked = of and config.get("output_router_logits", False)
-    return float(of.logit * of.tokens * of.number) if of and asked else 0.0
+    asked = sizes.experts and config.get("output_router_logits", False)
+    return logit_bytes(sizes, sizes.sharing.tokens) if asked else 0.0
 
 
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from uspft.planner.in_flight import (
     RING,
-    BytesPerToken,
-    KeyTransfer,
-    Window,
     backward_bytes,
     forward_bytes,
 )
-from uspft.planner.operations import WIDE, buffered
+from uspft.planner.layer_sizes import Sharing
+from uspft.planner.operations import WIDE, remade
 from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
-from uspft.sequence.rows.heads import split_heads
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""
@@ -24,46 +20,13 @@ KERNEL_BYTES = 0
 not yet measured on a GPU."""
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How ranks share a row's attention, whose heads are those of a tensor rank."""
-
-    element: int
-    tokens: int
-    """Of this rank."""
-    heads: int
-    kv_heads: int
-    dim: int
-    ulysses: int = 1
-    ring: int = 1
-    way: KeyTransfer = RING
-    window: Window | None = None
-    sinks: bool = False
-
-    @property
-    def widest(self) -> tuple[int, int]:
-        """The query and KV heads of the member of Ulysses that has most."""
-        shares = split_heads(self.heads, self.kv_heads, self.ulysses)
-        heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
-        return heads, kv
-
-    def bytes(self, heads: float) -> float:
-        """Return the bytes of so many heads of this rank's tokens."""
-        return float(heads * self.dim * self.tokens * self.element)
-
-    def token(self, queries: int, keys: int) -> BytesPerToken:
-        """Return the bytes of a token where so many query and KV heads meet."""
-        query, pair = (self.bytes(each) / self.tokens for each in (queries, 2 * keys))
-        return BytesPerToken(query, pair, 4.0 * queries, 4 // self.element, self.sinks)
-
-
 def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: InnerAttention) -> Tensor:
     """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
     if how.ulysses == 1:
         return inner(qkv)
     heads, kv = (how.bytes(how.ulysses * each) for each in how.widest)
     made = inner(scattered(tape, qkv, [heads, kv, kv], how.element))
-    return buffered(tape, made, how.bytes(how.heads), made.size, made.size)
+    return remade(tape, made, how.bytes(how.heads), beside=made.size, back=made.size)
 
 
 def scattered(

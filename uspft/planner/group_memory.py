@@ -12,11 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.attention_memory import Sharing, attended, work_bytes
-from uspft.planner.layer_sizes import LayerSizes
-from uspft.planner.operations import WIDE, added, buffered, joined, parted, remade, viewed
+from uspft.planner.attention_memory import attended, work_bytes
+from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
+from uspft.planner.operations import WIDE, added, joined, parted, remade, viewed
 from uspft.planner.state_memory import (
-    StateHeads,
+    at_home,
     convolved,
     inside_heads,
     kept_bytes,
@@ -466,7 +466,7 @@ class StateGroupMemory(GroupMemory):
                 kept = tape.new(kept_bytes(some))
                 inside.clear()
                 if some.ulysses > 1:
-                    own = buffered(tape, own, some.bytes(some.values), own.size, own.size)
+                    own = at_home(tape, own, some)
                 found.append(kept)
             del own, kept
         return found

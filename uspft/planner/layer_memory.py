@@ -329,7 +329,7 @@ class Layer:
         last = s.kind.shared_last
         every = self._of_every(x) if s.inner and not last else None
         # Their router sees tokens as they are between blocks.
-        made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
+        made = routed(tape, x, s, partial(enter, tape, s))
         made = self._leave(made)
         if not s.inner:
             return made

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters, reuse_distance
-from uspft.families import NO_KEYS, layer_windows
+from uspft.families import layer_windows
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
-from uspft.pipeline.stages import Each, first_layers
+from uspft.pipeline.stages import Each
 from uspft.planner.activations import (
     HeadSizes,
     LayerBytes,
@@ -22,30 +22,21 @@ from uspft.planner.activations import (
     layer_bytes,
     router_bytes,
 )
-from uspft.planner.attention_memory import Sharing
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.expert_memory import Experts
-from uspft.planner.expert_traffic import ranks_met
-from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LayerKind, layer_kind, layer_kinds
-from uspft.planner.layer_sizes import LayerSizes
+from uspft.planner.layer_sizes import layers_of
 from uspft.planner.operations import WIDE
-from uspft.planner.products import head_projection, inner_features, layer_projections
+from uspft.planner.products import head_projection
 from uspft.planner.stage_memory import ROUNDS, PassBytes, chunk_keys, each_chunk, rank_bytes
 from uspft.planner.stages import chunk_multiple, cut_by_flops, schedule_of, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
-from uspft.planner.state_memory import StateHeads
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
     Lora,
     StageLayers,
-    Trained,
     counts_of,
-    matrices_of_experts,
     outside_trains,
-    trained_layers,
 )
 
 if TYPE_CHECKING:
@@ -270,7 +261,7 @@ def memory_of_ranks(
     if not whole:
         of = shape, layout, largest
         every = each_chunk(chunks, layout.ring, lambda far: pass_bytes(*of, options, far)[0])
-        of_pass = replace(of_pass, keys=tuple(map(chunk_keys, _layers(*of, options))))
+        of_pass = replace(of_pass, keys=tuple(map(chunk_keys, layers_of(*of, options))))
         batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
     again = options.checkpointing and options.first_layers is None
     rows = DrawnRows.whole(row_tokens)
@@ -358,7 +349,7 @@ def pass_bytes(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
     """Return what one micro-batch takes by layer, and its batch. behind: as of KeyTransfer."""
-    kinds = _layers(shape, layout, row_tokens, options, behind)
+    kinds = layers_of(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
@@ -415,127 +406,6 @@ def pass_bytes(
         routers,
     )
     return one, float(BATCH_BYTES * tokens)
-
-
-def _layers(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
-) -> list[LayerSizes]:
-    """Return every layer as a rank has it, those that are alike as one object."""
-    tokens = -(-options.micro_batch * row_tokens // layout.context)
-    experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
-    everywhere = len(set(windows)) == 1
-    trains = trained_layers(shape, options.lora, options.freeze)
-    again = _checkpointed(shape, layout, row_tokens, options)
-    known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
-    found = []
-    of_layers = zip(layer_kinds(shape), windows, trains, strict=True)
-    for number, (kind, window, trained) in enumerate(of_layers):
-        key = id(kind), window, id(trained), number in again
-        if key not in known:
-            seen = None
-            if window not in (None, NO_KEYS) and window < row_tokens:
-                seen = Window(window, row_tokens, everywhere)
-            state = None
-            if window == NO_KEYS:
-                state = StateHeads.of(shape, layout, options.element, tokens)
-            of = shape.of_window(window)
-            known[key] = LayerSizes(
-                _sharing(of, layout, tokens, options, behind, seen, kind.sinks),
-                shape.hidden_size,
-                inner_features(shape, layout.mesh_columns, experts=bool(kind.router)),
-                kind,
-                layout.mesh_columns,
-                options.use_seq_parallel and not layout.is_mesh,
-                mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
-                slices=options.slices,
-                experts=_adapted(experts, kind, trained, options) if experts else None,
-                trained=trained.weights,
-                adapted=trained.adapters,
-                rank=options.lora.rank if options.lora else 0,
-                dropout=bool(options.lora and options.lora.dropout),
-                state=state,
-                tile=options.mlp_tile,
-                at_once=options.at_once,
-                recompute=options.recompute if number in again else None,
-                offloads=options.offload_activations and options.checkpointing,
-                copies=options.copies if layout.mesh_columns > 1 and not layout.is_mesh else 1,
-                puts_off=options.zero_stage < 3,
-            )
-        found.append(known[key])
-    return found
-
-
-def _adapted(
-    experts: Experts, kind: LayerKind, trained: Trained, options: Options
-) -> Experts | None:
-    """Return a model's experts with the adapters of a layer; None where this has none."""
-    if not kind.router:
-        return None
-    return replace(
-        experts,
-        rank=options.lora.rank if options.lora else 0,
-        adapted=tuple(name in trained.adapters for name in matrices_of_experts(kind.router)),
-        adapts_router=kind.router in trained.adapters,
-    )
-
-
-def _checkpointed(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
-) -> Collection[int]:
-    """Return the layers that are checkpointed."""
-    if not options.checkpointing or options.first_layers is None:
-        return range(shape.layers) if options.checkpointing else ()
-    windows, schedule = layer_windows(shape), options.schedule
-    rows = DrawnRows.whole(row_tokens)
-    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=False)
-    return first_layers(options.first_layers, stages)
-
-
-def _sharing(
-    shape: ModelShape,
-    layout: Layout,
-    tokens: int,
-    options: Options,
-    behind: float,
-    window: Window | None,
-    sinks: bool,
-) -> Sharing:
-    """Return how ranks share a row's attention. tokens: of one of them."""
-    way = RING
-    if options.algorithm.all_at_once:
-        way = KeyTransfer(1, trimmed=False)
-    elif "exchange_stages" in options.algorithm.options:
-        way = KeyTransfer(options.exchange_stages)
-    heads, kv = (-(-each // layout.mesh_columns) for each in (shape.heads, shape.kv_heads))
-    degrees = layout.ulysses, layout.ring
-    sizes = options.element, tokens, heads, kv, shape.head_dim
-    return Sharing(*sizes, *degrees, way._replace(behind=behind), window, sinks)
-
-
-def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
-    """Return the experts of a layer, where it has any."""
-    kind = layer_kind(shape)
-    down = layer_projections(shape)[-1].on(layout.tensor)
-    if not kind.router:
-        return None
-    between = -(-tokens // layout.tensor) if options.use_seq_parallel else tokens
-    return Experts(
-        options.element,
-        tokens,
-        shape.hidden_size,
-        down.inputs,
-        down.copies,
-        down.per_token,
-        kind.router,
-        kind.wide_router,
-        kind.wide_scores,
-        kind.probabilities,
-        kind.clamped,
-        layout.experts,
-        ranks_met(shape, layout.experts),
-        layout.tensor,
-        between,
-    )
 
 
 def fits(memory: Memory, card_bytes: float) -> bool:
