@@ -10,6 +10,7 @@ from typing import Any
 
 from uspft.planner.copies_memory import LayerOfCopies
 from uspft.planner.expert_memory import logit_bytes
+from uspft.planner.group_memory import LayerInGroups
 from uspft.planner.layer_memory import Layer, enter, norm
 from uspft.planner.layer_sizes import LayerSizes
 from uspft.planner.mesh_memory import all_features
@@ -45,7 +46,8 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
     if not reached:
         hidden = [Tensor(size, hidden[0].storage, None, 0)]
-    layer = LayerOfCopies(tape, sizes) if sizes.copies > 1 else Layer(tape, sizes)
+    kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else Layer
+    layer = kind(tape, sizes)
     if sizes.recompute is None:
         out = layer(hidden[0])
         before, forward = tape.live, tape.most
@@ -61,7 +63,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     trains = out.node is not None
     del out
     tape.most += size * beside
-    if layer.groups:
+    if isinstance(layer, LayerInGroups):
         layer.groups.waits()
     kept = tape.live
     if trains:

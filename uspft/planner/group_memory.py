@@ -9,35 +9,78 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
 from uspft.planner.attention_memory import attended, work_bytes
+from uspft.planner.layer_memory import Layer, enter
 from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
-from uspft.planner.operations import WIDE, added, joined, parted, remade, viewed
+from uspft.planner.operations import (
+    WIDE,
+    Angles,
+    added,
+    copied,
+    gated,
+    halves,
+    joined,
+    multiplied,
+    parted,
+    remade,
+    tiled,
+    viewed,
+)
 from uspft.planner.state_memory import (
     at_home,
     convolved,
     inside_heads,
     kept_bytes,
+    normed_by_head,
     rule_gradients,
     run_rule,
 )
-from uspft.planner.tape import GradientStorages, Storage, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import key_groups, key_ranges
 
-if TYPE_CHECKING:
-    from uspft.planner.layer_memory import Layer
+
+class _Part(Layer):
+    """A layer as it takes a tile of tokens, or some heads."""
+
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what attention, or the
+        rule, gives."""
+        tape, s = self.tape, self.sizes
+        if s.state:
+            _, gate, *held = self._before_rule(x, lambda every: every)
+            gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
+            trains = self._trains(f"{STATE_LAYER}.{s.state.norm}")
+            found = normed_by_head(tape, out, gate, s.state, trains)
+            del held
+            return found
+        if not s.kind.gated:
+            return out
+        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
+        gate = remade(tape, other)
+        del other
+        if s.kind.turned:
+            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
+        return multiplied(tape, out, gated(tape, gate))
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what attention, or the convolution before the rule, takes of an input."""
+        if not self.sizes.state:
+            return self._qkv(x, [])
+        found, *held = self._before_rule(x, lambda every: every)
+        del held
+        return found
 
 
 class GroupMemory:
     """A block in groups of heads, with its norms and residual where these are one function with it.
     It is called once for each run."""
 
-    def __init__(self, layer: Layer, alone: Callable[[LayerSizes], Layer]) -> None:
-        """alone: makes a layer of other sizes."""
-        self.tape, self.sizes, self._alone = layer.tape, layer.sizes, alone
-        s = self.sizes
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        self.tape, self.sizes = tape, sizes
+        s = sizes
         self._features = s.inside(s.block)
         self._gated = bool(s.state) or s.kind.gated
         self._before, self._behind = (name * s.whole_first for name in s.kind.norms[:2])
@@ -137,7 +180,10 @@ class GroupMemory:
         """Return the sizes of a tile. use: BEFORE or BEHIND. some: heads, where not all are."""
         return self.sizes.of_tile(some, use if self._gated else "", split=self.sizes.gathers)
 
-    def _input(self, one: Layer, *, wanted: bool = False) -> Tensor:
+    def _part(self, use: str, some: Sharing | StateHeads | None = None) -> _Part:
+        return _Part(self.tape, self._sizes_of(use, some))
+
+    def _input(self, one: _Part, *, wanted: bool = False) -> Tensor:
         """Return what the block takes of a tile. wanted: whether its gradient is."""
         size = self._tile.between_bytes()
         x = Tensor(size, None, None, 0)
@@ -153,7 +199,7 @@ class GroupMemory:
         """The bytes of attention's output of a tile."""
         return float(self._features * self._tile.sharing.tokens * self.sizes.element)
 
-    def _projected(self, one: Layer, *, wanted: bool) -> Tensor:
+    def _projected(self, one: _Part, *, wanted: bool) -> Tensor:
         """Return what the last projection makes of a tile. wanted: whether the input's gradient
         is."""
         x = Tensor(self._tile.between_bytes(), None, None, 0)
@@ -171,7 +217,7 @@ class GroupMemory:
     def _last(self) -> None:
         """Make what follows attention in a tile, and let go of it, as each of these does."""
         with self.tape.no_gradient():
-            one = self._alone(self._sizes_of(BEHIND))
+            one = self._part(BEHIND)
             made = self._projected(one, wanted=False)
             if self.sizes.gathers:
                 made = remade(self.tape, made, self._tile.between_bytes())
@@ -183,7 +229,7 @@ class GroupMemory:
         """Make the gradients of the last projection's weights, and of what makes gates."""
         tape = self.tape
         with tape.apart(collects=True):
-            one = self._alone(self._sizes_of(BEHIND))
+            one = self._part(BEHIND)
             made = self._projected(one, wanted=True)
             if self._behind:
                 normed = one.norm(tape.leaf(made.size, made.storage), self._behind)
@@ -195,7 +241,7 @@ class GroupMemory:
     def _first(self, some: Sharing | StateHeads) -> None:
         """Make what attention takes of some heads."""
         with self.tape.no_gradient():
-            one = self._alone(self._sizes_of(BEFORE, some))
+            one = self._part(BEFORE, some)
             made = one.before(self._input(one))
             every = joined(self.tape, made[:3]) if self.sizes.state else None
             del made, every
@@ -204,7 +250,7 @@ class GroupMemory:
         """Make all that is before attention, and its gradients."""
         tape = self.tape
         with tape.apart(collects=True):
-            one = self._alone(self._sizes_of(BEFORE))
+            one = self._part(BEFORE)
             made = one.before(self._input(one, wanted=True))
             # The gradient of queries, or values, is a copy, since the input's takes its place;
             # behind that of the row each is one more.
@@ -224,7 +270,7 @@ class GroupMemory:
             del held
             return
         with tape.apart(), tape.no_gradient():
-            one = self._alone(self.sizes.of_tile(some, use=BEHIND))
+            one = _Part(tape, self.sizes.of_tile(some, use=BEHIND))
             leaf = tape.leaf(out, tape.new(0.0) if share == 1 else None)  # a view of all
             made = one.project(one.taken(self._input(one), leaf), self.sizes.out)
             tape.backward(made, tape.new(0.0))
@@ -249,8 +295,8 @@ def _arrived(coming: list[list[Storage]]) -> list[Storage]:
 class AttentionGroupMemory(GroupMemory):
     """Attention in groups of heads."""
 
-    def __init__(self, layer: Layer, alone: Callable[[LayerSizes], Layer]) -> None:
-        super().__init__(layer, alone)
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
         self._home: list[list[Storage]] = []
         """What is on its way home, each with the place where it arrives."""
 
@@ -431,8 +477,8 @@ def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages
 class StateGroupMemory(GroupMemory):
     """A state in groups of key heads with their value heads."""
 
-    def __init__(self, layer: Layer, alone: Callable[[LayerSizes], Layer]) -> None:
-        super().__init__(layer, alone)
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
         assert self.sizes.state
         self._heads = self.sizes.state
         self._convolves = f"{STATE_LAYER}.conv1d" in self.sizes.trained
@@ -505,9 +551,38 @@ class StateGroupMemory(GroupMemory):
         return found
 
 
-def in_groups(layer: Layer, alone: Callable[[LayerSizes], Layer]) -> GroupMemory:
-    """Return a layer's attention in groups of heads, or its state. alone: makes a layer of other
-    sizes."""
-    s = layer.sizes
-    kind = StateGroupMemory if s.state else AttentionGroupMemory
-    return (GatheredGroupMemory if s.gathers else kind)(layer, alone)
+class LayerInGroups(Layer):
+    """A layer on a tape that attends in groups of heads, as two functions where `in_halves` says
+    so."""
+
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        kind = StateGroupMemory if sizes.state else AttentionGroupMemory
+        self.groups = (GatheredGroupMemory if sizes.gathers else kind)(tape, sizes)
+
+    def first_half(self, hidden: Tensor) -> Tensor:
+        s = self.sizes
+        if s.in_halves and s.trains and not hidden.node:  # it is given one with a gradient
+            hidden = self.tape.leaf(hidden.size, hidden.storage)
+        return self._in_groups(hidden) if s.whole_first else super().first_half(hidden)
+
+    def second_half(self, hidden: Tensor) -> Tensor:
+        tape, s = self.tape, self.sizes
+        if not s.in_halves:
+            return super().second_half(hidden)
+        plain = super().second_half
+        if s.experts or not s.tile:
+            return plain(copied(tape, hidden))  # and nothing added
+        part = Layer(tape, s.of_tile(split=s.splits_tokens))
+        trains = self._any_trains("mlp.", *s.kind.norms[2:])
+        run = lambda parts: part.second_half(copied(tape, parts[0]))  # noqa: E731
+        return tiled(
+            tape, [hidden], run, min(1.0, s.tile / s.sharing.tokens), s.wide, trains=trains
+        )
+
+    def _attention(self, x: Tensor) -> Tensor:
+        return self._leave(self._in_groups(enter(self.tape, self.sizes, x)))
+
+    def _in_groups(self, x: Tensor) -> Tensor:
+        s = self.sizes
+        return self.groups(x, trains=self._any_trains(f"{s.block}.", *s.kind.norms[:2]))

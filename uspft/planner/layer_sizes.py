@@ -27,7 +27,7 @@ from uspft.sequence.rows.heads import split_heads
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
-    from uspft.planner.memory import Options
+    from uspft.planner.options import Options
 
 OUT = "self_attn.o_proj"
 OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}

@@ -6,14 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters, reuse_distance
+from uspft.config.algorithms import AlgorithmRow
 from uspft.families import layer_windows
-from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
-from uspft.pipeline.schedules import Schedule
-from uspft.pipeline.stages import Each
 from uspft.planner.activations import (
     HeadSizes,
     LayerBytes,
@@ -25,31 +21,27 @@ from uspft.planner.activations import (
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.layer_sizes import layers_of
 from uspft.planner.operations import WIDE
+from uspft.planner.options import Options
 from uspft.planner.products import head_projection
 from uspft.planner.stage_memory import ROUNDS, PassBytes, chunk_keys, each_chunk, rank_bytes
-from uspft.planner.stages import chunk_multiple, cut_by_flops, schedule_of, stage_layers, stages_of
+from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
-    Lora,
     StageLayers,
     counts_of,
     outside_trains,
 )
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
-    from uspft.config.inputs import ModelBlock
     from uspft.families import ModelShape
     from uspft.layout import Layout
 
 USABLE_SHARE = 0.92
 """The share of a card's memory, as torch reports it, that a rank's peak may fill: the context, NCCL
 and gaps take the rest."""
-RECOMPUTES = ("nothing", "exchange", "attention")
-"""What of attention may be made again, the least work first."""
 ACTIVATIONS = ("activations", "at work", "batch")
 """The parts that rows need."""
 BATCH_BYTES = 6 * 8
@@ -58,66 +50,6 @@ a target, all in int64."""
 KILOTOKEN = 1024
 MOST_KILOTOKENS = 1 << 20
 """Of a rank, at which the search for the longest row ends."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What decides the memory of a rank beside the model, the layout and the row's length."""
-
-    algorithm: AlgorithmRow = WHOLE
-    """The row of the algorithm that shares rows."""
-    exchange_stages: int = 0
-    """Of an exchange; 0 for auto."""
-    use_seq_parallel: bool = False
-    copies: int = 1
-    """Of a rank's tokens, which blocks of split matrices take by turns."""
-    micro_batch: int = 1
-    """Rows of a rank in one forward."""
-    dtype: str = "bfloat16"
-    zero_stage: int = 1
-    bucket: int = REDUCE_BUCKET
-    """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
-    live: int = live_parameters({})
-    """The gathered elements up to which ZeRO-3 fetches weights ahead."""
-    reuse: int = reuse_distance({})
-    """The elements of weights within which ZeRO-3 keeps those that come again."""
-    two_buckets: bool = False
-    offload_optimizer: bool = False
-    offload_weights: bool = False
-    saves_beside: bool = False
-    """Whether a checkpoint waits on the host while it is written."""
-    gradient_reduction: str = "float32"
-    """The type in which gradients cross ranks."""
-    checkpointing: bool = True
-    first_layers: int | Each | None = None
-    """How many layers of a stage, or of each, are checkpointed, where not all are."""
-    recompute: str = "nothing"
-    at_once: int | None = None
-    """How many query heads of a KV head are attended with at once; None for all heads."""
-    offload_activations: bool = False
-    loss_tile: int | None = 1024
-    """Tokens; None for all at once."""
-    mlp_tile: int | None = None
-    slices: tuple[int, ...] = (1, 1, 1, 1)
-    """Of each product on a mesh."""
-    lora: Lora | None = None
-    freeze: tuple[str, ...] = ()
-    """Regular expressions over parameter names."""
-    schedule: Schedule = PLAIN_SCHEDULE
-    """Of a pipeline's ranks."""
-    equal_tokens: bool = False
-    """Whether chunks of a row have equal tokens; else they take equal time."""
-    step_rows: int | None = None
-    """Rows of a step, over all replicas; None: enough to fill a pipeline."""
-
-    @property
-    def element(self) -> int:
-        """The bytes of a weight."""
-        return 4 if self.dtype == "float32" else 2
-
-    def several(self, layout: Layout) -> bool:
-        """Tell whether a step has more than one forward and backward."""
-        return (self.step_rows or 0) > self.micro_batch * layout.data
 
 
 @dataclass(frozen=True)
@@ -153,68 +85,12 @@ class Memory:
         return self.peak_bytes - self.activation_bytes
 
 
-def options_of(recipe: Recipe, layout: Layout) -> Options:
-    """Return the options of a recipe in a layout.
-
-    `auto` counts as what it is without a need to save memory.
-    """
-    zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
-    parallel, slices = recipe.parallel_config, recipe.parallel_config.tensor_slices
-    again = memory.gradient_checkpointing
-
-    def away(key: str) -> bool:
-        return bool((zero.get(key) or {}).get("device", "none") != "none")
-
-    def number(value: Any) -> int | None:
-        return value if isinstance(value, int) else None
-
-    return Options(
-        algorithm=row_of(parallel.context_parallel_algo, layout.context),
-        exchange_stages=number(parallel.exchange_stages) or 0,
-        use_seq_parallel=bool(parallel.use_seq_parallel),
-        copies=parallel.fine_grain_interleave,
-        micro_batch=recipe.training.micro_batch_size,
-        dtype=model.dtype,
-        zero_stage=int(zero.get("stage", 1)),
-        bucket=int(zero.get("reduce_bucket_size") or REDUCE_BUCKET),
-        live=live_parameters(zero),
-        reuse=reuse_distance(zero),
-        two_buckets=bool(zero.get("overlap_comm")),
-        offload_optimizer=away("offload_optimizer"),
-        offload_weights=away("offload_param"),
-        saves_beside=recipe.checkpoint.overlap,
-        gradient_reduction=memory.gradient_reduction,
-        checkpointing=bool(memory.gradient_checkpointing),
-        first_layers=None if isinstance(again, bool) else again,
-        recompute="nothing" if memory.recompute == "auto" else memory.recompute,
-        at_once=memory.heads_at_once,
-        offload_activations=memory.offload_activations == "cpu",
-        loss_tile=number(memory.loss_tile_tokens),
-        mlp_tile=number(memory.mlp_tile_tokens),
-        slices=slices if isinstance(slices, tuple) else (number(slices) or 1,) * 4,
-        lora=lora_of(model),
-        freeze=tuple(model.freeze),
-        schedule=schedule_of(parallel),
-        equal_tokens=parallel.sequence_chunks == "tokens",
-        step_rows=recipe.training.global_batch_size,
-    )
-
-
-def lora_of(model: ModelBlock) -> Lora | None:
-    """Return the adapters of a recipe's model."""
-    if not model.adapter:
-        return None
-    block = model.adapter
-    lora = Lora(block.rank, block.target_modules, dropout=block.dropout > 0)
-    return replace(lora, parameters=block.target_parameters)
-
-
 def memory_of(
     shape: ModelShape,
     layout: Layout,
     row_tokens: int,
     *,
-    options: Options = Options(),
+    options: Options,
     one: tuple[PassBytes, float] | None = None,
     state: State | None = None,
 ) -> Memory:
@@ -232,7 +108,7 @@ def memory_of(
     return Memory(
         state.beside(device),
         int(sum(state.host.values()) + waits),
-        unpredicted(shape, layout, row_tokens, options=options),
+        unpredicted(shape),
     )
 
 
@@ -241,7 +117,7 @@ def memory_of_ranks(
     layout: Layout,
     row_tokens: int,
     *,
-    options: Options = Options(),
+    options: Options,
     one: tuple[PassBytes, float] | None = None,
     alike: bool = True,
 ) -> list[Memory]:
@@ -268,7 +144,7 @@ def memory_of_ranks(
     stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=again)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
-    unknown = unpredicted(shape, layout, row_tokens, options=options)
+    unknown = unpredicted(shape)
     found, met = list[Memory](), set[object]()
     for rank in range(stages.ranks):
         sizes, last = stages.sizes[rank :: stages.ranks], rank == stages.ranks - 1
@@ -319,10 +195,8 @@ def state_in(
     return state
 
 
-def unpredicted(
-    shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
-) -> tuple[str, ...]:
-    """Return what there is of a model, a layout and options that the formula does not know."""
+def unpredicted(shape: ModelShape) -> tuple[str, ...]:
+    """Return what there is of a model that the formula does not know."""
     found = {
         "experts beside an MLP": shape.beside_mlp,
         "embeddings of each layer": bool(shape.layer_features),
@@ -413,9 +287,7 @@ def fits(memory: Memory, card_bytes: float) -> bool:
     return memory.peak_bytes <= USABLE_SHARE * card_bytes
 
 
-def longest_row(
-    shape: ModelShape, layout: Layout, card_bytes: float, *, options: Options = Options()
-) -> int:
+def longest_row(shape: ModelShape, layout: Layout, card_bytes: float, *, options: Options) -> int:
     """Return the longest row in tokens that fits a card, by kilotokens of each rank, or 0."""
     return longest_of(
         lambda row: memory_of(shape, layout, row, options=options).peak_bytes, layout, card_bytes
