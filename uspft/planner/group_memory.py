@@ -6,6 +6,7 @@ Where a function takes a list of one storage it takes this out, so that nobody h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -74,7 +75,7 @@ class _Part(Layer):
         return found
 
 
-class GroupMemory:
+class GroupMemory(ABC):
     """A block in groups of heads, with its norms and residual where these are one function with it.
     It is called once for each run."""
 
@@ -127,18 +128,18 @@ class GroupMemory:
         """Count what waits on the host among what is kept, when the first run has ended."""
         self._kept += [self.tape.new(self._away.pop(0)) for _ in range(len(self._away))]
 
+    @abstractmethod
     def _attended(self) -> list[Storage]:
         """Return the output of all heads, and what each group's backward takes."""
-        raise NotImplementedError
 
     def _stay(self, needed: bool) -> list[Storage]:
         """Return what else stays until the backward. needed: whether there is one."""
         return []
 
+    @abstractmethod
     def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
         """Return the gradients that groups have made. saved: what they take, which is emptied.
         slopes: is cleared when the last one has begun."""
-        raise NotImplementedError
 
     def _backward(self, saved: list[Storage], *, wanted: bool) -> GradientStorages:
         tape, s = self.tape, self.sizes
