@@ -145,9 +145,8 @@ class GroupMemory(ABC):
         tape, s = self.tape, self.sizes
         stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
         out = saved.pop(0)
-        self._begin_backward(saved)
         gates = tape.new(self._hidden) if self._gated and wanted else None
-        slopes = [tape.new(self._hidden)] if self._behind else []
+        slopes = self._begin(saved)
         sums = self._summed(self._out + self._gates, self._last_gradients)
         found = self._gradients(saved, slopes)
         if s.offloads and not s.first:
@@ -160,8 +159,9 @@ class GroupMemory(ABC):
         del stays, found
         return [dx if wanted else None, None]
 
-    def _begin_backward(self, saved: list[Storage]) -> None:
-        """Take what else stayed from what was saved."""
+    def _begin(self, saved: list[Storage]) -> list[Storage]:
+        """Return the slope of what a norm behind the block takes. saved: has what else stayed."""
+        return [self.tape.new(self._hidden)] if self._behind else []
 
     def _summed(
         self, weights: float, tile: Callable[[], None], before: float = 0.0
@@ -453,13 +453,14 @@ class GatheredGroupMemory(AttentionGroupMemory):
             return [[one] for one in self._qkv]
         return self._storages(turn)
 
-    def _begin_backward(self, saved: list[Storage]) -> None:
+    def _begin(self, saved: list[Storage]) -> list[Storage]:
         if self.sizes.recompute == "nothing":
             self._gather()
         else:
             self._qkv = [saved.pop(-3), saved.pop(-2), saved.pop()]
         how = self.sizes.sharing
         self._slopes = [self.tape.new(how.bytes(how.heads))]
+        return super()._begin(saved)
 
     def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
         found = super()._gradients(saved, slopes)
