@@ -121,7 +121,7 @@ def until_ended(run: Any, *args: Any, **kwargs: Any) -> None:
     raise RuntimeError(f"{type(module).__name__} never came to what is to end its forward")
 
 
-class Form(NamedTuple):
+class HalfNames(NamedTuple):
     """The children of a layer that is two halves with their residuals; empty where it has none."""
 
     before: str
@@ -135,16 +135,16 @@ class Form(NamedTuple):
 
 
 _FORMS = (
-    Form("input_layernorm", "self_attn", "", ("post_attention_layernorm", "mlp")),
-    Form(
+    HalfNames("input_layernorm", "self_attn", "", ("post_attention_layernorm", "mlp")),
+    HalfNames(
         "input_layernorm",
         "self_attn",
         "post_attention_layernorm",
         ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
     ),
-    Form("", "self_attn", "post_attention_layernorm", ("mlp", "post_feedforward_layernorm")),
-    Form("input_layernorm", "self_attn", "", ("post_attention_layernorm", "block_sparse_moe")),
-    Form("input_layernorm", STATE_LAYER, "", ("post_attention_layernorm", "mlp")),
+    HalfNames("", "self_attn", "post_attention_layernorm", ("mlp", "post_feedforward_layernorm")),
+    HalfNames("input_layernorm", "self_attn", "", ("post_attention_layernorm", "block_sparse_moe")),
+    HalfNames("input_layernorm", STATE_LAYER, "", ("post_attention_layernorm", "mlp")),
 )
 """LLaMA's, Gemma's, OLMo 2's, Granite's with experts, and that of layers with a state."""
 
@@ -152,7 +152,7 @@ _FORMS = (
 class Halves:
     """A layer of two halves, whose own forward runs in part."""
 
-    def __init__(self, layer: Any, form: Form) -> None:
+    def __init__(self, layer: Any, form: HalfNames) -> None:
         self.layer, self._form, self._run = layer, form, own_forward(layer)
         self.attention: Any = layer.get_submodule(form.attention)
         self.first = [layer.get_submodule(name) for name in form[:3] if name]
