@@ -10,7 +10,6 @@ from pathlib import Path
 
 from uspft.commands.plan_pages import (
     LEGEND,
-    aligned,
     as_data,
     layouts_table,
     left_out_lines,
@@ -23,7 +22,7 @@ from uspft.commands.plan_pages import (
 from uspft.commands.plan_timeline import as_picture, in_characters, timeline_of
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
-from uspft.config.messages import closest
+from uspft.config.messages import aligned, closest
 from uspft.config.problems import UsageError, counted
 from uspft.data import first_look
 from uspft.launcher import planned_hosts

@@ -10,6 +10,7 @@ from typing import Any
 
 from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
+from uspft.config.messages import aligned
 from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.planner.attention_work import DrawnRows
@@ -19,17 +20,6 @@ from uspft.planner.ways import in_recipe
 from uspft.switching.choose.choice import SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
 from uspft.switching.choose.layout_set import LayoutSet
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return lines whose first column stands to the left and whose numbers stand to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
-
 
 GIB = 1 << 30
 _BESIDE = "beside the first"

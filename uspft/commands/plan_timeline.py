@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from uspft.commands.plan_pages import aligned
+from uspft.config.messages import aligned
 from uspft.config.problems import counted
 from uspft.pipeline.simulator import Timed
 from uspft.planner.memory import memory_of_ranks

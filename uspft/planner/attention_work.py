@@ -219,17 +219,18 @@ def each_way(cost: Callable[[Forwards], Cost], at_once: int | None = None) -> tu
 KINDS = ("all_to_all", "ring", "gather", "state")
 
 
-def _of_each(number: Callable[..., float], *costs: Cost) -> Cost:
+def _of_each(number: Callable[..., Any], *costs: Cost) -> Cost:
     """Return a cost whose every number is what a function makes of those of several costs."""
-    made = {kind: Traffic(*map(number, *(getattr(one, kind) for one in costs))) for kind in KINDS}
+    every = {kind: [getattr(one, kind) for one in costs] for kind in KINDS}
+    made: dict[str, Any] = {kind: Traffic(*map(number, *of)) for kind, of in every.items()}
     return replace(costs[0], **made)
 
 
 def _times(cost: Cost, of_bytes: float, of_messages: float) -> Cost:
     """Return so many times the bytes of a cost, and its messages; what follows may be no whole
     number."""
-    by = of_bytes, of_messages
-    return replace(cost, **{kind: Traffic(*map(mul, getattr(cost, kind), by)) for kind in KINDS})
+    by = Traffic(of_bytes, of_messages)  # type: ignore[arg-type]
+    return _of_each(mul, cost, Cost(by, by, by, state=by))
 
 
 def _closed(

@@ -80,8 +80,8 @@ class Passes(Protocol):
 class Algorithm(Protocol):
     """One way to split a row over ulysses × ring ranks.
 
-    An implementation is a frozen dataclass whose fields are its degrees, its options and what it must know
-    of the run; `make_algorithm` fills them.
+    An implementation is a frozen dataclass whose fields are its degrees, its options and what it
+    must know of the run; `make_algorithm` fills them.
     """
 
     @property
