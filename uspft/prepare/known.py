@@ -17,11 +17,7 @@ from uspft.families import FAMILIES, ModelShape, layer_windows
 from uspft.layout import Layout
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.machine import Hardware, device_of, read_hardware
-from uspft.planner.memory import (
-    RECOMPUTES,
-    Options,
-    lora_of,
-)
+from uspft.planner.options import RECOMPUTES, Options, lora_of
 from uspft.planner.products import layer_projections
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,8 +35,9 @@ from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import fits, memory_of, options_of
+from uspft.planner.memory import fits, memory_of
 from uspft.planner.mesh import Tuning, tune
+from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE
 from uspft.planner.stages import stages_of
 from uspft.prepare.known import (
@@ -127,7 +129,7 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
         (*degrees, max(1, ranks // prod(degrees))),
         known.hardware_on(ranks),
         slices=slices_of(parallel),
-        why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
+        why_not=partial(_why_not, recipe, known),
     )
 
 
