@@ -79,18 +79,16 @@ class Partitions:
             kept = kept[place.start : place.start + place.numel]
         return place.start, kept
 
-    def write(self, parameter: nn.Parameter, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        """Set the values that `fragment` reads. read: returns values [start, stop) of the part.
+    def write(self, parameter: Any, kind: str, read: Callable[[int, int], Tensor]) -> None:
+        """Set the values that `fragment` reads, under ZeRO-3, where they are no view of what is
+        kept. read: returns values [start, stop) of the part.
 
         The compute weight itself is set when the model is built.
         """
         start, held = self.fragment(parameter, kind)
         if not held.numel():
             return
-        if id(parameter) in self._masters or not hasattr(parameter, "ds_id"):
-            held.copy_(read(start, start + held.numel()))
-            return
-        size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        size: int = parameter.ds_tensor.numel()
         padded = torch.zeros(size, dtype=torch.float32, device=held.device)
         padded[: held.numel()] = read(start, start + held.numel())
         if kind == "weight":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +35,10 @@ from uspft.engine.replicas import ExpertSets, Replicas, mark_for_partition, mpu_
 from uspft.engine.state import adamw, start_moments
 from uspft.engine.step import (
     Engine,
-    Laps,
     LossModule,
     Runner,
     StageRunner,
-    StepResult,
-    allowed,
-    counted,
-    evaluated,
     in_turn,
-    means_of,
-    require_good,
-    scales_of,
 )
 from uspft.model.adapter import adapters
 from uspft.model.head_groups import WHOLE
@@ -99,10 +90,9 @@ class ZeroEngine(Engine):
         """Build the engine. passes: micro-batches of a step, or the most where steps differ.
         pipeline: runs the module's stages, where it has some alone; then it is the runner."""
         self.module, self.holders, self.device = module, holders, device
+        self.averaged = counting.averaged(holders)
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
         self._runner, self._pipeline = pipeline or runner, pipeline
-        self.laps = Laps(device)
-        """The clock of the step's micro-batches."""
         self.named = module.named()
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
         each parameter would take too long. What this rank holds nothing of has no elements here."""
@@ -162,7 +152,10 @@ class ZeroEngine(Engine):
         return self._partitions.fragment(self.named[name], kind)
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        self._partitions.write(self.named[name], kind, read)
+        if self.stage < 3:
+            super().write_fragment(name, kind, read)
+        else:
+            self._partitions.write(self.named[name], kind, read)
 
     def make_moments(self, empty: Batch) -> None:
         """Make Adam's states, by a step over one batch without targets, at learning rate 0.
@@ -171,23 +164,8 @@ class ZeroEngine(Engine):
         """
         self.step([empty], 0.0, stop=False)
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        learning_rate: float,
-        stop: bool,
-        look: Callable[[], None] | None = None,
-        *,
-        most: float = math.inf,
-    ) -> StepResult:
-        objective = self.module.objective
-        counts = counted(objective, batches, self.holders.everyone, self.device)
-        scales = scales_of(objective, counts, counting.averaged(self.holders))
-        for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.laps = Laps(self.device)
-        sums = self._runner(self, batches, scales)
-        return self._end(sums, counts, stop, look or (lambda: None), most)
+    def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
+        return self._runner(self, batches, scales)
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
         terms: Tensor = self.deepspeed(batch, scales)
@@ -206,31 +184,7 @@ class ZeroEngine(Engine):
         if not last:
             self.deepspeed.step()
 
-    def _end(
-        self,
-        sums: Tensor,
-        counts: dict[str, int],
-        stop: bool,
-        look: Callable[[], None],
-        most: float,
-    ) -> StepResult:
-        """Check loss and gradient norm, update the weights, return the result.
-
-        Raises NotFinite and TooLarge.
-        """
-        objective, everyone = self.module.objective, self.holders.everyone
-        times = counting.averaged(self.holders)
-        means, stops = means_of(objective, sums, stop, everyone, self.device, times=times)
-        look()
-        grad_norm = self._update(allowed(means, most))
-        result = StepResult(means, counts, grad_norm, stops, seconds=self.laps.seconds())
-        return require_good(result, most)
-
-    def _update(self, most: float) -> float:
-        """Update the weights, unless the gradient's norm is larger than most or not finite.
-
-        Returns the norm before clipping.
-        """
+    def update(self, most: float) -> float:
         optimizer: Any = self.deepspeed.optimizer
         self._most, self._refused = most, None
         if self.stage == 0 and optimizer is self.adam:
@@ -299,9 +253,8 @@ class ZeroEngine(Engine):
             # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
             self.deepspeed.empty_partition_cache()
 
-    def terms(self, batch: Batch) -> dict[str, float]:
-        forward = partial(self._pipeline.forward, self) if self._pipeline else self.forward
-        return evaluated(self.module.objective, partial(forward, batch))
+    def stages_for(self, batch: Batch) -> StageRunner | None:
+        return self._pipeline
 
     def close(self) -> None:
         self.replicas.close()

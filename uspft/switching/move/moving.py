@@ -16,10 +16,8 @@ way, from layout to layout, sends more (benchmarks/switching/straight.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -28,17 +26,9 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.step import (
     Engine,
-    Laps,
     LossModule,
     StageRunner,
-    StepResult,
-    allowed,
-    counted,
-    evaluated,
     in_turn,
-    means_of,
-    require_good,
-    scales_of,
 )
 from uspft.parameters import counting
 from uspft.switching.move.owners import Owners, Switches
@@ -49,10 +39,6 @@ if TYPE_CHECKING:
     from uspft.objective import Scales
     from uspft.parameters.part import Part
     from uspft.parameters.shards import Holders, Shards
-
-
-SWITCH, UPDATE = -1, -2
-"""What a lap of the clock is of, if not of a micro-batch."""
 
 
 class MovingEngine(Engine):
@@ -107,8 +93,8 @@ class MovingEngine(Engine):
         """The layout whose parts the module's parameters are."""
         self._sums: dict[str, tuple[Tensor, float]] = {}
         """Where each gradient is added up while a layout trains, and what it is multiplied by."""
-        self.laps = Laps(device)
-        """The clock of the step's micro-batches, and of the switches between them."""
+        self._lap_of: list[int | None] = []
+        """The micro-batch of each lap of the step's clock; None: a switch between layouts."""
         self._hooks = [
             self.named[name].register_post_accumulate_grad_hook(self._adder(name))
             for name in self.owners.trained
@@ -129,51 +115,32 @@ class MovingEngine(Engine):
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self.owners.fragment(name, kind)
 
-    def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        start, held = self.fragment(name, kind)
-        if held.numel():
-            held.copy_(read(start, start + held.numel()))
-
     def make_moments(self, empty: Batch) -> None:
         """Do nothing, since owners have them from the beginning."""
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        learning_rate: float,
-        stop: bool,
-        look: Callable[[], None] | None = None,
-        *,
-        most: float = math.inf,
-    ) -> StepResult:
-        """Take a step as `Engine.step` says; the layouts of all ranks' micro-batches must store the
+    def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
+        """Run a step as `Engine.run` says; the layouts of all ranks' micro-batches must store the
         parameters in the same ways."""
-        turns = self._turns(batches)
-        objective, everyone = self.module.objective, self.holders.everyone
-        counts = counted(objective, batches, everyone, self.device)
-        scales = scales_of(objective, counts)
-        self.owners.begin(learning_rate)
+        self.owners.gradients.zero_()
         sums = torch.zeros(len(scales), dtype=torch.float64, device=self.device)
-        self.laps, order = Laps(self.device), list[int]()  # what each lap is of
-        for shards, own in turns:
+        self._lap_of.clear()
+        for shards, own in self._turns(batches):
             with self._training(shards):
                 self.laps.mark()
-                _, run = self._staged.get(shards.layout.pipeline, (None, in_turn))
-                sums += run(self, [batches[number] for number in own], scales)
+                here = [batches[number] for number in own]
+                sums += (self.stages_for(here[0]) or in_turn)(self, here, scales)
             self.laps.mark()
-            order += [SWITCH, *own, SWITCH]
-        means, stops = means_of(objective, sums, stop, everyone, self.device)
-        if look:
-            look()
-        norm = self.owners.update(allowed(means, most))
-        self.laps.mark()
-        took = dict.fromkeys([SWITCH, UPDATE, *range(len(batches))], 0.0)
-        for of, seconds in zip([*order, UPDATE], self.laps.seconds(), strict=True):
+            self._lap_of += [None, *own, None]
+        return sums
+
+    def update(self, most: float) -> float:
+        return self.owners.update(most)
+
+    def seconds(self, batches: int) -> tuple[tuple[float, ...], float]:
+        took: dict[int | None, float] = dict.fromkeys([None, *range(batches)], 0.0)
+        for of, seconds in zip(self._lap_of, self.laps.seconds(), strict=True):
             took[of] += seconds
-        each = tuple(took[number] for number in range(len(batches)))
-        moved = took[SWITCH]
-        result = StepResult(means, counts, norm, stops, seconds=each, switch_seconds=moved)
-        return require_good(result, most)
+        return tuple(took[number] for number in range(batches)), took[None]
 
     def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
         """Return the numbers of each layout's micro-batches, the least sharded first; collective.
@@ -277,14 +244,16 @@ class MovingEngine(Engine):
                 net.train()
             self.holders.everyone.books.close()  # what came for this is of no training step
 
+    def stages_for(self, batch: Batch) -> StageRunner | None:
+        _, run = self._staged.get(batch.world.layout.pipeline, (None, None))
+        return run
+
     def terms(self, batch: Batch) -> dict[str, float]:
         shards = self.every[batch.world.layout.stored_as]
         if self._here is not shards:
             self._release()
             self._bind(shards)
-        _, run = self._staged.get(shards.layout.pipeline, (None, None))
-        forward = partial(run.forward, self) if run else self.forward
-        return evaluated(self.module.objective, partial(forward, batch))
+        return super().terms(batch)
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -108,12 +108,6 @@ class Owners:
             at -= self._decayed if plain else 0
         return start, held[at : at + count]
 
-    def begin(self, learning_rate: float) -> None:
-        """Begin a step, whose gradients are yet to come."""
-        self.gradients.zero_()
-        for group in self.adam.param_groups:
-            group["lr"] = learning_rate
-
     def update(self, most: float) -> float:
         """Clip the gradient and update, unless its norm is larger than most or not finite; return
         the norm before; collective."""
