@@ -145,16 +145,15 @@ class Engine(Keeper, Protocol):
         `GRADIENT`. most: the largest gradient norm that is taken, the same on every rank. Raises
         NotFinite and TooLarge before anything is updated, on every rank alike.
         """
-        terms, everyone = self.module.objective.terms, self.holders.everyone
-        counts = counted(self.module.objective, batches, everyone, self.device)
+        objective, everyone = self.module.objective, self.holders.everyone
+        counts = counted(objective, batches, everyone, self.device)
         for group in self.adam.param_groups:
             group["lr"] = learning_rate
         self.laps = Laps(self.device)
-        sums = self.run(batches, scales_of(self.module.objective, counts, self.averaged))
-        *totals, stops = total([*sums.tolist(), float(stop)], everyone, self.device)
-        means = {
-            term.name: value / self.averaged for term, value in zip(terms, totals, strict=True)
-        }
+        sums = self.run(batches, scales_of(objective, counts, self.averaged))
+        *totals, stops = self.total(*sums.tolist(), float(stop))
+        each = zip(objective.terms, totals, strict=True)
+        means = {term.name: value / self.averaged for term, value in each}
         if look:
             look()
         first, loss = next(iter(means.items()))

@@ -21,7 +21,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
-from uspft.comm import largest, total
+from uspft.comm import total
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import (
@@ -215,7 +215,7 @@ class ZeroEngine(Engine):
             return norm
         value = float(norm)
         if self._most > 0 and math.isfinite(value):
-            (value,) = largest([value], self.holders.everyone, self.device)
+            (value,) = self.largest(value)
         if value <= self._most:
             return norm
         self._refused = value

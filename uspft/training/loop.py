@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,11 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     if first_rank:
         _begin(run, journal)
     meter = Meter(run)
-    with (
-        RunDisplay(last, step, is_main=first_rank) as display,
-        _tracked(run, journal, display),
-    ):
+    with ExitStack() as until_the_end:
+        display = until_the_end.enter_context(RunDisplay(last, step, is_main=first_rank))
+        if first_rank:
+            tracked = tracking(recipe, output, step, display.say, display.waits)
+            journal.also = until_the_end.enter_context(tracked)
         guards = Guards(run, display.say)
         evaluation, bad_steps = Evaluation(run, journal, display), BadSteps(run)
         saving = Saving(run, evaluation, bad_steps, journal, display)
@@ -68,8 +69,11 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             guards.rows(step, batches)
             peak, schedule = recipe.optimizer.learning_rate, recipe.lr_schedule
             rate = learning_rate(step, run.job.steps, peak, schedule)
-            with saving.kept():
+            try:
                 result = _step(run, step, batches, rate, bad_steps, display.say, stop=stop())
+            except BadStep:  # on all ranks alike
+                saving.finish()
+                raise
             if not result.skipped:
                 guards.first_loss(step, result.loss)
             if step == run.first_step + 1:
@@ -105,18 +109,6 @@ def _begin(run: Run, journal: Journal) -> None:
         journal.cut_back(run.first_step)
     elif found := kept_and_dropped(read_report(run.job.corpus)):
         journal.write({"data": found})
-
-
-@contextmanager
-def _tracked(run: Run, journal: Journal, display: RunDisplay) -> Iterator[None]:
-    """Give each record of the journal to the recipe's trackers too, on the first rank."""
-    recipe, output = run.job.recipe, run.job.recipe.output_dir
-    if run.world.mesh.rank or output is None:
-        yield
-        return
-    with tracking(recipe, output, run.first_step, display.say, display.waits) as log:
-        journal.also = log
-        yield
 
 
 def _finish(

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from uspft.checkpoint.folder import delete_older
 from uspft.checkpoint.hf_folder import write_model_files
 from uspft.checkpoint.save import Save
-from uspft.comm import largest
 from uspft.config.problems import RunFailed, said
-from uspft.engine.step import BadStep
 from uspft.metrics import Journal, RunDisplay
 
 if TYPE_CHECKING:
@@ -66,8 +64,7 @@ class Saving:
         """Finish the save under way, if there is one, once all ranks have written their files."""
         if self._under_way:
             left = float(not self._under_way.is_written())
-            everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-            if largest([left], everyone, device) == [0.0]:
+            if self._run.engine.largest(left) == [0.0]:
                 self.finish()
 
     def finish(self) -> None:
@@ -104,15 +101,6 @@ class Saving:
         if self._is_main and recipe.output_dir and not self._under_way:
             keep, best = recipe.checkpoint.keep_last, self._evaluation.best_step
             delete_older(recipe.output_dir, keep, best, self._good)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Finish the save under way where a bad step ends the run, as on all ranks."""
-        try:
-            yield
-        except BadStep:
-            self.finish()
-            raise
 
 
 def _name(step: int) -> str:

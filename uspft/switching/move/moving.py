@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from uspft.comm import total
 from uspft.engine.step import (
     Engine,
     LossModule,
@@ -159,9 +158,10 @@ class MovingEngine(Engine):
             for key in sorted(set(keys))
         ]
         mine = float(sum(1 << place[shards.layout.stored_as] for shards, _ in turns))
-        everyone = self.holders.everyone
-        numbers, squares = total([mine, mine * mine], everyone, self.device)
-        if numbers * numbers != squares * everyone.size:  # equal just where all numbers are
+        numbers, squares = self.total(mine, mine * mine)
+        if (
+            numbers * numbers != squares * self.holders.everyone.size
+        ):  # equal just where all numbers are
             raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
         return turns
 
