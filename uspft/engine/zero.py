@@ -14,16 +14,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from deepspeed.utils import set_z3_leaf_module
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+    set_z3_leaf_module,
+)
 from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.engine.deepspeed_config import deepspeed_config
-from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import (
     compare_traces_within,
     forget_mpu,
@@ -32,7 +39,7 @@ from uspft.engine.quarantine import (
     sum_norm_once,
 )
 from uspft.engine.replicas import ExpertSets, Replicas, mark_for_partition, mpu_of
-from uspft.engine.state import adamw, start_moments
+from uspft.engine.state import GRADIENT, adamw, start_moments
 from uspft.engine.step import (
     Engine,
     LossModule,
@@ -131,7 +138,7 @@ class ZeroEngine(Engine):
         if self.deepspeed.optimizer is not self.adam:
             judge_norm(self.deepspeed.optimizer, self.stage, self._judge)
         self._require_float32_buffers()
-        self._partitions = Partitions(self.deepspeed.optimizer, self.adam, self.stage)
+        self._masters = {} if self.stage else _masters(whole, self.adam)
         if self.stage < 3:
             # DeepSpeed finds moments by parameter only for those groups that have them after the
             # first group's first step (stages 1 and 2, 0.19.8).
@@ -149,13 +156,66 @@ class ZeroEngine(Engine):
                 raise RuntimeError(f"buffer {name} is {buffer.dtype}: DeepSpeed has rounded it")
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        return self._partitions.fragment(self.named[name], kind)
+        parameter: Any = self.named[name]
+        if not getattr(parameter, "ds_numel", parameter.numel()):
+            return 0, parameter.detach().flatten()
+        if not parameter.requires_grad:
+            if kind != "weight":
+                shape = tuple(parameter.shape)
+                raise RuntimeError(f"a frozen parameter of shape {shape} has no {kind}")
+            if not hasattr(parameter, "ds_id"):
+                return 0, parameter.detach().flatten()
+            return _unpadded(parameter, parameter.ds_tensor.detach())
+        if kind == GRADIENT:
+            start, made = self._gradient(parameter)
+            return start, made.float()
+        master = self._masters.get(id(parameter))
+        if master is not None:
+            held: Tensor = master.detach() if kind == "weight" else self.adam.state[master][kind]
+            return 0, held.flatten()
+        if hasattr(parameter, "ds_id"):
+            if kind == "weight":
+                value = safe_get_local_fp32_param(parameter)
+            else:
+                value = safe_get_local_optimizer_state(parameter, kind)
+            return _unpadded(parameter, value)
+        mapping: Any = parameter._hp_mapping
+        if mapping is None:
+            return 0, parameter.detach().new_empty(0, dtype=torch.float32)
+        values: Tensor = mapping.get_hp_fragment(None if kind == "weight" else kind)
+        return mapping.lp_fragment_address.start, values.detach()
+
+    def _gradient(self, parameter: Any) -> tuple[int, Tensor]:
+        """Return (start, flat values) of what this rank keeps of a gradient, scaled as the loss."""
+        if id(parameter) in self._masters:
+            made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            return 0, made.detach().flatten()
+        if hasattr(parameter, "ds_id"):
+            return _unpadded(parameter, safe_get_local_grad(parameter))
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return 0, parameter.detach().new_empty(0)
+        kept = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach().flatten()
+        place = mapping.lp_fragment_address
+        if kept.numel() == parameter.numel():  # stage 1 sums bfloat16 whole, on every rank
+            kept = kept[place.start : place.start + place.numel]
+        return place.start, kept
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        if self.stage < 3:
+        parameter: Any = self.named[name]
+        if not hasattr(parameter, "ds_id"):
             super().write_fragment(name, kind, read)
+            return
+        start, held = self.fragment(name, kind)
+        if not held.numel():
+            return
+        size: int = parameter.ds_tensor.numel()
+        padded = torch.zeros(size, dtype=torch.float32, device=held.device)
+        padded[: held.numel()] = read(start, start + held.numel())
+        if kind == "weight":
+            safe_set_local_fp32_param(parameter, padded)
         else:
-            self._partitions.write(self.named[name], kind, read)
+            safe_set_local_optimizer_state(parameter, padded, kind)
 
     def make_moments(self, empty: Batch) -> None:
         """Make Adam's states, by a step over one batch without targets, at learning rate 0.
@@ -306,3 +366,23 @@ def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], l
     dims = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
     pairs = list(zip(trained, dims, strict=True))
     return [p for p, n in pairs if n > 1], [p for p, n in pairs if n <= 1]
+
+
+def _masters(optimizer: Any, adam: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
+
+    It is the parameter itself or its float32 copy.
+    """
+    if optimizer is adam:
+        return {id(p): p for p in chain(*(group["params"] for group in adam.param_groups))}
+    pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
+    return {id(half): full for half, full in pairs}
+
+
+def _unpadded(parameter: Any, values: Tensor) -> tuple[int, Tensor]:
+    """Return (start, flat values) of this rank's fragment under ZeRO-3, without its padding.
+
+    ZeRO-3 cuts a parameter in equal fragments; the last may be longer than what is left.
+    """
+    start = min(values.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)
+    return start, values.flatten()[: parameter.ds_numel - start]
