@@ -62,13 +62,6 @@ class Moves:
     stays: Sequence[Delivery]
     """What a rank has already and needs, whose sender and receiver are the same."""
 
-    def sent(self) -> Counter[int]:
-        """Return how many elements each rank sends."""
-        found: Counter[int] = Counter()
-        for delivery in self.deliveries:
-            found[delivery.sender] += delivery.elements
-        return found
-
 
 def plan_moves(
     before: Stock, after: Stock, hosts: Sequence[int], *, once_into_hosts: bool = False
