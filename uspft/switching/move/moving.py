@@ -20,8 +20,9 @@ those that another puts into its buffers it ignores silently (stage 1 in bfloat1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -106,21 +107,17 @@ class MovingEngine(Engine):
         self._lap_of: list[int | None] = []
         """The micro-batch of each lap of the step's clock; None: a switch between layouts."""
         self._hooks = [
-            self.named[name].register_post_accumulate_grad_hook(self._adder(name))
+            self.named[name].register_post_accumulate_grad_hook(partial(self._add, name))
             for name in self.owners.trained
         ]
         self._release()
 
-    def _adder(self, name: str) -> Callable[[Tensor], None]:
-        """Return what takes a parameter's gradient away as soon as a backward pass has made it."""
-
-        def add(parameter: Tensor) -> None:
-            place, share = self._sums[name]
-            assert parameter.grad is not None
-            place.add_(parameter.grad, alpha=share)
-            parameter.grad = None
-
-        return add
+    def _add(self, name: str, parameter: Tensor) -> None:
+        """Take a parameter's gradient away as soon as a backward pass has made it."""
+        place, share = self._sums[name]
+        assert parameter.grad is not None
+        place.add_(parameter.grad, alpha=share)
+        parameter.grad = None
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self.owners.fragment(name, kind)
@@ -170,9 +167,8 @@ class MovingEngine(Engine):
         ]
         mine = float(sum(1 << place[shards.layout.stored_as] for shards, _ in turns))
         numbers, squares = self.total(mine, mine * mine)
-        if (
-            numbers * numbers != squares * self.holders.everyone.size
-        ):  # equal just where all numbers are
+        alike = numbers * numbers == squares * self.holders.everyone.size  # just where all are
+        if not alike:
             raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
         return turns
 
@@ -180,9 +176,9 @@ class MovingEngine(Engine):
     def _training(self, shards: Shards) -> Iterator[None]:
         """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
         self._bind(shards)
-        sums, at = torch.zeros(self._count(shards), device=self.device), 0
-        for name in self.owners.trained:
-            part = self._part(shards, name)
+        parts = {name: self._part(shards, name) for name in self.owners.trained}
+        sums, at = torch.zeros(sum(p.count for p in parts.values()), device=self.device), 0
+        for name, part in parts.items():
             place = sums[at : at + part.count].view(part.size)
             degree, split = shards.layout.tensor, shards.splits_tokens
             times = counting.times(shards, name, degree, splits_tokens=split)
@@ -207,10 +203,6 @@ class MovingEngine(Engine):
         flat, which may change; collective. Over all ranks each gradient is in it once."""
         switch = self.switches.between(self.holders.shards, shards, trained=True)
         switch.add(sums, self.owners.gradients)
-
-    def _count(self, shards: Shards) -> int:
-        """Return how many elements this rank holds of what trains under a layout."""
-        return sum(self._part(shards, name).count for name in self.owners.trained)
 
     def _part(self, shards: Shards, name: str) -> Part:
         return shards.part(name, self.owners.shapes[name], self.holders.rank)
