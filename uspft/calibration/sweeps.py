@@ -21,7 +21,7 @@ from uspft.blocks import Block, Mask
 from uspft.calibration.fits import AttentionPoint, HidingPoint, LinkPoint, Points, ProductPoint
 from uspft.comm import Books, Group, Move, largest, shift
 from uspft.kernels import Kernel
-from uspft.launcher import host_memory
+from uspft.launcher.hosts import host_memory
 from uspft.mesh import Groups
 from uspft.planner.machine import COLLECTIVES, SUMS, Collective
 
