@@ -22,7 +22,7 @@ from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import unpredicted
-from uspft.planner.mesh import tune
+from uspft.planner.mesh import tuned
 from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.stages import schedule_of
@@ -336,13 +336,10 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        layout = found.way.layout
-        degrees = layout.tensor, layout.context // layout.mesh_rows, layout.data
-        tuned = tune(found.way.step(step), degrees, hardware).on(_mesh(layout))
-        longer = tuned.whole_seconds / tuned.seconds if tuned else 1.0
-        why = f"in one slice matrices take {longer:.3g} × as long"
+        mesh = tuned(found.way.step(step), found.way.layout, hardware)
+        why = f"in one slice matrices take {mesh.whole_seconds / mesh.seconds:.3g} × as long"
         found = found._replace(reasons={**found.reasons, SLICES: why})
-        values[SLICES] = tuned.slices if tuned else (1,) * 4
+        values[SLICES] = mesh.slices
     return Decision(found, by, values)
 
 
