@@ -14,7 +14,7 @@ from uspft.data import first_look, prepared, training_rows
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
 from uspft.planner.attention_work import DrawnRows
-from uspft.planner.memory import options_of
+from uspft.planner.options import options_of
 from uspft.planner.stages import schedule_of
 from uspft.prepare.data import cache_of
 from uspft.prepare.examine import Examined
