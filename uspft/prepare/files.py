@@ -28,7 +28,7 @@ from uspft.data.files.sources import STDLIB, is_hub_id, list_files
 from uspft.durable import write_text
 from uspft.families.multimodal import is_multimodal, own_name
 from uspft.families.shape import HUB_ID
-from uspft.launcher import Hosts
+from uspft.launcher.hosts import Hosts
 from uspft.lease import Held, Lease
 from uspft.metrics import as_size
 from uspft.prepare.host import Invocation

@@ -40,8 +40,8 @@ from uspft.data import (
 from uspft.data.faults import SHOWN_LINES
 from uspft.families import ModelShape
 from uspft.job import Job
-from uspft.launcher import Meeting, Waiting
-from uspft.launcher.terminal import TOLD_SECONDS
+from uspft.launcher.meeting import Meeting
+from uspft.launcher.terminal import TOLD_SECONDS, Waiting
 from uspft.lease import Lease
 from uspft.parameters.source import base_digest
 from uspft.prepare.examine import Examined

@@ -15,7 +15,8 @@ from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data import first_look, prepared, training_rows
 from uspft.job import ChunkPrices, Prices
-from uspft.launcher import Meeting, host_memory
+from uspft.launcher.hosts import host_memory
+from uspft.launcher.meeting import Meeting
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import row_memory
