@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from uspft.model.offload import Copies, HostShelf, Offloaded
+from uspft.model.offload import Copies, HostShelf, offloaded
 from uspft.model.recompute import attend_once
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def run(layers: list[Any], shelf: HostShelf | None) -> list[Tensor]:
 def made(number: int, given: list[Any], *, offloads: bool) -> list[Layer]:
     layers = [Layer(n, given) for n in range(number)]
     for layer in layers if offloads else []:
-        layer.forward = Offloaded(layer.forward)  # type: ignore[method-assign]
+        layer.forward = partial(offloaded, layer.forward)  # type: ignore[method-assign]
     return layers
 
 
@@ -114,6 +115,31 @@ def test_a_storage_leaves_once_and_comes_back_with_its_strides() -> None:
     assert len({x.untyped_storage().data_ptr() for x in found}) == 1
     with shelf.together():  # what has left may have given its address to something else
         assert shelf.keep(whole).parcel is not items[0].parcel
+
+
+class _KeepsTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(empty, x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
+        empty, x = ctx.saved_tensors
+        assert empty.shape == (0,)
+        return None, dout.expand_as(x)
+
+
+def test_an_empty_tensor_beside_an_input_is_none() -> None:
+    """torch 2.11's checkpointing keeps one on the CPU, whichever device the input is on."""
+    shelf, x = HostShelf(CPU), torch.ones(3, requires_grad=True)
+    first = shelf.input(torch.ones(2))
+    with shelf.hooks():
+        out = _KeepsTwo.apply(torch.empty(0, requires_grad=True), x)
+    shelf.coming()()
+    assert not isinstance(first, Tensor) and first.parcel.here
+    out.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3))
 
 
 def test_what_is_used_next_comes_first() -> None:
