@@ -157,7 +157,7 @@ class Engine(Keeper, Protocol):
         if look:
             look()
         first, loss = next(iter(means.items()))
-        norm = self.update(most if math.isfinite(loss) else -math.inf)
+        norm = self.update(most if math.isfinite(loss) else -math.inf)  # else it is refused
         seconds, switching = self.seconds(len(batches))
         result = StepResult(means, counts, norm, stops > 0, False, seconds, switching)
         for what, value in {first: loss, "gradient norm": norm}.items():
