@@ -169,8 +169,8 @@ class Engine(Keeper, Protocol):
         return result
 
     def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
-        """Take a step's micro-batches forward and backward; collective. Return the terms summed over
-        those whose tokens this rank counts, [terms] float64."""
+        """Take a step's micro-batches forward and backward, and return the terms summed over those
+        whose tokens this rank counts, [terms] float64; collective."""
         ...
 
     def update(self, most: float) -> float:
@@ -276,7 +276,7 @@ class StageRunner(Protocol):
 
 
 def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
-    """Run one micro-batch after another, each forward and at once backward, as `Engine.run` does."""
+    """Run one micro-batch after another, forward and at once backward, as `Engine.run` does."""
     sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
         terms = engine.forward(batch, scales)
