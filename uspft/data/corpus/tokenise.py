@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from datetime import date
 from hashlib import blake2b
 from importlib.metadata import version
@@ -368,25 +368,17 @@ def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:
 
 
 def _encode_pieces(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
-    ids: list[int] = []
-    ranges: Spans = []
-    for start, stop, trained in _pieces(rendered):
-        piece = _encode_piece(backend, rendered.text[start:stop], start == 0)
-        if trained:
-            ranges.append((len(ids), len(ids) + len(piece)))
-        ids += piece
-    return ids, ranges
-
-
-def _pieces(rendered: Rendered) -> Iterator[tuple[int, int, bool]]:
-    at = 0
+    text, ids, ranges, at = rendered.text, list[int](), Spans(), 0
     for start, stop in rendered.spans:
         if at < start:
-            yield at, start, False
-        yield start, stop, True
+            ids += _encode_piece(backend, text[at:start], at == 0)
+        first = len(ids)
+        ids += _encode_piece(backend, text[start:stop], start == 0)
+        ranges.append((first, len(ids)))
         at = stop
-    if at < len(rendered.text):
-        yield at, len(rendered.text), False
+    if at < len(text):
+        ids += _encode_piece(backend, text[at:], at == 0)
+    return ids, ranges
 
 
 def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
