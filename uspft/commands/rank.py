@@ -94,11 +94,7 @@ MEET_SECONDS = 300.0
 
 @contextmanager
 def joined(
-    launch: LaunchBlock,
-    environment: Mapping[str, str],
-    *,
-    talks: bool = False,
-    trains: bool = True,
+    launch: LaunchBlock, environment: Mapping[str, str], *, talks: bool = False, trains: bool = True
 ) -> Iterator[torch.device]:
     """Yield this rank's device, with torch.distributed and DeepSpeed up; collective.
 
