@@ -36,7 +36,7 @@ class StraightEngine(MovingEngine):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._home = self.holders.shards
-        self._gather = self.switches.from_owners(self._home, self._home, trained=False)
+        self._gather = self.switches.between(self._home, self._home, trained=False)
         self._at = self._home
         self._reduced: Tensor | None = None
         self._weights = self.owners.weights().new_empty(self._gather.count_after)
@@ -78,7 +78,7 @@ class StraightEngine(MovingEngine):
         return found
 
     def give(self, shards: Shards, sums: Tensor) -> None:
-        reduce = self.switches.from_owners(shards, shards, trained=True)
+        reduce = self.switches.between(shards, shards, trained=True)
         pieces = sums.new_zeros(reduce.count_before)
         reduce.add(sums, pieces)
         if shards.layout.stored_as == self._home.layout.stored_as:

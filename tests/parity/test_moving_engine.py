@@ -75,7 +75,7 @@ def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     with pytest.raises(ValueError, match="not to mesh2x2-ring2") as unknown:
         mesh = Layout(mesh_columns=2, ring=2, mesh_rows=2)
         world: Any = SimpleNamespace(layout=mesh, name=mesh.name())
-        engine.step([SimpleNamespace(world=world)], RATE, stop=False)
+        engine.run([SimpleNamespace(world=world)], ())
     found["unknown"] = str(unknown.value)
     with engine.evaluating():
         sums = [(batch.world.mesh.columns.index, engine.terms(batch)["loss"]) for batch in batches]

@@ -1,4 +1,5 @@
-"""What is said of a value that a type refuses, made of the type's JSON Schema and the value."""
+"""What is said of a value that a type refuses, made of the type's JSON Schema and the value; and
+how values and tables are written for a person."""
 
 from __future__ import annotations
 
@@ -52,6 +53,16 @@ def as_written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_written, value))}]"
     return str(value).replace("e-0", "e-") if isinstance(value, float) else str(value)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines whose first column stands to the left and whose numbers stand to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
 
 
 def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:

@@ -222,13 +222,13 @@ class TiedTable:
         self._sum: Tensor | None = None
         self.copy: Tensor | None = None
         """What the last rank's head uses."""
-        trains = table.requires_grad
+        self.trains = table.requires_grad
         self._is_first = lines.group.index == 0
-        if self._is_first and trains:
+        if self._is_first and self.trains:
             table.register_hook(self._with_other)
         if lines.group.index == lines.group.size - 1:
-            self.copy = torch.zeros(size, dtype=dtype, device=device, requires_grad=trains)
-            if trains:
+            self.copy = torch.zeros(size, dtype=dtype, device=device, requires_grad=self.trains)
+            if self.trains:
                 self.copy.register_post_accumulate_grad_hook(self._collect)
 
     def buffer(self) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from uspft.comm import largest, total
 from uspft.parameters.part import Part, as_slices
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ class Keeper(Protocol):
     def fragments(self) -> Fragments:
         """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sum of each value over all ranks, in float64; collective."""
+        return total(values, self.holders.everyone, self.device)
+
+    def largest(self, *values: float) -> list[float]:
+        """Return the maximum of each value over all ranks, in float64; collective."""
+        return largest(values, self.holders.everyone, self.device)
 
     def part_of(self, name: str) -> Part:
         """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""

@@ -146,20 +146,21 @@ class Watch:
         self.ready = ready
         self.tell("ready", start=ready)
 
-    def begin(self) -> None:
-        """Let all hosts start their ranks, where all are ready; host 0 alone decides.
+    def begins(self) -> bool:
+        """Tell whether all hosts start their ranks, as host 0 decides, once all are ready.
 
         Hosts that do not fit together end the run instead.
         """
         if self.host or self.begun or self.waits_for():
-            return
+            return self.begun
         for line in self.lines:
             if problem := misfit(self.ready or {}, line.ready or {}, line.host):
                 self.tell("failed", problem, 2)
                 self.alarms.append(Alarm("failed", problem, 2))
-                return
+                return False
         self.begun = True
         self.tell("go")
+        return True
 
     def waits_for(self) -> str:
         """Return the hosts that are not ready, with what each does; "" where the ranks may start.

@@ -14,12 +14,13 @@ from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import strategies_of
 from uspft.job import ChunkPrices, Prices
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import RECOMPUTES, options_of, row_memory
+from uspft.planner.memory import row_memory
+from uspft.planner.options import RECOMPUTES, options_of
 from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices, micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
-from uspft.planner.ways import Space, Way
+from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
 from uspft.prepare.known import cluster_of, matrices_of, stage_of, step_shape
@@ -81,9 +82,9 @@ def own_way(found: Examined) -> Way:
     )
 
 
-def ranking_of(found: Examined, step: StepShape) -> Ranking:
+def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None) -> Ranking:
     """Return every layout for the recipe's ranks that its other keys allow, ranked by predicted
-    time."""
+    time. among: what else leaves layouts out, but not the recipe's own."""
     own, recipe, hardware = own_way(found), found.recipe, hardware_of(found)
     asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
     left = space_of(asked)
@@ -98,8 +99,11 @@ def ranking_of(found: Examined, step: StepShape) -> Ranking:
         virtual={1, 2, 4, own.schedule.virtual},
         chunks=own.schedule.chunks,
     )
+    wrong = wrong_in(recipe, step.model, hardware, open_keys(asked))
 
-    why_not = wrong_in(recipe, step.model, hardware, open_keys(asked))
+    def why_not(way: Way) -> str | None:
+        return among(way) or wrong(way)
+
     options = options_of(recipe, found.layout)
     saving = partial(saving_most, asked.memory, step.model)
     how: dict[str, Any] = {"own": own, "why_not": why_not, "saving": saving}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -113,7 +114,7 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
         (*degrees, max(1, ranks // prod(degrees))),
         known.hardware_on(ranks),
         slices=slices_of(parallel),
-        why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
+        why_not=partial(_why_not, recipe, known),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from uspft.comm import KINDS, largest, total
+from uspft.comm import KINDS
 from uspft.config.strategies import layouts_of
 from uspft.metrics import finite, peak_memory_bytes
 from uspft.model.build import parameter_count
@@ -62,15 +62,14 @@ class Meter:
     ) -> dict[str, Any]:
         """Return the record of what the step moved and computed, whatever layouts its batches
         had."""
-        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-        worlds = self._worlds(batches)
+        engine, worlds = self._run.engine, self._worlds(batches)
+        everyone = engine.holders.everyone
         moved = [Counter(world.books.close()) for world in worlds]
         sent = sum(moved, Counter(everyone.books.close()))
         work = sum(map(self._work, batches))
-        (pairs,) = total([work], everyone, device)
-        memory, busiest, *bytes_sent = largest(
-            [peak_memory_bytes(device), work, *(sent[kind] for kind in KINDS)], everyone, device
-        )
+        (pairs,) = engine.total(work)
+        peak = peak_memory_bytes(engine.device)
+        memory, busiest, *bytes_sent = engine.largest(peak, work, *(sent[k] for k in KINDS))
         sizes = self._run.loader.sizes(step)
         rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
         (_, *others), (counter, *_) = result.means, result.counts
@@ -119,13 +118,12 @@ class Meter:
     ) -> list[dict[str, Any]]:
         """Return what ran under each strategy; seconds and bytes are those of the slowest rank and
         of the one that sends most."""
-        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         each = 1 + len(KINDS)
         told = [
             [took, *(sent[kind] for kind in KINDS)]
             for took, sent in zip(seconds, moved, strict=True)
         ]
-        most = largest(list(chain.from_iterable(told)), everyone, device)
+        most = self._run.engine.largest(*chain.from_iterable(told))
         found = []
         for number, (world, size) in enumerate(zip(worlds, sizes, strict=True)):
             took, *sent = most[number * each : (number + 1) * each]
