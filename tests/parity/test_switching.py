@@ -191,7 +191,7 @@ def switched(folder: Path, data: Documents) -> tuple[tuple[int, int], tuple[floa
     everyone.books.close()
     result = engine.step(batches, RATE, stop=False)
     sent = everyone.books.close()["switch"]
-    shapes, rank, planned = engine.owners.shapes, engine.holders.rank, 0
+    shapes, rank, planned = engine.shapes, engine.holders.rank, 0
     home, hosts = engine.holders.shards, tuple(GROUPS.host_of(each) for each in range(4))
     assert hosts == (0, 0, 1, 1)
     owned = {name: owned_parts(home, name, shape) for name, shape in shapes.items()}

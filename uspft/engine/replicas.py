@@ -62,17 +62,14 @@ class Replicas:
         """Return the hook of a parameter. same: the ranks whose gradients are summed, if any."""
 
         def count_once(gradient: Tensor) -> Tensor:
-            over = self._divisor(name)
+            assert self.world
+            rows, layout = self.world.tensor, self.world.layout
+            splits_tokens = rows.splits_tokens or layout.is_mesh
+            over = counting.divisor(self._shards, name, rows.degree, splits_tokens=splits_tokens)
             gradient = gradient / over if over > 1 else gradient
             return sum_over(gradient.clone(), same, "tensor") if same else gradient
 
         return count_once
-
-    def _divisor(self, name: str) -> int:
-        assert self.world
-        rows, layout = self.world.tensor, self.world.layout
-        splits_tokens = rows.splits_tokens or layout.is_mesh
-        return counting.divisor(self._shards, name, rows.degree, splits_tokens=splits_tokens)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -193,8 +193,14 @@ def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[i
                 coming[source] += stop - start
     own = leaving[rank]  # stays where it is
     leaving[rank], coming[rank] = [], 0
-    received = _all_to_all(leaving, coming, engine)
-    received[rank] = torch.cat(own) if own else received[rank]
+    empty = torch.empty(0, dtype=torch.float32, device=device)
+    out = torch.empty(sum(coming), dtype=torch.float32, device=device)
+    if everyone.size > 1:
+        sizes = [sum(piece.numel() for piece in pieces) for pieces in leaving]
+        send = torch.cat([piece for pieces in leaving for piece in pieces] or [empty])
+        dist.all_to_all_single(out, send, coming, sizes, group=everyone.handle)
+    received = list(out.split(coming))
+    received[rank] = torch.cat(own) if own else empty
     found: dict[int, list[tuple[int, Tensor]]] = {}
     at_source = [0] * everyone.size
     for number, (one, each) in enumerate(zip(items, sources, strict=True)):
@@ -206,21 +212,6 @@ def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[i
             found[number].append((source, received[source][at : at + stop - start]))
             at_source[source] += stop - start
     return found
-
-
-def _all_to_all(
-    leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: Keeper
-) -> list[Tensor]:
-    """Send each rank its pieces, and return the float32 values that came from each rank."""
-    group, device = engine.holders.everyone, engine.device
-    empty = torch.empty(0, dtype=torch.float32, device=device)
-    if group.size == 1:
-        return [empty]
-    sizes = [sum(piece.numel() for piece in pieces) for pieces in leaving]
-    send = torch.cat([piece for pieces in leaving for piece in pieces] or [empty])
-    out = torch.empty(sum(coming), dtype=torch.float32, device=device)
-    dist.all_to_all_single(out, send, list(coming), sizes, group=group.handle)
-    return list(out.split(list(coming)))
 
 
 def _assembled(engine: Keeper, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:

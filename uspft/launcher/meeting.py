@@ -120,7 +120,8 @@ class Meeting:
         """
         self._take_over()
         self.watch.doing = "ready"
-        self.watch.declare({"ranks": ranks, "device": device, "gpus": gpus})
+        self.watch.ready = {"ranks": ranks, "device": device, "gpus": gpus}
+        self.watch.tell("ready", start=self.watch.ready)
         if self.hosts.count > 1 and self._wait(self.watch.begins, self.watch.news, limit_seconds):
             say("all hosts are ready")
         return self.watch

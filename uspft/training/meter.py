@@ -62,8 +62,9 @@ class Meter:
     ) -> dict[str, Any]:
         """Return the record of what the step moved and computed, whatever layouts its batches
         had."""
-        engine, worlds = self._run.engine, self._worlds(batches)
-        everyone = engine.holders.everyone
+        engine, everyone = self._run.engine, self._run.engine.holders.everyone
+        here = {id(batch.world): batch.world for batch in batches}
+        worlds = self._run.loader.worlds or list(here.values())  # in one order on every rank
         moved = [Counter(world.books.close()) for world in worlds]
         sent = sum(moved, Counter(everyone.books.close()))
         work = sum(map(self._work, batches))
@@ -103,11 +104,6 @@ class Meter:
         every, last = self._run.job.recipe.logging.every_steps, self._run.job.last_step
         apart = every * -(-last // (every * LOADS))
         return step % apart == 0 or step == last
-
-    def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:
-        """Return the layouts of a step's rows, in the same order on every rank."""
-        found = list({id(batch.world): batch.world for batch in batches}.values())
-        return self._run.loader.worlds or found
 
     def _strategies(
         self,

@@ -20,15 +20,15 @@ those that another puts into its buffers it ignores silently (stage 1 in bfloat1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from uspft.comm import total
 from uspft.engine.state import GRADIENT, adamw, start_moments
 from uspft.engine.step import (
     Engine,
@@ -94,11 +94,12 @@ class MovingEngine(Engine):
             cast("nn.Module", module).to(device),
             *(net for net, _ in self._staged.values()),
         ]
-        self.named = module.named()
-        self.owners = Owners(self.named, holders, recipe, device)
-        self.adam = self.owners.adam
-        self.switches = Switches(self.owners, holders.everyone, hosts)
-        self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
+        self.named, dtype = module.named(), getattr(torch, recipe.model.dtype)
+        self.shapes: dict[str, Shape] = {n: holders.shapes[n] for n in _in_order(self.named)}
+        """The whole shape of every parameter, in the order in which they lie."""
+        self._own(recipe)
+        self.switches = Switches(self.shapes, self.trains, holders.everyone, hosts)
+        self._nothing = torch.empty(0, dtype=dtype, device=device)
         self._here: Shards | None = None
         """The layout whose parts the module's parameters are."""
         self._sums: dict[str, tuple[Tensor, float]] = {}
@@ -106,24 +107,67 @@ class MovingEngine(Engine):
         self._lap_of: list[int | None] = []
         """The micro-batch of each lap of the step's clock; None: a switch between layouts."""
         self._hooks = [
-            self.named[name].register_post_accumulate_grad_hook(self._adder(name))
-            for name in self.owners.trained
+            self.named[name].register_post_accumulate_grad_hook(partial(self._add, name))
+            for name in self.trains
         ]
         self._release()
 
-    def _adder(self, name: str) -> Callable[[Tensor], None]:
-        """Return what takes a parameter's gradient away as soon as a backward pass has made it."""
+    def _own(self, recipe: Recipe) -> None:
+        """Take what this rank owns of what it holds: its piece of every parameter, flat, and AdamW
+        over those that train; collective.
 
-        def add(parameter: Tensor) -> None:
-            place, share = self._sums[name]
-            assert parameter.grad is not None
-            place.add_(parameter.grad, alpha=share)
-            parameter.grad = None
+        Those that train come first, and of them those that are decayed.
+        """
+        shards, zero = self.holders.shards, self.holders.zero
+        self._max_norm = recipe.training.max_grad_norm
+        self.trains = {name: None for name in self.shapes if self.named[name].requires_grad}
+        """The names of those that train, in order."""
+        self._places: dict[str, _Place] = {}
+        pieces, at = [], 0
+        for name, shape in self.shapes.items():
+            values = self.named[name].detach().to(self.device)
+            if zero.size > 1:  # it is filled on one of them
+                dist.broadcast(values, src=zero.ranks[0], group=zero.handle)
+            _, (start, stop) = owned(shards, name, shape, self.holders.rank)
+            self._places[name] = _Place(start, at, stop - start)
+            pieces.append(values.flatten()[start:stop].clone())
+            at += stop - start
+        flat = torch.cat(pieces)
+        trained = sum(self._places[name].elements for name in self.trains)
+        self.masters = flat[:trained].to(torch.float32, copy=True)
+        self._frozen = flat[trained:].clone()
+        self.gradients = torch.zeros_like(self.masters)
+        """The sum of what all ranks have made of this rank's piece of the gradient."""
+        decayed = [name for name in self.trains if len(self.shapes[name]) > 1]
+        self._decayed = sum(self._places[name].elements for name in decayed)
+        self._groups = [
+            _with_gradient(self.masters[among], self.gradients[among])
+            for among in (slice(0, self._decayed), slice(self._decayed, trained))
+        ]
+        self.adam = adamw(self._groups[:1], self._groups[1:], recipe.optimizer)
+        start_moments(self.adam)
 
-        return add
+    def _add(self, name: str, parameter: Tensor) -> None:
+        """Take a parameter's gradient away as soon as a backward pass has made it."""
+        place, share = self._sums[name]
+        assert parameter.grad is not None
+        place.add_(parameter.grad, alpha=share)
+        parameter.grad = None
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        return self.owners.fragment(name, kind)
+        start, at, count = self._places[name]
+        held = self.masters
+        if name not in self.trains:
+            if kind != "weight":
+                raise RuntimeError(f"{name} is frozen and has no {kind}")
+            held, at = self._frozen, at - len(self.masters)
+        elif kind == GRADIENT:
+            held = self.gradients
+        elif kind != "weight":
+            plain = len(self.shapes[name]) <= 1
+            held = self.adam.state[self._groups[plain]][kind]
+            at -= self._decayed if plain else 0
+        return start, held[at : at + count]
 
     def make_moments(self, empty: Batch) -> None:
         """Do nothing, since owners have them from the beginning."""
@@ -131,7 +175,7 @@ class MovingEngine(Engine):
     def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
         """Run a step as `Engine.run` says; the layouts of all ranks' micro-batches must store the
         parameters in the same ways."""
-        self.owners.gradients.zero_()
+        self.gradients.zero_()
         sums = torch.zeros(len(scales), dtype=torch.float64, device=self.device)
         self._lap_of.clear()
         for shards, own in self._turns(batches):
@@ -144,7 +188,14 @@ class MovingEngine(Engine):
         return sums
 
     def update(self, most: float) -> float:
-        return self.owners.update(most)
+        own = float(torch.linalg.vector_norm(self.gradients, dtype=torch.float64))
+        (squares,) = self.total(own * own)
+        norm = math.sqrt(squares)
+        if math.isfinite(norm) and norm <= most:
+            if self._max_norm is not None:
+                self.gradients.mul_(min(1.0, self._max_norm / (norm + 1e-6)))
+            self.adam.step()
+        return norm
 
     def seconds(self, batches: int) -> tuple[tuple[float, ...], float]:
         took: dict[int | None, float] = dict.fromkeys([None, *range(batches)], 0.0)
@@ -170,9 +221,8 @@ class MovingEngine(Engine):
         ]
         mine = float(sum(1 << place[shards.layout.stored_as] for shards, _ in turns))
         numbers, squares = self.total(mine, mine * mine)
-        if (
-            numbers * numbers != squares * self.holders.everyone.size
-        ):  # equal just where all numbers are
+        alike = numbers * numbers == squares * self.holders.everyone.size  # just where all are
+        if not alike:
             raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
         return turns
 
@@ -180,9 +230,9 @@ class MovingEngine(Engine):
     def _training(self, shards: Shards) -> Iterator[None]:
         """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
         self._bind(shards)
-        sums, at = torch.zeros(self._count(shards), device=self.device), 0
-        for name in self.owners.trained:
-            part = self._part(shards, name)
+        parts = {name: self._part(shards, name) for name in self.trains}
+        sums, at = torch.zeros(sum(p.count for p in parts.values()), device=self.device), 0
+        for name, part in parts.items():
             place = sums[at : at + part.count].view(part.size)
             degree, split = shards.layout.tensor, shards.splits_tokens
             times = counting.times(shards, name, degree, splits_tokens=split)
@@ -194,9 +244,17 @@ class MovingEngine(Engine):
             self._release()
         self.give(shards, sums)
 
+    def weights(self) -> Tensor:
+        """Return all that this rank owns, flat, in the compute type."""
+        trained, frozen = len(self.masters), len(self._frozen)
+        found = torch.empty(trained + frozen, dtype=self._nothing.dtype, device=self.device)
+        found[:trained].copy_(self.masters)
+        found[trained:].copy_(self._frozen)
+        return found
+
     def fetch(self, shards: Shards) -> Tensor:
         """Return what this rank holds of all parameters under a layout, flat; collective."""
-        weights = self.owners.weights()
+        weights = self.weights()
         switch = self.switches.between(self.holders.shards, shards, trained=False)
         found = weights.new_empty(switch.count_after)
         switch.copy(weights, found)
@@ -206,18 +264,14 @@ class MovingEngine(Engine):
         """Give owners what this rank has made of the gradients of what it holds under a layout,
         flat, which may change; collective. Over all ranks each gradient is in it once."""
         switch = self.switches.between(self.holders.shards, shards, trained=True)
-        switch.add(sums, self.owners.gradients)
-
-    def _count(self, shards: Shards) -> int:
-        """Return how many elements this rank holds of what trains under a layout."""
-        return sum(self._part(shards, name).count for name in self.owners.trained)
+        switch.add(sums, self.gradients)
 
     def _part(self, shards: Shards, name: str) -> Part:
-        return shards.part(name, self.owners.shapes[name], self.holders.rank)
+        return shards.part(name, self.shapes[name], self.holders.rank)
 
     def _bind(self, shards: Shards) -> None:
         weights, at = self.fetch(shards), 0
-        for name in self.owners.shapes:
+        for name in self.shapes:
             part = self._part(shards, name)
             self.named[name].data = weights[at : at + part.count].view(part.size)
             at += part.count
@@ -279,90 +333,6 @@ class _Place(NamedTuple):
     elements: int
 
 
-class Owners:
-    """This rank's piece of every parameter, flat, and AdamW over those that train.
-
-    Those that train come first, and of them those that are decayed.
-    """
-
-    def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        holders: Holders,
-        recipe: Recipe,
-        device: torch.device,
-    ) -> None:
-        """Take what the ranks own of a module that is filled with what they hold; collective."""
-        shards = holders.shards
-        self._everyone, self._device = holders.everyone, device
-        self._dtype = getattr(torch, recipe.model.dtype)
-        self._max_norm = recipe.training.max_grad_norm
-        self.shapes: dict[str, Shape] = {name: holders.shapes[name] for name in _in_order(named)}
-        """The whole shape of every parameter, in the order in which they lie."""
-        self.trained = {name: None for name in self.shapes if named[name].requires_grad}
-        """The names of those that train, in order."""
-        self._places: dict[str, _Place] = {}
-        pieces, at = [], 0
-        for name, shape in self.shapes.items():
-            values = named[name].detach().to(device)
-            if holders.zero.size > 1:  # it is filled on one of them
-                dist.broadcast(values, src=holders.zero.ranks[0], group=holders.zero.handle)
-            _, (start, stop) = owned(shards, name, shape, holders.rank)
-            self._places[name] = _Place(start, at, stop - start)
-            pieces.append(values.flatten()[start:stop].clone())
-            at += stop - start
-        flat = torch.cat(pieces)
-        trained = sum(self._places[name].elements for name in self.trained)
-        self.masters = flat[:trained].to(torch.float32, copy=True)
-        self._frozen = flat[trained:].clone()
-        self.gradients = torch.zeros_like(self.masters)
-        """The sum of what all ranks have made of this rank's piece of the gradient."""
-        decayed = [name for name in self.trained if len(self.shapes[name]) > 1]
-        self._decayed = sum(self._places[name].elements for name in decayed)
-        self._groups = [
-            _with_gradient(self.masters[among], self.gradients[among])
-            for among in (slice(0, self._decayed), slice(self._decayed, trained))
-        ]
-        self.adam = adamw(self._groups[:1], self._groups[1:], recipe.optimizer)
-        start_moments(self.adam)
-
-    def weights(self) -> Tensor:
-        """Return all that this rank owns, flat, in the compute type."""
-        trained, frozen = len(self.masters), len(self._frozen)
-        found = torch.empty(trained + frozen, dtype=self._dtype, device=self._device)
-        found[:trained].copy_(self.masters)
-        found[trained:].copy_(self._frozen)
-        return found
-
-    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        """Return (start in the part that the rank holds, flat values), as an engine does."""
-        start, at, count = self._places[name]
-        held = self.masters
-        if name not in self.trained:
-            if kind != "weight":
-                raise RuntimeError(f"{name} is frozen and has no {kind}")
-            held, at = self._frozen, at - len(self.masters)
-        elif kind == GRADIENT:
-            held = self.gradients
-        elif kind != "weight":
-            plain = len(self.shapes[name]) <= 1
-            held = self.adam.state[self._groups[plain]][kind]
-            at -= self._decayed if plain else 0
-        return start, held[at : at + count]
-
-    def update(self, most: float) -> float:
-        """Clip the gradient and update, unless its norm is larger than most or not finite; return
-        the norm before; collective."""
-        own = float(torch.linalg.vector_norm(self.gradients, dtype=torch.float64))
-        (squares,) = total([own * own], self._everyone, self._device)
-        norm = math.sqrt(squares)
-        if math.isfinite(norm) and norm <= most:
-            if self._max_norm is not None:
-                self.gradients.mul_(min(1.0, self._max_norm / (norm + 1e-6)))
-            self.adam.step()
-        return norm
-
-
 def _with_gradient(values: Tensor, gradient: Tensor) -> nn.Parameter:
     found = nn.Parameter(values)
     found.grad = gradient
@@ -382,9 +352,16 @@ def _in_order(named: Mapping[str, nn.Parameter]) -> list[str]:
 class Switches:
     """The switches among what ranks own and hold under several layouts; each is planned once."""
 
-    def __init__(self, owners: Owners, everyone: Group, hosts: Sequence[int] | None = None) -> None:
-        """hosts: a number of each rank's host; None for one host."""
-        self._owners, self._everyone = owners, everyone
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        trains: Collection[str],
+        everyone: Group,
+        hosts: Sequence[int] | None = None,
+    ) -> None:
+        """shapes: of all parameters, in the order in which they lie. trains: the names of those
+        that train. hosts: a number of each rank's host; None for one host."""
+        self._shapes, self._trains, self._everyone = shapes, trains, everyone
         self._hosts = tuple(hosts or (0,) * everyone.size)
         self._stocks: dict[_StockKey, Stock] = {}
         self._made: dict[tuple[_StockKey, _StockKey], Switch] = {}
@@ -413,8 +390,8 @@ class Switches:
     def _stock(self, shards: Shards, key: _StockKey) -> Stock:
         _, trained, owned = key
         if key not in self._stocks:
-            names = self._owners.trained if trained else self._owners.shapes
-            shapes = {name: self._owners.shapes[name] for name in names}
+            names = self._trains if trained else self._shapes
+            shapes = {name: self._shapes[name] for name in names}
             self._stocks[key] = stock_of(shards, shapes)
             if owned:
                 parts = {name: owned_parts(shards, name, shape) for name, shape in shapes.items()}
