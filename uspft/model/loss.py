@@ -256,7 +256,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         return *grads.result(), None, None
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a · b to `out` [m, n], which may be wider than they are.
 
     On a GPU the product adds to `out` itself: a product of its own, as large as a head's weight,
