@@ -102,7 +102,7 @@ class Bound:
         layer: a number that is the same whenever this layer is called.
         """
 
-        earlier = None if self._keys is None else self._keys.of_layer(layer)
+        earlier = None if self._keys is None else self._keys.layers[layer]
 
         def run(inputs: tuple[Tensor, ...], inside: Inside | None = None) -> Tensor:
             q, k, v, *sinks = inputs

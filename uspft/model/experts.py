@@ -405,10 +405,5 @@ class HeldExperts:
         return route.returned(y_rd, len(x_td))
 
 
-def held_experts(module: Any, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor) -> Tensor:
-    """Return what experts make of tokens; the function by which transformers calls them."""
-    found: Tensor = module.uspft(x_td, index_tk, weight_tk)
-    return found
-
-
-ALL_EXPERTS_FUNCTIONS.register(NAME, held_experts)
+# The function by which transformers calls experts.
+ALL_EXPERTS_FUNCTIONS.register(NAME, lambda module, *of_tokens: module.uspft(*of_tokens))
