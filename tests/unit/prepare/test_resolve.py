@@ -22,7 +22,7 @@ from uspft.job import placed
 from uspft.layout import Layout
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE
 from uspft.prepare.known import Known, cluster_of
-from uspft.prepare.memory import memory_sentence
+from uspft.prepare.remarks import memory_sentence
 from uspft.prepare.resolve import FIRST, SETTLED, resolved, tuning
 from uspft.segments import Segments
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.data_cases import TOKENIZER, write_lengths, write_lines
-from uspft.commands.summary import summary
+from uspft.commands.train import summary
 from uspft.config import Recipe, load
 from uspft.config.inputs import DataBlock, Source
 from uspft.data import Corpus, DataError, prepare_sets
