@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from uspft.model.divided import wide
 from uspft.model.recompute import Kept, Recompute, attend_once
 from uspft.sequence import Rule
 from uspft.sequence.chunk_attention import forget_own
@@ -245,7 +244,11 @@ def attention(
     if s_aux is not None and (here := getattr(module, "uspft_sinks", None)):
         s_aux = here(s_aux)
     # A copy: where ZeRO has partitioned the parameter, its storage is taken back after the layer.
-    sinks = None if s_aux is None else s_aux.to(wide(s_aux), copy=True)
+    sinks = (
+        None
+        if s_aux is None
+        else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32), copy=True)
+    )
     rule = Rule(scaling, sliding_window, sinks)
     return uspft.attend(id(module), (q, k, v), rule)[None], None
 
