@@ -294,7 +294,7 @@ class Gradients:
         if self._d_rows is not None:
             self._d_rows[span] = slope @ used(self._weight)
         if self._d_weight is not None:
-            used(self._d_weight).add_(slope.t() @ part)
+            _add_product(used(self._d_weight), slope.t(), part)
         if self._d_bias is not None:
             used(self._d_bias).add_(slope.sum(0))
 
