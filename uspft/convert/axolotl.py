@@ -329,18 +329,6 @@ def _outputs(run: Conversion) -> None:
     if run.written(resume):
         run.put("checkpoint.resume", "auto" if run.value(resume) is True else "never", resume)
     trainer.logs(run)
-    _boards(run)
-    if run.written("plugins"):
-        names = run.value("plugins")
-        for name in names if isinstance(names, list) else [names]:
-            kernels = any(part in str(name) for part in ("liger", "cut_cross_entropy"))
-            what = "changes no number" if kernels else "not taken: nothing like it is known here"
-            say = run.ignored if kernels else run.changed
-            say("plugins", f"{short(name)}: {what}")
-
-
-def _boards(run: Conversion) -> None:
-    """Write wandb's and MLflow's settings where they are asked for."""
     for name, parts in (
         ("wandb", ("project", "name", "entity", "run_id", "mode")),
         ("mlflow", ("tracking_uri", "experiment_name", "run_name")),
@@ -353,3 +341,10 @@ def _boards(run: Conversion) -> None:
             run.put(f"logging.{name}", found, f"use_{name}", *keys.values())
             continue
         run.idle(f"{name} is not asked for", f"use_{name}", *keys.values())
+    if run.written("plugins"):
+        names = run.value("plugins")
+        for name in names if isinstance(names, list) else [names]:
+            kernels = any(part in str(name) for part in ("liger", "cut_cross_entropy"))
+            what = "changes no number" if kernels else "not taken: nothing like it is known here"
+            say = run.ignored if kernels else run.changed
+            say("plugins", f"{short(name)}: {what}")

@@ -26,6 +26,7 @@ from uspft.data.corpus.corpus import (
     cache_key,
     hashed,
     made_aside,
+    permutation,
     read_report,
 )
 from uspft.data.corpus.counts import (
@@ -305,10 +306,8 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
         of = counted(len(corpus), "sample")
         what = f"is {fraction:g}, which of {of} holds out {count:,}"
         raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
-    # Raw bits: numpy guarantees their stream over versions and machines.
-    bits = np.random.Philox(np.random.SeedSequence((recipe.seed, count))).random_raw(len(corpus))
     held = np.zeros(len(corpus), bool)
-    held[np.argsort(bits, kind="stable")[:count]] = True
+    held[permutation(len(corpus), recipe.seed, count)[:count]] = True
     whole = read_report(folder)
     found = []
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
