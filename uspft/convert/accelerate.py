@@ -35,10 +35,9 @@ def convert_accelerate(run: Conversion, ranks: int | None) -> int:
     for key, example in MISSING.items():
         others = {"model.config"} if key.startswith("model") else {"training.epochs"}
         if key not in run.given and not (others & set(run.given) and key[:5] in ("model", "train")):
-            what = (
-                f"is the configuration of devices alone: `{key}` stands in the script's arguments"
-            )
-            run.refuse(where, what, f"add {key}={example}, or name the arguments' file before it")
+            what = f"is the configuration of devices alone: `{key}` stands in the script's"
+            remedy = f"add {key}={example}, or name the arguments' file before it"
+            run.refuse(where, f"{what} arguments", remedy)
     micro, batch = (run.given.get(f"training.{name}_batch_size") for name in ("micro", "global"))
     micro, batch = micro if is_whole(micro) else 1, batch if is_whole(batch) else 0
     count = run.whole(f"{ZERO}.gradient_accumulation_steps", f"{AT}.gradient_accumulation_steps")
@@ -97,8 +96,7 @@ def layout(run: Conversion) -> None:
         key = run.written(*_keys(name))
         other = rows > 1 and name == "sp_size"
         if key and other and heads > 1:
-            what = "stands beside cp_size: an error there too"
-            run.refuse(key, what, "write one of them")
+            run.refuse(key, "stands beside cp_size: an error there too", "write one of them")
         elif key and not (other and heads == 1):
             context(run, key, count, way, *([gathers] if gathers and name == "cp_size" else []))
         elif key:
@@ -166,10 +164,7 @@ def _accelerates_zero(run: Conversion) -> None:
     elif count and run.theirs.tool.name != AT:
         wanted = run.whole("gradient_accumulation_steps")
         if run.value(count) not in (wanted, 1) or (theirs and run.value(count) != wanted):
-            what = (
-                f"is {short(run.value(count))}, and the arguments say {wanted}: an error there too"
-            )
-            run.refuse(count, what, "write auto")
+            run.wrong(count, "write auto", f", and the arguments say {wanted}: an error there too")
         else:
             run.ignored(count, "the arguments rule")
 
@@ -250,8 +245,8 @@ def _beside(run: Conversion) -> None:
     ):
         found = run.value(f"deepspeed.{key}")
         if found not in (None, AUTO, wanted) and wanted is not None:
-            what = f"is {short(found)}, and the arguments make it {wanted}: an error there too"
-            run.refuse(f"deepspeed.{key}", what, "write auto")
+            what = f", and the arguments make it {wanted}: an error there too"
+            run.wrong(f"deepspeed.{key}", "write auto", what)
     clip = run.value("deepspeed.gradient_clipping")
     if clip is None:
         run.put("training.max_grad_norm", None, why="their DeepSpeed configuration clips none")

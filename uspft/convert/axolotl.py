@@ -6,7 +6,7 @@ from typing import Any
 
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
-from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, in_place, short
 
 NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
@@ -185,8 +185,7 @@ def _data(run: Conversion) -> None:
         for item in items:
             if ours in run.given:
                 for key in run.theirs.block(item):
-                    say = f"`{ours}` of the command line stands in its place"
-                    run.changed(f"{item}.{key}", say)
+                    run.changed(f"{item}.{key}", in_place(ours))
             else:
                 sources += _source(run, item)
         if sources:
@@ -195,8 +194,7 @@ def _data(run: Conversion) -> None:
             if run.written(name):
                 run.refuse(name, "is no list of mappings", "write a list of {path: …, type: …}")
         if ours == "data.train" and not items and ours not in run.given:
-            what = "names no samples that are read"
-            run.refuse("datasets", what, "add data.train=FILE")
+            run.refuse("datasets", "names no samples that are read", "add data.train=FILE")
     trainer.held_out(run, "val_set_size")
 
 

@@ -122,7 +122,7 @@ class Conversion:
             self.outcome.comments[ours] = ", ".join(texts)
         for key in there:
             if ours in self.given:
-                self.changed(key, f"`{ours}` of the command line stands in its place")
+                self.changed(key, in_place(ours))
                 continue
             row, same = self.table.of(key), self.theirs.values[key].value == value
             if row is not None and row.becomes == "same" and row.to == ours and same and not say:
@@ -222,7 +222,7 @@ class Conversion:
         elif any(type(one) is type(value) and one == value for one in row.but):
             self.ignored(path, NOTHING)
         elif row.unless and row.unless in self.given:
-            self.changed(path, f"`{row.unless}` of the command line stands in its place")
+            self.changed(path, in_place(row.unless))
         else:
             self.wrong(path, row.say)
 
@@ -252,6 +252,11 @@ class Conversion:
         else:
             self.outcome.values[ours] = value
             self.outcome.sources[ours] = self.theirs.values[path].where, shown(path)
+
+
+def in_place(ours: str) -> str:
+    """Return what is said of a key of theirs in whose place the command line writes ours."""
+    return f"`{ours}` of the command line stands in its place"
 
 
 def is_whole(value: Any) -> TypeGuard[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config.algorithms import CONTEXT
-from uspft.convert.conversion import NOTHING, Conversion, is_whole, short
+from uspft.convert.conversion import NOTHING, Conversion, in_place, is_whole, short
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -113,7 +113,7 @@ def length(run: Conversion) -> None:
     steps = run.whole(steps_key, default=-1)
     given = next((k for k in ("training.steps", "training.epochs") if k in run.given), None)
     if given:
-        run.told(f"`{given}` of the command line stands in its place", steps_key, epochs_key)
+        run.told(in_place(given), steps_key, epochs_key)
         return
     if steps > 0:
         run.put("training.steps", steps, steps_key)
@@ -214,8 +214,8 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
         if run.value(key, default) != "linear":
             what = f"is {run.value(key, default)}, and the rate moves along a line here"
             run.refuse(key, what, "write linear")
-        elif run.written(key):
-            run.ignored(key, "the rate moves along a line")
+        else:
+            run.idle("the rate moves along a line", key)
     share = f"{block}.min_lr_ratio"
     run.put("lr_schedule.min_learning_rate", of_peak(peak, run, share), share)
     if run.value(share):
@@ -231,7 +231,7 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
         if "lr_schedule.decay_ratio" not in run.given:
             run.refuse(falls or f"{block}.num_decay_steps", what, remedy)
         elif falls:
-            run.changed(falls, "`lr_schedule.decay_ratio` of the command line stands in its place")
+            run.changed(falls, in_place("lr_schedule.decay_ratio"))
     written.pop("min_lr_ratio", None)
 
 
@@ -499,7 +499,7 @@ def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -
         return
     name = str(run.value(name_key))
     if ours in run.given:
-        run.changed(name_key, f"`{ours}` of the command line stands in its place")
+        run.changed(name_key, in_place(ours))
     elif name.startswith("tokenizer_default"):
         run.put(ours, None, name_key, say="the tokenizer's own")
     elif name in SHIPPED:
