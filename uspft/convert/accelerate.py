@@ -81,10 +81,10 @@ def world(run: Conversion) -> int | None:
 def layout(run: Conversion) -> None:
     """Write the degrees."""
     key = run.written(*_keys("tp_size"))
-    if key and degree(run, "tp_size") > 1:
+    if degree(run, "tp_size") > 1:
         run.put("parallel_config.model_parallel", degree(run, "tp_size"), key)
-    elif key:
-        run.ignored(key, "matrices are whole")
+    else:
+        run.idle("matrices are whole", key)
     gathers = run.written(*_keys("cp_comm_strategy"))
     word = run.word(*_keys("cp_comm_strategy"), default="allgather")
     ways = {"allgather": "all_gather", "alltoall": "p2p"}
@@ -92,18 +92,17 @@ def layout(run: Conversion) -> None:
         run.refuse(str(gathers), f"is {short(word)}", "write allgather or alltoall")
         return
     rows, heads = degree(run, "cp_size"), degree(run, "sp_size")
-    for name, count, way in (("cp_size", rows, ways[word]), ("sp_size", heads, "a2a")):
-        key = run.written(*_keys(name))
-        other = rows > 1 and name == "sp_size"
-        if key and other and heads > 1:
-            run.refuse(key, "stands beside cp_size: an error there too", "write one of them")
-        elif key and not (other and heads == 1):
-            context(run, key, count, way, *([gathers] if gathers and name == "cp_size" else []))
-        elif key:
-            run.ignored(key, "heads are whole")
-    for name in ("dp_shard_size", "dp_replicate_size"):
-        if key := run.written(*_keys(name)):
-            run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
+    if key := run.written(*_keys("cp_size")):
+        context(run, key, rows, ways[word], gathers)
+    key = run.written(*_keys("sp_size"))
+    if key and rows == 1:
+        context(run, key, heads, "a2a")
+    elif key and heads > 1:
+        run.refuse(key, "stands beside cp_size: an error there too", "write one of them")
+    else:
+        run.idle("heads are whole", key)
+    what = "here `parallel_config.data_parallel: auto`: what the ranks leave"
+    run.told(what, run.written(*_keys("dp_shard_size")), run.written(*_keys("dp_replicate_size")))
     key = f"{AT}.num_processes"
     run.told("counts in the batch; how many ranks there are here is the launcher's", key)
 

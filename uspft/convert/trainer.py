@@ -90,7 +90,7 @@ def global_batch(
     return batch
 
 
-def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -> None:
+def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str | None) -> None:
     """Write how many ranks share a row, and by which algorithm, named as Megatron does."""
     if degree > 1:
         row = next(row for row in CONTEXT.values() if row.megatron == megatron)
@@ -336,9 +336,8 @@ def evaluating(run: Conversion) -> None:
     strategy = run.written("eval_strategy", "evaluation_strategy")
     every, kind = "eval_steps", run.value(strategy) if strategy else None
     if not {"data.eval", "data.eval_fraction"} & {*run.outcome.values, *run.given}:
-        keys = [strategy] if strategy else []
-        for key in (*keys, every, run.key("per_device_eval_batch_size")):
-            run.idle("there is nothing to evaluate on", key)
+        keys = (strategy, every, run.key("per_device_eval_batch_size"))
+        run.idle("there is nothing to evaluate on", *keys)
     elif kind in ("no", False, "epoch"):
         run.changed(str(strategy), "left out: the end of a run evaluates anyway")
         run.told(f"{strategy} is {kind}", every)
@@ -346,8 +345,7 @@ def evaluating(run: Conversion) -> None:
         often = run.value("logging_steps", run.defaults["logging_steps"])
         often = often if kind == "steps" and isinstance(often, int) else 0
         _every(run, "training.eval_every_steps", every, often)
-        if strategy:
-            run.ignored(strategy, "evaluations come every so many steps")
+        run.idle("evaluations come every so many steps", strategy)
 
 
 def logs(run: Conversion) -> None:
@@ -378,7 +376,7 @@ def device(run: Conversion, *keys: str) -> None:
     if run.flag(*keys):
         run.put("launch.device", "cpu", run.written(*keys))
     else:
-        run.idle(NOTHING, *[key for key in [run.written(*keys)] if key])
+        run.idle(NOTHING, run.written(*keys))
 
 
 def held_out(run: Conversion, key: str, *, whole: bool = True, beside: bool = False) -> None:

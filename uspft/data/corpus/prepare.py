@@ -9,7 +9,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -271,26 +272,28 @@ def prepare_sets(
     sources, found = data.eval or (), {}
     for number, source in enumerate(sources):
         alone = data.model_copy(update={"train": (source,), "eval": None})
-        try:
+        with _as_set(number, len(sources)):
             folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
-        except DataError as error:
-            raise of_set(error, number, len(sources)) from error
         found[source.title] = folder
     return found
 
 
-def of_set(error: DataError, number: int, count: int) -> DataError:
-    """Return an error about a block whose `train` is evaluation set `number` of `count`, in the
+@contextmanager
+def _as_set(number: int, count: int) -> Iterator[None]:
+    """Raise a DataError about a block whose `train` is evaluation set `number` of `count` in the
     recipe's terms: a key in `data.train` becomes the set's own, of others the text names the set.
     """
     key = "data.eval" if count == 1 else f"data.eval[{number}]"
-    findings = [
-        (_TRAIN.sub(key, named), what, remedy)
-        if _TRAIN.match(named)
-        else (named, f"{what} (read for {key})", remedy)
-        for named, what, remedy in error.findings
-    ]
-    return DataError(error.beside, findings)
+    try:
+        yield
+    except DataError as error:
+        findings = [
+            (_TRAIN.sub(key, named), what, remedy)
+            if _TRAIN.match(named)
+            else (named, f"{what} (read for {key})", remedy)
+            for named, what, remedy in error.findings
+        ]
+        raise DataError(error.beside, findings) from error
 
 
 def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
@@ -384,8 +387,6 @@ class _Seen:
     """What the first record looks like, in words."""
     counts: Counts = field(default_factory=Counts)
     lengths: list[int] = field(default_factory=list)
-    long: list[tuple[str, int]] = field(default_factory=list)
-    """Place and tokens of those that are longer than a row."""
     unused: dict[str, None] = field(default_factory=dict)
     """The fields that nothing uses."""
 
@@ -401,7 +402,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     every = parts_of(data.model_copy(update={"train": sources, "eval": None}))
     parts = [p for p in every if not (isinstance(p.content, SourceFile) and p.content.library)]
     found = [list(islice(read(part.content, part.asked), RECORDS + 1)) for part in parts]
-    look, faults, lost = Look(), Faults(), Faults()
+    look, faults, lost, long = Look(), Faults(), Faults(), Faults()
     good = [[item for item in items if isinstance(item, Record)] for items in found]
     formats = {record.format for records in good for record in records}
     first = [record for records in good for record in records if record.shape]
@@ -418,24 +419,18 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
     for part, items in zip(parts, found, strict=True):
         source = sources[part.source]
-        seen.append(_seen(part, source, items, data, encoder, faults, lost))
+        seen.append(_seen(part, source, items, data, encoder, faults, lost, long))
     look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
     unused = [dict.fromkeys(n for one in _of(seen, (s,)) for n in one.unused) for s in sources]
     of_all = data.model_copy(update={"train": sources})
     look.notes += (told := unused_lines(of_all, unused))
-    lines, long = faults.lines(), Faults()
-    for one in seen:
-        limited = one.source.max_samples or one.source.max_tokens  # it may not come so far
-        for where, tokens in one.long if data.overlong == "error" and not limited else ():
-            long.add(where, refused(tokens, data))
+    lines = faults.lines()
     if wrong := [*(lines if data.on_bad_sample == "error" else ()), *long.lines()]:
         raise DataError(wrong)
     _require(data, data.train, seen, encoder, lines)
     for number, source in enumerate(data.eval or ()):
-        try:
+        with _as_set(number, len(data.eval or ())):
             _require(data, (source,), seen, encoder, lines)
-        except DataError as error:
-            raise of_set(error, number, len(data.eval or ())) from error
     require_used(data, told)
     look.shapes += lines + lost.lines()
     more = sum(len(items) > RECORDS for items in found)
@@ -454,11 +449,14 @@ def _seen(
     encoder: Encoder | None,
     faults: Faults,
     lost: Faults,
+    long: Faults,
 ) -> _Seen:
     """Return what the first records of a part are, noting in `faults` what is wrong with them.
 
-    lost: notes what the chat template leaves out of good ones.
+    lost: notes what the chat template leaves out of good ones. long: those that a row is too short
+    for, where that is an error.
     """
+    refuses = data.overlong == "error" and not (source.max_samples or source.max_tokens)
     formats = {item.format for item in items if isinstance(item, Record)}
     shape = next((item.shape for item in items if isinstance(item, Record)), "")
     seen = _Seen(source, formats, len(items) <= RECORDS, shape)
@@ -474,8 +472,8 @@ def _seen(
             continue
         where = made.origin.place(part.content.shown)
         seen.lengths.append(len(made.ids))
-        if len(made.ids) > data.sequence_length:
-            seen.long.append((where, len(made.ids)))
+        if refuses and len(made.ids) > data.sequence_length:  # a limited source may not come so far
+            long.add(where, refused(len(made.ids), data))
         if made.lost:
             lost.add(where, made.lost)
         seen.counts.kept(made, data.overlong, data.sequence_length)
