@@ -139,7 +139,7 @@ def _adapter(run: Conversion) -> None:
     kind = run.value("adapter")
     if kind is None:
         run.dropped("is null: all weights train", "adapter")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     if kind not in ("lora", "qlora"):
         run.wrong("adapter", "write lora")

@@ -100,7 +100,7 @@ def _adapter(run: Conversion) -> None:
     kind = run.word("finetuning_type", default="lora")
     if kind == "full":
         run.told("all weights train", "finetuning_type")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     if kind != "lora":
         remedy = "write full or lora; `model.freeze` names what of full does not train"

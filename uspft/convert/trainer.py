@@ -47,6 +47,7 @@ KERNEL = "`model.attention: auto` takes the fastest kernel that is exact"
 MINUTES = 24 * 60
 """The longest that a collective waits: theirs are often months, which say for ever."""
 
+WHOLE = "there is no adapter: all weights train"
 SHIPPED = ("chatml", "llama3", "gemma")
 """The templates of data/templates, by the names that axolotl and LLaMA-Factory have for them."""
 
@@ -468,18 +469,6 @@ def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
     run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
 
 
-def without_adapter(run: Conversion, *keys: str) -> None:
-    """Say that keys of an adapter do nothing where there is none."""
-    run.dropped("there is no adapter: all weights train", *keys)
-
-
-def shipped(name: str) -> str:
-    """Return the path of a shipped template: from here, or whole where it is not below here."""
-    below = Path("data", "templates", f"{name}.jinja")
-    whole = Path(__file__).parents[2] / below
-    return str(below) if below.exists() or not whole.exists() else str(whole)
-
-
 def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -> None:
     """Write the template that a name or a Jinja file says; the tokenizer's own is null."""
     ours = "data.chat_template"
@@ -501,7 +490,9 @@ def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -
     elif name.startswith("tokenizer_default"):
         run.put(ours, None, name_key, say="the tokenizer's own")
     elif name in SHIPPED:
-        run.put(ours, shipped(name), name_key)
+        below = Path("data", "templates", f"{name}.jinja")
+        whole = Path(__file__).parents[2] / below  # where it is not below here
+        run.put(ours, str(below if below.exists() or not whole.exists() else whole), name_key)
     else:
         what = f"the text of {short(name)} is not here; null is the tokenizer's own"
         run.changed(name_key, f"left out: {what}")

@@ -62,7 +62,7 @@ def _model(run: Conversion) -> None:
 def _adapter(run: Conversion) -> None:
     if not run.flag("use_peft"):
         run.idle("all weights train", "use_peft")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     run.put("model.adapter.type", "lora", "use_peft")
     half = ("alpha", "lora_alpha", 32), ("dropout", "lora_dropout", 0.05)

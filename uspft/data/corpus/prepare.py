@@ -151,7 +151,7 @@ def _reading(
     name, contents = cache_key(data, both, tokeniser, vocab_size)
     counts = Counter(record.shape for record in known)
     shapes = [f"{shape} ({n:,} files)" if n > 1 else shape for shape, n in counts.items()]
-    shapes += pair_notes(known, tokeniser is not None and tokeniser.has_template)
+    shapes += pair_notes(known, bool(tokeniser and tokeniser.template))
     shapes += describing_files(data) + (tokeniser.notes(formats) if tokeniser else [])
     return Reading(Path(cache_dir) / name, parts, encoder, contents, shapes)
 
@@ -413,7 +413,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     if vocab_size is not None and (tokenizer is not None or not formats - {"tokenized"}):
         encoder = encoder_of(formats, data, tokenizer, vocab_size)
     tokeniser = encoder.tokeniser if encoder else None
-    look.notes += pair_notes(first, tokeniser is not None and tokeniser.has_template)
+    look.notes += pair_notes(first, bool(tokeniser and tokeniser.template))
     look.notes += tokeniser.notes(formats) if tokeniser else []
     # Of the library, no more is known than that it is text.
     seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]

@@ -33,14 +33,6 @@ class HubSplit:
     dataset: Any  # datasets.Dataset
     shown: str
 
-    @property
-    def columns(self) -> list[str]:
-        return list(self.dataset.column_names)
-
-    def records(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Yield the records with these columns only, since a user cannot edit a hub data set."""
-        yield from self.dataset.select_columns(columns)
-
     def digest(self) -> str:
         """Return the blake2b hash of all records, taken from Arrow's stream format."""
         import pyarrow as pa
