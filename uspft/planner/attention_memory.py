@@ -15,9 +15,8 @@ from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""
-KERNEL_BYTES = 0
-"""What an attention kernel allocates inside for each token and query head, beside what it returns:
-not yet measured on a GPU."""
+DIM_STEP = 32
+"""To whose multiples flash attention rounds the features of a head."""
 
 
 def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: InnerAttention) -> Tensor:
@@ -79,7 +78,16 @@ def work_bytes(how: Sharing, queries: int, keys: int) -> float:
     most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
     if how.way.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
         most = max(most, token.wide * token.query + 2 * (token.query + token.pair))
-    return how.tokens * (most + KERNEL_BYTES * queries)
+    return how.tokens * (most + how.flash * flash_bytes(how, queries, keys))
+
+
+def flash_bytes(how: Sharing, queries: int, keys: int) -> float:
+    """Return what torch's flash attention allocates of a token in a backward beside what it
+    returns: the sum of dQ in float32, and where heads share keys dK and dV of each; with two
+    float32 of a query head, for its softmax (measured, benchmarks/results/card.json: flash-attn 4
+    allocates as much or less)."""
+    wide = 4.0 * queries * (-(-how.dim // DIM_STEP) * DIM_STEP + 2)
+    return wide + (2.0 * how.element * queries * how.dim if queries != keys else 0.0)
 
 
 def attended(tape: Tape, how: Sharing, queries: int, keys: int) -> list[Storage]:

@@ -51,6 +51,8 @@ class Sharing:
     way: KeyTransfer = RING
     window: Window | None = None
     sinks: bool = False
+    flash: bool = False
+    """As of Options."""
 
     @property
     def widest(self) -> tuple[int, int]:
@@ -361,7 +363,9 @@ def layers_of(
             heads, kv = (-(-each // columns) for each in (of.heads, of.kv_heads))
             row = layout.ulysses, layout.ring, way, seen
             known[key] = LayerSizes(
-                Sharing(options.element, tokens, heads, kv, of.head_dim, *row, kind.sinks),
+                Sharing(
+                    options.element, tokens, heads, kv, of.head_dim, *row, kind.sinks, options.flash
+                ),
                 shape.hidden_size,
                 inner_features(shape, columns, experts=bool(kind.router)),
                 kind,

@@ -33,6 +33,7 @@ from uspft.planner.trained import (
     StageLayers,
     counts_of,
     outside_trains,
+    trained_above,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def memory_of(
         return max(every, key=lambda one: one.peak_bytes)
     state = state or state_in(shape, layout, options)
     one = one or pass_bytes(shape, layout, row_tokens, options)
-    device, waits = activations_in(*one, state.at_loss)
+    device, waits = activations_in(*one, state)
     return Memory(
         state.beside(device),
         int(sum(state.host.values()) + waits),
@@ -189,6 +190,12 @@ def state_in(
         weights_away=options.offload_weights,
     )
     state = state_of(zero, counts)
+    if zero.sums_at_the_end and stage is None:
+        ways, every = layout.mesh_rows, zero.element * counts.trained
+        above = trained_above(shape, *held, layout.experts)
+        state.coming = tuple(zero.element * one / ways for one in above)
+        state.device["gradients"] -= every
+        state.beyond["reduction"] += every
     if options.saves_beside:  # ranks that hold the same parts deal them out evenly
         state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
     if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
@@ -208,22 +215,22 @@ def unpredicted(shape: ModelShape) -> tuple[str, ...]:
     return tuple(what for what, here in found.items() if here)
 
 
-def activations_in(
-    one: PassBytes, batch: float, at_loss: Mapping[str, float]
-) -> tuple[dict[str, float], float]:
+def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:
     """Return the bytes of activations by part at their peak, and those that wait on the host. one,
-    batch: what one micro-batch takes, and its batch, where all layers are one stage. at_loss: what
-    the state takes beyond that of layers while the loss is made; parts too, if the peak is there.
-    """
+    batch: what one micro-batch takes, and its batch, where all layers are one stage. state: what
+    that takes at a layer, and beyond that of layers while the loss is made, are parts too, where
+    the peak is."""
     layers = list(zip(one.layers, one.routers, strict=True))
     waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]
-    every = zip(below, layers, strict=False)
-    peak, kept = max((kept + own + each.most, kept) for kept, (each, own) in every)
-    loss, beside = below[-1] + one.head.most, dict[str, float]()
-    if loss + sum(at_loss.values()) > peak:
-        peak, kept, beside = loss, below[-1], dict(at_loss)
-    parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles, **beside}
+    come = state.coming or (0.0,) * len(layers)
+    every = zip(below, layers, come, strict=False)
+    peak, kept, made = max((kept + own + each.most + g, kept, g) for kept, (each, own), g in every)
+    loss, beside = below[-1] + one.head.most, {"gradients": made} if made else dict[str, float]()
+    if loss + sum(state.at_loss.values()) > peak:
+        peak, kept, made, beside = loss, below[-1], 0.0, dict(state.at_loss)
+    work = peak - made - kept
+    parts = {"activations": kept, "at work": work, "batch": batch + one.angles, **beside}
     return parts, sum(each.kept - each.held for each in one.layers) if one.offloads else 0.0
 
 

@@ -58,6 +58,8 @@ class Options:
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
+    flash: bool = False
+    """Whether attention's kernel is a GPU's, which allocates more than it returns."""
     first_layers: int | Each | None = None
     """How many layers of a stage, or of each, are checkpointed, where not all are."""
     recompute: str = "nothing"
@@ -122,6 +124,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         saves_beside=recipe.checkpoint.overlap,
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
+        flash=recipe.launch.device == "cuda",
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         at_once=memory.heads_at_once,

@@ -54,6 +54,12 @@ class Zero:
     optimizer_away: bool = False
     weights_away: bool = False
 
+    @property
+    def sums_at_the_end(self) -> bool:
+        """Whether gradients in 16 bits stay until a backward ends, and are summed then (DeepSpeed's
+        BF16_Optimizer)."""
+        return self.stage == 1 and self.element < WIDE and not self.optimizer_away
+
     def cast(self, element: int) -> int:
         """Return the bytes of a gradient's copy in the type that crosses ranks. element: of the
         gradient."""
@@ -79,6 +85,9 @@ class State:
     """The same between the layers and the loss, where rows have what layers keep."""
     at_loss: dict[str, float] = field(default_factory=dict)
     """By part of `device`, what that has beyond it while the loss is made; below 0 for less."""
+    coming: tuple[float, ...] = ()
+    """Of gradients that a backward makes and lets go of when it ends: what it has made of them when
+    it comes to each layer."""
 
     def beside(self, rows: Mapping[str, float]) -> dict[str, int]:
         """Return the bytes on the device by part, of the moment that takes most. rows: of what rows
@@ -135,8 +144,7 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     own = zero.over(trained, counts.experts_trained)
     device = {"weights": float(e * counts.every)}
     optimizer = (WIDE + ADAM) * own
-    if zero.stage == 1 and e < WIDE and not away:
-        # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
+    if zero.sums_at_the_end:
         device |= {"gradients": float((e + WIDE) * trained), "optimizer": optimizer}
         return State(device, beyond={"reduction": _summed(zero, counts)})
     bucket, each = min(zero.bucket, trained), 2 if zero.two_buckets else 1

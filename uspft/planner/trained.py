@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families import Blocks, ModelShape, layer_blocks, state_sizes
@@ -301,6 +302,24 @@ def counts_of(
         any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
         shape.tied and mine.first and mine.last and outside[EMBEDDING],
     )
+
+
+def trained_above(
+    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], experts: int
+) -> list[int]:
+    """Count, for each layer, the parameters of a tensor rank that train and whose gradients come
+    before its own: of the layers behind it, the last norm and the head, tied to the embedding or
+    not. The rest is as of counts_of."""
+    kinds, numbers = modules_of_kinds(shape)
+    words, outside = _words_of_experts(shape), outside_trains(lora, freeze)
+    held = [_Held.of(kind, tensor, lora, experts, words) for kind in kinds]
+    every = list(zip(trained_layers(shape, lora, freeze), numbers, strict=True))
+    sizes = {one: sum(held[one[1]].sizes_of(one[0])) for one in set(every)}
+    table = outside[EMBEDDING] if shape.tied else outside[HEAD]
+    first = table * head_projection(shape).on(tensor).parameters
+    first += outside[LAST_NORM] * shape.hidden_size
+    found = list(accumulate((sizes[one] for one in reversed(every[1:])), initial=first))
+    return found[::-1]
 
 
 def outside_counts(

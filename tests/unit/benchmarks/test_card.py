@@ -30,9 +30,10 @@ def test_results_have_what_is_predicted_now(name: str) -> None:
 
 
 def test_the_formula_is_near_what_the_gpu_took() -> None:
-    """Within 10 % of each peak, and within 0.1 % of what further tokens take."""
+    """Within 1 % of each peak, and within 0.1 % of what further tokens take."""
+    assert len(OURS) >= 8
     for one in OURS.values():
-        assert 0.99 < one["predicted_bytes"] / one["peak_bytes"] < 1.1
+        assert 0.99 < one["predicted_bytes"] / one["peak_bytes"] < 1.01
     short, long = OURS["8B, 4 layers, 32k"], OURS["8B, 4 layers, 64k"]
     slopes = [long[key] - short[key] for key in ("predicted_bytes", "peak_bytes")]
     assert slopes[0] == pytest.approx(slopes[1], rel=1e-3)
