@@ -29,7 +29,7 @@ from uspft.config.algorithms import (
 from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
 from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
-from uspft.layout import Layout, layout_of, ring_ranks_of_a_host
+from uspft.layout import Layout, ring_ranks_of_a_host, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.attention_step import local_heads
 from uspft.planner.products import why_not_split
@@ -188,7 +188,8 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
             data = left // (pipeline * context)
             if space.data is not None and data not in space.data:
                 continue
-            schedules = _schedules(space) if pipeline > 1 else [PLAIN]
+            every = product(space.schedulers, space.virtual) if pipeline > 1 else ()
+            schedules = [Schedule(*how, chunks=space.chunks) for how in every] or [PLAIN]
             for row, ulysses in _sharing(rows * context, space):
                 ring = rows * context // ulysses
                 layout = Layout(columns, ulysses, ring, data, pipeline, rows, blocks)
@@ -206,11 +207,6 @@ def _stages_and_sharers(ranks: int, space: Space) -> Iterator[tuple[int, int]]:
     for pipeline in _divisors(ranks, space.pipelines):
         for context in _divisors(ranks // pipeline, space.context):
             yield pipeline, context
-
-
-def _schedules(space: Space) -> list[Schedule]:
-    several = product(space.schedulers, space.virtual)
-    return [Schedule(*how, chunks=space.chunks) for how in several]
 
 
 def _matrices(ranks: int, space: Space) -> Iterator[tuple[int, int, bool, bool]]:
@@ -355,24 +351,22 @@ class Candidate:
         """
         if alike(self.parallel) != self.parallel:
             every = each_alone(self.parallel)
-            return " + ".join(dict.fromkeys(Candidate(p, _layout(p)).name for p in every))
-        parts = [str(self.parallel.context_parallel_algo or "whole rows")]
-        if self.layout.ulysses > 1 and self.layout.ring > 1:
-            parts.append(f"{self.layout.ulysses}×{self.layout.ring}")
-        elif self.layout.context > 1:
-            parts.append(str(self.layout.context))
-        tokens = " with tokens" if self.parallel.use_seq_parallel else ""
-        tensor = f", tensor {self.layout.tensor}{tokens}" if self.layout.tensor > 1 else ""
-        if self.parallel.on_a_mesh:
-            tensor = f", mesh {self.layout.mesh_rows} × {self.layout.mesh_columns}"
-        virtual = self.parallel.pp_interleave_num
-        ways = f" × {virtual}" if virtual > 1 else ""
-        if (chunks := self.parallel.seq_split_num) > 1:
-            ways += f" in {chunks} chunks"
-        stages = f", stages {self.layout.pipeline}{ways}" if self.layout.pipeline > 1 else ""
-        data = f", data {self.layout.data}" if self.layout.data > 1 else ""
-        experts = f", experts {self.layout.experts}" if self.layout.experts > 1 else ""
-        return " ".join(parts) + tensor + stages + data + experts
+            return " + ".join(dict.fromkeys(Candidate(p, settled_layout(p)).name for p in every))
+        layout, block = self.layout, self.parallel
+        both = layout.ulysses > 1 < layout.ring
+        tensor = f", tensor {layout.tensor}{' with tokens' * block.use_seq_parallel}"
+        mesh = f", mesh {layout.mesh_rows} × {layout.mesh_columns}"
+        virtual, chunks = block.pp_interleave_num, block.seq_split_num
+        how = f" × {virtual}" * (virtual > 1) + f" in {chunks} chunks" * (chunks > 1)
+        parts = (
+            (f" {layout.ulysses}×{layout.ring}" if both else f" {layout.context}", layout.context),
+            (mesh if block.on_a_mesh else tensor, layout.tensor),
+            (f", stages {layout.pipeline}{how}", layout.pipeline),
+            (f", data {layout.data}", layout.data),
+            (f", experts {layout.experts}", layout.experts),
+        )
+        split = "".join(part for part, degree in parts if degree > 1)
+        return f"{block.context_parallel_algo or 'whole rows'}{split}"
 
 
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
@@ -390,24 +384,29 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
         virtual=(1, 2),
         chunks=own.seq_split_num,
     )
-    found_ways = sorted(ways(ranks, space, _beyond).legal, key=lambda way: way.layout.pipeline)
-    blocks = [_block(own, way) for way in found_ways]
-    left = ranks // own.model_parallel
-    first = own if own.row_ranks > 1 or own.pipeline_stage > 1 else _whole(own, left)
+    several = sorted(ways(ranks, space, _beyond).legal, key=lambda way: way.layout.pipeline)
+    first, blocks = own, [_block(own, way) for way in several]
+    if own.row_ranks == 1 and own.pipeline_stage == 1:
+        tensor, how = own.model_parallel, {"blocks": own.on_a_mesh, "experts": own.expert_parallel}
+        layout = Layout(tensor, data=ranks // tensor, **how)
+        first = _block(own, Way(layout, WHOLE, own.use_seq_parallel and tensor > 1))
     if own.strategies:
-        first, blocks = own, [alike(block) for block in [first, *blocks]]
-    found: dict[tuple[object, ...], Candidate] = {}
-    for block in [first, *blocks]:
-        layout = _layout(block)
-        stages = layout.pipeline, block.pp_interleave_num
-        how = block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block), *stages
-        key = (*how, layout.experts, block is own and alike(own) != own)
-        if key not in found:
-            wrong = _problems(recipe, block, problems)
-            if wrong and (bare := _without_options(block)) != block:
-                block, wrong = bare, _problems(recipe, bare, problems)
-            reason = "; ".join(what for _, what, _ in wrong) or None
-            found[key] = Candidate(block, layout, reason, wrong[0][0] if wrong else None)
+        first, blocks = own, [alike(block) for block in (first, *blocks)]
+
+    def wrong_with(block: ParallelBlock, layout: Layout) -> list[Finding]:
+        return problems(recipe.model_copy(update={"parallel_config": block}), layout)
+
+    found: dict[tuple[str, Layout], Candidate] = {}
+    for block in (first, *blocks):
+        one = Candidate(block, settled_layout(block))
+        if (one.name, one.layout) in found:
+            continue
+        wrong, bare = wrong_with(block, one.layout), _without_options(block)
+        if wrong and bare != block:
+            one, wrong = replace(one, parallel=bare), wrong_with(bare, one.layout)
+        reason = "; ".join(what for _, what, _ in wrong) or None
+        key = wrong[0][0] if wrong else None
+        found[one.name, one.layout] = replace(one, reason=reason, key=key)
     return list(found.values())
 
 
@@ -436,18 +435,12 @@ def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
             each.parallel.context_parallel_algo,
             each.layout.context,
             each.layout.ulysses,
-            _tensor(each.parallel),
+            (each.parallel.use_seq_parallel, *each.layout.stored_as),
             (each.layout.pipeline, each.parallel.pp_interleave_num),
         )
         for each in (one, *kept)
     ]
     return sum(a == b for trait in traits[1:] for a, b in zip(traits[0], trait, strict=True))
-
-
-def _tensor(block: ParallelBlock) -> tuple[object, ...]:
-    """Return how ranks split matrices under a block."""
-    mesh = block.tensor_mesh if block.on_a_mesh else None
-    return block.model_parallel, block.use_seq_parallel, mesh
 
 
 def in_recipe(recipe: Recipe, way: Way) -> Recipe:
@@ -489,15 +482,6 @@ def _beyond(way: Way) -> str | None:
     return "virtual stages of shared rows" if way.schedule.virtual > 1 and shared else None
 
 
-def _whole(own: ParallelBlock, data: int) -> ParallelBlock:
-    """Return a block whose rows are whole, which is `own` in all else."""
-    none = {"context_parallel_algo": None, "ulysses_degree_in_cp": None}
-    update = {"data_parallel": data, "context_parallel": 1, **none, **_options(own, None)}
-    if not own.use_seq_parallel:
-        update["fine_grain_interleave"] = 1
-    return own.model_copy(update=update)
-
-
 def _options(own: ParallelBlock, name: str | None) -> dict[str, Any]:
     """Return the options of the algorithms, of which one's alone are kept."""
     return {
@@ -512,13 +496,3 @@ def _without_options(block: ParallelBlock) -> ParallelBlock:
     row = row_of(block.context_parallel_algo, block.row_ranks)
     slices = {"tensor_slices": (1, 1, 1, 1)} if block.on_a_mesh else {}
     return block.model_copy(update={**dict.fromkeys(row.options, AUTO), **slices})
-
-
-def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[Finding]:
-    return problems(recipe.model_copy(update={"parallel_config": block}), _layout(block))
-
-
-def _layout(block: ParallelBlock) -> Layout:
-    layout = layout_of(block, None)
-    assert isinstance(layout, Layout)  # data_parallel is a number, and degrees divide
-    return layout
