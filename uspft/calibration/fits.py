@@ -174,14 +174,14 @@ class FittedLine(NamedTuple):
         return [self.what, *numbers, self.unit, *off, str(len(self.fit.residuals))]
 
 
-Key = TypeVar("Key")
-Cause = tuple[Key, Sequence[float], float]
+LineKey = TypeVar("LineKey")
+Cause = tuple[LineKey, Sequence[float], float]
 """Of a time its line, what causes it (1, steps if there are any, bytes or FLOPs), and the time."""
 
 
 def fitted_lines(
-    names: Mapping[Key, str], points: Sequence[Cause[Key]], unit: str = "GFLOP/s"
-) -> dict[Key, FittedLine]:
+    names: Mapping[LineKey, str], points: Sequence[Cause[LineKey]], unit: str = "GFLOP/s"
+) -> dict[LineKey, FittedLine]:
     """Fit lines that differ in their rates alone together, since groups of one size do not tell a
     launch from a hop.
 

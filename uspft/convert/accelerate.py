@@ -1,14 +1,15 @@
-"""accelerate's configuration, alone or beside a Trainer's arguments: degrees, sharding, devices."""
+"""accelerate's configuration, alone or beside a Trainer's arguments: degrees, devices, precision;
+and what is sharded, as it, DeepSpeed or FSDP says beside any tool's arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from typing import Any
 
-from uspft.convert.conversion import NOTHING, Conversion, Outcome, short
-from uspft.convert.sharding import ZERO_BLOCK, sharding
-from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import context
+from uspft.config.deepspeed_fields import Aio, ZeroKeys
+from uspft.convert.conversion import NOTHING, Conversion, is_whole, short
+from uspft.convert.theirs import with_file
+from uspft.convert.trainer import context, device
 
 AT = "accelerate"
 ZERO = f"{AT}.deepspeed_config"
@@ -24,23 +25,22 @@ MISSING = {
 """What a recipe needs and accelerate's file does not have."""
 
 
-def convert_accelerate(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
-    """Return the recipe that a configuration becomes under the keys of the command line, which
-    stand for the script's arguments.
+def convert_accelerate(run: Conversion, ranks: int | None) -> int:
+    """Write the recipe that a configuration becomes under the keys of the command line, which stand
+    for the script's arguments; return the rows of one update.
 
-    given: those keys. ranks: how many devices there are here.
+    ranks: how many devices there are here.
     """
-    run = Conversion(theirs, given)
     where = f"{AT}.num_processes"
     for key, example in MISSING.items():
         others = {"model.config"} if key.startswith("model") else {"training.epochs"}
-        if key not in given and not (others & set(given) and key[:5] in ("model", "train")):
+        if key not in run.given and not (others & set(run.given) and key[:5] in ("model", "train")):
             what = (
                 f"is the configuration of devices alone: `{key}` stands in the script's arguments"
             )
             run.refuse(where, what, f"add {key}={example}, or name the arguments' file before it")
-    micro = _whole(given, "training.micro_batch_size", 1)
-    batch = _whole(given, "training.global_batch_size", 0)
+    micro, batch = (run.given.get(f"training.{name}_batch_size") for name in ("micro", "global"))
+    micro, batch = micro if is_whole(micro) else 1, batch if is_whole(batch) else 0
     count = run.whole(f"{ZERO}.gradient_accumulation_steps", f"{AT}.gradient_accumulation_steps")
     devices = world(run) or ranks
     if not batch and devices:
@@ -52,12 +52,7 @@ def convert_accelerate(theirs: Theirs, given: Mapping[str, Any], ranks: int | No
     layout(run)
     precision(run)
     devices_sharding(run)
-    return run.ended(batch)
-
-
-def _whole(given: Mapping[str, Any], key: str, default: int) -> int:
-    found = given.get(key, default)
-    return found if isinstance(found, int) and not isinstance(found, bool) else default
+    return batch
 
 
 def degree(run: Conversion, name: str) -> int:
@@ -135,7 +130,7 @@ def devices_sharding(run: Conversion) -> None:
     """Write what is sharded, from accelerate's file or the arguments' own."""
     stage = run.written(f"{ZERO}.zero_stage")
     if stage:
-        _zero(run)
+        _accelerates_zero(run)
     elif run.written(f"{ZERO}.deepspeed_config_file"):
         sharding(run, f"{ZERO}.deepspeed_config_file", f"{AT}.fsdp_config")
     elif run.theirs.has_block(f"{AT}.fsdp_config"):
@@ -144,30 +139,26 @@ def devices_sharding(run: Conversion) -> None:
         sharding(run)
     key = f"{AT}.distributed_type"
     run.idle("every run is DeepSpeed's; what is sharded is ZeRO's stage", key)
-    cpu = f"{AT}.use_cpu"
-    if run.written(cpu) and run.flag(cpu):
-        run.put("launch.device", "cpu", cpu)
-    elif run.written(cpu):
-        run.ignored(cpu, NOTHING)
+    device(run, f"{AT}.use_cpu")
 
 
-def _zero(run: Conversion) -> None:
+def _accelerates_zero(run: Conversion) -> None:
     """Write accelerate's own settings of ZeRO."""
     for name in ("optimizer", "param"):
         key, file = f"{ZERO}.offload_{name}_device", f"{ZERO}.offload_{name}_nvme_path"
-        device = run.value(key, "none")
-        if device != "none":
-            found: dict[str, Any] = {"device": device}
+        where = run.value(key, "none")
+        if where != "none":
+            found: dict[str, Any] = {"device": where}
             if run.written(file):
                 found["nvme_path"] = run.value(file)
             run.put(f"{ZERO_BLOCK}.offload_{name}", found, key, file)
         else:
             run.idle("nothing is offloaded", key, file)
     clip = f"{ZERO}.gradient_clipping"
-    if run.written(clip) and run.value(clip) != "auto":
+    if run.value(clip, "auto") != "auto":
         run.put("training.max_grad_norm", run.number(clip, default=1.0) or None, clip)
-    elif run.written(clip):
-        run.ignored(clip, "auto: the arguments rule")
+    else:
+        run.idle("auto: the arguments rule", clip)
     count = run.written(f"{ZERO}.gradient_accumulation_steps")
     theirs = run.written("gradient_accumulation_steps")
     if count and run.value(count) == "auto":
@@ -181,3 +172,154 @@ def _zero(run: Conversion) -> None:
             run.refuse(count, what, "write auto")
         else:
             run.ignored(count, "the arguments rule")
+
+
+# What DeepSpeed or FSDP shards, beside arguments of any tool.
+
+ZERO_BLOCK = "deepspeed.zero_optimization"
+AUTO = "auto"
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
+"""DeepSpeed's schedules that have their like here."""
+
+
+def sharding(run: Conversion, key: str = "deepspeed", fsdp: str = "fsdp_config") -> None:
+    """Write ZeRO's settings, from DeepSpeed's configuration or FSDP's.
+
+    key: theirs that names DeepSpeed's file or holds its contents. fsdp: the block of FSDP's.
+    """
+    if isinstance(run.value(key), str):
+        _file(run, key)
+    with_file(run.theirs, fsdp, fsdp)
+    if run.theirs.has_block("deepspeed") and not run.written("deepspeed"):
+        _zero(run)
+        _beside(run)
+    elif run.theirs.has_block(fsdp) or run.written("fsdp"):
+        _fully(run, fsdp)
+
+
+def _file(run: Conversion, key: str) -> None:
+    """Read the file that a key names, or take the stage of a shipped one by its name."""
+    name = str(run.value(key))
+    if with_file(run.theirs, key, "deepspeed"):
+        return
+    stage = re.search(r"(?:zero|z)_?([0-3])", name.lower().replace("-", "_"))
+    if "deepspeed.zero_optimization.stage" in run.given:
+        run.changed(key, "the stage of the command line stands in its place")
+    elif stage and not name.endswith(".json"):
+        run.put(f"{ZERO_BLOCK}.stage", int(stage[1]), key)
+        if "offload" in name:  # as a configuration that their tool ships under such a name
+            _offload(run, int(stage[1]), key)
+    else:
+        hint = stage[1] if stage else "3"
+        remedy = f"put it there, or add deepspeed.zero_optimization.stage={hint}"
+        run.wrong(key, remedy, ", which is not found here")
+
+
+def _offload(run: Conversion, stage: int, *keys: str) -> None:
+    """Write that the host holds what a stage shards of the optimizer, and of the parameters."""
+    if stage:
+        run.put(f"{ZERO_BLOCK}.offload_optimizer", {"device": "cpu"}, *keys)
+    if stage == 3:
+        run.put(f"{ZERO_BLOCK}.offload_param", {"device": "cpu"}, *keys)
+
+
+def _zero(run: Conversion) -> None:
+    """Take `zero_optimization` and `aio` as they stand, without values that are auto there."""
+    for block, known in ((ZERO_BLOCK, ZeroKeys), ("deepspeed.aio", Aio)):
+        for path, value in run.theirs.block(block).items():
+            key, name = f"{block}.{path}", path.partition(".")[0]
+            if value == AUTO:
+                run.ignored(key, "auto: DeepSpeed's own figure stands")
+            elif name in known.__annotations__:
+                run.outcome.values[key] = value
+                run.outcome.sources[key] = run.theirs.values[key].where, key
+                run.taken(key)
+            else:
+                run.changed(key, "left out: DeepSpeed here has no such setting")
+    if f"{ZERO_BLOCK}.stage" not in run.outcome.values:
+        run.outcome.values[f"{ZERO_BLOCK}.stage"] = 0
+
+
+def _beside(run: Conversion) -> None:
+    """Refuse what contradicts the arguments in DeepSpeed's file, as their tool does."""
+    ours = run.outcome.values
+    micro, batch = (ours.get(f"training.{name}_batch_size") for name in ("micro", "global"))
+    for key, wanted in (
+        ("train_micro_batch_size_per_gpu", micro),
+        ("train_batch_size", batch),
+    ):
+        found = run.value(f"deepspeed.{key}")
+        if found not in (None, AUTO, wanted) and wanted is not None:
+            what = f"is {short(found)}, and the arguments make it {wanted}: an error there too"
+            run.refuse(f"deepspeed.{key}", what, "write auto")
+    clip = run.value("deepspeed.gradient_clipping")
+    if clip is None:
+        run.put("training.max_grad_norm", None, why="their DeepSpeed configuration clips none")
+    elif clip != AUTO:
+        key = "deepspeed.gradient_clipping"
+        run.put("training.max_grad_norm", run.number(key, default=1.0) or None, key)
+    kind = run.value("deepspeed.optimizer.type")
+    if kind is not None and str(kind).lower() not in ("adamw", "adam"):
+        run.wrong("deepspeed.optimizer.type", "write AdamW", ", and AdamW is the only one here")
+    _scheduler(run)
+    for key, found in run.theirs.block("deepspeed").items():
+        path = f"deepspeed.{key}"
+        if run.spoken(path):
+            continue
+        if key.startswith(("optimizer.params", "scheduler.params")) and found != AUTO:
+            what = f"is {short(found)}, and the arguments say it too"
+            run.changed(path, f"left out: {what}")
+        elif found == AUTO:
+            run.ignored(path, "auto: the arguments rule")
+
+
+def _scheduler(run: Conversion) -> None:
+    """Write DeepSpeed's own schedule, which stands in place of the arguments'."""
+    at, ours = "deepspeed.scheduler", run.outcome.values
+    kind = run.word(f"{at}.type")
+    if not run.written(f"{at}.type"):
+        return
+    if kind not in SCHEDULES:
+        run.wrong(f"{at}.type", "leave it out: the arguments' rules", ", which has no like here")
+        return
+    curve = f"{at}.params.warmup_type"
+    if run.word(curve, default="log") != "linear":
+        what = f"is {run.word(curve, default='log')}, and a warm-up is a line here"
+        run.refuse(curve, what, "write linear, or leave the scheduler to the arguments")
+    else:
+        run.idle("a warm-up is a line", curve)
+    run.put("lr_schedule.type", SCHEDULES[kind], f"{at}.type")
+    for name in ("min_learning_rate", "cycles", "power", "decay_ratio"):
+        ours.pop(f"lr_schedule.{name}", None)
+    steps, start = f"{at}.params.warmup_num_steps", f"{at}.params.warmup_min_lr"
+    if run.value(steps) not in (None, AUTO):
+        ours.pop("lr_schedule.warmup_ratio", None)
+        run.put("lr_schedule.warmup_steps", run.whole(steps, default=0), steps)
+    if run.value(start) not in (None, AUTO, 0, 0.0):
+        run.put("lr_schedule.warmup_initial", run.number(start, default=0.0), start)
+
+
+def _fully(run: Conversion, at: str) -> None:
+    """Write the stage that shards what FSDP shards."""
+    block = run.theirs.block(at)
+    found: dict[str, Any] = {key.removeprefix("fsdp_"): value for key, value in block.items()}
+    words = run.value("fsdp", "")
+    said = " ".join(map(str, words)) if isinstance(words, list) else str(words)
+    strategy = str(found.get("sharding_strategy", "")).upper()
+    again = found.get("reshard_after_forward")
+    stage = 3
+    if again is False or "SHARD_GRAD_OP" in (strategy, str(again).upper()):
+        stage = 2
+    elif strategy == "NO_SHARD" or "shard_grad_op" in said:
+        stage = 2 if "shard_grad_op" in said else 1
+    keys = [f"{at}.{key}" for key in block] + ["fsdp"]
+    names = ("sharding_strategy", "reshard_after_forward")
+    run.put(f"{ZERO_BLOCK}.stage", stage, *(k for k in keys if k.endswith((*names, "fsdp"))))
+    if found.get("offload_params") is True or "offload" in said:
+        _offload(run, stage, *(key for key in keys if key.endswith(("offload_params", "fsdp"))))
+    if found.get("activation_checkpointing") is True:
+        those = [key for key in keys if key.endswith("activation_checkpointing")]
+        run.put("memory.gradient_checkpointing", True, *those)
+    for key in keys:
+        if key.endswith(("offload_params", "activation_checkpointing")) and not run.value(key):
+            run.ignored(key, NOTHING)

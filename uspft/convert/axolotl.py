@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from uspft.convert import trainer
-from uspft.convert.conversion import NOTHING, Conversion, Outcome, short
-from uspft.convert.sharding import sharding
-from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import Dialect
+from uspft.convert.accelerate import sharding
+from uspft.convert.conversion import NOTHING, Conversion, short
 
-DIALECT = Dialect(
-    names={
-        "per_device_train_batch_size": "micro_batch_size",
-        "per_device_eval_batch_size": "eval_batch_size",
-        "num_train_epochs": "num_epochs",
-        "lr_scheduler_type": "lr_scheduler",
-        "optim": "optimizer",
-    },
-    defaults={
-        "per_device_train_batch_size": 1,
-        "num_train_epochs": 1.0,
-        "lr_scheduler_type": "cosine",
-        "save_strategy": "epoch",
-        "warmup_ratio": 0.03,
-    },
-)
+NAMES = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "num_train_epochs": "num_epochs",
+    "lr_scheduler_type": "lr_scheduler",
+    "optim": "optimizer",
+}
+"""What the Trainer's arguments are called."""
+DEFAULTS = {
+    "per_device_train_batch_size": 1,
+    "num_train_epochs": 1.0,
+    "lr_scheduler_type": "cosine",
+    "save_strategy": "epoch",
+    "warmup_ratio": 0.03,
+}
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
     *("lora_target_parameters", "load_in_4bit", "load_in_8bit"),
@@ -41,34 +37,29 @@ MARKS = ("weight", "loss", "train", "training")
 """What a turn's own mark of training is called here."""
 
 
-def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
-    """Return the recipe that a configuration becomes, and what became of each key.
+def convert_axolotl(run: Conversion, ranks: int | None) -> int:
+    """Write the recipe that arguments become, and return the rows of one update by their formula.
 
-    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    ranks: how many devices it runs on.
     """
-    run = Conversion(theirs, given)
-    rows = _degree(run)
+    rows = run.whole("context_parallel_size", "sequence_parallel_degree", least=1)
     tensor = run.whole("tensor_parallel_size", least=1)
     batch = _batch(run, rows * tensor, ranks)
     _layout(run, rows)
-    trainer.length(run, DIALECT)
-    trainer.optimizer(run, DIALECT)
-    trainer.schedule(run, DIALECT, _warmup)
+    trainer.updates(run, _warmup)
     _least(run)
-    trainer.precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
+    off = run.value("bf16") is False or run.value("float32") is True  # bf16 is auto there
+    half = run.value("bfloat16") or not off
+    trainer.precision(run, default="bfloat16" if half else "float32")
     _model(run)
     _adapter(run)
     _rows(run)
     _data(run)
-    trainer.checkpointing(run, DIALECT)
+    trainer.checkpointing(run)
     _memory(run)
     sharding(run)
     _outputs(run)
-    return run.ended(batch)
-
-
-def _degree(run: Conversion) -> int:
-    return run.whole("context_parallel_size", "sequence_parallel_degree", least=1)
+    return batch
 
 
 def _batch(run: Conversion, split: int, ranks: int | None) -> int:
@@ -83,9 +74,8 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     if total:
         micro = run.whole("micro_batch_size", least=1)
         steps = max(run.whole(total, least=1) // micro, 1)
-    batch = trainer.global_batch(run, DIALECT, split, world, ranks, steps)
-    for key in degrees:
-        run.told("here `parallel_config.data_parallel: auto`: what the ranks leave", key)
+    batch = trainer.global_batch(run, split, world, ranks, steps)
+    run.told("here `parallel_config.data_parallel: auto`: what the ranks leave", *degrees)
     if total:
         run.changed(total, f"here `training.global_batch_size: {batch}`")
     return batch
@@ -100,22 +90,21 @@ def _layout(run: Conversion, rows: int) -> None:
     trainer.context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
 
 
-def _warmup(run: Conversion, dialect: Dialect) -> None:
+def _warmup(run: Conversion) -> None:
     """Write the warm-up as axolotl counts it: a share is rounded down, and one step is two."""
     steps, share, block = "warmup_steps", "warmup_ratio", "lr_schedule"
     total = run.outcome.values.get("training.steps")
     if run.written(steps):
         count = run.whole(steps, least=0)
         run.put(f"{block}.warmup_steps", 2 if count == 1 else count, steps)
-        if run.written(share):
-            run.changed(share, f"{steps} wins, as there")
+        run.told(f"{steps} wins, as there", share)
     elif isinstance(total, int):
-        count = int(run.number(share, default=dialect.default(share)) * total)
+        count = int(run.number(share) * total)
         count = count if run.written(share) else min(count, 100)
         run.put(f"{block}.warmup_steps", 2 if count == 1 else count, share)
     else:
-        found = run.number(share, default=dialect.default(share))
-        run.put(f"{block}.warmup_ratio", found, share, say="rounded up here, down there")
+        say = "rounded up here, down there"
+        run.put(f"{block}.warmup_ratio", run.number(share), share, say=say)
 
 
 def _least(run: Conversion) -> None:
@@ -131,12 +120,6 @@ def _least(run: Conversion) -> None:
     run.put("lr_schedule.min_learning_rate", least, key)
 
 
-def _full(run: Conversion) -> str:
-    """Return the compute type where bf16 says nothing: it is auto there."""
-    off = run.value("bf16") is False or run.value("float32") is True
-    return "float32" if off else "bfloat16"
-
-
 def _model(run: Conversion) -> None:
     trainer.model_named(run, "base_model")
     run.told(f"here `model.dtype: {run.outcome.values.get('model.dtype')}`", "bfloat16", "float32")
@@ -144,8 +127,7 @@ def _model(run: Conversion) -> None:
     scaling = run.theirs.block("rope_scaling") or run.theirs.block(f"{block}.rope_scaling")
     if scaling:
         start = "rope_scaling" if run.theirs.has_block("rope_scaling") else f"{block}.rope_scaling"
-        found = {("rope_type" if key == "type" else key): v for key, v in scaling.items()}
-        run.put("model.rope_scaling", found, *(f"{start}.{key}" for key in scaling))
+        trainer.scaled(run, scaling, *(f"{start}.{key}" for key in scaling))
     fields = run.theirs.block(block)
     fields = {key: value for key, value in fields.items() if not key.startswith("rope_scaling")}
     if fields:
@@ -156,12 +138,11 @@ def _model(run: Conversion) -> None:
 def _adapter(run: Conversion) -> None:
     kind = run.value("adapter")
     if kind is None:
-        if "adapter" in run.theirs.values:
-            run.ignored("adapter", "is null: all weights train")
+        run.dropped("is null: all weights train", "adapter")
         trainer.without_adapter(run, *LORA)
         return
     if kind not in ("lora", "qlora"):
-        run.refuse("adapter", f"is {short(kind)}", "write lora")
+        run.wrong("adapter", "write lora")
         return
     whole = "weights are not quantised: LoRA beside whole weights" if kind == "qlora" else ""
     run.put("model.adapter.type", "lora", "adapter", say=whole)
@@ -178,8 +159,7 @@ def _adapter(run: Conversion) -> None:
 def _rows(run: Conversion) -> None:
     """Write how rows are filled, and what becomes of longer samples."""
     if not run.written("sequence_len"):
-        run.outcome.values["data.sequence_length"] = 512
-        run.outcome.comments["data.sequence_length"] = "sequence_len, 512 where it is left out"
+        run.put("data.sequence_length", 512, why="sequence_len, 512 where it is left out")
     trainer.packing(run, run.flag("sample_packing"), "sample_packing")
     key = "excess_length_strategy"
     theirs = str(run.value(key, "drop"))
@@ -217,14 +197,7 @@ def _data(run: Conversion) -> None:
         if ours == "data.train" and not items and ours not in run.given:
             what = "names no samples that are read"
             run.refuse("datasets", what, "add data.train=FILE")
-    share = "val_set_size"
-    found = run.number(share, default=0.0) if run.written(share) else 0.0
-    if found >= 1 and "data.eval_fraction" not in run.given:
-        run.refuse(share, f"is {short(found)} samples", "add data.eval_fraction=0.01, a share")
-    elif found > 0 and "data.eval" not in run.outcome.values:
-        run.put("data.eval_fraction", found, share)
-    elif run.written(share):
-        run.ignored(share, "nothing is kept apart")
+    trainer.held_out(run, "val_set_size")
 
 
 def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
@@ -256,11 +229,10 @@ def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
             run.refuse(f"{item}.data_files", "names files of a data set on the hub", remedy)
     elif at("path"):
         run.changed(f"{item}.path", "here in `data.train`: path")
-    if not all(isinstance(name, str) and name for name in names):
-        run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
-        return []
-    run.told("here in `data.train`: path", f"{item}.data_files")
-    return [{"path": name, **source} for name in names]
+    found = trainer.listed(run, item, names, source)
+    if found or not names:
+        run.told("here in `data.train`: path", f"{item}.data_files")
+    return found
 
 
 def _form(run: Conversion, item: str, kind: Any) -> str | None:
@@ -291,8 +263,8 @@ def _form(run: Conversion, item: str, kind: Any) -> str | None:
     if kind is None:
         run.changed(key, "here `format: tokenized`")
         return "tokenized"
-    what = f"is {short(kind)}, whose prompts are not made here"
-    run.refuse(key, what, "add data.train=FILE of messages, or prompt and completion")
+    remedy = "add data.train=FILE of messages, or prompt and completion"
+    run.wrong(key, remedy, ", whose prompts are not made here")
     return None
 
 
@@ -319,17 +291,16 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
     if shares:
         found.setdefault("messages", "conversations")
     mark = f"{item}.message_field_training"
-    if run.written(mark) and run.value(mark) not in MARKS:
-        what = f"is {short(run.value(mark))}"
-        run.refuse(mark, what, f"call it {', '.join(MARKS[:-1])} or {MARKS[-1]} in the records")
-    elif run.written(mark):
-        run.ignored(mark, "a turn's own mark is read")
+    if run.value(mark, MARKS[0]) not in MARKS:
+        run.wrong(mark, f"call it {', '.join(MARKS[:-1])} or {MARKS[-1]} in the records")
+    else:
+        run.idle("a turn's own mark is read", mark)
     trained = f"{item}.roles_to_train"
-    if run.written(trained) and run.value(trained) not in (["assistant"], ["gpt"]):
-        what = f"is {short(run.value(trained))}, and only answers train"
-        run.refuse(trained, what, "write [assistant], or train_on_inputs: true")
-    elif run.written(trained):
-        run.ignored(trained, "answers train")
+    if run.value(trained, ["gpt"]) not in (["assistant"], ["gpt"]):
+        remedy = "write [assistant], or train_on_inputs: true"
+        run.wrong(trained, remedy, ", and only answers train")
+    else:
+        run.idle("answers train", trained)
     roles = {}
     for target, sources in run.theirs.block(f"{item}.roles").items():
         for name in sources if isinstance(sources, list) else [sources]:
@@ -338,11 +309,8 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
         run.changed(f"{item}.roles.{target}", "here in `data.train`: fields: {roles: …}")
     if roles:
         found["roles"] = roles
-    for name in ("chat_template", "chat_template_jinja"):
-        if run.written(f"{item}.{name}"):
-            own = name == "chat_template"
-            at = f"{item}.{name}"
-            trainer.chat_template(run, at if own else None, None if own else at)
+    trainer.chat_template(run, run.written(f"{item}.chat_template"), None)
+    trainer.chat_template(run, None, run.written(f"{item}.chat_template_jinja"))
     return found
 
 
@@ -355,23 +323,19 @@ def _memory(run: Conversion) -> None:
 
 def _outputs(run: Conversion) -> None:
     """Write checkpoints, evaluations and logs."""
-    trainer.saving(run, DIALECT, steps_win=True)
+    trainer.saving(run, steps_win=True)
     if not run.written("save_total_limit"):
-        run.outcome.values["checkpoint.keep_last"] = 4
-    trainer.evaluating(run, DIALECT)
+        run.put("checkpoint.keep_last", 4)
+    trainer.evaluating(run)
     for key, ours in (
         ("saves_per_epoch", "checkpoint.every_steps"),
         ("evals_per_epoch", "training.eval_every_steps"),
     ):
-        if run.written(key):
-            what = f"left out: `{ours}` counts steps; how many an epoch has shows in the run"
-            run.changed(key, what)
+        run.told(f"left out: `{ours}` counts steps; how many an epoch has shows in the run", key)
     resume = "auto_resume_from_checkpoints"
-    if run.value(resume) is True:
-        run.put("checkpoint.resume", "auto", resume)
-    elif run.written(resume):
-        run.put("checkpoint.resume", "never", resume)
-    trainer.logs(run, DIALECT)
+    if run.written(resume):
+        run.put("checkpoint.resume", "auto" if run.value(resume) is True else "never", resume)
+    trainer.logs(run)
     _boards(run)
     if run.written("plugins"):
         names = run.value("plugins")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -26,14 +26,27 @@ ACCELERATE = "accelerate"
 class Conversion:
     """Their values, each taken once, and the outcome that grows.
 
-    given: keys of ours that the command line writes, which settle what would be refused.
+    given: keys of ours that the command line writes, which settle what would be refused. names:
+    what the tool calls the Trainer's arguments, where that is something else. defaults: what holds
+    where one of those arguments is left out.
     """
 
-    def __init__(self, theirs: Theirs, given: Mapping[str, Any]) -> None:
-        self.theirs, self.given = theirs, given
+    def __init__(
+        self,
+        theirs: Theirs,
+        given: Mapping[str, Any],
+        names: Mapping[str, str],
+        defaults: Mapping[str, Any],
+    ) -> None:
+        self.theirs, self.given, self._names = theirs, given, names
+        self.defaults = {self.key(name): value for name, value in defaults.items()}
         self.table = table_of(theirs.tool.name)
         self.outcome = Outcome()
         self._spoken: set[str] = set()
+
+    def key(self, name: str) -> str:
+        """Return the tool's name of an argument of the Trainer's."""
+        return self._names.get(name, name)
 
     def written(self, *keys: str) -> str | None:
         """Return the first of their keys that is written, with a value beside null; or None."""
@@ -44,31 +57,38 @@ class Conversion:
         found = self.theirs.values.get(key)
         return default if found is None or found.value is None else found.value
 
-    def whole(self, *keys: str, default: int = 1, least: int | None = None) -> int:
+    def whole(self, *keys: str, default: int | None = None, least: int | None = None) -> int:
         """Return the first of these keys' values, which is a whole number; else it is refused.
 
-        least: what it is at least; None: it may be any.
+        default: None: what holds where the argument is left out, else 1. least: what it is at
+        least; None: it may be any.
         """
-        key = self.written(*keys)
-        if key is None:
-            return default
-        found = self.value(key)
-        if not isinstance(found, int) or isinstance(found, bool):
-            self.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
-        elif least is not None and found < least:
-            self.refuse(key, f"is {short(found)}", f"write at least {least}")
-        else:
-            return found
+        key, default = (
+            self.written(*keys),
+            self.defaults.get(keys[0], 1) if default is None else default,
+        )
+        found = default if key is None else self.value(key)
+        if key is None or (is_whole(found) and (least is None or found >= least)):
+            return int(found)
+        why, remedy = (
+            (", no whole number", "a whole number")
+            if not is_whole(found)
+            else ("", f"at least {least}")
+        )
+        self.wrong(key, f"write {remedy}", why)
         return default
 
-    def number(self, *keys: str, default: float) -> float:
-        """Return the first of these keys' values, which is a number; else it is refused."""
-        key = self.written(*keys)
+    def number(self, *keys: str, default: float | None = None) -> float:
+        """Return the first of these keys' values, which is a number; else it is refused.
+
+        default: None: what holds where the argument is left out.
+        """
+        key, default = self.written(*keys), self.defaults[keys[0]] if default is None else default
         found = default if key is None else self.value(key)
         if isinstance(found, int | float) and not isinstance(found, bool) and abs(found) < HUGE:
             return float(found)
-        self.refuse(str(key), f"is {short(found)}, no number", "write a number")
-        return default
+        self.wrong(str(key), "write a number", ", no number")
+        return float(default)
 
     def word(self, *keys: str, default: str = "") -> str:
         """Return the first of these keys' values, which is one word; else it is refused."""
@@ -76,7 +96,7 @@ class Conversion:
         found = default if key is None else self.value(key)
         if isinstance(found, str):
             return found
-        self.refuse(str(key), f"is {short(found)}, no word", "write a word")
+        self.wrong(str(key), "write a word", ", no word")
         return default
 
     def flag(self, *keys: str, default: bool = False) -> bool:
@@ -85,13 +105,16 @@ class Conversion:
         found = default if key is None else self.value(key)
         if isinstance(found, bool):
             return found
-        self.refuse(str(key), f"is {short(found)}", "write true or false")
+        self.wrong(str(key), "write true or false")
         return default
 
-    def put(self, ours: str, value: Any, *keys: str, say: str = "") -> None:
-        """Write a key of ours; keys: theirs that it is from. say: what differs."""
+    def put(self, ours: str, value: Any, *keys: str | None, say: str = "", why: str = "") -> None:
+        """Write a key of ours; keys: theirs that it is from, if any. say: what differs. why: the
+        comment on a value that no key of theirs says."""
         self.outcome.values[ours] = value
-        there = [key for key in keys if key in self.theirs.values]
+        if why:
+            self.outcome.comments[ours] = why
+        there = [key for key in keys if key and key in self.theirs.values]
         if there:
             self.outcome.sources[ours] = self.theirs.values[there[0]].where, shown(there[0])
             texts = (f"{shown(key)}: {short(self.theirs.values[key].value)}" for key in there)
@@ -125,6 +148,12 @@ class Conversion:
             if self.written(key):
                 self.ignored(key, what)
 
+    def dropped(self, why: str, *keys: str) -> None:
+        """Say why those of these keys that are there, be it with null, change nothing here."""
+        for key in keys:
+            if key in self.theirs.values:
+                self.ignored(key, why)
+
     def switch(self, key: str, ours: str, value: Any) -> None:
         """Write a key of ours where theirs is true; at another value it asks for nothing."""
         if self.value(key) is True:
@@ -134,6 +163,10 @@ class Conversion:
 
     def refuse(self, key: str, what: str, remedy: str) -> None:
         self._say("refused", key, what, remedy)
+
+    def wrong(self, key: str, remedy: str, more: str = "") -> None:
+        """Refuse a key for its value. more: what is said behind it."""
+        self.refuse(key, f"is {short(self.value(key))}{more}", remedy)
 
     def _say(self, weight: str, key: str, what: str, remedy: str = "") -> None:
         found = self.theirs.values.get(key)
@@ -190,7 +223,7 @@ class Conversion:
         elif row.unless and row.unless in self.given:
             self.changed(path, f"`{row.unless}` of the command line stands in its place")
         else:
-            self.refuse(path, f"is {short(value)}", row.say)
+            self.wrong(path, row.say)
 
     def _unknown(self, path: str) -> None:
         """Speak of a key that the tool's table lacks."""
@@ -218,6 +251,11 @@ class Conversion:
         else:
             self.outcome.values[ours] = value
             self.outcome.sources[ours] = self.theirs.values[path].where, shown(path)
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Tell whether a value is a whole number, which true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(key: str) -> str:

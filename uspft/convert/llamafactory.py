@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from uspft.config.document import bare
 from uspft.config.problems import InputError
 from uspft.convert import trainer
-from uspft.convert.conversion import NOTHING, Conversion, Outcome, short
-from uspft.convert.sharding import sharding
-from uspft.convert.theirs import Theirs, read_tree
-from uspft.convert.trainer import Dialect
+from uspft.convert.accelerate import sharding
+from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.theirs import read_tree
 
-DIALECT = Dialect()
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
 """What 360-LLaMA-Factory calls Megatron's ways of sharing a row."""
 LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "quantization_bit")
@@ -32,18 +29,15 @@ TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"
 MEDIA = ("images", "videos", "audios")
 
 
-def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
-    """Return the recipe that a configuration becomes, and what became of each key.
+def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
+    """Write the recipe that arguments become, and return the rows of one update by their formula.
 
-    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    ranks: how many devices it runs on.
     """
-    run = Conversion(theirs, given)
     degree = run.whole("sequence_parallel_size", least=1)
-    batch = trainer.global_batch(run, DIALECT, degree, None, ranks)
+    batch = trainer.global_batch(run, degree, None, ranks)
     _layout(run, degree)
-    trainer.length(run, DIALECT)
-    trainer.optimizer(run, DIALECT)
-    trainer.schedule(run, DIALECT)
+    trainer.updates(run)
     _precision(run)
     _model(run)
     texts = _stage(run)
@@ -52,32 +46,25 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     _data(run, texts)
     _memory(run)
     sharding(run)
-    trainer.saving(run, DIALECT)
-    trainer.evaluating(run, DIALECT)
-    trainer.logs(run, DIALECT)
-    return run.ended(batch)
-
-
-_SHARE = "data.eval_fraction"
+    trainer.outputs(run)
+    return batch
 
 
 def _layout(run: Conversion, degree: int) -> None:
     mode = run.word("sequence_parallel_mode", default="zigzag-ring")
-    if mode not in MODES:
-        known = ", ".join(MODES)
-        run.refuse("sequence_parallel_mode", f"is {short(mode)}", f"write one of {known}")
-        return
-    trainer.context(run, "sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
+    if mode in MODES:
+        keys = ("sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
+        trainer.context(run, *keys)
+    else:
+        run.wrong("sequence_parallel_mode", f"write one of {', '.join(MODES)}")
 
 
 def _precision(run: Conversion) -> None:
-    pure = run.written("pure_bf16")
-    if pure and run.flag(pure):
+    if run.flag("pure_bf16"):
         say = "master weights and Adam are float32"
         run.put("model.dtype", "bfloat16", "pure_bf16", "bf16", say=say)
         return
-    if pure:
-        run.ignored(pure, NOTHING)
+    run.idle(NOTHING, "pure_bf16")
     trainer.precision(run, default="bfloat16")
 
 
@@ -91,8 +78,7 @@ def _model(run: Conversion) -> None:
         found = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         run.put("model.rope_scaling", found, "rope_scaling")
     elif scaling is not None:
-        what = f"is {short(scaling)}"
-        run.refuse("rope_scaling", what, "write linear, dynamic, yarn or llama3")
+        run.wrong("rope_scaling", "write linear, dynamic, yarn or llama3")
     for key in ("add_special_tokens", "new_special_tokens"):
         if run.written(key):
             run.put("model.add_tokens", _words(run.value(key)), key)
@@ -113,8 +99,8 @@ def _stage(run: Conversion) -> bool:
         what = "texts, all of which train" if stage == "pt" else "a recipe trains answers"
         run.told(what, "stage")
         return bool(stage == "pt")
-    what = f"is {short(stage)}, and training is by cross-entropy on texts and answers"
-    run.refuse("stage", what, "write sft or pt")
+    what = ", and training is by cross-entropy on texts and answers"
+    run.wrong("stage", "write sft or pt", what)
     return False
 
 
@@ -125,15 +111,14 @@ def _adapter(run: Conversion) -> None:
         trainer.without_adapter(run, *LORA)
         return
     if kind != "lora":
-        what = f"is {short(kind)}"
         remedy = "write full or lora; `model.freeze` names what of full does not train"
-        run.refuse("finetuning_type", what, remedy)
+        run.wrong("finetuning_type", remedy)
         return
     run.put("model.adapter.type", "lora", "finetuning_type")
     rank = run.whole("lora_rank", default=8)
     run.put("model.adapter.rank", rank, "lora_rank")
     if not run.written("lora_alpha"):
-        run.outcome.values["model.adapter.alpha"] = 2 * rank
+        run.put("model.adapter.alpha", 2 * rank)
     trainer.adapter(run, "lora_target", default="all")
     run.told("left out: weights are not quantised", "quantization_bit")
 
@@ -141,23 +126,20 @@ def _adapter(run: Conversion) -> None:
 def _rows(run: Conversion, texts: bool) -> None:
     """Write how rows are filled, and what becomes of longer samples."""
     if not run.written("cutoff_len"):
-        run.outcome.values["data.sequence_length"] = 2048
-        run.outcome.comments["data.sequence_length"] = "cutoff_len, 2048 where it is left out"
+        run.put("data.sequence_length", 2048, why="cutoff_len, 2048 where it is left out")
     neat = run.flag("neat_packing")
     packs = neat or run.flag("packing", default=texts)
     more = "" if neat or texts else ", which they do there"
     trainer.packing(run, packs, "packing", "neat_packing", more=more)
-    overlong = "split" if texts and packs else "truncate"
-    run.outcome.values["data.overlong"] = overlong
-    said = "longer texts are cut into rows" if overlong == "split" else "longer samples are cut"
-    where = "at the end" if overlong == "truncate" else ""
-    run.outcome.comments["data.overlong"] = f"{said} {where}".strip()
+    if texts and packs:
+        run.put("data.overlong", "split", why="longer texts are cut into rows")
+    else:
+        run.put("data.overlong", "truncate", why="longer samples are cut at the end")
     history, prompts = run.flag("mask_history"), run.flag("train_on_prompt")
     trained = "last" if history else "all" if prompts else "assistant"
     run.put("data.train_on", trained, "train_on_prompt", "mask_history")
     run.switch("disable_shuffling", "data.shuffle", False)
-    shuffles = run.written("shuffle_for_sequence_parallel")
-    if shuffles:
+    if shuffles := run.written("shuffle_for_sequence_parallel"):
         run.put("data.shuffle", run.flag(shuffles), shuffles)
     trainer.chat_template(run, run.written("template"), None)
 
@@ -184,18 +166,10 @@ def _data(run: Conversion, texts: bool) -> None:
             run.changed(key, f"here `{ours}`: what dataset_info.json says of {run.value(key)}")
     run.told("here in each source: max_samples", "max_samples")
     run.told("here in the paths of `data.train`", "dataset_dir")
-    if not {"data.train"} & (set(run.outcome.values) | set(run.given)) and not run.written(
-        "dataset"
-    ):
+    if "data.train" not in {*run.outcome.values, *run.given} and not run.written("dataset"):
         run.refuse("dataset", "is missing", "add data.train=FILE")
     _mixed(run)
-    share = run.number("val_size", default=0.0)
-    if share >= 1 and _SHARE not in run.given:
-        run.refuse("val_size", f"is {short(share)} samples", f"add {_SHARE}=0.01, a share")
-    elif share > 0:
-        run.put(_SHARE, share, "val_size")
-    elif run.written("val_size"):
-        run.ignored("val_size", "nothing is kept apart")
+    trainer.held_out(run, "val_size", beside=True)
 
 
 def _mixed(run: Conversion) -> None:
@@ -209,15 +183,13 @@ def _mixed(run: Conversion) -> None:
     try:
         weights = [float(word) for word in _words(shares)] if shares else [1.0] * len(sources)
     except ValueError:
-        run.refuse("interleave_probs", f"is {short(shares)}", "write a number for each set")
+        run.wrong("interleave_probs", "write a number for each set")
         return
     if len(weights) != len(sources):
         what = f"has {len(weights)} numbers for {len(sources)} sets"
         run.refuse("interleave_probs", what, f"write {len(sources)}")
-        return
-    for source, weight in zip(sources, weights, strict=True):
-        source["weight"] = weight
-    run.told(trainer.WEIGHTED, "mix_strategy", "interleave_probs")
+    else:
+        trainer.weighted(run, sources, weights, "mix_strategy", "interleave_probs")
 
 
 def _source(run: Conversion, key: str, name: str, texts: bool) -> dict[str, Any]:

@@ -6,24 +6,26 @@ The global batch is counted by their formulas before anything is translated, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from uspft.convert.conversion import Conversion, Outcome, short
-from uspft.convert.mindspore_checks import their_errors
+from uspft.convert.conversion import Conversion, is_whole, short
 from uspft.convert.mindspore_data import LOADER, data, rows_of_blend
-from uspft.convert.mindspore_layout import CONFIG, TheirDegrees, degrees_of, layout, micro_batch
-from uspft.convert.theirs import Theirs
+from uspft.convert.mindspore_layout import (
+    CONFIG,
+    TheirDegrees,
+    degrees_of,
+    layout,
+    micro_batch,
+    their_errors,
+)
 
 
-def convert_mindspore(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
-    """Return the recipe that a configuration becomes, and what became of each key.
+def convert_mindspore(run: Conversion, ranks: int | None) -> int:
+    """Write the recipe that a file becomes, and return the rows of one update by their formulas.
 
-    given: keys of ours that the command line writes. ranks: how many processes there are; None: as
-    many as the product of their degrees.
+    ranks: how many processes there are; None: as many as the product of their degrees.
     """
-    run = Conversion(theirs, given)
     degrees = degrees_of(run)
     their_errors(run, degrees)
     batch = _global_batch(run, degrees)
@@ -32,11 +34,13 @@ def convert_mindspore(theirs: Theirs, given: Mapping[str, Any], ranks: int | Non
     micro = micro_batch(run, batch, replicas)
     sharding(run, degrees, batch // (replicas * micro))
     _batch(run, batch, micro)
-    training(run, batch)
+    _length(run, batch)
+    _optimizer(run)
+    _schedule(run)
     memory(run, degrees.stages)
     data(run)
     outputs(run)
-    return run.ended(batch)
+    return batch
 
 
 def _global_batch(run: Conversion, degrees: TheirDegrees) -> int:
@@ -94,11 +98,10 @@ def model(run: Conversion) -> None:
     folder = run.written("pretrained_model_dir", "load_checkpoint")
     theirs = run.value("load_ckpt_format", "safetensors") != "safetensors"
     if folder and theirs and "model.name_or_path" not in run.given:
-        what = "is ckpt, MindSpore's own weights"
-        run.refuse("load_ckpt_format", what, "add model.name_or_path=FOLDER of safetensors")
-    for key in ("pretrained_model_dir", "load_checkpoint", "load_ckpt_format"):
-        if key in run.theirs.values and run.value(key) is None:
-            run.ignored(key, "names nothing")
+        remedy = "add model.name_or_path=FOLDER of safetensors"
+        run.refuse("load_ckpt_format", "is ckpt, MindSpore's own weights", remedy)
+    names = ("pretrained_model_dir", "load_checkpoint", "load_ckpt_format")
+    run.dropped("names nothing", *(key for key in names if run.value(key) is None))
     if "model.name_or_path" in run.given or "model.config" in run.given:
         _not_here(run, "the model is that of the command line")
     elif folder:
@@ -108,16 +111,14 @@ def model(run: Conversion) -> None:
     elif run.theirs.has_block(CONFIG):
         _dimensions(run)
     else:
-        what = "names no model"
-        run.refuse("pretrained_model_dir", what, "add model.name_or_path=FOLDER")
+        run.refuse("pretrained_model_dir", "names no model", "add model.name_or_path=FOLDER")
 
 
 def _dtype(run: Conversion) -> None:
     key = f"{CONFIG}.compute_dtype"
     theirs = str(run.value(key, "float16"))
     if "model.dtype" in run.given:
-        if run.written(key):
-            run.changed(key, "`model.dtype` of the command line stands in its place")
+        run.told("`model.dtype` of the command line stands in its place", key)
     elif theirs in DTYPES:
         run.put("model.dtype", DTYPES[theirs], key)
     else:
@@ -127,12 +128,8 @@ def _dtype(run: Conversion) -> None:
 
 def _not_here(run: Conversion, why: str) -> None:
     """Leave the model's dimensions out, and say why."""
-    for name in SHAPE:
-        if f"{CONFIG}.{name}" in run.theirs.values:
-            run.ignored(f"{CONFIG}.{name}", why)
-    for key in ("extend_method", "scaling_factor"):
-        if f"{CONFIG}.{key}" in run.theirs.values:
-            run.ignored(f"{CONFIG}.{key}", why)
+    names = (*SHAPE, "extend_method", "scaling_factor")
+    run.dropped(why, *(f"{CONFIG}.{name}" for name in names))
     run.idle(why, "model.arch.type")
 
 
@@ -191,21 +188,17 @@ def _positions(run: Conversion) -> None:
     theirs = run.value(method)
     inner = {key.rpartition(".")[2]: key for key in run.theirs.values if key.startswith(factor)}
     if theirs is None:
-        for key in (method, *inner.values()):
-            if key in run.theirs.values:
-                run.ignored(key, "positions are not scaled")
+        run.dropped("positions are not scaled", method, *inner.values())
         return
     if not isinstance(theirs, str) or theirs not in SCALED:
         run.refuse(method, f"is {theirs}", f"write one of {', '.join(SCALED)}")
         return
     scaling: dict[str, Any] = {"rope_type": SCALED[theirs]}
-    whole = run.value(factor)
-    if whole is not None:
+    if run.written(factor):
         scaling["factor"] = run.number(factor, default=1.0)
-    names = {"scaling_factor": "factor"}
     for name, key in inner.items():
         if key != factor:
-            scaling[names.get(name, name)] = run.value(key)
+            scaling["factor" if name == "scaling_factor" else name] = run.value(key)
     run.put("model.rope_scaling", scaling, method, *inner.values())
 
 
@@ -220,13 +213,6 @@ SCHEDULES = {
     "WarmUpStableDecayLR": "wsd",
 }
 ADAMW = ("AdamW", "FusedAdamW", "FP32StateAdamWeightDecay")
-
-
-def training(run: Conversion, batch: int) -> None:
-    """Write the run's length, optimizer and schedule. batch: the rows of one update."""
-    _length(run, batch)
-    _optimizer(run)
-    _schedule(run)
 
 
 def _length(run: Conversion, batch: int) -> None:
@@ -246,16 +232,15 @@ def _length(run: Conversion, batch: int) -> None:
         steps = max(1, run.whole(epochs) * (rows // batch)) if batch > 0 else 1
         say = f"{rows} rows an epoch in steps of {batch}"
         run.put("training.steps", steps, f"{LOADER}.sizes", epochs, say=say)
-        if run.written("lr_schedule.total_steps"):
-            run.changed("lr_schedule.total_steps", "-1: the rows say the length, as there")
+        run.told("-1: the rows say the length, as there", "lr_schedule.total_steps")
     else:
         run.put("training.epochs", run.whole(epochs), epochs)
         run.told("-1: the epochs say the length, as there", "lr_schedule.total_steps")
     stop = "runner_config.stop_step"
     if run.whole(stop, default=0) > 0:
         run.put("training.stop_step", run.whole(stop), stop)
-    elif run.written(stop):
-        run.changed(stop, "0: the run takes all its steps")
+    else:
+        run.told("0: the run takes all its steps", stop)
     if run.flag("train_dataset.drop_remainder", default=True):
         key = "train_dataset.drop_remainder"
         run.told("the last step of the last epoch is shorter here, not dropped", key)
@@ -284,8 +269,8 @@ def _schedule(run: Conversion) -> None:
     block = "lr_schedule"
     kind = run.word(f"{block}.type", default="CosineWithWarmUpLR")
     if kind not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        run.refuse(f"{block}.type", f"is {kind}, which has no like here", f"write one of {known}")
+        remedy = f"write one of {', '.join(SCHEDULES)}"
+        run.refuse(f"{block}.type", f"is {kind}, which has no like here", remedy)
         return
     ours = SCHEDULES[kind]
     run.put(f"{block}.type", ours, f"{block}.type", say="our step i has the rate of theirs i + 1")
@@ -324,8 +309,7 @@ def outputs(run: Conversion) -> None:
         what = f"is {resume}, a checkpoint of MindSpore's"
         run.refuse("resume_training", what, "write true, or name weights in load_checkpoint")
     elif run.written("resume_training"):
-        ours = "auto" if resume else "never"
-        run.put("checkpoint.resume", ours, "resume_training")
+        run.put("checkpoint.resume", "auto" if resume else "never", "resume_training")
     if run.flag("do_eval"):
         if "data.eval" in run.given or "data.eval_fraction" in run.given:
             every = run.whole("eval_step_interval", default=100)
@@ -333,8 +317,8 @@ def outputs(run: Conversion) -> None:
         else:
             what = "is true, and their evaluation data is not read"
             run.refuse("do_eval", what, "add data.eval=FILE, or write false")
-    elif run.written("do_eval"):
-        run.changed("do_eval", "false: nothing is evaluated")
+    else:
+        run.told("false: nothing is evaluated", "do_eval")
     board = next((key for key in run.theirs.values if key.startswith("tensorboard.")), None)
     if board:
         run.put("logging.tensorboard", True, board)
@@ -368,17 +352,15 @@ def sharding(run: Conversion, degrees: TheirDegrees, micro_batches: int) -> None
         stage, say = 1, f"0 is not possible beside {beside}; the numbers are the same"
     run.put(f"{ZERO}.stage", stage, shards, gradients, again, say=say)
     if not run.written(shards):
-        here = f"here `{ZERO}.stage: {stage}`"
-        told = "is off where it is left out"
-        run.changed(shards, ": ".join([told, "; ".join(filter(None, (here, say)))]))
+        here = f"is off where it is left out: here `{ZERO}.stage: {stage}`"
+        run.changed(shards, f"{here}; {say}" if say else here)
     _least(run, stage)
     group = f"{OPTIMIZER}.optimizer_weight_shard_size"
-    if run.written(group):
-        if run.whole(group) in (-1, 0):
-            run.ignored(group, "all ranks, as here")
-        else:
-            what = "left out: all ranks that hold the same weights are one group, the same numbers"
-            run.changed(group, what)
+    if run.whole(group) in (-1, 0):
+        run.idle("all ranks, as here", group)
+    else:
+        what = "left out: all ranks that hold the same weights are one group, the same numbers"
+        run.told(what, group)
 
 
 def _least(run: Conversion, stage: int) -> None:
@@ -468,4 +450,4 @@ def _most(one: list[int], other: list[int]) -> list[int]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_whole(value) and value >= 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uspft.convert.conversion import Conversion, short
+from uspft.convert.conversion import Conversion, is_whole
 
 CONFIG = "model.model_config"
 LOADER = "train_dataset.data_loader"
@@ -37,9 +37,7 @@ def data(run: Conversion) -> None:
         what = f"is {kind}, which reads MindSpore's own files of rows"
         remedy = f"write them as JSON Lines there first, as {PAGE} says, and add data.train=FILE"
         run.refuse(f"{LOADER}.type", what, remedy)
-        for key in ("dataset_dir", "dataset_files"):
-            if f"{LOADER}.{key}" in run.theirs.values:
-                run.ignored(f"{LOADER}.{key}", "its files are not read")
+        run.dropped("its files are not read", f"{LOADER}.dataset_dir", f"{LOADER}.dataset_files")
 
 
 def _hugging_face(run: Conversion) -> None:
@@ -75,13 +73,12 @@ def _hugging_face(run: Conversion) -> None:
         say = "here their `</s>` is the tokenizer's EOS, and `ASSISTANT:` is not trained"
         run.put("data.prompt_template", "alpaca_mindspore", f"{ALPACA}.type", say=say)
     run.outcome.values["data.train"] = [source | more for source in sources]
-    for key in ("type", "path", "split", "data_files"):
-        run.told("here in `data.train`", f"{LOADER}.{key}")
+    names = ("type", "path", "split", "data_files")
+    run.told("here in `data.train`", *(f"{LOADER}.{name}" for name in names))
     for key in run.theirs.values:
         if key.startswith(f"{LOADER}.data_files."):
             run.changed(key, "here in `data.train`")
-    for name in ("type", "n"):
-        run.told("here in `data.train`: max_samples", f"{TAKE}.{name}")
+    run.told("here in `data.train`: max_samples", f"{TAKE}.type", f"{TAKE}.n")
     _tokenizer(run)
 
 
@@ -99,7 +96,7 @@ def _split(run: Conversion) -> tuple[str | None, int | None]:
     if found:
         return found[1], int(found[2])
     if not str(split).isidentifier():
-        run.refuse(key, f"is {short(split)}", "write a split, or its first samples as train[:1000]")
+        run.wrong(key, "write a split, or its first samples as train[:1000]")
     return str(split), None
 
 
@@ -128,8 +125,8 @@ def _blend(run: Conversion) -> None:
     listed = [told] if isinstance(told, str) else told
     sources = list(_indices(listed if isinstance(listed, list) else []))
     if not sources:
-        what = f"is {short(told)}, no path and no weights with their paths"
-        run.refuse(key, what, "write [weight, path, weight, path], or add data.train=FILE")
+        remedy = "write [weight, path, weight, path], or add data.train=FILE"
+        run.wrong(key, remedy, ", no path and no weights with their paths")
         return
     if (eod := run.value(f"{BLEND}.eod")) is not None:
         run.changed(f"{BLEND}.eod", "here in `data.train`: documents end behind it too")
@@ -177,12 +174,12 @@ def _shares(run: Conversion) -> None:
         return
     parts = [_part(part) for part in re.split(r"[,/]", str(told).strip("[]()"))]
     if None in parts or not any(parts):
-        run.refuse(key, f"is {short(told)}", "write three shares, as in '99, 1, 0'")
+        run.wrong(key, "write three shares, as in '99, 1, 0'")
         return
     whole = sum(part or 0.0 for part in parts)
     share = round(1 - (parts[0] or 0.0) / whole, 9)
     if not 0 <= share < 1:
-        run.refuse(key, f"is {short(told)}, which trains on nothing", "write '1, 0, 0'")
+        run.wrong(key, "write '1, 0, 0'", ", which trains on nothing")
     elif share and "data.eval" not in run.given and "data.eval_fraction" not in run.given:
         say = "drawn by seed, where theirs are the last documents; nothing is kept for a test"
         run.put("data.eval_fraction", share, key, say=say)
@@ -205,9 +202,9 @@ def rows_of_blend(run: Conversion) -> int | None:
     if told is None or run.value(f"{LOADER}.type") != MEGATRON:
         return None
     first = told[0] if isinstance(told, list) and told else told
-    if isinstance(first, int) and not isinstance(first, bool):
+    if is_whole(first):
         return first if first > 0 else None
-    run.refuse(key, f"is {short(told)}, no list of rows", "write [rows to train on, 0, 0]")
+    run.wrong(key, "write [rows to train on, 0, 0]", ", no list of rows")
     return None
 
 
@@ -245,9 +242,8 @@ def _rows(run: Conversion, *, indexed: bool) -> None:
     if key is None and "data.sequence_length" not in run.given:
         run.refuse(lengths[0], "is missing", "add data.sequence_length=N")
     elif key:
-        run.outcome.values["data.sequence_length"] = run.whole(key)
-        for other in lengths:
-            run.told(f"here `data.sequence_length: {run.whole(key)}`", other)
+        run.put("data.sequence_length", run.whole(key))
+        run.told(f"here `data.sequence_length: {run.whole(key)}`", *lengths)
     compressed = (
         f"{CONFIG}.use_eod_attn_mask_compression",
         f"{LOADER}.create_compressed_eod_mask",
@@ -257,13 +253,13 @@ def _rows(run: Conversion, *, indexed: bool) -> None:
     packs = run.theirs.has_block(PACKING) or asked or indexed
     if packs or any(run.flag(one) for one in compressed):
         say = "documents of a row never see one another"
-        run.put("data.packing", "best_fit", *compressed, *([asked] if asked else []), say=say)
+        run.put("data.packing", "best_fit", *compressed, asked, say=say)
     elif run.theirs.has_block(ALPACA):
         run.put("data.packing", "none", f"{ALPACA}.padding")
     strategy = f"{PACKING}.pack_strategy"
     cuts = run.value(strategy) == "truncate" or run.theirs.has_block(ALPACA)
     if indexed:
-        run.outcome.values["data.overlong"] = "split"
+        run.put("data.overlong", "split")
     elif cuts or run.written(strategy):
         say = "their handler cuts samples to a row" if run.theirs.has_block(ALPACA) else ""
         run.put("data.overlong", "truncate" if cuts else "error", strategy, say=say)

@@ -1,13 +1,16 @@
-"""The layout of a run of MindSpore Transformers: degrees, context, stages, experts."""
+"""The layout of a run of MindSpore Transformers: degrees, context, stages, experts; and what its
+own checks refuse, in our words, before ours."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
-from uspft.convert.conversion import Conversion
+from uspft.convert.conversion import Conversion, short
 
 CONFIG, BLOCK = "model.model_config", "parallel_config"
 THEIRS = {row.megatron: row for row in CONTEXT.values()} | {
@@ -110,9 +113,8 @@ def _replicas(run: Conversion, degrees: TheirDegrees, batch: int, ranks: int | N
         return replicas
     if degrees.alone:
         run.put(_REPLICAS[0], degrees.data, "parallel.parallel_mode", "use_parallel")
-    for name in ("parallel.parallel_mode", "use_parallel"):
-        if run.written(name) and not run.spoken(name):
-            run.changed(name, "the degrees are those written")
+    names = ("parallel.parallel_mode", "use_parallel")
+    run.told("the degrees are those written", *(name for name in names if not run.spoken(name)))
     return degrees.data
 
 
@@ -128,9 +130,9 @@ def micro_batch(run: Conversion, batch: int, replicas: int) -> int:
 def _tensor(run: Conversion, degrees: TheirDegrees) -> None:
     """Write how activations are split between matrices, and matrices over a mesh."""
     if degrees.alone:
-        for key in run.theirs.values:
-            if key.startswith(f"{BLOCK}.") and not run.spoken(key):
-                run.ignored(key, "data parallelism alone acts there")
+        inside = [f"{BLOCK}.{key}" for key in run.theirs.block(BLOCK)]
+        idle = [key for key in inside if not run.spoken(key)]
+        run.dropped("data parallelism alone acts there", *idle)
         return
     asked, mesh = run.written(*SEQUENCE), run.flag(MESH)
     if asked and mesh:
@@ -146,8 +148,8 @@ def _tensor(run: Conversion, degrees: TheirDegrees) -> None:
     copies = f"{CONFIG}.fine_grain_interleave"
     if (number := run.whole(copies)) > 1 and degrees.tensor > 1:
         run.put(f"{BLOCK}.fine_grain_interleave", number, copies)
-    elif run.written(copies):
-        run.ignored(copies, "there is one copy, or no tensor degree whose transfers it hides")
+    else:
+        run.idle("there is one copy, or no tensor degree whose transfers it hides", copies)
 
 
 def algorithm_of(run: Conversion) -> AlgorithmRow | None:
@@ -164,9 +166,8 @@ def _context(run: Conversion, context: int) -> None:
     key, ring = run.written(*ALGORITHM), f"{CONFIG}.use_ring_attention"
     degree = f"{BLOCK}.ulysses_degree_in_cp"
     if context == 1:
-        for idle in (key, degree, ring):
-            if idle and run.written(idle) and not run.spoken(idle):
-                run.ignored(idle, "context_parallel is 1: rows are whole")
+        idle = [one for one in (key, degree, ring) if one and not run.spoken(one)]
+        run.idle("context_parallel is 1: rows are whole", *idle)
         return
     row, asked = algorithm_of(run), run.flag(ring)
     if row is None:
@@ -178,12 +179,11 @@ def _context(run: Conversion, context: int) -> None:
         row = THEIRS[RING]
     both = row.splits is Splits.BOTH
     say = "between groups a ring, the same numbers" if both and not asked else ""
-    keys = (key, ring) if key else (ring,)
-    run.put(f"{BLOCK}.context_parallel_algo", row.name, *keys, say=say)
+    run.put(f"{BLOCK}.context_parallel_algo", row.name, key, ring, say=say)
     if both:
         run.put(degree, run.whole(degree), degree)
-    elif run.written(degree):
-        run.ignored(degree, "it acts where heads and tokens are split")
+    else:
+        run.idle("it acts where heads and tokens are split", degree)
 
 
 def _stages(run: Conversion, stages: int) -> None:
@@ -192,9 +192,9 @@ def _stages(run: Conversion, stages: int) -> None:
     offset, each = f"{CONFIG}.offset", f"{CONFIG}.layers_per_stage"
     micro = f"{BLOCK}.micro_batch_num"
     if stages == 1:
-        for key in (*VIRTUAL, SCHEDULER, interleave, CHUNKS, offset, each, micro):
-            if run.written(key) and not run.spoken(key):
-                run.ignored(key, "pipeline_stage is 1: there are no stages")
+        keys = (*VIRTUAL, SCHEDULER, interleave, CHUNKS, offset, each, micro)
+        idle = [key for key in keys if not run.spoken(key)]
+        run.idle("pipeline_stage is 1: there are no stages", *idle)
         return
     if run.written(CHUNKS):
         run.put(f"{BLOCK}.seq_split_num", run.whole(CHUNKS), CHUNKS)
@@ -204,8 +204,8 @@ def _stages(run: Conversion, stages: int) -> None:
         run.put(f"{BLOCK}.pipeline_scheduler", ours, SCHEDULER)
     if named := run.written(*VIRTUAL):
         run.put(f"{BLOCK}.pp_interleave_num", run.whole(named), named, interleave)
-    elif run.written(interleave):
-        run.changed(interleave, "it acts with pp_interleave_num above 1")
+    else:
+        run.told("it acts with pp_interleave_num above 1", interleave)
     found = run.value(offset)
     if found is not None and any(all_of(found)):
         run.put(f"{BLOCK}.offset", found, offset)
@@ -232,3 +232,176 @@ def _experts(run: Conversion) -> None:
 def all_of(value: Any) -> list[Any]:
     """Return the numbers of nested lists."""
     return [one for item in value for one in all_of(item)] if isinstance(value, list) else [value]
+
+
+# What their own checks refuse.
+
+DEEPEST = 10
+"""How deep their YAML may be."""
+LEAST_MASKED = 2048
+"""The length that rows must exceed where masks are compressed."""
+_TOO = "an error there too"
+_FLASH, _RING = f"{CONFIG}.use_flash_attention", f"{CONFIG}.use_ring_attention"
+_MASKS, _EOD = f"{CONFIG}.use_attn_mask_compression", f"{CONFIG}.use_eod_attn_mask_compression"
+_HEADS, _EXPERTS = f"{CONFIG}.num_heads", "moe_config.expert_num"
+Wrong = Iterator[tuple[str, str, str]]
+"""Of each error the key, what is wrong, and the remedy."""
+
+
+def their_errors(run: Conversion, degrees: TheirDegrees) -> None:
+    """Refuse what their own checks refuse; other modes than training too."""
+    mode = run.value("run_mode", "train")
+    if mode not in ("train", "finetune"):
+        run.refuse("run_mode", f"is {short(mode)}", "only training is converted: write finetune")
+    elif run.written("run_mode"):
+        run.changed("run_mode", "a recipe trains")
+    for rule in _RULES:
+        for key, what, remedy in rule(run, degrees):
+            run.refuse(key, f"{what}: {_TOO}", remedy)
+
+
+def _devices(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    for key in run.theirs.values:
+        if len(re.split(r"(?<!\\)\.", key)) > DEEPEST:
+            yield key, f"stands deeper than {DEEPEST} blocks", "write it further out"
+    key = "parallel.device_num"
+    if run.written(key) and not degrees.alone and run.whole(key) != degrees.product:
+        what = f"is {run.value(key)}, and the degrees multiply to {degrees.product}"
+        yield key, what, f"write {degrees.product}, or other degrees"
+
+
+def _flash(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    """What needs flash attention, which is off where an old configuration leaves it out."""
+    default = run.value(f"{CONFIG}.type") != "LlamaConfig"
+    if run.flag(_FLASH, default=default):
+        return
+    for asked, name in (
+        (degrees.context > 1, "context_parallel above 1"),
+        (run.whole(CHUNKS) > 1, "seq_split_num above 1"),
+        (run.flag(_EOD), "use_eod_attn_mask_compression"),
+        (run.flag(MESH), "use_3d_tensor_parallel"),
+    ):
+        if asked:
+            yield _FLASH, f"is false, or left out, beside {name}", "write true"
+
+
+def _heads(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    row = algorithm_of(run)
+    if row is None or degrees.context == 1 or not run.written(_HEADS):
+        return
+    heads = run.whole(_HEADS)
+    keys = run.whole(f"{CONFIG}.n_kv_heads", default=heads)
+    if row.splits is Splits.HEADS and degrees.context * degrees.tensor > keys:
+        what = f"over {degrees.context} × {degrees.tensor} ranks splits {keys} KV heads"
+        yield run.written(*ALGORITHM) or "", what, "write the hybrid, or smaller degrees"
+    if row.splits is Splits.BOTH:
+        degree = run.whole(f"{BLOCK}.ulysses_degree_in_cp")
+        parts = max(1, degrees.tensor * degree)
+        if degree < 1 or degrees.context % degree:
+            what = f"is {degree}, which does not divide context_parallel {degrees.context}"
+            yield f"{BLOCK}.ulysses_degree_in_cp", what, "write a divisor of it"
+        elif heads % parts or keys % parts:
+            what = f"times model_parallel is {parts}, over {heads} heads and {keys} KV heads"
+            yield f"{BLOCK}.ulysses_degree_in_cp", what, "write one that divides both"
+
+
+def _chunks(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    key = f"{CONFIG}.fine_grain_interleave"
+    split = run.flag(*SEQUENCE) or degrees.context > 1
+    if run.whole(key) > 1 and not split:
+        what = f"is {run.value(key)} without use_seq_parallel or context_parallel"
+        yield key, what, "write 1"
+    chunks, scheduler = run.whole(CHUNKS), str(run.value(SCHEDULER))
+    if chunks == 1 and scheduler == "seqvpp":
+        yield SCHEDULER, "is seqvpp, and seq_split_num is 1", "write seq_split_num above 1, or 1f1b"
+    if chunks == 1 or degrees.stages == 1:
+        return
+    if scheduler not in ("seqpipe", "seqvpp"):
+        what = f"is {chunks}, and pipeline_scheduler is not seqpipe"
+        yield CHUNKS, what, "write pipeline_config.pipeline_scheduler: seqpipe"
+    for key in (_RING, _EOD):
+        if run.flag(key):
+            yield key, f"is true beside seq_split_num {chunks}", "write false, or seq_split_num: 1"
+    length = run.whole(f"{CONFIG}.seq_length", default=2048)
+    if chunks < 1 or length % chunks:
+        yield CHUNKS, f"is {chunks}, which does not divide seq_length {length}", "write a divisor"
+
+
+def _masks(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    length = run.whole(f"{CONFIG}.seq_length", default=2048)
+    if run.flag(_MASKS) and length <= LEAST_MASKED:
+        what = f"is true on rows of {length} tokens, not more than {LEAST_MASKED}"
+        yield _MASKS, what, "write false"
+    if run.flag(_EOD) and run.flag(_RING):
+        yield _EOD, "is true beside use_ring_attention", "write one of them false"
+
+
+def _stage_layers(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    key = f"{BLOCK}.micro_batch_num"
+    if degrees.stages > 1 and run.whole(key) < degrees.stages:
+        what = f"is {run.whole(key)}, fewer than the {degrees.stages} stages"
+        yield key, what, f"write {degrees.stages} or more"
+    key, layers = f"{CONFIG}.offset", f"{CONFIG}.num_layers"
+    found = run.value(key)
+    if degrees.stages == 1 or not isinstance(found, list) or not run.written(layers):
+        return
+    each = all_of(found)
+    parts = degrees.stages * max(1, run.whole(*VIRTUAL))
+    if not all(isinstance(one, int) for one in each):
+        yield key, f"is {short(found)}", "write whole numbers"
+    elif sum(each) != run.whole(layers) % parts:
+        what = f"sums to {sum(each)}, and {run.whole(layers)} layers leave"
+        yield key, f"{what} {run.whole(layers) % parts} over {parts}", "write offsets of that sum"
+
+
+def _mesh(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    if not run.flag(MESH):
+        return
+    sides = [run.whole(f"{CONFIG}.tp_{name}") for name in "xyz"]
+    if sides[0] * sides[1] * sides[2] != degrees.tensor:
+        what = f"is true with tp_x, tp_y, tp_z {sides}, and model_parallel is {degrees.tensor}"
+        yield MESH, what, "write sides whose product it is"
+    if not run.flag(*SEQUENCE):
+        yield MESH, "is true without use_seq_parallel", "write use_seq_parallel: true"
+    row = algorithm_of(run)
+    if row is not None and row.splits is Splits.HEADS and degrees.context > 1:
+        yield MESH, f"is true beside {row.name}", "write colossalai_cp"
+    if run.whole(f"{CONFIG}.fine_grain_interleave") > 1:
+        yield MESH, "is true beside fine_grain_interleave", "write fine_grain_interleave: 1"
+
+
+def _expert_ranks(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    experts, key = run.whole(_EXPERTS), run.written(*EXPERTS)
+    spread = run.whole(*EXPERTS)
+    if experts > 1 and degrees.tensor > 1 and not run.flag(*SEQUENCE):
+        what = "is above 1, and model_parallel too, without use_seq_parallel"
+        yield _EXPERTS, what, "write use_seq_parallel: true"
+    if key and spread > 1 and experts > 1 and experts % spread:
+        yield key, f"is {spread}, which does not divide {experts} experts", "write a divisor"
+    if key and spread > 1 and (degrees.data * degrees.context) % spread:
+        what = f"is {spread}, which does not divide data × context ranks"
+        yield key, what, f"write a divisor of {degrees.data * degrees.context}"
+
+
+def _shards(run: Conversion, degrees: TheirDegrees) -> Wrong:
+    key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+    size = run.whole(key, default=-1)
+    if size not in (-1, 0) and (size < 0 or degrees.data % size):
+        what = f"is {size}, which does not divide data_parallel {degrees.data}"
+        yield key, what, "write -1, or a divisor"
+    key, whole = "parallel.dataset_strategy", "parallel.full_batch"
+    if run.flag(whole, default=True) or degrees.alone:
+        return
+    found = run.value(key)
+    first = found[0] if isinstance(found, list) and found else None
+    first = first[0] if isinstance(first, list) and first else first
+    if found is None:
+        yield whole, "is false without dataset_strategy", "write true"
+    elif first != degrees.data:
+        what = f"begins with {short(first)}, and data_parallel is {degrees.data}"
+        yield key, what, f"begin each column with {degrees.data}"
+
+
+_RULES: tuple[Callable[[Conversion, TheirDegrees], Wrong], ...] = (
+    *(_devices, _flash, _heads, _chunks, _masks, _stage_layers, _mesh, _expert_ranks, _shards),
+)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from uspft.config.algorithms import AUTO
 from uspft.convert import trainer
-from uspft.convert.conversion import Conversion, Outcome, short
-from uspft.convert.sharding import sharding
-from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import Dialect
+from uspft.convert.accelerate import sharding
+from uspft.convert.conversion import Conversion, is_whole, short
 
 DEFAULTS = {
     "per_device_train_batch_size": 1,
@@ -33,35 +30,32 @@ LEAST = 16
 """Rows that a step has at least there, where nothing says the accumulation."""
 
 
-def convert_swift(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
-    """Return the recipe that arguments become, and what became of each key.
+def convert_swift(run: Conversion, ranks: int | None) -> int:
+    """Write the recipe that arguments become, and return the rows of one update by their formula.
 
-    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    ranks: how many devices it runs on.
     """
-    run = Conversion(theirs, given)
     tuner = run.written(*TUNERS)
     full = tuner is not None and run.value(tuner) == "full"
-    dialect = Dialect(defaults={**DEFAULTS, "learning_rate": 1e-5 if full else 1e-4})
-    batch = _batch(run, dialect, ranks)
+    run.defaults["learning_rate"] = 1e-5 if full else 1e-4
+    batch = _batch(run, ranks)
     _layout(run)
-    trainer.length(run, dialect)
-    trainer.optimizer(run, dialect)
-    trainer.schedule(run, dialect)
+    trainer.updates(run)
     if not run.written("torch_dtype"):
         trainer.precision(run, default="bfloat16")
     _model(run)
     _adapter(run, tuner, full=full)
     _rows(run)
     _data(run)
-    trainer.checkpointing(run, dialect)
+    trainer.checkpointing(run)
     sharding(run)
-    trainer.saving(run, dialect)
-    _evaluating(run, dialect)
-    trainer.logs(run, dialect)
-    return run.ended(batch)
+    trainer.saving(run)
+    _evaluating(run)
+    trainer.logs(run)
+    return batch
 
 
-def _batch(run: Conversion, dialect: Dialect, ranks: int | None) -> int:
+def _batch(run: Conversion, ranks: int | None) -> int:
     """Write the batch; without an accumulation it is what makes 16 rows, as there."""
     split = run.whole("sequence_parallel_size", least=1)
     split *= run.whole("deepspeed_autotp_size", least=1)
@@ -70,14 +64,14 @@ def _batch(run: Conversion, dialect: Dialect, ranks: int | None) -> int:
     if key:
         found = run.value(key)
         found = int(found) if isinstance(found, str) and found.isdigit() else found
-        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+        if is_whole(found) and found > 0:
             world = found
             run.changed(key, f"here in the batch: {found} devices")
         else:
             run.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
     micro = run.whole("per_device_train_batch_size", least=1)
     steps = max(1, math.ceil(LEAST / micro / (world or ranks or 1)))
-    return trainer.global_batch(run, dialect, split, world, ranks, steps)
+    return trainer.global_batch(run, split, world, ranks, steps)
 
 
 def _layout(run: Conversion) -> None:
@@ -86,9 +80,9 @@ def _layout(run: Conversion) -> None:
     if degree > 1:
         say = "heads as far as they divide there, and a ring; the numbers are the same"
         run.put(f"{block}.context_parallel", degree, key, say=say)
-        run.outcome.values[f"{block}.context_parallel_algo"] = AUTO
-    elif run.written(key):
-        run.ignored(key, "rows are whole: one device has all of a row")
+        run.put(f"{block}.context_parallel_algo", AUTO)
+    else:
+        run.idle("rows are whole: one device has all of a row", key)
 
 
 def _model(run: Conversion) -> None:
@@ -99,9 +93,7 @@ def _model(run: Conversion) -> None:
     if isinstance(text, str) and text.startswith("{"):
         block = _json(run, "rope_scaling")
     if block:
-        found = {("rope_type" if key == "type" else key): v for key, v in block.items()}
-        keys = [f"rope_scaling.{key}" for key in block]
-        run.put("model.rope_scaling", found, "rope_scaling", *keys)
+        trainer.scaled(run, block, "rope_scaling", *(f"rope_scaling.{key}" for key in block))
     elif text is not None:
         say = "with the factor that the rows need"
         run.put("model.rope_scaling", {"rope_type": text}, "rope_scaling", say=say)
@@ -120,7 +112,7 @@ def _json(run: Conversion, key: str) -> dict[str, Any]:
         found = None
     if isinstance(found, dict):
         return found
-    run.refuse(key, f"is {short(run.value(key))}, no mapping", "write a mapping")
+    run.wrong(key, "write a mapping", ", no mapping")
     return {}
 
 
@@ -131,9 +123,9 @@ def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
         return
     kind = run.value(tuner, "lora") if tuner else "lora"
     if kind != "lora":
-        run.refuse(str(tuner), f"is {short(kind)}", "write full or lora")
+        run.wrong(str(tuner), "write full or lora")
         return
-    run.put("model.adapter.type", "lora", *([tuner] if tuner else []))
+    run.put("model.adapter.type", "lora", tuner)
     defaults = (("rank", 8), ("alpha", 32), ("dropout", 0.05))
     trainer.adapter_defaults(run, *((name, f"lora_{name}", one) for name, one in defaults))
     trainer.adapter(run, "target_modules", default="all-linear")
@@ -153,19 +145,18 @@ def _rows(run: Conversion) -> None:
     if theirs in OVERLONG:
         run.put("data.overlong", OVERLONG[theirs], key)
     else:
-        what = f"is {short(theirs)}, and samples are cut at their end here"
-        run.refuse(key, what, "write delete, right or split")
+        remedy = "write delete, right or split"
+        run.wrong(key, remedy, ", and samples are cut at their end here")
     loss = run.word("loss_scale", default="default")
     if loss in LOSSES:
         run.put("data.train_on", LOSSES[loss], "loss_scale")
     else:
-        what = f"is {short(loss)}, and a token trains or does not here"
-        run.refuse("loss_scale", what, "write default, last_round or all")
+        remedy = "write default, last_round or all"
+        run.wrong("loss_scale", remedy, ", and a token trains or does not here")
     shuffles = ("dataset_shuffle", "train_dataloader_shuffle")
     if run.written(*shuffles):
         run.put("data.shuffle", all(run.flag(k, default=True) for k in shuffles), *shuffles)
-    strict = run.written("strict")
-    run.put("data.on_bad_sample", "error" if strict and run.flag(strict) else "skip", "strict")
+    run.put("data.on_bad_sample", "error" if run.flag("strict") else "skip", "strict")
     trainer.chat_template(run, run.written("template"), None)
 
 
@@ -178,7 +169,7 @@ def _data(run: Conversion) -> None:
         names = names if isinstance(names, list) else str(names).split()
         found = [_source(run, str(name)) for name in names]
         run.put(ours, found, key, say="the Hugging Face hub's, where they are ids")
-    if not {"data.train"} & (set(run.outcome.values) | set(run.given)):
+    if "data.train" not in {*run.outcome.values, *run.given}:
         run.refuse("dataset", "is missing", "add data.train=FILE")
     _mixed(run)
     fields = run.theirs.block("columns")
@@ -187,11 +178,7 @@ def _data(run: Conversion) -> None:
     if fields:
         named = {COLUMNS.get(str(ours), str(ours)): theirs for theirs, ours in fields.items()}
         run.put("data.fields", named, "columns", *(f"columns.{name}" for name in fields))
-    share = run.number("split_dataset_ratio", default=0.0)
-    if share > 0 and "data.eval" not in run.outcome.values:
-        run.put("data.eval_fraction", share, "split_dataset_ratio")
-    elif run.written("split_dataset_ratio"):
-        run.ignored("split_dataset_ratio", "nothing is kept apart")
+    trainer.held_out(run, "split_dataset_ratio", whole=False)
 
 
 def _source(run: Conversion, text: str) -> dict[str, Any]:
@@ -219,19 +206,17 @@ def _mixed(run: Conversion) -> None:
     shares = run.value(key)
     shares = shares if isinstance(shares, list) else [shares]
     good = all(isinstance(one, int | float) and not isinstance(one, bool) for one in shares)
-    if not good or len(shares) != len(sources):
+    if good and len(shares) == len(sources):
+        trainer.weighted(run, sources, shares, key)
+    else:
         run.refuse(key, f"is {short(shares)}", f"write {len(sources)} numbers")
-        return
-    for source, weight in zip(sources, shares, strict=True):
-        source["weight"] = weight
-    run.changed(key, trainer.WEIGHTED)
 
 
-def _evaluating(run: Conversion, dialect: Dialect) -> None:
+def _evaluating(run: Conversion) -> None:
     """Write when evaluations come: where nothing says it, with the checkpoints."""
     values = run.outcome.values
     something = bool(values.keys() & {"data.eval", "data.eval_fraction"})
-    trainer.evaluating(run, dialect)
+    trainer.evaluating(run)
     every = values.get("checkpoint.every_steps")
     if something and every and not run.written("eval_steps", "eval_strategy"):
         values["training.eval_every_steps"] = every

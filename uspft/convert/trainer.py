@@ -1,19 +1,15 @@
 """The arguments of transformers' Trainer as a recipe: what axolotl, LLaMA-Factory, ms-swift and TRL
-share.
-
-A tool has its own names for some of them, and its own defaults: a Dialect.
-"""
+have in common."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from uspft.config.algorithms import CONTEXT
-from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, is_whole, short
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -48,7 +44,6 @@ SCHEDULES = {
     "warmup_stable_decay": "wsd",
 }
 KERNEL = "`model.attention: auto` takes the fastest kernel that is exact"
-WEIGHTED = "here each source's weight: shares of tokens here, of samples there"
 MINUTES = 24 * 60
 """The longest that a collective waits: theirs are often months, which say for ever."""
 
@@ -56,25 +51,8 @@ SHIPPED = ("chatml", "llama3", "gemma")
 """The templates of data/templates, by the names that axolotl and LLaMA-Factory have for them."""
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """What a tool calls the Trainer's arguments, and what holds there where they are left out."""
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    def key(self, name: str) -> str:
-        """Return the tool's name of an argument."""
-        return self.names.get(name, name)
-
-    def default(self, name: str) -> Any:
-        """Return what holds where the argument is left out."""
-        return self.defaults[name] if name in self.defaults else DEFAULTS[name]
-
-
 def global_batch(
     run: Conversion,
-    dialect: Dialect,
     split: int,
     world: int | None,
     ranks: int | None,
@@ -84,19 +62,14 @@ def global_batch(
 
     split: how many devices share a row. world: how many devices the file says there are. ranks: how
     many there are here, which are those there where the file says nothing. accumulation: what holds
-    where its key is left out; None: what the dialect says.
+    where its key is left out; None: one.
     """
-    micro_key, steps_key = (
-        dialect.key(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    )
-    micro = run.whole(micro_key, default=dialect.default("per_device_train_batch_size"))
-    steps = run.whole(
-        steps_key, default=accumulation or dialect.default("gradient_accumulation_steps")
-    )
+    micro_key, steps_key = run.key("per_device_train_batch_size"), "gradient_accumulation_steps"
+    micro, steps = run.whole(micro_key), run.whole(steps_key, default=accumulation)
     devices, ours = world or ranks, "training.global_batch_size"
     given = run.given.get(ours)
     if devices is None:
-        batch = given if isinstance(given, int) and not isinstance(given, bool) else micro * steps
+        batch = given if is_whole(given) else micro * steps
         if ours not in run.given:
             what = "counts rows of one device, and the file does not say how many there are"
             run.refuse(micro_key, what, f"add --ranks N, or {ours}=N")
@@ -127,9 +100,16 @@ def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -
     run.idle("rows are whole: one device has all of a row", key, *keys)
 
 
-def length(run: Conversion, dialect: Dialect) -> None:
+def updates(run: Conversion, warm_up: Callable[[Conversion], None] | None = None) -> None:
+    """Write how long the run is, its optimizer, and its schedule. warm_up: as of `schedule`."""
+    length(run)
+    optimizer(run)
+    schedule(run, warm_up)
+
+
+def length(run: Conversion) -> None:
     """Write how long the run is."""
-    steps_key, epochs_key = dialect.key("max_steps"), dialect.key("num_train_epochs")
+    steps_key, epochs_key = "max_steps", run.key("num_train_epochs")
     steps = run.whole(steps_key, default=-1)
     given = next((k for k in ("training.steps", "training.epochs") if k in run.given), None)
     if given:
@@ -140,7 +120,7 @@ def length(run: Conversion, dialect: Dialect) -> None:
         run.told(f"{steps_key} wins, as there", epochs_key)
         return
     run.idle(f"is {steps}: the epochs say the length", steps_key)
-    epochs = run.number(epochs_key, default=dialect.default("num_train_epochs"))
+    epochs = run.number(epochs_key)
     if epochs != int(epochs) or epochs < 1:
         what = f"is {short(epochs)}, and a recipe counts whole epochs"
         run.refuse(epochs_key, what, "add training.steps=N")
@@ -148,10 +128,10 @@ def length(run: Conversion, dialect: Dialect) -> None:
     run.put("training.epochs", int(epochs), epochs_key)
 
 
-def optimizer(run: Conversion, dialect: Dialect) -> None:
+def optimizer(run: Conversion) -> None:
     """Write AdamW with its settings, and the clipping."""
-    key = dialect.key("optim")
-    kind = str(run.value(key, dialect.default("optim"))).lower()
+    key = run.key("optim")
+    kind = str(run.value(key, run.defaults[key])).lower()
     if "adamw" not in kind or kind == "adamw_mini":
         run.refuse(key, f"is {kind}, and AdamW is the only one here", "write adamw_torch")
     else:
@@ -159,47 +139,40 @@ def optimizer(run: Conversion, dialect: Dialect) -> None:
         states = "its states are float32 here, 8 bytes a parameter" if smaller else ""
         run.put("optimizer.type", "adamw", key, say=states)
     for name in ("learning_rate", "weight_decay"):
-        theirs = dialect.key(name)
-        value = run.number(theirs, default=dialect.default(name))
-        run.put(f"optimizer.{name}", value, theirs)
-    betas = [
-        run.number(dialect.key(name), default=dialect.default(name))
-        for name in ("adam_beta1", "adam_beta2")
-    ]
-    run.put("optimizer.betas", betas, dialect.key("adam_beta1"), dialect.key("adam_beta2"))
-    epsilon = dialect.key("adam_epsilon")
-    run.put("optimizer.eps", run.number(epsilon, default=dialect.default("adam_epsilon")), epsilon)
-    norm = run.number(dialect.key("max_grad_norm"), default=dialect.default("max_grad_norm"))
-    run.put("training.max_grad_norm", norm if norm > 0 else None, dialect.key("max_grad_norm"))
+        run.put(f"optimizer.{name}", run.number(name), name)
+    betas = ("adam_beta1", "adam_beta2")
+    run.put("optimizer.betas", [run.number(name) for name in betas], *betas)
+    run.put("optimizer.eps", run.number("adam_epsilon"), "adam_epsilon")
+    norm = run.number("max_grad_norm")
+    run.put("training.max_grad_norm", norm if norm > 0 else None, "max_grad_norm")
 
 
-def schedule(
-    run: Conversion, dialect: Dialect, warm_up: Callable[[Conversion, Dialect], None] | None = None
-) -> None:
+def schedule(run: Conversion, warm_up: Callable[[Conversion], None] | None = None) -> None:
     """Write the learning rate's schedule; theirs begins at rate 0, a step before ours.
 
     warm_up: writes the warm-up; None: as the Trainer counts it.
     """
-    key = dialect.key("lr_scheduler_type")
-    kind = str(run.value(key, dialect.default("lr_scheduler_type")))
+    key = run.key("lr_scheduler_type")
+    kind = str(run.value(key, run.defaults[key]))
     kind = kind.removeprefix("SchedulerType.").lower()
     if kind not in SCHEDULES:
         what = f"is {short(kind)}, which has no like here"
         run.refuse(key, what, f"write one of {', '.join(SCHEDULES)}")
         return
     run.put("lr_schedule.type", SCHEDULES[kind], key, say="our step i has the rate of theirs i + 1")
-    _shape(run, kind, dialect.key("lr_scheduler_kwargs"))
+    _shape(run, kind)
     if kind == "constant":
         for name in ("warmup_ratio", "warmup_steps"):
-            if run.value(dialect.key(name)):
-                run.changed(dialect.key(name), "constant has no warm-up there, and none here")
-        run.outcome.values["lr_schedule.warmup_steps"] = 0
+            if run.value(name):
+                run.changed(name, "constant has no warm-up there, and none here")
+        run.put("lr_schedule.warmup_steps", 0)
         return
-    (warm_up or warmup)(run, dialect)
+    (warm_up or warmup)(run)
 
 
-def _shape(run: Conversion, kind: str, block: str) -> None:
+def _shape(run: Conversion, kind: str) -> None:
     """Write what the scheduler's own arguments say."""
+    block = "lr_scheduler_kwargs"
     written = {key: f"{block}.{key}" for key in run.theirs.block(block)}
     peak = run.outcome.values["optimizer.learning_rate"]
     if kind == "polynomial":
@@ -226,8 +199,7 @@ def _shape(run: Conversion, kind: str, block: str) -> None:
         run.ignored(written.pop("num_cycles"), "half a cycle: the cosine falls once, as here")
     for name, key in written.items():
         if run.value(key) is not None:
-            what = f"is {short(run.value(key))}, and {kind} here has no {name}"
-            run.refuse(key, what, "leave it out")
+            run.wrong(key, "leave it out", f", and {kind} here has no {name}")
 
 
 def of_peak(peak: float, run: Conversion, key: str) -> float:
@@ -263,16 +235,15 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
     written.pop("min_lr_ratio", None)
 
 
-def warmup(run: Conversion, dialect: Dialect) -> None:
+def warmup(run: Conversion) -> None:
     """Write the warm-up: steps where there are some, else a share of all, rounded up as here."""
-    steps_key, share_key = dialect.key("warmup_steps"), dialect.key("warmup_ratio")
-    steps = run.number(steps_key, default=0.0)
+    steps = run.number("warmup_steps", default=0.0)
     if steps >= 1:
-        run.put("lr_schedule.warmup_steps", int(steps), steps_key)
-        run.told(f"{steps_key} wins, as there", share_key)
+        run.put("lr_schedule.warmup_steps", int(steps), "warmup_steps")
+        run.told("warmup_steps wins, as there", "warmup_ratio")
         return
-    share = steps or run.number(share_key, default=dialect.default("warmup_ratio"))
-    run.put("lr_schedule.warmup_ratio", share, share_key, steps_key)
+    share = steps or run.number("warmup_ratio")
+    run.put("lr_schedule.warmup_ratio", share, "warmup_ratio", "warmup_steps")
 
 
 def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> None:
@@ -293,54 +264,55 @@ def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> 
             run.ignored(key, NOTHING)
 
 
-def checkpointing(run: Conversion, dialect: Dialect, *keys: str) -> None:
+def checkpointing(run: Conversion, *keys: str) -> None:
     """Write which layers are checkpointed, that is, computed again in the backward."""
-    names = (dialect.key("gradient_checkpointing"), *keys)
+    names = ("gradient_checkpointing", *keys)
     asks = any(run.value(name) for name in names)
-    written = run.written(*names)
-    asks = asks if written else dialect.default("gradient_checkpointing")
+    asks = asks if run.written(*names) else run.defaults[names[0]]
     run.put("memory.gradient_checkpointing", asks, *names)
     if run.value("activation_offloading") and asks:
         run.put("memory.offload_activations", "cpu", "activation_offloading")
     elif run.value("activation_offloading"):
         what = "left out: only layers that are computed again are offloaded here"
         run.changed("activation_offloading", what)
-    elif run.written("activation_offloading"):
-        run.ignored("activation_offloading", NOTHING)
+    else:
+        run.idle(NOTHING, "activation_offloading")
 
 
-def saving(run: Conversion, dialect: Dialect, *, steps_win: bool = False) -> None:
+def outputs(run: Conversion) -> None:
+    """Write checkpoints, evaluations and logs."""
+    saving(run)
+    evaluating(run)
+    logs(run)
+
+
+def saving(run: Conversion, *, steps_win: bool = False) -> None:
     """Write when checkpoints come, and which one the run goes on from.
 
     steps_win: whether a number of steps holds whatever the strategy says.
     """
-    strategy, every = dialect.key("save_strategy"), dialect.key("save_steps")
-    kind = run.value(strategy, dialect.default("save_strategy"))
+    strategy, every = "save_strategy", "save_steps"
+    kind = run.value(strategy, run.defaults[strategy])
     if steps_win and run.value(every):
         kind = "steps"
     ours = "checkpoint.every_steps"
     if kind in ("no", False):
         run.put(ours, None, strategy)
-        if run.written(every):
-            run.changed(every, f"{strategy} is no")
+        run.told(f"{strategy} is no", every)
     elif kind == "steps":
-        _every(run, ours, every, dialect.default("save_steps"))
-        if run.written(strategy):
-            run.ignored(strategy, "checkpoints come every so many steps")
+        _every(run, ours, every, run.defaults[every])
+        run.idle("checkpoints come every so many steps", strategy)
     elif kind in ("epoch", "best"):
-        left = f"left out: `{ours}` counts steps: every 500 and at the end"
-        run.told(left, strategy)
-        if run.written(every):
-            run.changed(every, f"{strategy} is {kind}")
+        run.told(f"left out: `{ours}` counts steps: every 500 and at the end", strategy)
+        run.told(f"{strategy} is {kind}", every)
     else:
         run.refuse(strategy, f"is {short(kind)}", "write steps, epoch or no")
     resume = run.value("resume_from_checkpoint")
     if resume is True or resume == "auto":
         run.put("checkpoint.resume", "auto", "resume_from_checkpoint")
     elif resume not in (None, False):
-        what = f"is {short(resume)}, a checkpoint of theirs"
         remedy = "write null, and name the weights to start from as the model"
-        run.refuse("resume_from_checkpoint", what, remedy)
+        run.wrong("resume_from_checkpoint", remedy, ", a checkpoint of theirs")
     elif resume is False:
         run.ignored("resume_from_checkpoint", NOTHING)
 
@@ -359,30 +331,28 @@ def _every(run: Conversion, ours: str, key: str, default: Any) -> None:
         run.changed(key, f"left out: how many steps that share is shows in the run: write {ours}")
 
 
-def evaluating(run: Conversion, dialect: Dialect) -> None:
+def evaluating(run: Conversion) -> None:
     """Write when evaluations come, where there are samples for them."""
-    strategy = run.written(dialect.key("eval_strategy"), dialect.key("evaluation_strategy"))
-    every, kind = dialect.key("eval_steps"), run.value(strategy) if strategy else None
+    strategy = run.written("eval_strategy", "evaluation_strategy")
+    every, kind = "eval_steps", run.value(strategy) if strategy else None
     if not {"data.eval", "data.eval_fraction"} & {*run.outcome.values, *run.given}:
-        for key in (strategy, every, dialect.key("per_device_eval_batch_size")):
-            if key and run.written(key):
-                run.ignored(key, "there is nothing to evaluate on")
-        return
-    if kind in ("no", False, "epoch"):
+        keys = [strategy] if strategy else []
+        for key in (*keys, every, run.key("per_device_eval_batch_size")):
+            run.idle("there is nothing to evaluate on", key)
+    elif kind in ("no", False, "epoch"):
         run.changed(str(strategy), "left out: the end of a run evaluates anyway")
-        if run.written(every):
-            run.changed(every, f"{strategy} is {kind}")
+        run.told(f"{strategy} is {kind}", every)
     else:
-        often = run.value("logging_steps", dialect.default("logging_steps"))
+        often = run.value("logging_steps", run.defaults["logging_steps"])
         often = often if kind == "steps" and isinstance(often, int) else 0
         _every(run, "training.eval_every_steps", every, often)
         if strategy:
             run.ignored(strategy, "evaluations come every so many steps")
 
 
-def logs(run: Conversion, dialect: Dialect) -> None:
+def logs(run: Conversion) -> None:
     """Write which trackers get the numbers, how long collectives wait, and the device."""
-    asked = run.value("report_to", dialect.default("report_to"))
+    asked = run.value("report_to", run.defaults["report_to"])
     names = [str(one).lower() for one in (asked if isinstance(asked, list | tuple) else [asked])]
     known = {"tensorboard": True, "wandb": {}, "mlflow": {}}
     for name in names:
@@ -400,11 +370,54 @@ def logs(run: Conversion, dialect: Dialect) -> None:
     if run.written("ddp_timeout"):
         minutes = min(run.number("ddp_timeout", default=1800.0) / 60, MINUTES)
         run.put("launch.timeout_minutes", max(minutes, 1.0), "ddp_timeout", say="in minutes")
-    cpu = run.written("use_cpu", "no_cuda")
-    if cpu and run.flag(cpu):
-        run.put("launch.device", "cpu", cpu)
-    elif cpu:
-        run.ignored(cpu, NOTHING)
+    device(run, "use_cpu", "no_cuda")
+
+
+def device(run: Conversion, *keys: str) -> None:
+    """Write that the host computes, where the first of these keys that is written says so."""
+    if run.flag(*keys):
+        run.put("launch.device", "cpu", run.written(*keys))
+    else:
+        run.idle(NOTHING, *[key for key in [run.written(*keys)] if key])
+
+
+def held_out(run: Conversion, key: str, *, whole: bool = True, beside: bool = False) -> None:
+    """Write the share of the samples that is evaluated on.
+
+    whole: whether a number from 1 on counts samples there, which is refused. beside: whether it
+    stands beside data to evaluate on too, in place of being left out.
+    """
+    ours = "data.eval_fraction"
+    share = run.number(key, default=0.0)
+    if whole and share >= 1 and ours not in run.given:
+        run.refuse(key, f"is {short(share)} samples", f"add {ours}=0.01, a share")
+    elif share > 0 and (beside or "data.eval" not in run.outcome.values):
+        run.put(ours, share, key)
+    else:
+        run.idle("nothing is kept apart", key)
+
+
+def weighted(
+    run: Conversion, sources: list[dict[str, Any]], weights: list[Any], *keys: str
+) -> None:
+    """Write how often each source is taken. keys: theirs that say it."""
+    for source, weight in zip(sources, weights, strict=True):
+        source["weight"] = weight
+    run.told("here each source's weight: shares of tokens here, of samples there", *keys)
+
+
+def scaled(run: Conversion, block: Mapping[str, Any], *keys: str) -> None:
+    """Write how positions are scaled, as a block of theirs says it."""
+    found = {("rope_type" if key == "type" else key): value for key, value in block.items()}
+    run.put("model.rope_scaling", found, *keys)
+
+
+def listed(run: Conversion, item: str, names: Any, source: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a source for each file that an item of their data names; none where it names none."""
+    if not all(isinstance(name, str) and name for name in names):
+        run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
+        return []
+    return [{"path": name, **source} for name in names]
 
 
 def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
@@ -459,9 +472,7 @@ def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
 
 def without_adapter(run: Conversion, *keys: str) -> None:
     """Say that keys of an adapter do nothing where there is none."""
-    for key in keys:
-        if key in run.theirs.values:
-            run.ignored(key, "there is no adapter: all weights train")
+    run.dropped("there is no adapter: all weights train", *keys)
 
 
 def shipped(name: str) -> str:

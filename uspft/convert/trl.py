@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from uspft.config.other_tools import table_of
 from uspft.convert import trainer
 from uspft.convert.accelerate import devices_sharding, layout, split, world
 from uspft.convert.accelerate import precision as devices_precision
-from uspft.convert.conversion import Conversion, Outcome, short
-from uspft.convert.theirs import Theirs
-from uspft.convert.trainer import Dialect
+from uspft.convert.conversion import Conversion, short
 
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
@@ -24,35 +21,27 @@ OF_MODEL = ("model_name_or_path", "trust_remote_code", "attn_implementation")
 """Keys that a script without TRL often has too."""
 
 
-def convert_trl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
-    """Return the recipe that arguments become, and what became of each key.
+def convert_trl(run: Conversion, ranks: int | None) -> int:
+    """Write the recipe that arguments become, and return the rows of one update by their formula.
 
-    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    ranks: how many devices it runs on.
     """
-    run = Conversion(theirs, given)
     own = {path.partition(".")[0] for path in table_of("trl").own} - {*OF_MODEL, "env"}
-    sft = any(key.partition(".")[0].partition("[")[0] in own for key in theirs.values)
-    dialect = Dialect(defaults=OF_SFT if sft else {})
-    batch = trainer.global_batch(run, dialect, split(run), world(run), ranks)
+    sft = any(key.partition(".")[0].partition("[")[0] in own for key in run.theirs.values)
+    run.defaults |= OF_SFT if sft else {}
+    batch = trainer.global_batch(run, split(run), world(run), ranks)
     layout(run)
-    trainer.length(run, dialect)
-    trainer.optimizer(run, dialect)
-    trainer.schedule(run, dialect)
+    trainer.updates(run)
     trainer.precision(run, default="bfloat16" if sft else "float32")
     devices_precision(run)
     _model(run)
     _adapter(run)
     _rows(run, sft=sft)
     _data(run)
-    trainer.checkpointing(run, dialect, "activation_checkpointing")
+    trainer.checkpointing(run, "activation_checkpointing")
     devices_sharding(run)
-    trainer.saving(run, dialect)
-    trainer.evaluating(run, dialect)
-    trainer.logs(run, dialect)
-    return run.ended(batch)
-
-
-_SHARE = "data.eval_fraction"
+    trainer.outputs(run)
+    return batch
 
 
 def _model(run: Conversion) -> None:
@@ -63,16 +52,13 @@ def _model(run: Conversion) -> None:
                 ours = run.outcome.values.get("model.dtype")
                 what = f"here `model.dtype: {ours}`; weights and their updates are float32"
                 run.changed(start + name, what)
-        if run.written(f"{start}attn_implementation"):
-            what = trainer.KERNEL
-            run.ignored(f"{start}attn_implementation", what)
+        run.idle(trainer.KERNEL, f"{start}attn_implementation")
     run.idle("code from the hub is not run; families here need none", "trust_remote_code")
     key = "chat_template_path"
     if run.written(key) and str(run.value(key)).endswith((".jinja", ".jinja2")):
         run.put("data.chat_template", str(run.value(key)), key)
     elif run.written(key):
-        what = f"is {short(run.value(key))}, a tokenizer's folder"
-        run.refuse(key, what, "add data.chat_template=FILE.jinja")
+        run.wrong(key, "add data.chat_template=FILE.jinja", ", a tokenizer's folder")
 
 
 def _adapter(run: Conversion) -> None:
@@ -96,8 +82,7 @@ def _rows(run: Conversion, *, sft: bool) -> None:
             what = "is null, and rows have a length here" if cut else "is missing"
             run.refuse(cut or lengths[0], what, "add data.sequence_length=N")
         else:
-            run.outcome.values["data.sequence_length"] = 1024
-            run.outcome.comments["data.sequence_length"] = "max_length, 1024 where it is left out"
+            run.put("data.sequence_length", 1024, why="max_length, 1024 where it is left out")
     packs = run.flag("packing")
     trainer.packing(run, packs, "packing", "padding_free")
     strategy = str(run.value("packing_strategy", "bfd"))
@@ -107,14 +92,14 @@ def _rows(run: Conversion, *, sft: bool) -> None:
         say = "documents are packed whole here, in pieces there" if strategy == "wrapped" else ""
         run.put("data.overlong", OVERLONG[strategy], "packing_strategy", say=say)
     else:
-        run.outcome.values["data.overlong"] = "truncate"
+        run.put("data.overlong", "truncate")
         run.idle("it acts beside packing alone", "packing_strategy")
     answers, halves = run.written("assistant_only_loss"), run.written("completion_only_loss")
     if answers and run.flag(answers):
-        run.put("data.train_on", "assistant", answers, *([halves] if halves else []))
+        run.put("data.train_on", "assistant", answers, halves)
     elif halves:
         trained = "completion" if run.flag(halves) else "all"
-        run.put("data.train_on", trained, halves, *([answers] if answers else []))
+        run.put("data.train_on", trained, halves, answers)
     else:
         run.put("data.train_on", "all")
         what = (
@@ -143,16 +128,16 @@ def _data(run: Conversion) -> None:
     asks = run.value("eval_strategy", run.value("evaluation_strategy", "no"))
     split_key, share = "dataset_test_split", "test_split_size"
     if run.written(share) and 0 < run.number(share, default=0.0) < 1:
-        run.put(_SHARE, run.number(share, default=0.0), share)
+        run.put("data.eval_fraction", run.number(share, default=0.0), share)
     elif asks not in ("no", False) and run.written("dataset_name") and "data.eval" not in run.given:
         run.put("data.eval", [_named(run, split_key, "test")], split_key)
-    elif run.written(split_key):
-        run.ignored(split_key, "eval_strategy is no")
+    else:
+        run.idle("eval_strategy is no", split_key)
     text = "dataset_text_field"
-    if run.written(text) and run.value(text) != "text":
+    if run.value(text, "text") != "text":
         run.put("data.fields", {"text": run.value(text)}, text)
-    elif run.written(text):
-        run.ignored(text, "it is called so here too")
+    else:
+        run.idle("it is called so here too", text)
 
 
 def _named(run: Conversion, key: str, default: str) -> dict[str, Any]:
@@ -175,9 +160,5 @@ def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
             run.changed(f"{item}.{name}", f"here in `data.train`: {name}")
     files = run.value(f"{item}.data_files")
     names = files if isinstance(files, list) else [files or run.value(f"{item}.path")]
-    for name in ("path", "data_files"):
-        run.told("here in `data.train`: path", f"{item}.{name}")
-    if not all(isinstance(name, str) and name for name in names):
-        run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
-        return []
-    return [{"path": name, **source} for name in names]
+    run.told("here in `data.train`: path", f"{item}.path", f"{item}.data_files")
+    return trainer.listed(run, item, names, source)

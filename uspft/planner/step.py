@@ -289,7 +289,7 @@ def pipeline_costs(
     algorithm: Algorithm,
     hardware: Hardware,
     memo: Memo | None = None,
-) -> tuple[PipelineCosts, list[StepPart], Stored]:
+) -> tuple[PipelineCosts, list[StepPart], StoredParts]:
     """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
     do, and what the rank holds that has most parameters.
 
@@ -301,7 +301,7 @@ def pipeline_costs(
     one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, step.layers))
     held = layout.mesh_rows, layout.mesh_columns, layout.experts, stages
-    ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], Stored]]()
+    ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
@@ -458,12 +458,12 @@ class StoredBytes(NamedTuple):
     """Along which ranks hold the same of it."""
 
 
-Stored = tuple[StoredBytes, ...]
+StoredParts = tuple[StoredBytes, ...]
 """What a rank holds; where ranks divide experts, these by themselves behind the rest."""
 
 
 def zero_in_each_pass(
-    step: StepShape, layout: Layout, hardware: Hardware, stored: Stored = ()
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredParts = ()
 ) -> list[StepPart]:
     """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
 
@@ -488,7 +488,7 @@ def zero_in_each_pass(
 
 
 def zero_once(
-    step: StepShape, layout: Layout, hardware: Hardware, stored: Stored = ()
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredParts = ()
 ) -> list[StepPart]:
     """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
 
@@ -513,7 +513,7 @@ def zero_once(
 
 def stored_bytes(
     step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
-) -> Stored:
+) -> StoredParts:
     """Return what a rank holds of the gradients and the weights.
 
     place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
