@@ -15,7 +15,8 @@ from uspft.config.recipe import Recipe
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner import state
-from uspft.planner.memory import Memory, memory_of, options_of
+from uspft.planner.memory import Memory, memory_of
+from uspft.planner.options import options_of
 from uspft.planner.state import LAID_FLAT
 from uspft.prepare.host import CONFIGS
 

@@ -17,7 +17,7 @@ from uspft.config.problems import InputError, UsageError
 from uspft.config.strategies import strategies_of
 from uspft.layout import Layout
 from uspft.metrics.trackers import numbers
-from uspft.planner.memory import options_of
+from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation

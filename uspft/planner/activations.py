@@ -9,13 +9,15 @@ from functools import lru_cache
 from typing import Any
 
 from uspft.planner.copies_memory import LayerOfCopies
+from uspft.planner.expert_memory import logit_bytes
+from uspft.planner.group_memory import LayerInGroups
 from uspft.planner.layer_memory import Layer, enter, norm
 from uspft.planner.layer_sizes import LayerSizes
 from uspft.planner.mesh_memory import all_features
 from uspft.planner.operations import (
     INDEX,
     WIDE,
-    buffered,
+    remade,
     viewed,
 )
 from uspft.planner.tape import GradientStorages, Tape, Tensor
@@ -44,7 +46,8 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
     if not reached:
         hidden = [Tensor(size, hidden[0].storage, None, 0)]
-    layer = LayerOfCopies(tape, sizes) if sizes.copies > 1 else Layer(tape, sizes)
+    kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else Layer
+    layer = kind(tape, sizes)
     if sizes.recompute is None:
         out = layer(hidden[0])
         before, forward = tape.live, tape.most
@@ -60,7 +63,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     trains = out.node is not None
     del out
     tape.most += size * beside
-    if layer.groups:
+    if isinstance(layer, LayerInGroups):
         layer.groups.waits()
     kept = tape.live
     if trains:
@@ -113,7 +116,7 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = buffered(tape, hidden, hidden.size, 0.0, hidden.size)  # those that have a target
+    rows = remade(tape, hidden, back=hidden.size)  # those that have a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
@@ -154,9 +157,8 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
 def router_bytes(config: Mapping[str, Any], sizes: LayerSizes) -> float:
     """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
     for; later their gradient's. config: the model's."""
-    of = sizes.experts
-    asked = of and config.get("output_router_logits", False)
-    return float(of.logit * of.tokens * of.number) if of and asked else 0.0
+    asked = sizes.experts and config.get("output_router_logits", False)
+    return logit_bytes(sizes, sizes.sharing.tokens) if asked else 0.0
 
 
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:

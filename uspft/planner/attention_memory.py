@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from uspft.planner.in_flight import (
     RING,
-    BytesPerToken,
-    KeyTransfer,
-    Window,
     backward_bytes,
     forward_bytes,
 )
-from uspft.planner.operations import WIDE, buffered
+from uspft.planner.layer_sizes import Sharing
+from uspft.planner.operations import WIDE, remade
 from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
-from uspft.sequence.rows.heads import split_heads
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""
@@ -24,44 +20,13 @@ KERNEL_BYTES = 0
 not yet measured on a GPU."""
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How ranks share a row's attention, whose heads are those of a tensor rank."""
-
-    element: int
-    tokens: int
-    """Of this rank."""
-    heads: int
-    kv_heads: int
-    dim: int
-    ulysses: int = 1
-    ring: int = 1
-    way: KeyTransfer = RING
-    window: Window | None = None
-    sinks: bool = False
-    behind: float = 0.0
-    """Of a chunk of rows: tokens of earlier ones for each of its own, whose keys its queries meet
-    chunk by chunk, or of all together with those of a ring (sequence/chunk_attention.py)."""
-
-    @property
-    def widest(self) -> tuple[int, int]:
-        """The query and KV heads of the member of Ulysses that has most."""
-        shares = split_heads(self.heads, self.kv_heads, self.ulysses)
-        heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
-        return heads, kv
-
-    def bytes(self, heads: float) -> float:
-        """Return the bytes of so many heads of this rank's tokens."""
-        return float(heads * self.dim * self.tokens * self.element)
-
-
 def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: InnerAttention) -> Tensor:
     """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
     if how.ulysses == 1:
         return inner(qkv)
     heads, kv = (how.bytes(how.ulysses * each) for each in how.widest)
     made = inner(scattered(tape, qkv, [heads, kv, kv], how.element))
-    return buffered(tape, made, how.bytes(how.heads), made.size, made.size)
+    return remade(tape, made, how.bytes(how.heads), beside=made.size, back=made.size)
 
 
 def scattered(
@@ -95,39 +60,38 @@ def scattered(
 
 def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     """Return attention of this rank's queries over the keys of all."""
-    members, (heads, kv) = how.ulysses, how.widest
-    number = members * heads * how.tokens
-    lse, out = 4.0 * number, how.bytes(members * heads)
-    sizes = [one.size for one in qkv]
-    pair = how.bytes(2 * members * kv)
-    query, keys, each = (one / how.tokens for one in (out, pair, lse))
-    token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
-    of = how.ulysses, how.ring, token, how.way._replace(behind=how.behind), how.window
-    most = backward_bytes(*of)
-    if how.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
-        most = max(most, token.wide * query + 2 * (query + keys))
-    made = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
+    heads, kv = (how.ulysses * each for each in how.widest)
+    sizes, work = [one.size for one in qkv], work_bytes(how, heads, kv)
+    made = attended(tape, how, heads, kv)
 
     def backward(grads: GradientStorages) -> GradientStorages:
-        kernel = tape.new(KERNEL_BYTES * number)
-        work = tape.new(how.tokens * most)
-        del work
-        del kernel
+        tape.new(work)
         return [tape.new(size) for size in sizes]
 
-    return tape.record(qkv, (out,), backward, saves=True, keeps=[*made, *qkv], made=made[1:])[0]
+    size = how.bytes(heads)
+    return tape.record(qkv, (size,), backward, saves=True, keeps=[*made, *qkv], made=made[1:])[0]
 
 
-def forward_storages(
-    tape: Tape, how: Sharing, lse: float, out: float, coming: float
-) -> list[Storage]:
-    """Return the log-sum-exp and the output. coming: the bytes of keys and values on their way."""
-    large = out * 4 / how.element
+def work_bytes(how: Sharing, queries: int, keys: int) -> float:
+    """Return the most that the backward of so many query and KV heads has beside what was kept and
+    the gradients that it returns."""
+    token = how.token(queries, keys)
+    most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
+    if how.way.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
+        most = max(most, token.wide * token.query + 2 * (token.query + token.pair))
+    return how.tokens * (most + KERNEL_BYTES * queries)
+
+
+def attended(tape: Tape, how: Sharing, queries: int, keys: int) -> list[Storage]:
+    """Return the log-sum-exp and the output of so many query and KV heads."""
+    token, out = how.token(queries, keys), how.bytes(queries)
+    lse, large = token.lse * how.tokens, out * token.wide
     sums = tape.new(lse)
-    if how.ring > 1 or how.behind:
+    if how.ring > 1 or how.way.behind:
+        coming = how.tokens * forward_bytes(how.ulysses, how.ring, token, how.way, how.window)
         hands = [tape.new(coming / 2), tape.new(coming / 2)]
         found = tape.new(out)
-        if how.ring == 2 and how.way == RING and not how.behind:  # its last keys are at hand
+        if how.ring == 2 and how.way == RING:  # its last keys are at hand
             hands.pop()
         part = tape.new(out), tape.new(lse)
         if large > out:

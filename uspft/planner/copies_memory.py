@@ -128,7 +128,7 @@ class OneCopy(Layer):
         """Return the bytes of a projection's weight."""
         s, block = self.sizes, name.partition(".")[0]
         inside = s.outputs(block)
-        return float(s.element * s.features * (inside.get(name) or self._inside(block)))
+        return float(s.element * s.features * (inside.get(name) or s.inside(block)))
 
     def puts_off(self) -> dict[str, float]:
         """Return the bytes of weights whose gradients are put off: of a divided projection, and of

@@ -1,67 +1,281 @@
 """What a block in groups of heads keeps and needs, on a tape: attention as model/head_groups.py has
-it, a state as model/state_groups.py. Sizes are bytes."""
+it, a state as model/state_groups.py, and tiles of both as model/group_call.py has them run.
+
+Where a function takes a list of one storage it takes this out, so that nobody holds it beside.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from uspft.planner.attention_memory import Sharing, forward_storages, scattered
-from uspft.planner.in_flight import BytesPerToken, backward_bytes, forward_bytes
-from uspft.planner.operations import WIDE, buffered, parted, remade
-from uspft.planner.state_memory import StateHeads, convolved, kept_bytes, rule_gradients, run_rule
+from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
+from uspft.planner.attention_memory import attended, work_bytes
+from uspft.planner.layer_memory import Layer, enter
+from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
+from uspft.planner.operations import (
+    WIDE,
+    Angles,
+    added,
+    copied,
+    gated,
+    halves,
+    joined,
+    multiplied,
+    parted,
+    remade,
+    tiled,
+    viewed,
+)
+from uspft.planner.state_memory import (
+    at_home,
+    convolved,
+    inside_heads,
+    kept_bytes,
+    normed_by_head,
+    rule_gradients,
+    run_rule,
+)
 from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import key_groups, key_ranges
 
 
-@dataclass(frozen=True)
-class GroupSizes:
-    """A block that attends in groups of heads, as a rank has it."""
+class _Part(Layer):
+    """A layer as it takes a tile of tokens, or some heads."""
 
-    sharing: Sharing
-    at_once: int
-    hidden: float
-    """The bytes of the block's input."""
-    first_weights: float
-    """The bytes of the weights before attention that train."""
-    last_weights: float
-    """Those of the last projection."""
-    offloads: bool = False
-    below: float = 0.0
-    """The bytes of the layer below's input, where it comes from the host."""
-    remembers: bool = False
-    """Whether its second run has what the first one attended."""
-    scales: float = 0.0
-    """The bytes of that by which norms over all heads multiply the tokens, of queries or keys."""
-    normed_behind: bool = False
-    """Whether a norm follows the last projection."""
-    tiles: int = 2
-    """1 where a tile is all tokens; of more the second stands for those that follow."""
-    gated: bool = False
-    """Whether anything that the input makes is for what follows attention."""
-    again: float = 0.0
-    """The bytes of the weights before attention that train, and make some of that."""
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what attention, or the
+        rule, gives."""
+        tape, s = self.tape, self.sizes
+        if s.state:
+            _, gate, *held = self._before_rule(x, lambda every: every)
+            gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
+            trains = self._trains(f"{STATE_LAYER}.{s.state.norm}")
+            found = normed_by_head(tape, out, gate, s.state, trains)
+            del held
+            return found
+        if not s.kind.gated:
+            return out
+        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
+        gate = remade(tape, other)
+        del other
+        if s.kind.turned:
+            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
+        return multiplied(tape, out, gated(tape, gate))
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what attention, or the convolution before the rule, takes of an input."""
+        if not self.sizes.state:
+            return self._qkv(x, [])
+        found, *held = self._before_rule(x, lambda every: every)
+        del held
+        return found
 
 
-class GroupTiles(Protocol):
-    """What a tile makes, within one call each; each lets go of what it made."""
+class GroupMemory(ABC):
+    """A block in groups of heads, with its norms and residual where these are one function with it.
+    It is called once for each run."""
 
-    def first(self, some: Any) -> None:
-        """Make what attention takes of some heads, as Sharing or StateHeads says of them."""
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        self.tape, self.sizes = tape, sizes
+        s = sizes
+        self._features = s.inside(s.block)
+        self._gated = bool(s.state) or s.kind.gated
+        self._before, self._behind = (name * s.whole_first for name in s.kind.norms[:2])
+        self._tile = s.of_tile(split=s.gathers)
+        self._hidden = s.between_bytes() if s.gathers else s.inside_bytes()
+        """The bytes of the block's input."""
+        into = {name: s.weights(name, s.hidden, n) for name, n in s.outputs(s.block).items()}
+        self._into, self._out = sum(into.values()), s.weights(s.out, self._features, s.hidden)
+        """The bytes of the weights that train, of projections into the block and out of it."""
+        behind = self._sizes_of(BEHIND)
+        self._gates = sum(
+            own for name, own in into.items() if behind.use and behind.made_share(name)
+        )
+        """Those of the first that make some of what follows attention."""
+        self._kept: list[Storage] = []
+        """What the first run made, until the backward, where the second does not make it again."""
+        self._away: list[float] = []
+        """The sizes of it, as long as it waits on the host and the first run goes on."""
+        self.below: Storage | None = None
+        """The input of the layer below, once it has come from the host."""
 
-    def last(self) -> None:
-        """Make what follows attention."""
+    def __call__(self, x: Tensor, *, trains: bool) -> Tensor:
+        """Return what the block makes of x. trains: whether any of its weights does."""
+        tape, wanted = self.tape, bool(x.node)
+        saved = [*self._kept] or self._attended()
+        remembers = self.sizes.recompute == "nothing" and (wanted or trains)
+        if remembers:
+            self._kept = [*saved]
+        made = tape.new(self._hidden)
+        self._last()
+        saved += self._stay(wanted or trains)
 
-    def last_gradients(self) -> None:
+        def backward(grads: GradientStorages) -> GradientStorages:
+            self._kept = []
+            return self._backward(saved, wanted=wanted)
+
+        given, held = [x, tape.parameter(trains)], [x.storage]
+        out = tape.record(given, (self._hidden,), backward, saves=True, keeps=held, made=[made])[0]
+        if self.sizes.offloads and not tape.keeps:
+            self._away, self._kept = [one.size for one in self._kept], []
+        return out
+
+    def waits(self) -> None:
+        """Count what waits on the host among what is kept, when the first run has ended."""
+        self._kept += [self.tape.new(self._away.pop(0)) for _ in range(len(self._away))]
+
+    @abstractmethod
+    def _attended(self) -> list[Storage]:
+        """Return the output of all heads, and what each group's backward takes."""
+
+    def _stay(self, needed: bool) -> list[Storage]:
+        """Return what else stays until the backward. needed: whether there is one."""
+        return []
+
+    @abstractmethod
+    def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
+        """Return the gradients that groups have made. saved: what they take, which is emptied.
+        slopes: is cleared when the last one has begun."""
+
+    def _backward(self, saved: list[Storage], *, wanted: bool) -> GradientStorages:
+        tape, s = self.tape, self.sizes
+        stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
+        out = saved.pop(0)
+        gates = tape.new(self._hidden) if self._gated and wanted else None
+        slopes = self._begin(saved)
+        sums = self._summed(self._out + self._gates, self._last_gradients)
+        found = self._gradients(saved, slopes)
+        if s.offloads and not s.first:
+            self.below = tape.new(s.between_bytes())
+        # The queries' gradient lies in the output until the input's has been made of it.
+        dx = gates or (out if out.size == self._hidden else tape.new(self._hidden))
+        sums += self._summed(self._into, self._first_gradients, before=self._gates)
+        if s.wide > 1:
+            sums += [tape.new(size) for size in (self._into, self._out)]
+        del stays, found
+        return [dx if wanted else None, None]
+
+    def _begin(self, saved: list[Storage]) -> list[Storage]:
+        """Return the slope of what a norm behind the block takes. saved: has what else stayed."""
+        return [self.tape.new(self._hidden)] if self._behind else []
+
+    def _summed(
+        self, weights: float, tile: Callable[[], None], before: float = 0.0
+    ) -> list[Storage]:
+        """Return the sum of the gradients of weights, a tile's beside it. weights: their bytes.
+        before: those of them whose sum is there."""
+        sums: list[Storage] = []
+        # Where a tile is not all tokens, a second one stands for those that follow.
+        for _ in range(1 if self._tile.sharing.tokens == self.sizes.sharing.tokens else 2):
+            tile()
+            own = self.tape.new(weights)
+            sums = sums or [self.tape.new((weights - before) * self.sizes.wide)]
+            del own
+        return sums
+
+    def _sizes_of(self, use: str, some: Sharing | StateHeads | None = None) -> LayerSizes:
+        """Return the sizes of a tile. use: BEFORE or BEHIND. some: heads, where not all are."""
+        return self.sizes.of_tile(some, use if self._gated else "", split=self.sizes.gathers)
+
+    def _part(self, use: str, some: Sharing | StateHeads | None = None) -> _Part:
+        return _Part(self.tape, self._sizes_of(use, some))
+
+    def _input(self, one: _Part, *, wanted: bool = False) -> Tensor:
+        """Return what the block takes of a tile. wanted: whether its gradient is."""
+        size = self._tile.between_bytes()
+        x = Tensor(size, None, None, 0)
+        if wanted:
+            x = self.tape.leaf(size, self.tape.new(0.0))
+        x = one.norm(x, self._before)
+        if not self.sizes.gathers:
+            return x
+        return remade(self.tape, viewed(self.tape, x), one.sizes.inside_bytes())
+
+    @property
+    def _tile_out(self) -> float:
+        """The bytes of attention's output of a tile."""
+        return float(self._features * self._tile.sharing.tokens * self.sizes.element)
+
+    def _projected(self, one: _Part, *, wanted: bool) -> Tensor:
+        """Return what the last projection makes of a tile. wanted: whether the input's gradient
+        is."""
+        x = Tensor(self._tile.between_bytes(), None, None, 0)
+        if self._gated:
+            with self.tape.no_gradient():
+                x = self._input(one)
+            x = self.tape.leaf(x.size, x.storage) if wanted else x
+        out = Tensor(self._tile_out, None, None, 0)
+        if self.sizes.gathers:  # of all ranks, which is put together
+            size = out.size * (self._tile.sharing.tokens < self.sizes.sharing.tokens)
+            out = Tensor(out.size, self.tape.new(size), None, 0)
+            out = self.tape.leaf(out.size, out.storage) if wanted else out
+        return one.project(one.taken(x, out), self.sizes.out)
+
+    def _last(self) -> None:
+        """Make what follows attention in a tile, and let go of it, as each of these does."""
+        with self.tape.no_gradient():
+            one = self._part(BEHIND)
+            made = self._projected(one, wanted=False)
+            if self.sizes.gathers:
+                made = remade(self.tape, made, self._tile.between_bytes())
+            made = one.norm(made, self._behind)
+            if self.sizes.whole_first:
+                added(self.tape, made, made)
+
+    def _last_gradients(self) -> None:
         """Make the gradients of the last projection's weights, and of what makes gates."""
+        tape = self.tape
+        with tape.apart(collects=True):
+            one = self._part(BEHIND)
+            made = self._projected(one, wanted=True)
+            if self._behind:
+                normed = one.norm(tape.leaf(made.size, made.storage), self._behind)
+                tape.backward(normed, tape.new(0.0))
+                del normed
+            if made.node:
+                tape.backward(made, tape.new(made.size))
 
-    def out_slope(self, heads: int) -> None:
-        """Make the gradient of the output of so many query heads, or value heads."""
+    def _first(self, some: Sharing | StateHeads) -> None:
+        """Make what attention takes of some heads."""
+        with self.tape.no_gradient():
+            one = self._part(BEFORE, some)
+            made = one.before(self._input(one))
+            every = joined(self.tape, made[:3]) if self.sizes.state else None
+            del made, every
 
-    def first_gradients(self) -> None:
+    def _first_gradients(self) -> None:
         """Make all that is before attention, and its gradients."""
+        tape = self.tape
+        with tape.apart(collects=True):
+            one = self._part(BEFORE)
+            made = one.before(self._input(one, wanted=True))
+            # The gradient of queries, or values, is a copy, since the input's takes its place;
+            # behind that of the row each is one more.
+            slope = tape.new(made[2 if self.sizes.state else 0].size)
+            sizes = [part.size for part in made]
+            slopes = lambda grads: [tape.new(part) for part in sizes]  # noqa: E731
+            (every,) = tape.record(made, (0.0,), slopes)
+            tape.backward(every, tape.new(0.0))
+            del made, slope
+
+    def _out_slope(self, some: Sharing | StateHeads, share: float) -> None:
+        """Make the gradient of the output of some heads. share: of all that they are."""
+        tape, out = self.tape, share * self._tile_out
+        if not self._gated:
+            held = [tape.new(self._tile.between_bytes()) for _ in range(1 if self._behind else 2)]
+            held += [tape.new(out) for _ in range(2)]
+            del held
+            return
+        with tape.apart(), tape.no_gradient():
+            one = _Part(tape, self.sizes.of_tile(some, use=BEHIND))
+            leaf = tape.leaf(out, tape.new(0.0) if share == 1 else None)  # a view of all
+            made = one.project(one.taken(self._input(one), leaf), self.sizes.out)
+            tape.backward(made, tape.new(0.0))
+        del made, leaf
 
 
 class _Turn(NamedTuple):
@@ -79,55 +293,17 @@ def _arrived(coming: list[list[Storage]]) -> list[Storage]:
     return [coming.pop(0).pop() for _ in range(len(coming))]
 
 
-@dataclass
-class GroupMemory:
-    """A block on a tape. It is called once for each run."""
+class AttentionGroupMemory(GroupMemory):
+    """Attention in groups of heads."""
 
-    tape: Tape
-    sizes: GroupSizes
-    tiles: GroupTiles
-    kept: list[Storage] = field(default_factory=list)
-    """What the first run made, until the backward, where the second does not make it again."""
-    away: list[float] = field(default_factory=list)
-    """The sizes of it, as long as it waits on the host and the first run goes on."""
-    come: Storage | None = None
-    """The input of the layer below, once it has come."""
-    home: list[list[Storage]] = field(default_factory=list)
-    """What is on its way home, each with the place where it arrives."""
-
-    def __call__(self, x: Tensor, *, trains: bool) -> Tensor:
-        """Return what the block makes of x. trains: whether any of its weights does."""
-        tape = self.tape
-        needed = bool(x.node) or trains
-        saved = [*self.kept] or self._attended()
-        if needed and self.sizes.remembers:
-            self.kept = [*saved]
-        made = tape.new(self.sizes.hidden)
-        self.tiles.last()
-        saved += self._stay(needed=needed)
-        inputs, wanted = [x.storage], bool(x.node)
-
-        def backward(grads: GradientStorages) -> GradientStorages:
-            self.kept = []
-            return self._backward(inputs, saved, wanted=wanted)
-
-        given = [x, tape.parameter(trains)]
-        out = tape.record(given, (self.sizes.hidden,), backward, saves=True, made=[made])[0]
-        if self.sizes.offloads and not tape.keeps:
-            self.away, self.kept = [one.size for one in self.kept], []
-        return out
-
-    def _stay(self, *, needed: bool) -> list[Storage]:
-        """Return what else stays until the backward. needed: whether there is one."""
-        return []
-
-    def waits(self) -> None:
-        """Count what waits on the host among what is kept, when the first run has ended."""
-        self.kept += [self.tape.new(self.away.pop(0)) for _ in range(len(self.away))]
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        self._home: list[list[Storage]] = []
+        """What is on its way home, each with the place where it arrives."""
 
     def _turns(self) -> list[_Turn]:
         how, found = self.sizes.sharing, []
-        at_once = min(self.sizes.at_once, how.heads // how.kv_heads)
+        at_once = min(self.sizes.at_once or 1, how.heads // how.kv_heads)
         for group in key_groups(how.heads, how.kv_heads, how.ulysses, at_once):
             last = len(group.queries) - 1
             for turn in range(last + 1):
@@ -136,7 +312,7 @@ class GroupMemory:
         return found
 
     def _there(self, one: list[Storage]) -> list[Storage]:
-        """Start to exchange tokens for heads. one: holds what goes, and is emptied."""
+        """Start to exchange tokens for heads."""
         here = one.pop()
         if self.sizes.sharing.ulysses == 1:
             return [here]
@@ -146,39 +322,42 @@ class GroupMemory:
         """Start to exchange heads for tokens."""
         here = one.pop()
         if self.sizes.sharing.ulysses > 1:
-            self.home.append([here, self.tape.new(here.size)])
+            self._home.append([here, self.tape.new(here.size)])
 
     def _arrive(self) -> None:
         """Wait for what is on its way home."""
-        while self.home:
-            one = self.home.pop(0)
+        while self._home:
+            one = self._home.pop(0)
             del one[0]
             self.tape.new(one[0].size)
             del one
 
     def _launched(self, turn: _Turn) -> list[list[Storage]]:
-        return [self._there(one) for one in self._made(turn.queries, turn.keys, turn.first)]
+        return [self._there(one) for one in self._made(turn)]
 
-    def _made(self, queries: int, keys: int, first: bool) -> list[list[Storage]]:
+    def _made(self, turn: _Turn) -> list[list[Storage]]:
         """Return queries, and of a group's first turn keys and values."""
-        how = self.sizes.sharing
-        sizes = [how.bytes(queries), *[how.bytes(keys)] * (2 * first)]
-        found = [[self.tape.new(size)] for size in sizes]
-        self.tiles.first(replace(how, heads=queries, kv_heads=keys if first else 1))
+        found = self._storages(turn)
+        keys = turn.keys if turn.first else 1
+        self._first(replace(self.sizes.sharing, heads=turn.queries, kv_heads=keys))
         return found
 
-    def _token(self, turn: _Turn) -> BytesPerToken:
-        how, queries = self.sizes.sharing, turn.queries
-        query, pair = how.bytes(queries) / how.tokens, how.bytes(2 * turn.keys) / how.tokens
-        return BytesPerToken(query, pair, 4.0 * queries, 4 // how.element, how.sinks)
+    def _storages(self, turn: _Turn) -> list[list[Storage]]:
+        how = self.sizes.sharing
+        sizes = [how.bytes(turn.queries), *[how.bytes(turn.keys)] * (2 * turn.first)]
+        return [[self.tape.new(size)] for size in sizes]
+
+    def _scales(self) -> list[Storage]:
+        """Return that by which norms over all heads multiply tokens, of queries and of keys."""
+        if not self.sizes.kind.normed_together:
+            return []
+        self._first(self.sizes.sharing)
+        return [self.tape.new(WIDE * self.sizes.sharing.tokens) for _ in range(2)]
 
     def _attended(self) -> list[Storage]:
-        """Return the output of all heads, and the log-sum-exp of each turn."""
-        tape, how, s = self.tape, self.sizes.sharing, self.sizes
-        scales = []
-        if s.scales:
-            self.tiles.first(how)
-            scales = [tape.new(s.scales) for _ in range(2)]
+        """Return the output of all heads, the log-sum-exp of each turn, and scales."""
+        tape, how = self.tape, self.sizes.sharing
+        scales = self._scales()
         found = [tape.new(how.bytes(how.heads))]
         pair: list[Storage] = []
         coming: list[list[Storage]] = []
@@ -189,9 +368,7 @@ class GroupMemory:
             others = []
             ahead = turns[number + 1 : number + 2] if how.ulysses > 1 else []
             coming = self._launched(ahead[0]) if ahead else []
-            of = how.ulysses, how.ring, self._token(turn), how.way, how.window
-            lse, out = 4.0 * turn.queries * how.tokens, how.bytes(turn.queries)
-            lses, *own = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
+            lses, *own = attended(tape, how, turn.queries, turn.keys)
             del query
             if turn.last:
                 pair = []
@@ -202,17 +379,8 @@ class GroupMemory:
         self._arrive()
         return found + scales
 
-    def _backward(
-        self, held: list[Storage | None], saved: list[Storage], *, wanted: bool
-    ) -> GradientStorages:
-        tape, s = self.tape, self.sizes
-        how, wide = s.sharing, 4 / s.sharing.element
-        stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
-        out = saved.pop(0)
-        self._begin_backward(saved)
-        gates = tape.new(s.hidden) if s.gated and wanted else None
-        slopes = [tape.new(s.hidden)] if s.normed_behind else []
-        sums = self._summed(s.last_weights + s.again, self.tiles.last_gradients)
+    def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
+        tape, how, wide = self.tape, self.sizes.sharing, self.sizes.wide
         pair: list[Storage] = []  # of a group's keys and values, while its turns last
         found: list[Storage] = []
         of_keys: list[Storage] = []
@@ -230,9 +398,7 @@ class GroupMemory:
             others = []
             coming = [self._there(slope), self._there([tape.new(size)])]
             both = _arrived(coming)
-            of = how.ulysses, how.ring, self._token(turn), how.way, how.window
-            work = tape.new(how.tokens * backward_bytes(*of))
-            del work
+            tape.new(work_bytes(how, turn.queries, turn.keys))
             dq = [tape.new(size)]
             new = [tape.new(keys) for _ in range(2)]
             saved.pop(0)
@@ -256,85 +422,53 @@ class GroupMemory:
                     del one
                     self._homeward(narrow)
         self._arrive()
-        self._end_groups()
-        if s.below:
-            self.come = tape.new(s.below)
-        # The queries' gradient lies in the output until the input's has been made of it.
-        dx = gates or (out if out.size == s.hidden else tape.new(s.hidden))
-        sums += self._summed(s.first_weights, self.tiles.first_gradients, before=s.again)
-        if wide > 1:
-            sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
-        del stays
-        return [dx if wanted else None, None]
-
-    def _begin_backward(self, saved: list[Storage]) -> None:
-        """Take what else stayed from what was saved."""
+        return of_keys
 
     def _slope(self, heads: int) -> None:
         """Make the gradient of the output of so many query heads."""
-        self.tiles.out_slope(heads)
-
-    def _end_groups(self) -> None:
-        """Let go of what groups alone take."""
-
-    def _summed(
-        self, weights: float, tile: Callable[[], None], before: float = 0.0
-    ) -> list[Storage]:
-        """Return the sum of the gradients of weights, a tile's beside it. weights: their bytes.
-        before: those of them whose sum is there."""
-        sums: list[Storage] = []
-        for _ in range(self.sizes.tiles):
-            tile()
-            own = self.tape.new(weights)
-            sums = sums or [self.tape.new((weights - before) * 4 / self.sizes.sharing.element)]
-            del own
-        return sums
+        how = self.sizes.sharing
+        self._out_slope(replace(how, heads=heads, kv_heads=1), heads / how.heads)
 
 
-@dataclass
-class GatheredGroups(GroupMemory):
-    """A block whose tokens each tensor rank has some of: what is made of them before attention is
-    made of all heads at once, and in the backward so is the gradient of the output."""
-
-    qkv: list[Storage] = field(default_factory=list)
-    slopes: list[Storage] = field(default_factory=list)
+class GatheredGroupMemory(AttentionGroupMemory):
+    """Attention whose tokens each tensor rank has some of: what is made of them before it is made
+    of all heads at once, and in the backward so is the gradient of the output."""
 
     def _gather(self) -> None:
         how = self.sizes.sharing
-        self.qkv = [self.tape.new(how.bytes(n)) for n in (how.heads, how.kv_heads, how.kv_heads)]
-        self.tiles.first(how)
+        self._qkv = [self.tape.new(how.bytes(n)) for n in (how.heads, how.kv_heads, how.kv_heads)]
+        self._first(how)
 
-    def _attended(self) -> list[Storage]:
+    def _scales(self) -> list[Storage]:
         self._gather()
-        scales, self.sizes = self.sizes, replace(self.sizes, scales=0.0)
-        found = super()._attended()
-        self.sizes = scales
-        return found
+        return []
 
-    def _stay(self, *, needed: bool) -> list[Storage]:
-        found, self.qkv = self.qkv, []
-        return found if needed and not self.sizes.remembers else []
+    def _stay(self, needed: bool) -> list[Storage]:
+        found, self._qkv = self._qkv, []
+        return found if needed and self.sizes.recompute != "nothing" else []
 
-    def _made(self, queries: int, keys: int, first: bool) -> list[list[Storage]]:
+    def _made(self, turn: _Turn) -> list[list[Storage]]:
         how = self.sizes.sharing
-        if queries == how.heads and how.ulysses == 1:  # all of them, as they lie
-            return [[one] for one in self.qkv]
-        sizes = [how.bytes(queries), *[how.bytes(keys)] * (2 * first)]
-        return [[self.tape.new(size)] for size in sizes]
+        if turn.queries == how.heads and how.ulysses == 1:  # all of them, as they lie
+            return [[one] for one in self._qkv]
+        return self._storages(turn)
 
-    def _begin_backward(self, saved: list[Storage]) -> None:
-        if self.sizes.remembers:
+    def _begin(self, saved: list[Storage]) -> list[Storage]:
+        if self.sizes.recompute == "nothing":
             self._gather()
         else:
-            self.qkv = [saved.pop(-3), saved.pop(-2), saved.pop()]
+            self._qkv = [saved.pop(-3), saved.pop(-2), saved.pop()]
         how = self.sizes.sharing
-        self.slopes = [self.tape.new(how.bytes(how.heads))]
+        self._slopes = [self.tape.new(how.bytes(how.heads))]
+        return super()._begin(saved)
+
+    def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
+        found = super()._gradients(saved, slopes)
+        self._slopes, self._qkv = [], self._qkv[:1]  # where the queries' gradient lies
+        return found
 
     def _slope(self, heads: int) -> None:
         pass
-
-    def _end_groups(self) -> None:
-        self.slopes, self.qkv = [], self.qkv[:1]  # where the queries' gradient lies
 
 
 def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages:
@@ -342,18 +476,14 @@ def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages
     return [*found]
 
 
-@dataclass
 class StateGroupMemory(GroupMemory):
-    """A block with a state on a tape."""
+    """A state in groups of key heads with their value heads."""
 
-    of: StateHeads | None = None
-    convolves: bool = False
-    """Whether the convolution's weight trains."""
-
-    @property
-    def _heads(self) -> StateHeads:
-        assert self.of
-        return self.of
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        assert self.sizes.state
+        self._heads = self.sizes.state
+        self._convolves = f"{STATE_LAYER}.conv1d" in self.sizes.trained
 
     def _groups(self) -> list[StateHeads]:
         of = self._heads
@@ -363,23 +493,15 @@ class StateGroupMemory(GroupMemory):
         """Return what the convolution takes of a group, and both gates."""
         *qkv, decay, beta = some.taken(some.sizes)
         found = [self.tape.new(size) for size in (sum(qkv), decay, beta)]
-        self.tiles.first(some)
+        self._first(some)
         return found
 
     def _taken(self, every: list[Tensor], some: StateHeads) -> list[Tensor]:
         """Return what the rule takes of a group, where it runs."""
-        tape, taken = self.tape, some.taken(some.sizes)
-        every[0] = convolved(tape, every[0], some, self.convolves)
-        inside = [*parted(tape, every.pop(0), taken[:3]), *every]
+        every[0] = convolved(self.tape, every[0], some, self._convolves)
+        parts = [*parted(self.tape, every.pop(0), some.taken(some.sizes)[:3]), *every]
         every.clear()
-        if some.ulysses == 1:
-            return inside
-        heads = some.inside
-        inside = scattered(tape, inside, some.taken(heads), some.element)
-        if heads.values * some.sizes.keys != heads.keys * some.sizes.values:
-            each = some.bytes(heads.values * heads.key_dim)
-            inside[:2] = [remade(tape, one, each) for one in inside[:2]]
-        return inside
+        return parts if some.ulysses == 1 else inside_heads(self.tape, parts, some)
 
     def _attended(self) -> list[Storage]:
         tape, of = self.tape, self._heads
@@ -392,22 +514,15 @@ class StateGroupMemory(GroupMemory):
                 kept = tape.new(kept_bytes(some))
                 inside.clear()
                 if some.ulysses > 1:
-                    own = buffered(tape, own, some.bytes(some.values), own.size, own.size)
+                    own = at_home(tape, own, some)
                 found.append(kept)
             del own, kept
         return found
 
-    def _backward(
-        self, held: list[Storage | None], saved: list[Storage], *, wanted: bool
-    ) -> GradientStorages:
-        tape, s, of = self.tape, self.sizes, self._heads
-        stays = [] if tape.recomputed else [*saved]  # what a graph that ran once holds to its end
-        gates = tape.new(s.hidden) if wanted else None
-        out = saved.pop(0)
-        sums = self._summed(s.last_weights + s.again, self.tiles.last_gradients)
-        others: list[Storage] = []
+    def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
+        tape, of = self.tape, self._heads
+        found: list[Storage] = []
         for some in self._groups():
-            taken = some.taken(some.sizes)
             made = self._made_of(some)
             with tape.apart():
                 leaves = [tape.leaf(one.size, one) for one in made]
@@ -415,7 +530,7 @@ class StateGroupMemory(GroupMemory):
                 inside = self._taken([*leaves], some)
             leaves[0].storage = None
             slope = [tape.new(some.bytes(some.values))]
-            self.tiles.out_slope(some.sizes.values)
+            self._out_slope(some, some.sizes.values / of.sizes.values)
             if some.ulysses > 1:
                 heads = some.inside
                 slope.append(tape.new(some.bytes(heads.values * heads.value_dim)))
@@ -431,16 +546,45 @@ class StateGroupMemory(GroupMemory):
                 del every
             new = [leaf.node.gradient for leaf in leaves if leaf.node]
             leaves.clear()
-            if not others:
-                *_, decay, beta = of.taken(of.sizes)
-                pair = sum(of.taken(of.sizes)[:2])
-                others = [tape.new(size) for size in (pair, decay, beta)]
-            del new, taken, grads
-        if s.below:
-            self.come = tape.new(s.below)
-        sums += self._summed(s.first_weights, self.tiles.first_gradients, before=s.again)
-        wide = WIDE / s.sharing.element
-        if wide > 1:
-            sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
-        del out, others, stays
-        return [gates, None]
+            if not found:
+                query, key, _, decay, beta = of.taken(of.sizes)
+                found = [tape.new(size) for size in (query + key, decay, beta)]
+            del new, grads
+        return found
+
+
+class LayerInGroups(Layer):
+    """A layer on a tape that attends in groups of heads, as two functions where `in_halves` says
+    so."""
+
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        kind = StateGroupMemory if sizes.state else AttentionGroupMemory
+        self.groups = (GatheredGroupMemory if sizes.gathers else kind)(tape, sizes)
+
+    def first_half(self, hidden: Tensor) -> Tensor:
+        s = self.sizes
+        if s.in_halves and s.trains and not hidden.node:  # it is given one with a gradient
+            hidden = self.tape.leaf(hidden.size, hidden.storage)
+        return self._in_groups(hidden) if s.whole_first else super().first_half(hidden)
+
+    def second_half(self, hidden: Tensor) -> Tensor:
+        tape, s = self.tape, self.sizes
+        if not s.in_halves:
+            return super().second_half(hidden)
+        plain = super().second_half
+        if s.experts or not s.tile:
+            return plain(copied(tape, hidden))  # and nothing added
+        part = Layer(tape, s.of_tile(split=s.splits_tokens))
+        trains = self._any_trains("mlp.", *s.kind.norms[2:])
+        run = lambda parts: part.second_half(copied(tape, parts[0]))  # noqa: E731
+        return tiled(
+            tape, [hidden], run, min(1.0, s.tile / s.sharing.tokens), s.wide, trains=trains
+        )
+
+    def _attention(self, x: Tensor) -> Tensor:
+        return self._leave(self._in_groups(enter(self.tape, self.sizes, x)))
+
+    def _in_groups(self, x: Tensor) -> Tensor:
+        s = self.sizes
+        return self.groups(x, trains=self._any_trains(f"{s.block}.", *s.kind.norms[:2]))

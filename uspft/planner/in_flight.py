@@ -35,7 +35,8 @@ class KeyTransfer(NamedTuple):
     trimmed: bool = True
     """Whether needed keys alone come."""
     behind: float = 0.0
-    """Tokens of earlier chunks of the row whose keys come too, for each token of this one."""
+    """Tokens of earlier chunks of the row for each token of this one, whose keys its queries meet
+    chunk by chunk, or of all together with those of a ring (sequence/chunk_attention.py)."""
 
     @property
     def fetches(self) -> int:

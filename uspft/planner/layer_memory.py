@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import Remembered, attend, attend_over_heads
 from uspft.planner.expert_memory import routed
-from uspft.planner.group_tiles import in_groups
 from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
 from uspft.planner.mesh_memory import MeshOperation, inward, outward
 from uspft.planner.operations import (
@@ -35,7 +33,7 @@ from uspft.planner.operations import (
     viewed,
 )
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.state_memory import before_rule, normed_by_head, state_block
+from uspft.planner.state_memory import before_rule, state_block
 from uspft.planner.tape import Storage, Tape, Tensor
 
 
@@ -49,25 +47,21 @@ class Layer:
         """The input of the layer below, where it waits on the host and has come."""
         self._made: dict[str, Tensor] = {}
         """What projections into a block on a mesh have made together."""
-        self.groups = in_groups(self, partial(Layer, tape)) if sizes.at_once else None
-        if sizes.recompute in ("nothing", "exchange") and not sizes.at_once:
+        if sizes.recompute in ("nothing", "exchange"):
             exchanges = sizes.sharing.ulysses > 1 and sizes.recompute == "nothing"
             self._remembered = Remembered(tape, wanted=not exchanges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        norms = self.sizes.kind.norms
-        if self.groups and self.sizes.in_halves:
-            if self.sizes.trains and not hidden.node:  # it is given one with a gradient
-                hidden = self.tape.leaf(hidden.size, hidden.storage)
-            if self.sizes.whole_first:
-                between = self.groups(hidden, trains=self._first_trains)
-            else:
-                between = self._added(hidden, self._attention, norms[:2])
-            self.below = None
-            del hidden
-            return self._second_half(between)
-        hidden = self._added(hidden, self._attention, norms[:2])
-        return self._added(hidden, self._mlp, norms[2:])
+        hidden = self.first_half(hidden)
+        return self.second_half(hidden)
+
+    def first_half(self, hidden: Tensor) -> Tensor:
+        """Return the residual with what attention, or a state, makes of it."""
+        return self._added(hidden, self._attention, self.sizes.kind.norms[:2])
+
+    def second_half(self, hidden: Tensor) -> Tensor:
+        """Return the residual with what the MLP makes of it."""
+        return self._added(hidden, self._mlp, self.sizes.kind.norms[2:])
 
     def _added(
         self, residual: Tensor, block: Callable[[Tensor], Tensor], norms: Sequence[str]
@@ -86,33 +80,10 @@ class Layer:
     def _trains(self, name: str) -> bool:
         return name in self.sizes.trained
 
-    def _any_trains(self, prefix: str = "") -> bool:
+    def _any_trains(self, *prefixes: str) -> bool:
         """Tell whether any weight or adapter does of modules whose names begin so."""
-        return any(one.startswith(prefix) for one in self.sizes.trained | self.sizes.adapted)
-
-    @property
-    def _first_trains(self) -> bool:
-        """Whether any weight of the first half does."""
-        names, norms = self.sizes.trained | self.sizes.adapted, self.sizes.kind.norms[:2]
-        of = f"{STATE_LAYER if self.sizes.state else 'self_attn'}."
-        return any(one.startswith(of) or one in norms for one in names)
-
-    def _second_half(self, between: Tensor) -> Tensor:
-        """Return what the MLP with its norm and residual makes of what is between."""
-        tape, s = self.tape, self.sizes
-
-        def rest(layer: Layer, x: Tensor) -> Tensor:
-            x = copied(tape, x)  # and nothing added
-            return layer._added(x, layer._mlp, s.kind.norms[2:])
-
-        if s.experts or not s.tile:
-            return rest(self, between)
-        names, norms = s.trained | s.adapted, s.kind.norms[2:]
-        trains = any(name.startswith("mlp.") or name in norms for name in names)
-        part = Layer(tape, s.of_tile(split=s.splits_tokens))
-        share = min(1.0, s.tile / s.sharing.tokens)
-        run = lambda parts: rest(part, parts[0])  # noqa: E731
-        return tiled(tape, [between], run, share, s.wide, trains=trains)
+        of = tuple(filter(None, prefixes))
+        return any(one.startswith(of) for one in self.sizes.trained | self.sizes.adapted)
 
     def project(self, x: Tensor, name: str) -> Tensor:
         """Return a projection of x, with its adapter's."""
@@ -122,7 +93,7 @@ class Layer:
         if name in inside:
             takes, gives = s.features, inside[name]
         else:
-            takes, gives = self._inside(block), s.features
+            takes, gives = s.inside(block), s.features
         share = s.made_share(name)
         size, made = x.size / takes * gives, round(share * gives)
         if not made:
@@ -139,13 +110,6 @@ class Layer:
         return added(
             tape, found, remade(tape, among_zeros(self._adapted(x, name, takes, part, made)))
         )
-
-    def _inside(self, block: str) -> int:
-        """Return the features that the projection out of a block takes."""
-        s = self.sizes
-        if block == STATE_LAYER and s.state:
-            return s.state.values
-        return s.sharing.heads * s.sharing.dim if block == "self_attn" else s.inner
 
     def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
         tape, s = self.tape, self.sizes
@@ -194,34 +158,6 @@ class Layer:
             return copied(tape, x)
         return remade(tape, viewed(tape, x), s.between_bytes())
 
-    def taken(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return what the last projection takes of a layer's input and of what attention, or the
-        rule, gives."""
-        tape, s = self.tape, self.sizes
-        if s.state:
-            _, gate, *held = self._before_rule(x, lambda every: every)
-            gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
-            trains = self._trains(f"{STATE_LAYER}.{s.state.norm}")
-            found = normed_by_head(tape, out, gate, s.state, trains)
-            del held
-            return found
-        if not s.kind.gated:
-            return out
-        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
-        gate = remade(tape, other)
-        del other
-        if s.kind.turned:
-            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
-        return multiplied(tape, out, gated(tape, gate))
-
-    def before(self, x: Tensor) -> list[Tensor]:
-        """Return what attention, or the convolution before the rule, takes of an input."""
-        if not self.sizes.state:
-            return self._qkv(x, [])
-        found, *held = self._before_rule(x, lambda every: every)
-        del held
-        return found
-
     def _before_rule(
         self, x: Tensor, convolve: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
@@ -231,8 +167,6 @@ class Layer:
     def _attention(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
         inner = x if s.mesh_rows else enter(tape, s, x)
-        if self.groups:
-            return self._leave(self.groups(inner, trains=self._first_trains))
         if s.state:
             return self._leave(self.project(self._mixed(inner), s.state.out))
         gate: list[Tensor] = []
@@ -338,7 +272,7 @@ class Layer:
         last = s.kind.shared_last
         every = self._of_every(x) if s.inner and not last else None
         # Their router sees tokens as they are between blocks.
-        made = routed(tape, x, s.experts, self._trains, s.tile, partial(enter, tape, s))
+        made = routed(tape, x, s, partial(enter, tape, s))
         made = self._leave(made)
         if not s.inner:
             return made

@@ -2,23 +2,173 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
+from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_windows, state_sizes
 from uspft.families.projections import BEHIND, STATE_LAYER
-from uspft.planner.attention_memory import Sharing
-from uspft.planner.expert_memory import Experts
-from uspft.planner.layer_kinds import LLAMA, LayerKind
+from uspft.pipeline.stages import first_layers
+from uspft.planner.attention_work import DrawnRows
+from uspft.planner.expert_traffic import ranks_met
+from uspft.planner.in_flight import RING, BytesPerToken, KeyTransfer, Window
+from uspft.planner.layer_kinds import LLAMA, LayerKind, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import (
     SHARED_EXPERT,
     SHARED_GATE,
+    inner_features,
+    layer_projections,
+    state_projections,
 )
-from uspft.planner.state_memory import StateHeads
+from uspft.planner.stages import stages_of
+from uspft.planner.trained import trained_layers
+from uspft.sequence.rows.heads import split_heads
+
+if TYPE_CHECKING:
+    from uspft.layout import Layout
+    from uspft.planner.options import Options
 
 OUT = "self_attn.o_proj"
 OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
 """The projection out of each block that may lie on a mesh."""
+FRAGMENTS = 2
+"""Stretches of a document that a rank of a ring has: one of its beginning and one of its end."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share a row's attention, whose heads are those of a tensor rank."""
+
+    element: int
+    tokens: int
+    """Of this rank."""
+    heads: int
+    kv_heads: int
+    dim: int
+    ulysses: int = 1
+    ring: int = 1
+    way: KeyTransfer = RING
+    window: Window | None = None
+    sinks: bool = False
+
+    @property
+    def widest(self) -> tuple[int, int]:
+        """The query and KV heads of the member of Ulysses that has most."""
+        shares = split_heads(self.heads, self.kv_heads, self.ulysses)
+        heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
+        return heads, kv
+
+    def bytes(self, heads: float) -> float:
+        """Return the bytes of so many heads of this rank's tokens."""
+        return float(heads * self.dim * self.tokens * self.element)
+
+    def token(self, queries: int, keys: int) -> BytesPerToken:
+        """Return the bytes of a token where so many query and KV heads meet."""
+        query, pair = (self.bytes(each) / self.tokens for each in (queries, 2 * keys))
+        return BytesPerToken(query, pair, 4.0 * queries, 4 // self.element, self.sinks)
+
+
+@dataclass(frozen=True)
+class StateHeads:
+    """The heads of a layer with a state, as a rank has them."""
+
+    element: int
+    tokens: int
+    """Of this rank."""
+    sizes: StateSizes
+    """Of this tensor rank."""
+    ulysses: int
+    ring: int
+    into: tuple[tuple[str, int], ...]
+    """The names of the projections into it, and the features that each makes."""
+    out: str
+    """The name of the projection out of it."""
+
+    @property
+    def norm(self) -> str:
+        return "o_norm" if self.separate else "norm"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether all that is of a key head comes from one projection, as Qwen3-Next's."""
+        return f"{STATE_LAYER}.in_proj_qkvz" in dict(self.into)
+
+    @property
+    def separate(self) -> bool:
+        """Whether queries, keys and values are projected one by one, as OLMo Hybrid's."""
+        return f"{STATE_LAYER}.q_proj" in dict(self.into)
+
+    @property
+    def inside(self) -> StateSizes:
+        """All heads of the member of Ulysses that has most, times the members."""
+        shares = split_heads(self.sizes.values, self.sizes.keys, self.ulysses)
+        values, keys = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
+        return self.sizes._replace(keys=self.ulysses * keys, values=self.ulysses * values)
+
+    @property
+    def fragments(self) -> int:
+        """Of a document of several ranks, those of one."""
+        return FRAGMENTS if self.ring > 1 else 1
+
+    @property
+    def state(self) -> float:
+        """The bytes of a state of the heads inside."""
+        of = self.inside
+        return float(WIDE * of.values * of.key_dim * of.value_dim) / self.ulysses
+
+    @property
+    def passes(self) -> float:
+        """Those of how a fragment passes it on."""
+        return self.state / self.sizes.value_dim * self.sizes.key_dim
+
+    @property
+    def others(self) -> float:
+        """Those of the others' fragments that come before, or behind, one of this rank's; two
+        neighbours of one rank are one."""
+        return max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
+
+    def group(self, keys: int) -> StateHeads:
+        """Return so many key heads of them, with their value heads."""
+        share, values = keys / self.sizes.keys, keys * (self.sizes.values // self.sizes.keys)
+        into = tuple((name, round(share * features)) for name, features in self.into)
+        return replace(self, sizes=self.sizes._replace(keys=keys, values=values), into=into)
+
+    def bytes(self, features: float, element: int = 0) -> float:
+        """Return the bytes of so many features of this rank's tokens."""
+        return float(features * self.tokens * (element or self.element))
+
+    def taken(self, of: StateSizes) -> list[float]:
+        """Return the bytes of queries, keys, values and both gates."""
+        keys, values = of.keys * of.key_dim, of.values * of.value_dim
+        parts = [self.bytes(one) for one in (keys, keys, values)]
+        return [*parts, self.bytes(of.values, WIDE), self.bytes(of.values)]
+
+    @property
+    def values(self) -> int:
+        return self.sizes.values * self.sizes.value_dim
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer, as ranks divide them."""
+
+    inner: int
+    """Features of each on this rank."""
+    number: int
+    met: int
+    """How many of them a token meets."""
+    ranks: int
+    """That divide them."""
+    met_ranks: float
+    """How many others of these a token meets."""
+
+    def sent(self, tokens: float) -> float:
+        """Return the rows that leave, and that come, of so many tokens: one for each rank that it
+        meets, with its own as likely as another."""
+        if self.ranks == 1:
+            return tokens
+        return tokens * self.met_ranks * self.ranks / max(1, self.ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -91,9 +241,23 @@ class LayerSizes:
     @property
     def trains(self) -> bool:
         """Whether any weight of the layer does."""
-        experts = self.experts
-        routed = experts and (experts.adapts_router or any(experts.adapted))
-        return bool(self.trained or self.adapted or routed)
+        return bool(self.trained or self.adapted)
+
+    @property
+    def block(self) -> str:
+        """The name of what mixes tokens."""
+        return STATE_LAYER if self.state else "self_attn"
+
+    @property
+    def out(self) -> str:
+        """The name of the projection out of it."""
+        return self.state.out if self.state else OUT
+
+    def inside(self, block: str) -> int:
+        """Return the features that the projection out of a block takes."""
+        if block == STATE_LAYER and self.state:
+            return self.state.values
+        return self.sharing.heads * self.sharing.dim if block == "self_attn" else self.inner
 
     @property
     def in_halves(self) -> bool:
@@ -105,7 +269,14 @@ class LayerSizes:
         """Whether attention with its norms and residual is one too."""
         return self.in_halves and not (self.splits_tokens and (self.kind.gated or self.state))
 
-    def of_tile(self, some: Any = None, use: str = "", *, split: bool = False) -> LayerSizes:
+    @property
+    def gathers(self) -> bool:
+        """Whether that puts the tokens of tensor ranks together itself."""
+        return self.whole_first and self.splits_tokens and self.tensor > 1
+
+    def of_tile(
+        self, some: Sharing | StateHeads | None = None, use: str = "", *, split: bool = False
+    ) -> LayerSizes:
         """Return the layer as it takes a tile of tokens. some: other heads, as Sharing or
         StateHeads. use: what projections make features for. split: whether tensor ranks have parts
         of the tile."""
@@ -150,7 +321,7 @@ class LayerSizes:
 
     def made_share(self, name: str) -> float:
         """Return the share of a projection's features that are made and not zeros."""
-        if not self.use or name in (OUT, self.state and self.state.out):
+        if not self.use or name == self.out:
             return 1.0
         behind = float(name in (f"{STATE_LAYER}.in_proj_z", f"{STATE_LAYER}.g_proj"))
         if name == "self_attn.q_proj" and self.kind.gated:
@@ -163,3 +334,84 @@ class LayerSizes:
     def mlp(self) -> str:
         """The name of what every token meets."""
         return self.kind.shared if self.experts else "mlp"
+
+
+def layers_of(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
+) -> list[LayerSizes]:
+    """Return every layer as a rank has it, those that are alike as one object. behind: as of
+    KeyTransfer."""
+    tokens, columns = -(-options.micro_batch * row_tokens // layout.context), layout.mesh_columns
+    windows, lora = layer_windows(shape), options.lora
+    trains = trained_layers(shape, lora, options.freeze)
+    everywhere = len(set(windows)) == 1
+    again, way = _checkpointed(shape, layout, row_tokens, options), _way(options, behind)
+    down = layer_projections(shape)[-1].on(layout.tensor)
+    met = ranks_met(shape, layout.experts)
+    experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
+    known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
+    found = []
+    of_layers = zip(layer_kinds(shape), windows, trains, strict=True)
+    for number, (kind, window, trained) in enumerate(of_layers):
+        key = id(kind), window, id(trained), number in again
+        if key not in known:
+            of, seen = shape.of_window(window), None
+            if window not in (None, NO_KEYS) and window < row_tokens:
+                seen = Window(window, row_tokens, everywhere)
+            heads, kv = (-(-each // columns) for each in (of.heads, of.kv_heads))
+            row = layout.ulysses, layout.ring, way, seen
+            known[key] = LayerSizes(
+                Sharing(options.element, tokens, heads, kv, of.head_dim, *row, kind.sinks),
+                shape.hidden_size,
+                inner_features(shape, columns, experts=bool(kind.router)),
+                kind,
+                columns,
+                options.use_seq_parallel and not layout.is_mesh,
+                mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
+                slices=options.slices,
+                experts=experts if kind.router else None,
+                trained=trained.weights,
+                adapted=trained.adapters,
+                rank=lora.rank if lora else 0,
+                dropout=bool(lora and lora.dropout),
+                state=_heads(shape, layout, options, tokens) if window == NO_KEYS else None,
+                tile=options.mlp_tile,
+                at_once=options.at_once,
+                recompute=options.recompute if number in again else None,
+                offloads=options.offload_activations and options.checkpointing,
+                copies=options.copies if columns > 1 and not layout.is_mesh else 1,
+                puts_off=options.zero_stage < 3,
+            )
+        found.append(known[key])
+    return found
+
+
+def _checkpointed(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> Collection[int]:
+    """Return the layers that are checkpointed."""
+    if not options.checkpointing or options.first_layers is None:
+        return range(shape.layers) if options.checkpointing else ()
+    windows, schedule = layer_windows(shape), options.schedule
+    rows = DrawnRows.whole(row_tokens)
+    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=False)
+    return first_layers(options.first_layers, stages)
+
+
+def _way(options: Options, behind: float) -> KeyTransfer:
+    """Return how keys come."""
+    if options.algorithm.all_at_once:
+        return KeyTransfer(1, trimmed=False, behind=behind)
+    stages = options.exchange_stages if "exchange_stages" in options.algorithm.options else None
+    return KeyTransfer(stages, behind=behind)
+
+
+def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> StateHeads:
+    """Return the heads of a model's layers with a state. tokens: of one rank."""
+    sizes, columns = state_sizes(shape), layout.mesh_columns
+    assert sizes
+    every = {name: one.on(columns) for name, one in state_projections(shape).items()}
+    into = tuple((name, one.outputs) for name, one in every.items() if one.splits == "outputs")
+    (out,) = every.keys() - dict(into)
+    degrees = layout.ulysses, layout.ring
+    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from uspft.planner.operations import WIDE, buffered
+from uspft.planner.operations import WIDE, remade
 from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 
 
@@ -202,4 +202,4 @@ def _weight(of: MeshOperation, features: float) -> float:
 def all_features(tape: Tape, x: Tensor, ways: int) -> Tensor:
     """Return what so many ranks have features of, whole."""
     whole = x.size * ways
-    return x if ways == 1 else buffered(tape, x, whole, whole, whole)
+    return x if ways == 1 else remade(tape, x, whole, beside=whole, back=whole)

@@ -45,16 +45,18 @@ def multiplied(tape: Tape, a: Tensor, b: Tensor, size: float | None = None) -> T
     return tape.record((a, b), (made,), backward, saves=True)[0]
 
 
-def remade(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
-    """Return x in another type, or times a number: a copy, whose gradient is one too."""
-    before = x.size
-    made = before if size is None else size
-    return tape.record((x,), (made,), lambda grads: [tape.new(before)])[0]
-
-
-def buffered(tape: Tape, x: Tensor, size: float, there: float, back: float) -> Tensor:
-    """Return what is made of x, whose gradient comes back in the same way. there, back: of a buffer
-    that is let go of when the result, or its gradient, is made."""
+def remade(
+    tape: Tape,
+    x: Tensor,
+    size: float | None = None,
+    *,
+    beside: float = 0.0,
+    back: float = 0.0,
+    keeps: Sequence[object] = (),
+) -> Tensor:
+    """Return what is made of x, whose gradient is made anew: x in another type, times a number, or
+    sent and put together. size: where another than before. beside, back: of buffers that are let go
+    of when the result, or its gradient, is there. keeps: what the backward needs."""
     before = x.size
 
     def backward(grads: GradientStorages) -> GradientStorages:
@@ -63,10 +65,11 @@ def buffered(tape: Tape, x: Tensor, size: float, there: float, back: float) -> T
         del buffer
         return [found]
 
-    buffer = tape.new(there)
-    made = [tape.new(size)]
+    buffer = tape.new(beside)
+    sizes = [before if size is None else size]
+    made = tape.record((x,), sizes, backward, saves=bool(keeps), keeps=keeps)[0]
     del buffer
-    return tape.record((x,), (size,), backward, made=made)[0]
+    return made
 
 
 def copied(tape: Tape, x: Tensor) -> Tensor:
@@ -76,29 +79,13 @@ def copied(tape: Tape, x: Tensor) -> Tensor:
 
 def dropped(tape: Tape, x: Tensor, elements: float) -> Tensor:
     """Return what model/dropout.py makes of x, whose draws come again in the backward."""
-    size, drawn = x.size, DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
-
-    def backward(grads: GradientStorages) -> GradientStorages:
-        found = tape.new(size)
-        tape.new(drawn)
-        return [found]
-
-    made = [tape.new(size)]
-    tape.new(drawn)
-    return tape.record((x,), (size,), backward, made=made)[0]
+    drawn = DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
+    return remade(tape, x, beside=drawn, back=drawn)
 
 
 def viewed(tape: Tape, x: Tensor, then: Callable[[], None] | None = None) -> Tensor:
     """Return a view of x, whose gradient is a copy. then: is called before that is made."""
-    assert x.storage
-
-    def backward(grads: GradientStorages) -> GradientStorages:
-        if then:
-            then()
-        return [tape.new(x_size)]
-
-    x_size = x.size
-    return tape.record((x,), (x.size,), backward, made=[x.storage])[0]
+    return parted(tape, x, [x.size], then)[0]
 
 
 def bent(tape: Tape, x: Tensor) -> Tensor:
@@ -244,10 +231,7 @@ def _subtracted(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
 
 def sliced(tape: Tape, x: Tensor, size: float) -> Tensor:
     """Return a view of some of x, whose gradient is as large as all of it."""
-    assert x.storage
-    whole = x.size
-    made = [x.storage]
-    return tape.record((x,), (size,), lambda grads: [tape.new(whole)], made=made)[0]
+    return parted(tape, x, [size])[0]
 
 
 def halves(tape: Tape, x: Tensor) -> list[Tensor]:
@@ -255,11 +239,19 @@ def halves(tape: Tape, x: Tensor) -> list[Tensor]:
     return parted(tape, x, [x.size / 2] * 2)
 
 
-def parted(tape: Tape, x: Tensor, sizes: Sequence[float]) -> list[Tensor]:
-    """Return views of all parts of x, whose gradients become one tensor."""
+def parted(
+    tape: Tape, x: Tensor, sizes: Sequence[float], then: Callable[[], None] | None = None
+) -> list[Tensor]:
+    """Return views of all parts of x, whose gradients become one tensor. then: as of viewed."""
     assert x.storage
     whole, made = x.size, [x.storage] * len(sizes)
-    return tape.record((x,), sizes, lambda grads: [tape.new(whole)], made=made)
+
+    def backward(grads: GradientStorages) -> GradientStorages:
+        if then:
+            then()
+        return [tape.new(whole)]
+
+    return tape.record((x,), sizes, backward, made=made)
 
 
 def gated(tape: Tape, x: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
     USABLE_SHARE,
     Memory,
-    Options,
     fits,
     longest_of,
     memory_of,
@@ -35,6 +34,7 @@ from uspft.planner.memory import (
     unpredicted,
 )
 from uspft.planner.mesh import slices_on
+from uspft.planner.options import Options
 from uspft.planner.stage_memory import PassBytes
 from uspft.planner.stages import as_many, estimated, simulated
 from uspft.planner.state import State
@@ -94,7 +94,7 @@ class Ranked:
     @cached_property
     def card(self) -> float | None:
         """The bytes of a card; None where ranks are on CPUs, or where nothing predicts memory."""
-        if not self.hardware.device or self.needs.unpredicted(self.layout, self.options):
+        if not self.hardware.device or self.needs.unpredicted:
             return None
         return self.hardware.memory.bytes
 
@@ -358,9 +358,10 @@ class Needs:
             options = self._saving(layout, options)
         return longest_of(lambda row: self.of(layout, options, row).peak_bytes, layout, card_bytes)
 
-    def unpredicted(self, layout: Layout, options: Options) -> tuple[str, ...]:
-        """Return what there is of a layout that the formula does not know."""
-        return unpredicted(self._model, layout, self._tokens, options=options)
+    @property
+    def unpredicted(self) -> tuple[str, ...]:
+        """What there is of the model that the formula does not know."""
+        return unpredicted(self._model)
 
     def least(self, layout: Layout, options: Options) -> float:
         """Return what a rank needs at least: the model's state, and the input of each layer, which

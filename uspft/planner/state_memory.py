@@ -4,17 +4,15 @@ OLMo Hybrid have it and as uspft exchanges its heads (sequence/mixing.py). Sizes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from uspft.families import ModelShape, StateSizes, state_sizes
 from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import Remembered, scattered
+from uspft.planner.layer_sizes import StateHeads
 from uspft.planner.operations import (
     WIDE,
     NormKind,
     bent,
-    buffered,
     copied,
     gated,
     joined,
@@ -22,110 +20,16 @@ from uspft.planner.operations import (
     parted,
     remade,
     rms_norm,
+    sliced,
     viewed,
 )
-from uspft.planner.products import state_projections
 from uspft.planner.tape import GradientStorages, Tape, Tensor
-from uspft.sequence.rows.heads import split_heads
 
 if TYPE_CHECKING:
-    from uspft.layout import Layout
+    pass
 
-FRAGMENTS = 2
-"""Stretches of a document that a rank of a ring has: one of its beginning and one of its end."""
 Project = Callable[[Tensor, str], Tensor]
 """A function from x and the name of a projection to what it makes of x, with its adapter's."""
-
-
-@dataclass(frozen=True)
-class StateHeads:
-    """The heads of a layer with a state, as a rank has them."""
-
-    element: int
-    tokens: int
-    """Of this rank."""
-    sizes: StateSizes
-    """Of this tensor rank."""
-    ulysses: int
-    ring: int
-    into: tuple[tuple[str, int], ...]
-    """The names of the projections into it, and the features that each makes."""
-    out: str
-    """The name of the projection out of it."""
-
-    @classmethod
-    def of(cls, shape: ModelShape, layout: Layout, element: int, tokens: int) -> StateHeads:
-        """Return those of a model's layers. tokens: of one rank."""
-        sizes, columns = state_sizes(shape), layout.mesh_columns
-        assert sizes
-        every = {name: one.on(columns) for name, one in state_projections(shape).items()}
-        into = tuple((name, one.outputs) for name, one in every.items() if one.splits == "outputs")
-        (out,) = every.keys() - dict(into)
-        own = sizes.on(columns)
-        return cls(element, tokens, own, layout.ulysses, layout.ring, into, out)
-
-    @property
-    def norm(self) -> str:
-        return "o_norm" if self.separate else "norm"
-
-    @property
-    def grouped(self) -> bool:
-        """Whether all that is of a key head comes from one projection, as Qwen3-Next's."""
-        return f"{STATE_LAYER}.in_proj_qkvz" in dict(self.into)
-
-    @property
-    def separate(self) -> bool:
-        """Whether queries, keys and values are projected one by one, as OLMo Hybrid's."""
-        return f"{STATE_LAYER}.q_proj" in dict(self.into)
-
-    @property
-    def inside(self) -> StateSizes:
-        """All heads of the member of Ulysses that has most, times the members."""
-        shares = split_heads(self.sizes.values, self.sizes.keys, self.ulysses)
-        values, keys = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
-        return self.sizes._replace(keys=self.ulysses * keys, values=self.ulysses * values)
-
-    @property
-    def fragments(self) -> int:
-        """Of a document of several ranks, those of one."""
-        return FRAGMENTS if self.ring > 1 else 1
-
-    @property
-    def state(self) -> float:
-        """The bytes of a state of the heads inside."""
-        of = self.inside
-        return float(WIDE * of.values * of.key_dim * of.value_dim) / self.ulysses
-
-    @property
-    def passes(self) -> float:
-        """Those of how a fragment passes it on."""
-        return self.state / self.sizes.value_dim * self.sizes.key_dim
-
-    @property
-    def others(self) -> float:
-        """Those of the others' fragments that come before, or behind, one of this rank's; two
-        neighbours of one rank are one."""
-        return max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
-
-    def group(self, keys: int) -> StateHeads:
-        """Return so many key heads of them, with their value heads."""
-        share, values = keys / self.sizes.keys, keys * (self.sizes.values // self.sizes.keys)
-        into = tuple((name, round(share * features)) for name, features in self.into)
-        return replace(self, sizes=self.sizes._replace(keys=keys, values=values), into=into)
-
-    def bytes(self, features: float, element: int = 0) -> float:
-        """Return the bytes of so many features of this rank's tokens."""
-        return float(features * self.tokens * (element or self.element))
-
-    def taken(self, of: StateSizes) -> list[float]:
-        """Return the bytes of queries, keys, values and both gates."""
-        keys, values = of.keys * of.key_dim, of.values * of.value_dim
-        parts = [self.bytes(one) for one in (keys, keys, values)]
-        return [*parts, self.bytes(of.values, WIDE), self.bytes(of.values)]
-
-    @property
-    def values(self) -> int:
-        return self.sizes.values * self.sizes.value_dim
 
 
 def before_rule(
@@ -237,9 +141,7 @@ def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
 
     given = x, tape.parameter(trains)
     made = tape.record(given, (whole,), backward, saves=True, keeps=[held])[0]
-    assert made.storage
-    cut = lambda grads: [tape.new(whole)]  # noqa: E731
-    seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
+    seen = sliced(tape, made, before)
     found = bent(tape, seen)
     del made, seen
     return remade(tape, found, size) if shared else found
@@ -268,9 +170,7 @@ def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool])
     dt, a = (tape.parameter(trains(f"{STATE_LAYER}.{name}")) for name in ("dt_bias", "A_log"))
     shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
     del wide
-    held = shifted.storage
-    of_wide = lambda grads: [tape.new(size)]  # noqa: E731
-    soft = tape.record((shifted,), (size,), of_wide, saves=True, keeps=[held])[0]
+    soft = remade(tape, shifted, keeps=[shifted.storage])
     del shifted
     return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
@@ -333,19 +233,30 @@ def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> Gradie
     return found
 
 
-def _over_heads(
-    tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
-) -> Tensor:
-    """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
-    alone."""
+def inside_heads(tape: Tape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
+    """Return what the rule takes of some heads and all tokens of a Ulysses group."""
     heads = of.inside
     inside = scattered(tape, parts, of.taken(heads), of.element)
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
         each = of.bytes(heads.values * heads.key_dim)
         inside[:2] = [remade(tape, one, each) for one in inside[:2]]
+    return inside
+
+
+def at_home(tape: Tape, out: Tensor, of: StateHeads) -> Tensor:
+    """Return the rule's output of all heads of this rank's tokens."""
+    return remade(tape, out, of.bytes(of.values), beside=out.size, back=out.size)
+
+
+def _over_heads(
+    tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
+) -> Tensor:
+    """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
+    alone."""
+    inside = inside_heads(tape, parts, of)
     rule: Callable[[list[Tensor]], Tensor] = lambda x: run_rule(tape, x, of)  # noqa: E731
     made = remembered(rule, inside) if remembered else rule(inside)
-    out = buffered(tape, made, of.bytes(of.values), made.size, made.size)
+    out = at_home(tape, made, of)
     del inside  # which sequence/mixing.py holds so long
     return out
 

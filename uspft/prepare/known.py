@@ -14,7 +14,7 @@ from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
 from uspft.families import ModelShape, layer_windows
 from uspft.planner.machine import Hardware, device_of, read_hardware
-from uspft.planner.memory import RECOMPUTES, lora_of
+from uspft.planner.options import RECOMPUTES, lora_of
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of
 from uspft.prepare.host import CONFIGS

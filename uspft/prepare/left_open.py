@@ -21,8 +21,9 @@ from uspft.config.types import Open
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import options_of, unpredicted
+from uspft.planner.memory import unpredicted
 from uspft.planner.mesh import tuned
+from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
@@ -261,7 +262,7 @@ def wrong_in(
 
     asked: the open keys. Where no formula predicts memory, they get the values that need least.
     """
-    row, known = recipe.data.sequence_length, dict[tuple[object, ...], str | None]()
+    known = dict[tuple[object, ...], str | None]()
 
     def why_not(way: Way) -> str | None:
         # What layers make again changes nothing here.
@@ -274,10 +275,8 @@ def wrong_in(
     def wrong(way: Way) -> str | None:
         tried = in_recipe(recipe, way)
         more = (ROWS in asked and way.rows > 1) or (STAGE in asked and way.stage != 3)
-        if more and hardware.device:
-            options = options_of(tried, way.layout)
-            if unpredicted(shape, way.layout, row, options=options):
-                return "nothing predicts its memory, and more rows or a lower stage need more"
+        if more and hardware.device and unpredicted(shape):
+            return "nothing predicts its memory, and more rows or a lower stage need more"
         if way.layout.pipeline > 1 and (beside := beside_stages(tried)):
             return " ".join(beside[0][:2])
         found = [*experts(tried), *layout_findings(tried, way.layout, shape)]

@@ -14,7 +14,8 @@ from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import strategies_of
 from uspft.job import ChunkPrices, Prices
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import RECOMPUTES, options_of, row_memory
+from uspft.planner.memory import row_memory
+from uspft.planner.options import RECOMPUTES, options_of
 from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices, micro_step_seconds, row_time
 from uspft.planner.stages import schedule_of

@@ -11,14 +11,8 @@ from uspft.families import FAMILIES
 from uspft.layout import Layout, layout_of
 from uspft.metrics import as_size
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
-from uspft.planner.memory import (
-    RECOMPUTES,
-    Options,
-    fits,
-    longest_row,
-    memory_of,
-    options_of,
-)
+from uspft.planner.memory import fits, longest_row, memory_of
+from uspft.planner.options import RECOMPUTES, Options, options_of
 from uspft.planner.products import layer_projections
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from uspft.families import ModelShape, expert_layers
 from uspft.layout import Layout
 from uspft.metrics import Journal
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
-from uspft.planner.memory import lora_of
+from uspft.planner.options import lora_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import EXPERTS, trained_layers
 from uspft.prepare.examine import Examined

@@ -9,7 +9,7 @@ from benchmarks.lab.results import ROOT
 from benchmarks.switching.simulation.lengths import CORPORA, LIBRARY, Shape, lengths
 from uspft.families import ModelShape
 from uspft.planner.machine import Hardware, read_hardware
-from uspft.planner.memory import Options
+from uspft.planner.options import Options
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choose.choice import SwitchingChoice, choose

@@ -23,13 +23,8 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import FAMILIES, ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.layer_kinds import LAYER_KINDS
-from uspft.planner.memory import (
-    Options,
-    fits,
-    longest_row,
-    memory_of,
-    unpredicted,
-)
+from uspft.planner.memory import fits, longest_row, memory_of, unpredicted
+from uspft.planner.options import Options
 from uspft.prepare.host import CONFIGS
 
 TOKENS = 4096
@@ -446,11 +441,11 @@ def test_of_divided_experts_a_rank_holds_a_part() -> None:
 
 def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
-    assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
+    assert unpredicted(shape) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
     raw = {**shape.raw, "hidden_size_per_layer_input": 8}
     other = replace(shape, model_type="gemma4_text", raw=raw)
-    assert unpredicted(other, Layout(), 4096) == ("embeddings of each layer",)
+    assert unpredicted(other) == ("embeddings of each layer",)
 
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

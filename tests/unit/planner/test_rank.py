@@ -19,13 +19,8 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.planner import attention_work, memory, rank
 from uspft.planner.machine import FIGURES, Hardware, Link, Measurement
-from uspft.planner.memory import (
-    RECOMPUTES,
-    Options,
-    layer_windows,
-    memory_of,
-    memory_of_ranks,
-)
+from uspft.planner.memory import layer_windows, memory_of, memory_of_ranks
+from uspft.planner.options import RECOMPUTES, Options
 from uspft.planner.rank import Choice, options_under, ranked, ranking, recommend
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways

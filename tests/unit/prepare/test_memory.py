@@ -9,7 +9,8 @@ from typing import Any
 from tests.support.shapes import hub
 from uspft.config import MemoryBlock, ParallelBlock, Recipe
 from uspft.layout import Layout
-from uspft.planner.memory import USABLE_SHARE, memory_of, options_of
+from uspft.planner.memory import USABLE_SHARE, memory_of
+from uspft.planner.options import options_of
 from uspft.prepare.memory import fitting_heads, group_findings, tile_findings
 
 KEY = "memory.attention_heads"

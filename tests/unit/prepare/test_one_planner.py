@@ -16,8 +16,8 @@ from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError, read
 from uspft.config.recipe import PLANNED
 from uspft.planner import row_time, step
-from uspft.planner.memory import options_of
 from uspft.planner.mesh import MeshPart
+from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import StepPart, StepTime
 from uspft.planner.ways import Space, Way, every_way
