@@ -7,12 +7,11 @@ beside them, and the convolution's arithmetic, are left out.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from uspft.families import NO_KEYS, ModelShape, StateSizes, state_sizes
+from uspft.families import ModelShape, StateSizes, state_sizes
 from uspft.layout import Layout
 from uspft.planner.attention_work import (
     AttentionWork,
@@ -60,18 +59,18 @@ what is there: forward (kernels/merge.py), and backward its gradient."""
 
 
 def attention_parts(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+    step: StepShape,
+    layout: Layout,
+    algorithm: Algorithm,
+    hardware: Hardware,
+    window: int | None,
 ) -> Iterator[StepPart]:
-    """Yield the attention of one forward and backward of all layers, and what it moves."""
-    for window, layers in Counter(step.windows).items():
-        if window == NO_KEYS:
-            continue
-        of = step, layout, algorithm, hardware, window
-        again = {"attention": step.attention.keys, "all_to_all": step.attention.heads}
-        for part in attention_one_way(*of):
-            yield part.times(layers * again.get(part.name, step.attention.keys))
-        for part in attention_one_way(*of, backward=True):
-            yield part.times(layers)
+    """Yield the attention of a layer with this window forward and backward, and what it moves."""
+    of = step, layout, algorithm, hardware, window
+    again = {"attention": step.attention.keys, "all_to_all": step.attention.heads}
+    for part in attention_one_way(*of):
+        yield part.times(again.get(part.name, step.attention.keys))
+    yield from attention_one_way(*of, backward=True)
 
 
 def attention_one_way(
@@ -153,12 +152,12 @@ BACKWARD_WORK = 3
 def state_parts(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> Iterator[StepPart]:
-    """Yield what the layers with a state take in one forward and backward, and what they move.
+    """Yield what a layer with a state takes forward and backward, and what it moves.
 
     Nothing hides what moves. The convolution runs again wherever its layer does.
     """
-    layers, sizes = list(step.windows).count(NO_KEYS), state_sizes(step.model)
-    if not layers or sizes is None or not step.rows:
+    sizes = state_sizes(step.model)
+    if sizes is None or not step.rows:
         return
     mine, again = sizes.on(layout.mesh_columns), step.attention
     values = split_heads(mine.values, mine.keys, layout.ulysses).query
@@ -166,12 +165,12 @@ def state_parts(
     one = _rule_seconds(step, mine, step.tokens(layout) * layout.ulysses * most, hardware)
     summary = SUMMARY_WORK if layout.ring > 1 else 0.0
     rule = (again.keys * (1 + summary) + BACKWARD_WORK) * one
-    yield StepPart("states", layers * rule)
+    yield StepPart("states", rule)
     forward, backward = _state_work(step, algorithm, mine)
     for cost, heads, keys in ((forward, again.heads, again.keys), (backward, 1, 1)):
         moved = wire_of(cost, layout, hardware, step.rows)
-        yield moved["states"].times(layers * keys)
-        yield moved["all_to_all"].times(layers * heads)
+        yield moved["states"].times(keys)
+        yield moved["all_to_all"].times(heads)
 
 
 def _rule_seconds(step: StepShape, sizes: StateSizes, heads: float, hardware: Hardware) -> float:

@@ -10,7 +10,7 @@ vocabulary over mesh columns and hidden features over mesh rows. A head's produc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
@@ -62,6 +62,14 @@ class MeshPart(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.moved + self.computed - self.hidden
+
+    def times(self, count: float) -> MeshPart:
+        """Return the same part so many times."""
+        return MeshPart(self.name, *(count * value for value in self[1:]))
+
+    def plus(self, other: MeshPart) -> MeshPart:
+        """Return the sum of both, under this one's name."""
+        return MeshPart(self.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
 
 
 def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
@@ -224,49 +232,56 @@ def mesh_parts(
 
     slices: of each of a layer's products.
     """
-    products = mesh_products(step.model)
-    found = [
-        product_part(step, product, count, layout, hardware)
-        for product, count in zip(products, slices, strict=True)
-    ]
-    norms = NORMS * step.model.layers * (step.forwards + 1) + 2
-    sums = token_sums(step, layout, hardware, norms)
-    return [*found, *sums, *_tables(step, layout, hardware)]
+    of = replace(step, slices=slices), layout, hardware
+    every = [part.times(step.model.layers) for part in mesh_layer(*of)]
+    return [*every, *mesh_outside(*of)]
+
+
+def mesh_layer(step: StepShape, layout: Layout, hardware: Hardware) -> list[MeshPart]:
+    """Return the parts of one layer forward and backward: its products in the step's slices, and
+    the sums and transfers beside them."""
+    each = zip(mesh_products(step.model), step.slices or (), strict=True)
+    products = [product_part(step, product, count, layout, hardware) for product, count in each]
+    norms = number_sums(step, layout, hardware, "norms", NORMS * (step.forwards + 1))
+    return [*products, norms, *gathered_heads(step, layout, hardware)]
 
 
 def product_part(
     step: StepShape, product: MeshProduct, slices: int, layout: Layout, hardware: Hardware
 ) -> MeshPart:
-    """Return what one of a layer's products takes in all layers; forward again if recomputed."""
+    """Return what one of a layer's products takes; forward again if recomputed."""
     times = product.times(step.tokens(layout), slices, layout, hardware, step.element_bytes)
     often = (step.forwards, 1, step.trained)  # a frozen weight has no gradient
-
-    def total(field: str) -> float:
-        every = zip(often, times, strict=True)
-        return step.model.layers * sum(count * float(getattr(time, field)) for count, time in every)
-
-    return MeshPart(
-        product.name, *(total(field) for field in ("moved", "computed", "hidden", "bytes"))
-    )
+    found = MeshPart(product.name, 0.0)
+    for count, one in zip(often, times, strict=True):
+        found = found.plus(one.times(count))
+    return found
 
 
-def token_sums(
-    step: StepShape, layout: Layout, hardware: Hardware, norms: int = 0
-) -> Iterator[MeshPart]:
-    """Yield the sums over tensor ranks of a number a token: so many of norms, and those of the
-    loss; and what ranks gather that share a head of a fused projection."""
+def number_sums(
+    step: StepShape, layout: Layout, hardware: Hardware, name: str, count: int
+) -> MeshPart:
+    """Return so many sums over tensor ranks of a number a token."""
     spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    tokens = step.tokens(layout)
-    if spread.ranks == 1:
-        return
-    each = hardware.collective_seconds("all_reduce", NUMBER_BYTES * tokens, spread)
-    for name, count in (("norms", norms), ("loss", LOSS_SUMS)):
-        yield MeshPart(name, count * each, bytes=count * NUMBER_BYTES * tokens)
+    sent = NUMBER_BYTES * step.tokens(layout) * (spread.ranks > 1)
+    each = hardware.collective_seconds("all_reduce", sent, spread)
+    return MeshPart(name, count * each, bytes=count * sent)
+
+
+def gathered_heads(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
+    """Yield what ranks gather in a layer that share a head of a fused projection."""
+    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
     elements = gathered_elements(step.model, layout.mesh_columns)
-    if heads := step.element_bytes * tokens * elements:
+    if heads := step.element_bytes * step.tokens(layout) * elements:
         seconds = hardware.collective_seconds("all_to_all", heads, spread)
-        count = step.model.layers * (step.forwards + 1)
-        yield MeshPart("heads", count * seconds, bytes=count * heads)
+        yield MeshPart("heads", seconds, bytes=heads).times(step.forwards + 1)
+
+
+def mesh_outside(step: StepShape, layout: Layout, hardware: Hardware) -> list[MeshPart]:
+    """Return the parts of embedding, last norm, head and loss, forward and backward."""
+    each = ("norms", 2), ("loss", LOSS_SUMS)
+    sums = [number_sums(step, layout, hardware, *one) for one in each]
+    return [*sums, *_tables(step, layout, hardware)]
 
 
 def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:

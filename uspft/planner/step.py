@@ -7,8 +7,7 @@ most tokens, most heads and most pairs of query and key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,14 +20,21 @@ from uspft.planner.attention_work import DrawnRows
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.machine import Collective, Hardware, Spread
-from uspft.planner.mesh import mesh_parts, token_sums
+from uspft.planner.mesh import (
+    LOSS_SUMS,
+    MeshPart,
+    gathered_heads,
+    mesh_layer,
+    mesh_outside,
+    number_sums,
+)
 from uspft.planner.products import (
     SHARED_EXPERT,
     ProductShape,
+    block_projections,
     head_projection,
     met_parameters,
     parameters_of,
-    projections_of_layers,
     step_flops,
 )
 from uspft.planner.stages import (
@@ -79,7 +85,7 @@ def step_time(
     if layout.pipeline > 1:
         return _pipeline_time(step, layout, algorithm, hardware, waits_of, memo)
     passes = step.passes(layout)
-    one = forward_and_backward(step, layout, algorithm, hardware)
+    one = forward_and_backward(step, layout, algorithm, hardware, memo)
     behind = _hiding_seconds(one)
     each = hidden_behind(step, zero_in_each_pass(step, layout, hardware), behind)
     parts = [part.times(passes) for part in (*one, *each)]
@@ -88,20 +94,20 @@ def step_time(
 
 
 def forward_and_backward(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+    step: StepShape,
+    layout: Layout,
+    algorithm: Algorithm,
+    hardware: Hardware,
+    memo: Memo | None = None,
 ) -> list[StepPart]:
     """Return what one forward and backward of `step.rows` rows takes, without ZeRO's part in it.
 
     Attention is that of the row's documents. With 0 rows it is what a pass takes beside its rows,
-    reading every weight included.
+    reading every weight included. memo: as of step_time.
     """
-    return [
-        *_matrices(step, layout, hardware),
-        *_dispatch(step, layout, hardware),
-        _elementwise(step, layout, hardware),
-        *attention_parts(step, layout, algorithm, hardware),
-        *state_parts(step, layout, algorithm, hardware),
-    ]
+    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
+    layers = Counter(step.layers)
+    return [part.times(layers[one]) for one, parts in one_of.items() for part in parts] + outside
 
 
 def model_flops(step: StepShape) -> float:
@@ -119,68 +125,78 @@ def model_flops(step: StepShape) -> float:
     return step_flops(parameters, tokens, int(step.step_rows * pairs), shape, frozen=frozen)
 
 
-def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the matrix products of one forward and backward, and what tensor ranks move for them.
+def _layer_parts(
+    step: StepShape, layer: StepLayer, layout: Layout, algorithm: Algorithm, hardware: Hardware
+) -> Iterator[StepPart]:
+    """Yield what one layer takes forward and backward, without ZeRO's part in it."""
+    projections = block_projections(step.model, layer.blocks)
+    if step.on_mesh(layout):
+        yield from _on_mesh(mesh_layer(step, layout, hardware))
+    else:
+        products = StepPart("products", _product_seconds(step, projections, layout, hardware))
+        yield products
+        yield from _sums(step, layer.blocks, layout, hardware, products.seconds)
+    if layer.blocks.experts and layout.experts > 1:
+        yield from _dispatch(step, layout, hardware)
+    # The backward of the work between products reads and writes twice as much.
+    elements = step.tokens(layout) * _elements_per_token(step, layout, projections)
+    between = (step.forwards + 2) * 2 * step.element_bytes * elements
+    yield StepPart("elementwise", hardware.memory_seconds(between))
+    if layer.blocks.state:
+        yield from state_parts(step, layout, algorithm, hardware)
+    else:
+        yield from attention_parts(step, layout, algorithm, hardware, layer.window)
 
-    On MeshSlice's mesh transfers pass behind products; and those of a copy behind another's.
-    """
-    if step.slices is None or layout.tensor == 1:
-        *of_layers, head = _products(step, layout, hardware)
-        yield from (*of_layers, head)
-        behind = sum(part.seconds for part in of_layers)
-        yield from _tensor(step, layout, hardware, behind)
-        return
-    for part in mesh_parts(step, layout, step.slices, hardware):
+
+def _outside_parts(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
+    """Yield what embedding, head and loss take forward and backward, without ZeRO's part in it."""
+    tokens, head = step.tokens(layout), head_projection(step.model).on(layout.mesh_columns)
+    if step.on_mesh(layout):
+        yield from _on_mesh(mesh_outside(step, layout, hardware))
+    else:
+        both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
+        yield StepPart("products", sum(both))
+        if layout.tensor > 1:  # the embedding forward, the head's input gradient
+            activations = tokens * step.model.hidden_size * step.element_bytes
+            seconds = 2 * _sum_seconds(step, layout, hardware, activations)
+            yield StepPart("tensor", seconds, bytes=2 * activations)
+            yield from _on_mesh([number_sums(step, layout, hardware, "loss", LOSS_SUMS)])
+    yield StepPart("elementwise", hardware.memory_seconds(LOSS_PASSES * 4 * tokens * head.outputs))
+
+
+def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
+    for part in parts:
         yield StepPart("products", part.computed)
         yield StepPart("tensor", part.moved, part.hidden, part.bytes)
 
 
-def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the matrix products of one forward and backward, the head's last."""
-    model, tokens = step.model, step.tokens(layout)
-    copies = step.copies if layout.tensor > 1 else 1
-    for projections, layers in projections_of_layers(model, step.blocks):
-        forward = backward = 0.0
-        for one in projections:
-            part = one.on(layout.tensor)
-            here = max(1, part.copies // layout.experts)
-            # Each matrix that is here has its rows, in one launch for all.
-            sizes = tokens * part.per_token / (here * copies), part.inputs, part.outputs
-            there, back = (copies * one for one in step.product_seconds(sizes, hardware))
-            spared = (here - 1) * hardware.products.launch_seconds
-            forward += here * there - spared
-            backward += here * back - (1 + step.trained) * spared
-        yield StepPart("products", layers * (step.forwards * forward + backward))
-    head = head_projection(model).on(layout.tensor)
-    both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
-    yield StepPart("products", sum(both))
+def _product_seconds(
+    step: StepShape, projections: Sequence[ProductShape], layout: Layout, hardware: Hardware
+) -> float:
+    """Return the seconds of the matrix products of one layer forward and backward."""
+    tokens, copies = step.tokens(layout), step.copies if layout.tensor > 1 else 1
+    forward = backward = 0.0
+    for one in projections:
+        part = one.on(layout.tensor)
+        here = max(1, part.copies // layout.experts)
+        # Each matrix that is here has its rows, in one launch for all.
+        sizes = tokens * part.per_token / (here * copies), part.inputs, part.outputs
+        there, back = (copies * one for one in step.product_seconds(sizes, hardware))
+        spared = (here - 1) * hardware.products.launch_seconds
+        forward += here * there - spared
+        backward += here * back - (1 + step.trained) * spared
+    return step.forwards * forward + backward
 
 
 def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the transfers of tokens to the ranks that hold their experts, and back, where ranks
-    divide experts; nothing hides them. All choices are taken to be equally likely."""
-    if layout.experts == 1:
-        return
+    """Yield the transfers of tokens to the ranks that hold a layer's experts, and back; nothing
+    hides them. All choices are taken to be equally likely."""
     spread = Spread.of(layout, EXPERTS, hardware.ranks_per_host)
     rows = RoutedRows.likely(step.model, step.tokens(layout), layout.experts)
     sizes = RowSizes.of(step.model, step.element_bytes)
     for one in exchanges(rows, sizes, layout.experts, step.forwards):
         seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
-        layers = sum(layer.experts for layer in step.layers)
-        yield StepPart("experts", seconds, bytes=one.bytes).times(layers)
-
-
-def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPart:
-    """Return the work between products, which memory bounds."""
-    tokens = step.tokens(layout)
-    elements = sum(
-        layers * _elements_per_token(step, layout, projections)
-        for projections, layers in projections_of_layers(step.model, step.blocks)
-    )
-    # Its backward reads and writes twice as much.
-    between = (step.forwards + 2) * 2 * step.element_bytes * tokens * elements
-    logits = LOSS_PASSES * 4 * tokens * head_projection(step.model).on(layout.mesh_columns).outputs
-    return StepPart("elementwise", hardware.memory_seconds(between + logits))
+        yield StepPart("experts", seconds, bytes=one.bytes)
 
 
 def _elements_per_token(
@@ -196,43 +212,41 @@ def _elements_per_token(
     into = [one for one in projections if one.splits == "outputs"]
     heads = sum(one.outputs for one in into if one.unit > 1)
     inner = sum(one.on(tensor).outputs * one.per_token for one in into if one.unit == 1)
-    divided = step.use_seq_parallel or step.slices is not None
+    divided = step.use_seq_parallel or step.on_mesh(layout)
     outside = 8 * model.hidden_size / (tensor if divided else 1)
     return outside + 3 * heads / tensor + 2 * inner
 
 
-def _tensor(
-    step: StepShape, layout: Layout, hardware: Hardware, behind: float
+def _sums(
+    step: StepShape, blocks: Blocks, layout: Layout, hardware: Hardware, behind: float
 ) -> Iterator[StepPart]:
-    """Yield the transfers of Megatron's tensor parallelism. behind: seconds of layers' products.
-
-    Each layer sums activations over the tensor ranks as `_sums_of` says, the embedding once
-    forward, the head's input gradient once. Under use_seq_parallel a sum is a reduce-scatter and an
-    all-gather of the same bytes.
+    """Yield the transfers of Megatron's tensor parallelism in a layer. behind: seconds of its
+    products.
 
     Of n copies by turns all but one pass behind products, or products behind them: that a layer's
     blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
-    hosts is not begun and awaited apart.
+    hosts is not begun and awaited apart. Ranks that share a head of a fused projection gather it.
     """
     if layout.tensor == 1:
         return
-    spread, copies = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host), step.copies
+    count, copies = _sums_of(step, blocks), step.copies
     activations = step.tokens(layout) * step.model.hidden_size * step.element_bytes
-
-    def sum_seconds(of_bytes: float) -> float:
-        ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
-        if step.use_seq_parallel:
-            return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
-        return hardware.collective_seconds("all_reduce", of_bytes, spread)
-
-    count = sum(_sums_of(step, blocks) for blocks in step.blocks)
-    blocks = count * copies * sum_seconds(activations / copies)
+    seconds = count * copies * _sum_seconds(step, layout, hardware, activations / copies)
+    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
     apart = not (step.use_seq_parallel and spread.by_host)
-    hidden = apart * hardware.hide * (1 - 1 / copies) * min(blocks, behind)
-    yield StepPart("tensor", blocks, hidden, count * activations)
-    yield StepPart("tensor", 2 * sum_seconds(activations), bytes=2 * activations)
-    for part in token_sums(step, layout, hardware):
-        yield StepPart("tensor", part.moved, bytes=part.bytes)
+    hidden = apart * hardware.hide * (1 - 1 / copies) * min(seconds, behind)
+    yield StepPart("tensor", seconds, hidden, count * activations)
+    yield from _on_mesh(gathered_heads(step, layout, hardware))
+
+
+def _sum_seconds(step: StepShape, layout: Layout, hardware: Hardware, of_bytes: float) -> float:
+    """Return the seconds of a sum over tensor ranks, which under use_seq_parallel is a
+    reduce-scatter and an all-gather of the same bytes."""
+    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
+    ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
+    if step.use_seq_parallel:
+        return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
+    return hardware.collective_seconds("all_reduce", of_bytes, spread)
 
 
 def _sums_of(step: StepShape, blocks: Blocks) -> float:
@@ -391,20 +405,29 @@ def least_seconds(
 
 
 def _parts_apart(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo | None
 ) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-    """Return what `_apart` does; neither replicas nor stages change what a rank does with a
-    micro-batch."""
+    """Return what one forward and backward takes in a layer of each kind, and outside of the
+    layers, by part; neither replicas nor stages change what a rank does with a micro-batch."""
     degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
     ranks = layout.data * layout.pipeline, layout.experts, algorithm
     chunks = step.schedule.chunks if layout.pipeline > 1 else 1
     runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt, chunks
     slices = None if step.slices is None else tuple(step.slices)
-    return _once(
-        memo,
-        ("apart", *degrees, *ranks, *runs, slices),
-        lambda: _apart(step, layout, algorithm, hardware),
-    )
+
+    def by_name(parts: Iterable[StepPart]) -> list[StepPart]:
+        return [*StepTime(tuple(parts)).by_name.values()]
+
+    def apart() -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
+        # Those with attention and with experts come first, which have most parts.
+        kinds = sorted({*step.layers}, key=lambda one: (one.blocks.state, -one.blocks.experts))
+        one_of = {
+            one: by_name(_layer_parts(step, one, layout, algorithm, hardware)) for one in kinds
+        }
+        return one_of, by_name(_outside_parts(step, layout, hardware))
+
+    key = "apart", *degrees, *ranks, *runs, slices
+    return apart() if memo is None else _once(memo, key, apart)
 
 
 def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:
@@ -413,28 +436,6 @@ def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:
         memo[key] = make()
     found: Priced = memo[key]
     return found
-
-
-def _apart(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-    """Return what one forward and backward takes in a layer of each kind, and outside of the
-    layers, by part."""
-
-    def whole(*layers: StepLayer) -> dict[str, StepPart]:
-        model = replace(step.model, layers=len(layers))
-        experts = [one.experts for one in layers]
-        few = replace(step, model=model, windows=[one.window for one in layers], experts=experts)
-        return StepTime(tuple(forward_and_backward(few, layout, algorithm, hardware))).by_name
-
-    without = whole()
-    less = {name: part.times(-1) for name, part in without.items()}
-    each = {layer: whole(layer).values() for layer in dict.fromkeys(step.layers)}
-    none = StepPart("", 0.0)
-    return {
-        layer: [part.plus(less.get(part.name, none)) for part in parts]
-        for layer, parts in each.items()
-    }, [*without.values()]
 
 
 def _hiding_seconds(parts: Sequence[StepPart]) -> float:

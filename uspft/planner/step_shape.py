@@ -81,7 +81,7 @@ class StepLayer(NamedTuple):
 
     window: int | None
     """The sliding window; None where it sees all, NO_KEYS where it has a state."""
-    experts: bool
+    blocks: Blocks
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,6 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
-    experts: Sequence[bool] | None = None
-    """Whether each layer has experts; None: as the model's config says."""
 
     def of_window(self, window: int | None) -> StepShape:
         """Return the step of a model all of whose layers are as those with a window."""
@@ -134,15 +132,13 @@ class StepShape:
         return self if model is self.model else replace(self, model=model)
 
     @property
-    def blocks(self) -> tuple[Blocks, ...]:
-        """What each layer has."""
-        return layer_blocks(self.model, self.windows, self.experts)
-
-    @property
     def layers(self) -> tuple[StepLayer, ...]:
         """What each layer is, as far as time is concerned."""
-        experts = (one.experts for one in self.blocks)
-        return tuple(map(StepLayer, self.windows, experts))
+        return tuple(map(StepLayer, self.windows, layer_blocks(self.model, self.windows)))
+
+    def on_mesh(self, layout: Layout) -> bool:
+        """Tell whether matrices are split by MeshSlice, and not in Megatron's way."""
+        return self.slices is not None and layout.tensor > 1
 
     @property
     def hides(self) -> bool:

@@ -387,8 +387,8 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     several = sorted(ways(ranks, space, _beyond).legal, key=lambda way: way.layout.pipeline)
     first, blocks = own, [_block(own, way) for way in several]
     if own.row_ranks == 1 and own.pipeline_stage == 1:
-        tensor, how = own.model_parallel, {"blocks": own.on_a_mesh, "experts": own.expert_parallel}
-        layout = Layout(tensor, data=ranks // tensor, **how)
+        tensor, experts = own.model_parallel, own.expert_parallel
+        layout = Layout(tensor, data=ranks // tensor, blocks=own.on_a_mesh, experts=experts)
         first = _block(own, Way(layout, WHOLE, own.use_seq_parallel and tensor > 1))
     if own.strategies:
         first, blocks = own, [alike(block) for block in (first, *blocks)]
