@@ -11,6 +11,8 @@ from pathlib import Path
 from uspft.commands.plan_pages import (
     LEGEND,
     as_data,
+    as_picture,
+    in_characters,
     layouts_table,
     left_out_lines,
     machine_line,
@@ -18,8 +20,8 @@ from uspft.commands.plan_pages import (
     shown,
     shown_seconds,
     switching_lines,
+    timeline_of,
 )
-from uspft.commands.plan_timeline import as_picture, in_characters, timeline_of
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
 from uspft.config.messages import aligned, closest

@@ -21,7 +21,7 @@ from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
-from uspft.planner.attention_work import DrawnRows, is_whole
+from uspft.planner.attention_step import is_whole
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
     USABLE_SHARE,
@@ -38,7 +38,7 @@ from uspft.planner.options import Options
 from uspft.planner.stage_memory import PassBytes
 from uspft.planner.stages import as_many, estimated, simulated
 from uspft.planner.state import State
-from uspft.planner.step_shape import StepShape, StepTime
+from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 from uspft.sequence import Algorithm

@@ -29,10 +29,9 @@ from uspft.pipeline.schedules import (
 )
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware, Spread
 from uspft.planner.products import block_projections, head_projection, step_flops
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import DrawnRows, StepShape
 from uspft.planner.trained import StageLayers
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut

@@ -16,7 +16,6 @@ from uspft.layout import ALIKE, COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.attention_step import attention_parts, state_parts
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.machine import Collective, Hardware, Spread
@@ -46,7 +45,7 @@ from uspft.planner.stages import (
     stage_layers,
     stages_of,
 )
-from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime, seconds_of
+from uspft.planner.step_shape import DrawnRows, StepLayer, StepPart, StepShape, StepTime, seconds_of
 from uspft.sequence import Algorithm
 
 Priced = TypeVar("Priced")

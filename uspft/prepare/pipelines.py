@@ -15,8 +15,8 @@ from uspft.families import FAMILIES, NO_KEYS, layer_windows
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, fits, offset, stated
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.stages import chunk_multiple, cut_by_flops, stages_of
+from uspft.planner.step_shape import DrawnRows
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
 

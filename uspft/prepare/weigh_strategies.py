@@ -12,9 +12,9 @@ from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data import first_look, prepared, training_rows
 from uspft.launcher import Meeting, host_memory
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.options import options_of
 from uspft.planner.stages import schedule_of
+from uspft.planner.step_shape import DrawnRows
 from uspft.prepare.data import cache_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation

@@ -20,7 +20,6 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
 from uspft.planner.attention_step import attention_one_way
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.planner.products import met_parameters, step_flops
 from uspft.planner.row_time import chunk_prices, row_time
@@ -43,7 +42,7 @@ from uspft.planner.step import (
     step_time,
     stored_bytes,
 )
-from uspft.planner.step_shape import StepShape, StepTime
+from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
 from uspft.planner.trained import counts_of
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
