@@ -35,6 +35,7 @@ from uspft.planner.memory import (
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
+from uspft.planner.row_time import Memo
 from uspft.planner.stage_memory import PassBytes
 from uspft.planner.stages import as_many, estimated, simulated
 from uspft.planner.state import State
@@ -70,7 +71,7 @@ class Ranked:
     """Whether it is the recipe's."""
     closely: bool = False
     """Whether a pipeline's schedule is run action by action."""
-    memo: price.Memo = field(default_factory=dict, repr=False, compare=False)
+    memo: Memo = field(default_factory=Memo, repr=False, compare=False)
     """What has been worked out of other ways' steps."""
 
     @cached_property
@@ -202,7 +203,7 @@ def ranked(
     own: bool = False,
     needs_of: Needs | None = None,
     closely: bool = True,
-    memo: price.Memo | None = None,
+    memo: Memo | None = None,
 ) -> Ranked:
     """Return a way with what a step takes and needs.
 
@@ -211,7 +212,7 @@ def ranked(
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
-    memo = {} if memo is None else memo
+    memo = Memo() if memo is None else memo
     if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
         again = options.checkpointing and options.first_layers is None
         dealt = price.dealt_stages(shape, way.layout, again, memo)
@@ -246,7 +247,7 @@ def ranking(
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
     needs, search = Needs(step.model, step.row.length, saving), replace(step, dealt=False)
-    memo: price.Memo = {}
+    memo = Memo()
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
         asked = {"own": way == own, "closely": closely or way == own}

@@ -7,35 +7,22 @@ most tokens, most heads and most pairs of query and key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from uspft.families import NO_KEYS, Blocks
-from uspft.layout import ALIKE, COPIES, EXPERTS, Layout
+from uspft.families import NO_KEYS
+from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
-from uspft.planner.attention_step import attention_parts, state_parts
-from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
-from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.machine import Collective, Hardware, Spread
-from uspft.planner.mesh import (
-    LOSS_SUMS,
-    MeshPart,
-    gathered_heads,
-    mesh_layer,
-    mesh_outside,
-    number_sums,
-)
 from uspft.planner.products import (
-    SHARED_EXPERT,
-    ProductShape,
-    block_projections,
     head_projection,
     met_parameters,
     parameters_of,
     step_flops,
 )
+from uspft.planner.row_time import Memo, forward_and_backward, parts_apart
 from uspft.planner.stages import (
     PipelineCosts,
     PipelineWaits,
@@ -48,8 +35,6 @@ from uspft.planner.stages import (
 from uspft.planner.step_shape import DrawnRows, StepLayer, StepPart, StepShape, StepTime, seconds_of
 from uspft.sequence import Algorithm
 
-Priced = TypeVar("Priced")
-
 NOT_PREDICTED = (
     "the time of offloading and MLPs in tiles",
     "host time: Python, reading data, launches that a device waits for",
@@ -59,12 +44,6 @@ HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
 ROUNDING = 1e-9
 """By how much sums of the same seconds in another order may differ, as a share."""
-LOSS_PASSES = 8
-"""Times that a tile of logits in float32 is read or written (model/loss.py)."""
-
-
-Memo = dict[Hashable, Any]
-"""What parts of a step take, by all that they depend on beside the step and the machine."""
 WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
 """A function that says what a number of micro-batches wait for in a pipeline."""
 
@@ -92,23 +71,6 @@ def step_time(
     return StepTime((*parts, *hidden_behind(step, [summed], passes * behind), *others))
 
 
-def forward_and_backward(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    memo: Memo | None = None,
-) -> list[StepPart]:
-    """Return what one forward and backward of `step.rows` rows takes, without ZeRO's part in it.
-
-    Attention is that of the row's documents. With 0 rows it is what a pass takes beside its rows,
-    reading every weight included. memo: as of step_time.
-    """
-    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
-    layers = Counter(step.layers)
-    return [part.times(layers[one]) for one, parts in one_of.items() for part in parts] + outside
-
-
 def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
@@ -122,150 +84,6 @@ def model_flops(step: StepShape) -> float:
     shape = (1, model.heads, 1)  # pairs have all layers and features
     frozen = int((1 - step.trained) * parameters)
     return step_flops(parameters, tokens, int(step.step_rows * pairs), shape, frozen=frozen)
-
-
-def _layer_parts(
-    step: StepShape, layer: StepLayer, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> Iterator[StepPart]:
-    """Yield what one layer takes forward and backward, without ZeRO's part in it."""
-    projections = block_projections(step.model, layer.blocks)
-    if step.on_mesh(layout):
-        yield from _on_mesh(mesh_layer(step, layout, hardware))
-    else:
-        products = StepPart("products", _product_seconds(step, projections, layout, hardware))
-        yield products
-        yield from _sums(step, layer.blocks, layout, hardware, products.seconds)
-    if layer.blocks.experts and layout.experts > 1:
-        yield from _dispatch(step, layout, hardware)
-    # The backward of the work between products reads and writes twice as much.
-    elements = step.tokens(layout) * _elements_per_token(step, layout, projections)
-    between = (step.forwards + 2) * 2 * step.element_bytes * elements
-    yield StepPart("elementwise", hardware.memory_seconds(between))
-    if layer.blocks.state:
-        yield from state_parts(step, layout, algorithm, hardware)
-    else:
-        yield from attention_parts(step, layout, algorithm, hardware, layer.window)
-
-
-def _outside_parts(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield what embedding, head and loss take forward and backward, without ZeRO's part in it."""
-    tokens, head = step.tokens(layout), head_projection(step.model).on(layout.mesh_columns)
-    if step.on_mesh(layout):
-        yield from _on_mesh(mesh_outside(step, layout, hardware))
-    else:
-        both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
-        yield StepPart("products", sum(both))
-        if layout.tensor > 1:  # the embedding forward, the head's input gradient
-            activations = tokens * step.model.hidden_size * step.element_bytes
-            seconds = 2 * _sum_seconds(step, layout, hardware, activations)
-            yield StepPart("tensor", seconds, bytes=2 * activations)
-            yield from _on_mesh([number_sums(step, layout, hardware, "loss", LOSS_SUMS)])
-    yield StepPart("elementwise", hardware.memory_seconds(LOSS_PASSES * 4 * tokens * head.outputs))
-
-
-def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
-    for part in parts:
-        yield StepPart("products", part.computed)
-        yield StepPart("tensor", part.moved, part.hidden, part.bytes)
-
-
-def _product_seconds(
-    step: StepShape, projections: Sequence[ProductShape], layout: Layout, hardware: Hardware
-) -> float:
-    """Return the seconds of the matrix products of one layer forward and backward."""
-    tokens, copies = step.tokens(layout), step.copies if layout.tensor > 1 else 1
-    forward = backward = 0.0
-    for one in projections:
-        part = one.on(layout.tensor)
-        here = max(1, part.copies // layout.experts)
-        # Each matrix that is here has its rows, in one launch for all.
-        sizes = tokens * part.per_token / (here * copies), part.inputs, part.outputs
-        there, back = (copies * one for one in step.product_seconds(sizes, hardware))
-        spared = (here - 1) * hardware.products.launch_seconds
-        forward += here * there - spared
-        backward += here * back - (1 + step.trained) * spared
-    return step.forwards * forward + backward
-
-
-def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the transfers of tokens to the ranks that hold a layer's experts, and back; nothing
-    hides them. All choices are taken to be equally likely."""
-    spread = Spread.of(layout, EXPERTS, hardware.ranks_per_host)
-    rows = RoutedRows.likely(step.model, step.tokens(layout), layout.experts)
-    sizes = RowSizes.of(step.model, step.element_bytes)
-    for one in exchanges(rows, sizes, layout.experts, step.forwards):
-        seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
-        yield StepPart("experts", seconds, bytes=one.bytes)
-
-
-def _elements_per_token(
-    step: StepShape, layout: Layout, projections: Sequence[ProductShape]
-) -> float:
-    """Return how many elements a layer with these projections makes of a token on a tensor rank.
-
-    They are norms and residuals, which Megatron's ranks divide under use_seq_parallel alone; q, k,
-    v before and after rotation, or what goes into a rule before and after its convolution; and the
-    inside of the MLP.
-    """
-    model, tensor = step.model, layout.mesh_columns
-    into = [one for one in projections if one.splits == "outputs"]
-    heads = sum(one.outputs for one in into if one.unit > 1)
-    inner = sum(one.on(tensor).outputs * one.per_token for one in into if one.unit == 1)
-    divided = step.use_seq_parallel or step.on_mesh(layout)
-    outside = 8 * model.hidden_size / (tensor if divided else 1)
-    return outside + 3 * heads / tensor + 2 * inner
-
-
-def _sums(
-    step: StepShape, blocks: Blocks, layout: Layout, hardware: Hardware, behind: float
-) -> Iterator[StepPart]:
-    """Yield the transfers of Megatron's tensor parallelism in a layer. behind: seconds of its
-    products.
-
-    Of n copies by turns all but one pass behind products, or products behind them: that a layer's
-    blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
-    hosts is not begun and awaited apart. Ranks that share a head of a fused projection gather it.
-    """
-    if layout.tensor == 1:
-        return
-    count, copies = _sums_of(step, blocks), step.copies
-    activations = step.tokens(layout) * step.model.hidden_size * step.element_bytes
-    seconds = count * copies * _sum_seconds(step, layout, hardware, activations / copies)
-    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    apart = not (step.use_seq_parallel and spread.by_host)
-    hidden = apart * hardware.hide * (1 - 1 / copies) * min(seconds, behind)
-    yield StepPart("tensor", seconds, hidden, count * activations)
-    yield from _on_mesh(gathered_heads(step, layout, hardware))
-
-
-def _sum_seconds(step: StepShape, layout: Layout, hardware: Hardware, of_bytes: float) -> float:
-    """Return the seconds of a sum over tensor ranks, which under use_seq_parallel is a
-    reduce-scatter and an all-gather of the same bytes."""
-    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
-    if step.use_seq_parallel:
-        return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
-    return hardware.collective_seconds("all_reduce", of_bytes, spread)
-
-
-def _sums_of(step: StepShape, blocks: Blocks) -> float:
-    """Return how often a layer sums activations over tensor ranks: behind attention, behind its MLP
-    or its experts, and behind what every token meets beside these; as often backward.
-
-    A forward that is run again ends before the last of them where nothing behind it is kept, which
-    a norm would be, and a gate of a shared expert; but tokens that are split come together again.
-    With groups of heads they do so once more, in the backward, where a layer is two functions
-    (model/head_groups.py); an MLP in tiles there has its own come together once more too where the
-    layer is not run again.
-    """
-    kind, shared = layer_kind(step.model), blocks.experts and step.model.shared_features > 0
-    halves = step.attention.at_once and step.use_seq_parallel and not kind.norms.behind_attention
-    in_tiles = step.tiles and not blocks.experts and not step.recompute
-    gathers = (not (kind.gated or blocks.state)) + in_tiles if halves else 0
-    every = 3 if shared else 2
-    ends = kind.norms.behind_mlp or (shared and kind.shared == SHARED_EXPERT)
-    spared = 0.0 if ends else 0.5 if step.use_seq_parallel else 1.0
-    return every * (step.forwards + 1) - spared * (step.forwards - 1) + 0.5 * gathers
 
 
 def _pipeline_time(
@@ -309,10 +127,10 @@ def pipeline_costs(
     ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step. memo:
     as of step_time.
     """
-    memo = {} if memo is None else memo
+    memo = Memo() if memo is None else memo
     stages = dealt_stages(step, layout, step.recompute, memo)
-    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
-    by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, step.layers))
+    one_of, outside = parts_apart(step, layout, algorithm, hardware, memo)
+    by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
     held = layout.mesh_rows, layout.mesh_columns, layout.experts, stages
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
     for rank, kind in enumerate(by_rank):
@@ -321,7 +139,7 @@ def pipeline_costs(
         layers, _, last = kind
         parts = [part.times(n) for layer, n in layers for part in one_of[layer]] + outside * last
         key = "stored", *held, rank, step.gradient_bytes
-        stored = _once(memo, key, partial(stored_bytes, step, layout, stages, rank))
+        stored = memo.once(key, partial(stored_bytes, step, layout, stages, rank))
         moved, fetched = list[StepPart](), list[StepPart]()
         for part in zero_in_each_pass(step, layout, hardware, stored):
             (fetched if part.name == "weights" else moved).append(part)
@@ -353,8 +171,7 @@ def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> St
     nothing. again: whether layers run forward once more. memo: as of step_time."""
     rows = step.sample or DrawnRows((step.row,))
     asked = step.windows, rows, layout.pipeline, step.schedule
-    return _once(
-        memo,
+    return memo.once(
         ("stages", layout.pipeline, step.schedule, again),
         lambda: stages_of(step.model, *asked, again=again),
     )
@@ -386,12 +203,12 @@ def least_seconds(
     The rank that has most to do has the mean of all at least, and each waits while the first
     micro-batch goes through the others. memo: as of step_time.
     """
-    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
+    one_of, outside = parts_apart(step, layout, algorithm, hardware, memo)
 
     def every() -> float:
         return sum(seconds_of(one_of[layer]) for layer in step.layers) + seconds_of(outside)
 
-    whole = _once(memo, ("whole", id(one_of)), every)
+    whole = memo.once(("whole", id(one_of)), every)
     if step.stage == 3:  # nothing hides what fetches the weights
         stored = parameters_of(step.model, layout.mesh_columns)
         rest = stored.layers / layout.mesh_rows - (layout.experts > 1) * stored.experts
@@ -401,40 +218,6 @@ def least_seconds(
         whole += 2 * step.model.layers * fetched
     mean, parts = whole / layout.pipeline, step.schedule.virtual * step.schedule.chunks
     return (step.passes(layout) * mean + (whole - mean) / parts) * (1 - ROUNDING)
-
-
-def _parts_apart(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo | None
-) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-    """Return what one forward and backward takes in a layer of each kind, and outside of the
-    layers, by part; neither replicas nor stages change what a rank does with a micro-batch."""
-    degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
-    ranks = layout.data * layout.pipeline, layout.experts, algorithm
-    chunks = step.schedule.chunks if layout.pipeline > 1 else 1
-    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt, chunks
-    slices = None if step.slices is None else tuple(step.slices)
-
-    def by_name(parts: Iterable[StepPart]) -> list[StepPart]:
-        return [*StepTime(tuple(parts)).by_name.values()]
-
-    def apart() -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-        # Those with attention and with experts come first, which have most parts.
-        kinds = sorted({*step.layers}, key=lambda one: (one.blocks.state, -one.blocks.experts))
-        one_of = {
-            one: by_name(_layer_parts(step, one, layout, algorithm, hardware)) for one in kinds
-        }
-        return one_of, by_name(_outside_parts(step, layout, hardware))
-
-    key = "apart", *degrees, *ranks, *runs, slices
-    return apart() if memo is None else _once(memo, key, apart)
-
-
-def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:
-    """Return what make() gave the first time that key was asked for."""
-    if key not in memo:
-        memo[key] = make()
-    found: Priced = memo[key]
-    return found
 
 
 def _hiding_seconds(parts: Sequence[StepPart]) -> float:
@@ -485,6 +268,17 @@ def zero_in_each_pass(
         found.append(StepPart("gradients", pieces * summed, bytes=gradients))
         found.append(StepPart("weights", 2 * pieces * gathered, bytes=2 * weights))
     return found
+
+
+def micro_step_seconds(
+    step: StepShape, stored: Layout, hardware: Hardware, behind: float = 0.0
+) -> float:
+    """Return the seconds that ZeRO takes in each forward and backward of all ranks.
+
+    stored: the layout in which ranks store the parameters. behind: seconds of products that hide
+    transfers under overlap_comm.
+    """
+    return seconds_of(hidden_behind(step, zero_in_each_pass(step, stored, hardware), behind))
 
 
 def zero_once(

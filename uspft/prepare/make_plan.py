@@ -17,8 +17,9 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory import row_memory
 from uspft.planner.options import RECOMPUTES, options_of
 from uspft.planner.rank import Ranking, ranking
-from uspft.planner.row_time import chunk_prices, micro_step_seconds, row_time
+from uspft.planner.row_time import chunk_prices, row_time
 from uspft.planner.stages import schedule_of
+from uspft.planner.step import micro_step_seconds
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.examine import Examined, examine
