@@ -1,7 +1,5 @@
-"""What `plan` prints of an order of layouts, and of several layouts in one step; and the timeline of
-a pipeline, in characters and as a picture: what each rank does when in a step, and what it holds at
-its peak.
-"""
+"""What `plan` prints of an order of layouts, and of several layouts in one step; and the timeline
+of a pipeline, in characters and as a picture: what each rank does when, and holds at its peak."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from uspft.planner.machine import Hardware, Spread
 from uspft.planner.stages import cut_by_flops
 from uspft.planner.step_shape import DrawnRows, StepPart, StepShape
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
+from uspft.sequence import ONCE, Algorithm, Cost, Forwards, Heads, Traffic
 from uspft.sequence.rows.balance import MAX_IMBALANCE
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Share, everyones
@@ -163,23 +163,17 @@ def state_parts(
     mine, again = sizes.on(layout.mesh_columns), step.attention
     values = split_heads(mine.values, mine.keys, layout.ulysses).query
     most = max(last - first for first, last in values)
-    one = _rule_seconds(step, mine, step.tokens(layout) * layout.ulysses * most, hardware)
+    heads, key, chunk = step.tokens(layout) * layout.ulysses * most, mine.key_dim, CHUNK_TOKENS
+    width = 2 * chunk + chunk * (key + 2 * mine.value_dim) / key + 3 * mine.value_dim
+    one = hardware.product_seconds(heads, key, width, step.element_bytes)
     summary = SUMMARY_WORK if layout.ring > 1 else 0.0
     rule = (again.keys * (1 + summary) + BACKWARD_WORK) * one
     yield StepPart("states", rule)
     forward, backward = _state_work(step, algorithm, mine)
-    for cost, heads, keys in ((forward, again.heads, again.keys), (backward, 1, 1)):
+    for cost, often in ((forward, again), (backward, ONCE)):
         moved = wire_of(cost, layout, hardware, step.rows)
-        yield moved["states"].times(keys)
-        yield moved["all_to_all"].times(heads)
-
-
-def _rule_seconds(step: StepShape, sizes: StateSizes, heads: float, hardware: Hardware) -> float:
-    """Return the seconds of the rule's products of one forward. heads: value heads of all tokens
-    of a rank."""
-    key, value, chunk = sizes.key_dim, sizes.value_dim, CHUNK_TOKENS
-    width = 2 * chunk + (chunk * (key + value) + chunk * value) / key + 3 * value
-    return hardware.product_seconds(heads, key, width, step.element_bytes)
+        yield moved["states"].times(often.keys)
+        yield moved["all_to_all"].times(often.heads)
 
 
 def _state_work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> tuple[Cost, Cost]:

@@ -82,7 +82,9 @@ def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list
     outputs. experts: whether of a layer that has them; None: where the model has any."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
-    gated = 1 + has_gated_heads(shape)
+    table = FAMILIES[shape.model_type].projections
+    # As many features beside queries gate what heads attend to.
+    gated = 1 + ("self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks)
     keys = 0 if shape.borrows_keys else kv_heads
     values = 0 if shape.keys_are_values else keys
     found = [
@@ -120,12 +122,6 @@ def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
         return layer_projections(shape, experts=False)[-1].on(tensor).inputs
     shared = [one for one in shared_projections(shape).values() if one.splits == "inputs"]
     return sum(one.on(tensor).inputs for one in shared)
-
-
-def has_gated_heads(shape: ModelShape) -> bool:
-    """Tell whether the query projection makes as many features that gate what heads attend to."""
-    table = FAMILIES[shape.model_type].projections
-    return "self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks
 
 
 def state_projections(shape: ModelShape) -> dict[str, ProductShape]:

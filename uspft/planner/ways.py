@@ -255,12 +255,12 @@ def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) 
     def why_not(way: Way) -> str | None:
         layout = way.layout
         heads = local_heads(model, layout.mesh_columns)
-        if reason := (
-            why_no_stages(model, way)
-            or why_no_matrices(model, layout)
-            or why_no_experts(model, way)
-        ):
+        if reason := why_no_stages(model, way) or why_no_matrices(model, layout):
             return reason
+        if model.experts % layout.experts:
+            return "the experts do not divide by the ranks that are to hold them"
+        if layout.experts > 1 and way.stage == 0:
+            return "ZeRO-0 is not available beside experts that ranks divide"
         if heads.query < layout.ulysses:
             return "more ranks exchange heads than there are heads"
         if way.algorithm(step, ranks_per_host).problems(tokens, heads):
@@ -284,9 +284,7 @@ def why_no_stages(model: ModelShape, way: Way) -> str | None:
         return f"stages of {model.model_type} are not available"
     if model.joined_layers:
         return f"stages of {model.joined_layers} are not available"
-    if way.stage == 0:
-        return "ZeRO-0 is not available beside stages"
-    return None
+    return "ZeRO-0 is not available beside stages" if way.stage == 0 else None
 
 
 def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
@@ -306,16 +304,6 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
         if any(model.hidden_size % side for side in sides):
             return "the hidden size does not divide by the mesh"
     return None
-
-
-def why_no_experts(model: ModelShape, way: Way) -> str | None:
-    """Return why ranks cannot divide a model's experts as a way does, or None where they can."""
-    degree = way.layout.experts
-    if degree == 1:
-        return None
-    if model.experts % degree:
-        return "the experts do not divide by the ranks that are to hold them"
-    return None if way.stage else "ZeRO-0 is not available beside experts that ranks divide"
 
 
 def _divisors(number: int, among: Collection[int] | None = None) -> Sequence[int]:
