@@ -9,9 +9,9 @@ vocabulary over mesh columns and hidden features over mesh rows. A head's produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import gcd
 from typing import Literal, NamedTuple
 
 from uspft.families import ModelShape
@@ -22,10 +22,8 @@ from uspft.planner.products import (
     gathered_elements,
     head_projection,
     layer_projections,
-    why_not_split,
 )
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
-from uspft.tensor.meshslice import MeshSlice
 
 Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]
@@ -277,19 +275,15 @@ def gathered_heads(step: StepShape, layout: Layout, hardware: Hardware) -> Itera
         yield MeshPart("heads", seconds, bytes=heads).times(step.forwards + 1)
 
 
-def mesh_outside(step: StepShape, layout: Layout, hardware: Hardware) -> list[MeshPart]:
-    """Return the parts of embedding, last norm, head and loss, forward and backward."""
-    each = ("norms", 2), ("loss", LOSS_SUMS)
-    sums = [number_sums(step, layout, hardware, *one) for one in each]
-    return [*sums, *_tables(step, layout, hardware)]
+def mesh_outside(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
+    """Yield the parts of last norm, loss, embedding and head, of which nothing is sliced and
+    nothing hidden.
 
-
-def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
-    """Yield embedding and head, of which nothing is sliced and nothing hidden.
-
-    Both gather their weight over mesh rows. The embedding's tokens are summed over mesh columns,
-    where each rank has found some of them; the head's come from there.
+    Embedding and head gather their weight over mesh rows. The embedding's tokens are summed over
+    mesh columns, where each rank has found some of them; the head's come from there.
     """
+    for sums, count in (("norms", 2), ("loss", LOSS_SUMS)):
+        yield number_sums(step, layout, hardware, sums, count)
     tokens, size = step.tokens(layout), step.element_bytes
     part = head_projection(step.model).on(layout.mesh_columns)
     whole = {
@@ -327,95 +321,34 @@ def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Mes
 MIN_BLOCK = 8
 """Features of the least contiguous block that a slice is made of."""
 
-WhyNoMesh = Callable[[tuple[int, int]], str | None]
-"""A function that says what speaks against so many mesh rows and mesh columns, or None."""
 
-
-@dataclass(frozen=True)
-class TunedMesh:
-    """A mesh with the slices that suit it, and the seconds of one forward and backward on it.
+class TunedMesh(NamedTuple):
+    """The slices that suit a mesh, and the seconds of one forward and backward on it.
 
     Attention, ZeRO, and what memory bounds between products are not in these seconds.
     """
 
-    layout: Layout
     slices: tuple[int, ...]
     """Of each of a layer's products: qkv, out, gate_up, down."""
     seconds: float
     whole_seconds: float
     """The seconds with one slice of each product."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Mesh rows and mesh columns."""
-        return self.layout.mesh_rows, self.layout.mesh_columns
-
-    @property
-    def name(self) -> str:
-        return "{} × {}".format(*self.shape)
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The meshes of some ranks, the fastest first, and why others were not tried."""
-
-    tried: tuple[TunedMesh, ...]
-    refused: tuple[str, ...]
-    not_kept: tuple[str, ...]
-    """What the rule of the largest matrix would have kept otherwise."""
-
-
-def tune(
-    step: StepShape,
-    degrees: tuple[int, int, int],
-    hardware: Hardware,
-    *,
-    slices: Sequence[int] | None = None,
-    why_not: WhyNoMesh | None = None,
-) -> Tuning:
-    """Return every mesh of the ranks that hold a matrix, each with the slices that suit it.
-
-    All meshes and slices are looked at, which takes milliseconds: on one mesh the slices of a
-    product do not depend on those of another. degrees: model_parallel, context_parallel and
-    data_parallel. slices: those that are asked for. why_not: what else speaks against a mesh.
-    """
-    degree, context, data = degrees
-    tried, refused = [], []
-    for rows in (n for n in range(1, degree + 1) if degree % n == 0):
-        shape = rows, degree // rows
-        why = why_no_mesh(step.model, shape, slices or (1,) * 4)
-        if why or (why_not and (why := why_not(shape))):
-            refused.append(f"{rows} × {shape[1]}: {why}")
-            continue
-        layout = Layout(shape[1], ring=rows * context, data=data, mesh_rows=rows)
-        tried.append(tuned(step, layout, hardware, slices))
-    tokens = step.rows * step.row.length / context
-    fastest = sorted(tried, key=lambda mesh: mesh.seconds)
-    not_kept = why_not_kept(mesh_products(step.model), tokens) if tried else []
-    return Tuning(tuple(fastest), tuple(refused), tuple(not_kept))
-
-
-def why_no_mesh(
-    model: ModelShape, shape: tuple[int, int], slices: Sequence[int] = (1, 1, 1, 1)
-) -> str | None:
-    """Return why a model's matrices cannot be split over a mesh, or None where they can."""
-    if reason := why_not_split(model, mesh=True):
-        return reason
-    algorithm = MeshSlice(prod(shape), shape, tuple(slices))  # type: ignore[arg-type]
-    wrong = algorithm.problems(model.heads, model.kv_heads, model.hidden_size)
-    return wrong[0][1] if wrong else None
-
 
 def tuned(
     step: StepShape, layout: Layout, hardware: Hardware, asked: Sequence[int] | None = None
 ) -> TunedMesh:
-    """Return a layout's mesh with the slices that suit it, or those that are asked for."""
+    """Return a layout's mesh with the slices that suit it, or those that are asked for.
+
+    All are looked at, which takes milliseconds: on one mesh the slices of a product do not depend
+    on those of another.
+    """
     slices = tuple(asked or slices_on(step, layout, hardware))
 
     def seconds(counts: tuple[int, ...]) -> float:
         return sum(part.seconds for part in mesh_parts(step, layout, counts, hardware))
 
-    return TunedMesh(layout, slices, seconds(slices), seconds((1,) * len(slices)))
+    return TunedMesh(slices, seconds(slices), seconds((1,) * len(slices)))
 
 
 def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
 from uspft.layout import Layout, ring_ranks_of_a_host, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.attention_step import local_heads
-from uspft.planner.products import why_not_split
 from uspft.planner.stages import as_many, schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm
@@ -291,9 +290,14 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
     """Return why a model's matrices cannot be split as a layout does, or None where they can."""
     if layout.tensor == 1:
         return None
-    if reason := why_not_split(model, mesh=layout.is_mesh):
-        return reason
-    states = state_sizes(model)
+    states, on_mesh = state_sizes(model), layout.is_mesh
+    if model.routed and (states or on_mesh):
+        where = "on a mesh" if on_mesh else "beside layers with a state"
+        return f"matrices of experts are not split {where}"
+    if states and on_mesh:
+        return "layers with a state are not split on a mesh"
+    if model.seeing_all and on_mesh:
+        return "heads of two sizes are not split on a mesh"
     if states and layout.tensor > states.keys:
         return "more tensor ranks than key heads of layers with a state"
     for one in model.of_each_size:
