@@ -224,7 +224,7 @@ def faulty(fault: str) -> list[Any]:
     chains, halo, pieces = fragments.chains_of, fragments.halo_of, fragments.fragments_of
     share = "uspft.sequence.rows.share."
     together = [(ROW.bounds[0], ROW.bounds[-1])]
-    scatter, joined = mixing.WithHalo.apply, states.entering_states
+    lay, joined = mixing.laid_out, states.entering_states
     return {
         "documents run on": [
             mock.patch(share + "chains_of", lambda held, _, n: chains(held, together, n)),
@@ -255,11 +255,7 @@ def faulty(fault: str) -> list[Any]:
             mock.patch.object(fragments, "sorted", _by_holder, create=True)
         ],
         "halo detached": [
-            mock.patch.object(
-                mixing.WithHalo,
-                "apply",
-                lambda x, *rest: _detached_halo(scatter, x, *rest),
-            )
+            mock.patch.object(mixing, "laid_out", lambda x, *rest: _detached_halo(lay, x, *rest))
         ],
         "no entering state": [
             mock.patch.object(
@@ -302,9 +298,9 @@ def _changed(every: Any, how: str) -> Any:
     return {f: s._replace(passes=passes(s.passes)) for f, s in every.items()}
 
 
-def _detached_halo(apply: Any, x: Tensor, halo: Any, group: Any) -> Tensor:
-    laid = apply(x, halo, group)
-    mine = torch.from_numpy(halo.own)
+def _detached_halo(lay: Any, x: Tensor, places: Any, *rest: Any) -> Tensor:
+    laid = lay(x, places, *rest)
+    mine = torch.from_numpy(places) < len(x)
     out = laid.detach().clone()
     out[mine] = laid[mine]
     return out

@@ -30,7 +30,7 @@ from uspft.calibration.fits import (
 )
 from uspft.comm import Books, Group, Move, largest, shift
 from uspft.kernels import Kernel
-from uspft.launcher import host_memory
+from uspft.launcher.hosts import host_memory
 from uspft.mesh import Groups
 from uspft.planner.machine import COLLECTIVES, PAIR_FLOPS, SUMS, Collective
 

@@ -23,7 +23,8 @@ from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 
 if TYPE_CHECKING:
-    from uspft.launcher import Loss, Meeting
+    from uspft.launcher.meeting import Meeting
+    from uspft.launcher.supervise import Loss
     from uspft.prepare.host import Invocation
 
 VERBS = (

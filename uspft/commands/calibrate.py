@@ -22,7 +22,7 @@ from uspft.config.problems import UsageError
 from uspft.durable import write_text
 from uspft.families import ModelShape, read_shape
 from uspft.kernels import believed_kernel
-from uspft.launcher import Waiting
+from uspft.launcher.terminal import Waiting
 from uspft.mesh import Groups
 from uspft.planner.machine import read_hardware
 from uspft.prepare.examine import examine

@@ -25,7 +25,10 @@ from uspft.config.strategies import layouts_of
 from uspft.data.rows.loader import Orders, searching_beside
 from uspft.durable import write_text
 from uspft.job import Job
-from uspft.launcher import Hosts, LocalRanks, Restart, Waiting, Watch, run_ranks
+from uspft.launcher.hosts import Hosts, LocalRanks
+from uspft.launcher.supervise import Restart, run_ranks
+from uspft.launcher.terminal import Waiting
+from uspft.launcher.watch import Watch
 from uspft.prepare.host import Invocation
 from uspft.written import RECIPE
 

@@ -24,7 +24,11 @@ from uspft.commands.report import leave_report
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.launcher import BY_HOSTFILE, WRONG_INPUT, Hosts, Loss, Restart, say
+from uspft.launcher.hosts import Hosts
+from uspft.launcher.processes import WRONG_INPUT
+from uspft.launcher.remote import BY_HOSTFILE
+from uspft.launcher.supervise import Loss, Restart
+from uspft.launcher.terminal import say
 from uspft.metrics import Journal
 from uspft.prepare.examine import examine
 from uspft.prepare.host import Invocation

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from uspft.called import keep_imports
 from uspft.commands.rank import joined, ranks_of_host, require_shared, start_ranks
-from uspft.launcher import Hosts, Waiting
+from uspft.launcher.hosts import Hosts
+from uspft.launcher.terminal import Waiting
 from uspft.prepare.examine import examine
 from uspft.prepare.host import Invocation
 from uspft.prepare.make_verify_job import Asked, clear_results, prepare_verify

@@ -303,10 +303,8 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             sizes[name] = value
         elif not (name in ("kv_heads", "head_dim") and raw.get(key) is None):
-            override, what = (
-                f"model.overrides.{key}",
-                f"is {value!r}, not a whole number of at least 1",
-            )
+            override = f"model.overrides.{key}"
+            what = f"is {value!r}, not a whole number of at least 1"
             if named(key) == override:
                 findings.append((override, what, "write another"))
             else:

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from uspft.launcher import Waiting
+from uspft.launcher.terminal import Waiting
 from uspft.metrics.journal import Best
 
 QUIET_SECONDS = 15.0

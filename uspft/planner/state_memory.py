@@ -148,7 +148,7 @@ def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
 
 
 def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
-    """Return tokens with those before each fragment (sequence/mixing.py, WithHalo)."""
+    """Return tokens with those before each fragment (sequence/mixing.py, laid_out)."""
     size, wide = x.size, x.size * WIDE / of.element
 
     def backward(grads: GradientStorages) -> GradientStorages:

@@ -24,8 +24,7 @@ from uspft.data import (
 )
 from uspft.data.faults import SHOWN_LINES
 from uspft.families import ModelShape
-from uspft.launcher import Waiting
-from uspft.launcher.terminal import TOLD_SECONDS
+from uspft.launcher.terminal import TOLD_SECONDS, Waiting
 from uspft.prepare.host import Invocation
 from uspft.prepare.model import tokenizer_of
 from uspft.segments import Segments

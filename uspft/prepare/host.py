@@ -22,7 +22,8 @@ from uspft.called import to_install, to_type
 from uspft.config import Fault, Finding, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import counted
-from uspft.launcher import Loss, Meeting
+from uspft.launcher.meeting import Meeting
+from uspft.launcher.supervise import Loss
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The folder beside the package that holds shapes of hub models and fragments of recipes."""

@@ -30,7 +30,8 @@ from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.data import Corpus, formats_of
 from uspft.job import Job
-from uspft.launcher import Meeting, Waiting
+from uspft.launcher.meeting import Meeting
+from uspft.launcher.terminal import Waiting
 from uspft.lease import Lease
 from uspft.parameters.source import base_digest
 from uspft.prepare.data import first_rows, prepare_data, steps_of

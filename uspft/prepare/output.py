@@ -21,7 +21,7 @@ from uspft.config.algorithms import AUTO
 from uspft.config.inputs import ELEMENT_BYTES
 from uspft.durable import write_text
 from uspft.families.multimodal import is_multimodal, own_name
-from uspft.launcher import Hosts
+from uspft.launcher.hosts import Hosts
 from uspft.lease import Held, Lease
 from uspft.metrics import as_size
 from uspft.prepare.host import Invocation

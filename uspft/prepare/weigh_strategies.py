@@ -11,7 +11,8 @@ from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data import first_look, prepared, training_rows
-from uspft.launcher import Meeting, host_memory
+from uspft.launcher.hosts import host_memory
+from uspft.launcher.meeting import Meeting
 from uspft.planner.options import options_of
 from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import DrawnRows

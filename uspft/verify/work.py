@@ -74,28 +74,16 @@ class VerifyJob:
 
     def write(self, folder: Path) -> None:
         self.job.write(folder)
-        rest = {
-            "layouts": [as_tree(layout) for layout in self.layouts],
-            "steps": self.steps,
-            "folder": str(self.folder.resolve()),
-            "is_reference": self.is_reference,
-            "with_plain": self.with_plain,
-            "inject": self.inject,
-        }
+        layouts = [as_tree(layout) for layout in self.layouts]
+        rest = {**vars(self), "layouts": layouts, "folder": str(self.folder.resolve())}
+        del rest["job"]
         (folder / JOB).write_text(json.dumps(rest))
 
     @classmethod
     def read(cls, folder: Path) -> VerifyJob:
         rest = json.loads((folder / JOB).read_text())
-        return cls(
-            Job.read(folder),
-            tuple(ParallelBlock.model_validate(layout) for layout in rest["layouts"]),
-            rest["steps"],
-            Path(rest["folder"]),
-            rest["is_reference"],
-            rest["with_plain"],
-            rest["inject"],
-        )
+        layouts = tuple(map(ParallelBlock.model_validate, rest.pop("layouts")))
+        return cls(Job.read(folder), layouts, folder=Path(rest.pop("folder")), **rest)
 
 
 def without_extras(recipe: Recipe) -> Recipe:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from uspft.launcher import Waiting
 from uspft.launcher import terminal as room
+from uspft.launcher.terminal import Waiting
 from uspft.metrics import RunDisplay
 
 

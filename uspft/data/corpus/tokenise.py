@@ -237,14 +237,6 @@ def _begun(sample: Sample) -> Sample:
     return sample
 
 
-def require_vocabulary(sample: Sample, vocab_size: int) -> None:
-    """Check that the model has every id of a sample. Raises SampleFault where it has not."""
-    largest = int(sample.ids.max())
-    if largest >= vocab_size:
-        what = f"the tokenizer gives id {largest}, the model has {vocab_size}"
-        raise SampleFault(f"{what}; set model.tokenizer to the model's own")
-
-
 def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
     """Load the tokenizer at path, a folder or a hub id, with the template and train_on of `data`.
 
