@@ -28,7 +28,6 @@ from uspft.config.messages import aligned, closest
 from uspft.config.problems import UsageError, counted
 from uspft.data import first_look
 from uspft.launcher.hosts import planned_hosts
-from uspft.planner.machine import Hardware
 from uspft.planner.mesh import TunedMesh, mesh_products, tuned, why_not_kept
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
@@ -171,7 +170,8 @@ def _page(
             yield f"\n{in_characters(timeline_of(one))}"
     yield ""
     unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
-    doubts = _doubts(found.recipe.model.dtype, hardware)
+    dtype, measured = found.recipe.model.dtype, hardware.products.dtype
+    doubts = [f"{dtype}: the products' figures are those of {measured}"] * (dtype != measured)
     doubts += [f"memory with {' or with '.join(unknown)}"] if unknown else []
     for line in (*doubts, *NOT_PREDICTED):
         yield f"not predicted: {line}"
@@ -214,21 +214,12 @@ def _several(weighed: Weighed | None) -> str:
 
 def _step(step: StepShape) -> str:
     again = ", layers recomputed" if step.recompute else ""
+    documents = "each priced as one document, since the data is not here"
+    if drawn := step.sample:
+        rows = counted(len(drawn.rows), "row")
+        documents = f"priced by {rows} of {drawn.source}, of {drawn.documents:.3g} documents"
     rows = counted(step.step_rows, "row")
-    return f"step: {rows} of {step.row.length:,} tokens, {_documents(step)}{again}"
-
-
-def _documents(step: StepShape) -> str:
-    """Return what documents rows are taken to have, for a person."""
-    if step.sample is None:
-        return "each priced as one document, since the data is not here"
-    rows = counted(len(step.sample.rows), "row")
-    return f"priced by {rows} of {step.sample.source}, of {step.sample.documents:.3g} documents"
-
-
-def _doubts(dtype: str, hardware: Hardware) -> list[str]:
-    measured = hardware.products.dtype
-    return [] if measured == dtype else [f"{dtype}: the products' figures are those of {measured}"]
+    return f"step: {rows} of {step.row.length:,} tokens, {documents}{again}"
 
 
 def _meshes(found: Examined, step: StepShape, order: Ranking) -> str:

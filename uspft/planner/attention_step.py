@@ -312,12 +312,9 @@ def _corrected(
 def in_chunks(work: AttentionWork, chunks: int, brought: float) -> AttentionWork:
     """Return the work of attention over as many chunks of rows, of that over whole ones. brought:
     how often keys come."""
-
-    def cost(whole: Cost) -> Cost:
-        heads = whole.all_to_all._replace(messages=chunks * whole.all_to_all.messages)
-        return _in_turns(whole, heads, brought, chunks)
-
-    return replace(work, forward=cost(work.forward), backward=cost(work.backward))
+    each = (one.all_to_all for one in (work.forward, work.backward))
+    there, back = (one._replace(messages=chunks * one.messages) for one in each)
+    return _in_turns(work, there, back, brought, chunks)
 
 
 def in_groups(
@@ -329,18 +326,21 @@ def in_groups(
     """
     together, turns = in_turns(heads, algorithm.ulysses, at_once)
     share = together * turns / widest_kv(heads, algorithm.ulysses)
-    there, back = _exchanged(heads, algorithm.ulysses, token_bytes, at_once)
-    return replace(
-        work,
-        forward=_in_turns(work.forward, there, share, turns),
-        backward=_in_turns(work.backward, back, share, turns),
-    )
+    exchanged = _exchanged(heads, algorithm.ulysses, token_bytes, at_once)
+    return _in_turns(work, *exchanged, share, turns)
 
 
-def _in_turns(plain: Cost, heads: Traffic, share: float, turns: int) -> Cost:
-    """Return what is sent where keys and values come in so many turns, the share of them in all."""
-    sent = _of_each(round, _times(plain, share, turns))
-    return replace(sent, all_to_all=heads, arrivals=turns * plain.arrivals)
+def _in_turns(
+    work: AttentionWork, there: Traffic, back: Traffic, share: float, turns: int
+) -> AttentionWork:
+    """Return the work where keys and values come in so many turns, the share of them in all. there,
+    back: what is sent as heads are exchanged."""
+
+    def cost(plain: Cost, heads: Traffic) -> Cost:
+        sent = _of_each(round, _times(plain, share, turns))
+        return replace(sent, all_to_all=heads, arrivals=turns * plain.arrivals)
+
+    return replace(work, forward=cost(work.forward, there), backward=cost(work.backward, back))
 
 
 def each_way(cost: Callable[[Forwards], Cost], at_once: int | None = None) -> tuple[Cost, Cost]:

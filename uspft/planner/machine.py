@@ -37,9 +37,7 @@ from uspft.config.types import (
 from uspft.layout import AXES, HELD, Layout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
-COLLECTIVES: tuple[Collective, ...] = (
-    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"),
-)
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 SUMS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 """Those whose rate across hosts depends on how many members of a group a host has."""
 

@@ -210,12 +210,8 @@ def least_seconds(
 
     whole = memo.once(("whole", id(one_of)), every)
     if step.stage == 3:  # nothing hides what fetches the weights
-        stored = parameters_of(step.model, layout.mesh_columns)
-        rest = stored.layers / layout.mesh_rows - (layout.experts > 1) * stored.experts
-        layer = rest / step.model.layers
-        spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
-        fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
-        whole += 2 * step.model.layers * fetched
+        moved = zero_in_each_pass(step, layout, hardware)
+        whole += sum(part.seconds for part in moved if part.name == "weights")
     mean, parts = whole / layout.pipeline, step.schedule.virtual * step.schedule.chunks
     return (step.passes(layout) * mean + (whole - mean) / parts) * (1 - ROUNDING)
 
