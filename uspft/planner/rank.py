@@ -71,21 +71,19 @@ class Ranked:
     """Whether it is the recipe's."""
     closely: bool = False
     """Whether a pipeline's schedule is run action by action."""
-    memo: Memo = field(default_factory=Memo, repr=False, compare=False)
-    """What has been worked out of other ways' steps."""
 
     @cached_property
     def time(self) -> StepTime:
         """What a step takes, which is worked out when it is asked for."""
         waits_of = simulated if self.closely else estimated
-        return price.step_time(self.step, *self._priced, waits_of, self.memo)
+        return price.step_time(self.step, *self._priced, waits_of, self.needs.memo)
 
     @cached_property
     def least_seconds(self) -> float:
         """What a step takes at least, which is worked out sooner."""
         if self.layout.pipeline == 1 or self.closely:
             return self.seconds
-        return price.least_seconds(self.step, *self._priced, self.memo)
+        return price.least_seconds(self.step, *self._priced, self.needs.memo)
 
     @cached_property
     def _priced(self) -> tuple[Layout, Algorithm, Hardware]:
@@ -198,25 +196,21 @@ def ranked(
     own: bool = False,
     needs_of: Needs | None = None,
     closely: bool = True,
-    memo: Memo | None = None,
 ) -> Ranked:
-    """Return a way with what a step takes and needs.
-
-    needs_of, memo: what has been worked out of other ways' memory and of their steps.
-    """
+    """Return a way with what a step takes and needs. needs_of: what has been worked out of other
+    ways."""
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
-        shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
-    memo = Memo() if memo is None else memo
+        shape = replace(shape, slices=slices_on(shape, way.layout, hardware))
+    needs = needs_of or Needs(step.model, step.row.length)
     if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
         again = options.checkpointing and options.first_layers is None
-        dealt = price.dealt_stages(shape, way.layout, again, memo)
+        dealt = price.dealt_stages(shape, way.layout, again, needs.memo)
         shape = replace(shape, schedule=way.schedule._replace(sizes=dealt.sizes))
     asked = replace(options_under(way, options), step_rows=step.step_rows, schedule=shape.schedule)
     if shape.slices is not None:
         asked = replace(asked, slices=tuple(shape.slices))
-    needs = needs_of or Needs(step.model, step.row.length)
-    return Ranked(way, shape, hardware, needs, asked, own, closely, memo)
+    return Ranked(way, shape, hardware, needs, asked, own, closely)
 
 
 def ranking(
@@ -242,11 +236,10 @@ def ranking(
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
     needs, search = Needs(step.model, step.row.length, saving), replace(step, dealt=False)
-    memo = Memo()
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
         asked = {"own": way == own, "closely": closely or way == own}
-        return ranked(given, way, hardware, options, needs_of=needs, memo=memo, **asked)
+        return ranked(given, way, hardware, options, needs_of=needs, **asked)
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
@@ -334,10 +327,12 @@ class _Listed(Sequence[Ranked]):
 
 
 class Needs:
-    """What ranks need for rows of one length, remembered by what it depends on."""
+    """What ranks need for rows of one length, remembered by what it depends on; and what has been
+    worked out of a step on one machine."""
 
     def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
         self._model, self._tokens, self._saving = model, row_tokens, saving
+        self.memo = Memo()
         self._states: dict[tuple[object, ...], State] = {}
         self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 
