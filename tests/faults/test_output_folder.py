@@ -205,8 +205,8 @@ def test_room_on_the_disk_is_looked_at_first(
 ) -> None:
     from uspft.__main__ import main
     from uspft.prepare.examine import examine
+    from uspft.prepare.files import space_needed
     from uspft.prepare.model import examine_model
-    from uspft.prepare.output import space_needed
 
     ground.write({"checkpoint.every_steps": 1})
     recipe = examine(ground.path, [], 1, None).recipe

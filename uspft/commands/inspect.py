@@ -40,7 +40,12 @@ ROWS = 2
 
 
 def inspect(
-    target: Path, overrides: Sequence[str], place: Invocation, rows: int | None, page: Path | None
+    target: Path,
+    overrides: Sequence[str],
+    place: Invocation,
+    *,
+    rows: int | None = None,
+    page: Path | None = None,
 ) -> int:
     """Show the first rows of the data, as the run's ranks will hold them; no GPU is needed.
 

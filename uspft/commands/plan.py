@@ -37,9 +37,15 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed, slices_of
 from uspft.prepare.left_open import open_keys
-from uspft.prepare.make_plan import examine_for_plan, ranking_of, step_of
+from uspft.prepare.make_plan import (
+    examine_for_plan,
+    has_strategies,
+    ranking_of,
+    sample_of,
+    step_of,
+    weighed_here,
+)
 from uspft.prepare.model import examine_model, must_be_built, tokenizer_here
-from uspft.prepare.weigh_strategies import has_strategies, sample_of, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
 ALGORITHMS = dict.fromkeys(row.short for row in CONTEXT.values())

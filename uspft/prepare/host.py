@@ -43,6 +43,10 @@ class Invocation:
     losses: tuple[Loss, ...] = ()
     """How earlier starts of the run were lost, where this one follows them."""
 
+    def data_cache(self, recipe: Recipe) -> Path:
+        """Return the folder in which tokenised data is kept."""
+        return Path(recipe.data.cache_dir or self.cache / "data")
+
     def to_type(self, *words: str) -> str:
         """Return a command of uspft with these words, to be typed where the user stands."""
         return to_type(self.environment, *words)

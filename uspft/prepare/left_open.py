@@ -27,9 +27,15 @@ from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
-from uspft.prepare.known import Known, recomputes_of, slices_of, stage_of, step_shape
+from uspft.prepare.known import (
+    Known,
+    recomputes_of,
+    settled_memory,
+    slices_of,
+    stage_of,
+    step_shape,
+)
 from uspft.prepare.layout_findings import layout_findings
-from uspft.prepare.memory import settled_memory
 
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"
@@ -277,8 +283,8 @@ def wrong_in(
         more = (ROWS in asked and way.rows > 1) or (STAGE in asked and way.stage != 3)
         if more and hardware.device and unpredicted(shape):
             return "nothing predicts its memory, and more rows or a lower stage need more"
-        if way.layout.pipeline > 1 and (beside := beside_stages(tried)):
-            return " ".join(beside[0][:2])
+        if way.layout.pipeline > 1 and (beside := next(beside_stages(tried), None)):
+            return " ".join(beside[:2])
         found = [*experts(tried), *layout_findings(tried, way.layout, shape)]
         return found[0][1] if found else None
 
