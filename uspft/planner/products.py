@@ -219,9 +219,9 @@ def parameters_of(
     return StoredParameters(head * (1 if shape.tied else 2) + outside, stored, experts, routed)
 
 
-def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return how many parameters the experts of one layer have on a tensor rank."""
-    return sum(one.on(tensor).parameters for one in layer_projections(shape) if one.copies > 1)
+def expert_parameters(shape: ModelShape) -> int:
+    """Return how many parameters the experts of one layer have."""
+    return sum(one.parameters for one in layer_projections(shape) if one.copies > 1)
 
 
 def met_parameters(shape: ModelShape) -> int:

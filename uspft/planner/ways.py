@@ -183,7 +183,10 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
     """Yield every way of a space, legal or not; each does something that no other does."""
     for columns, rows, blocks, tokens in _matrices(ranks, space):
         left = ranks // (columns * rows)
-        for pipeline, context in _stages_and_sharers(left, space):
+        stages = _divisors(left, space.pipelines)
+        for pipeline, context in (
+            (p, c) for p in stages for c in _divisors(left // p, space.context)
+        ):
             data = left // (pipeline * context)
             if space.data is not None and data not in space.data:
                 continue
@@ -199,13 +202,6 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
                     divided = replace(layout, experts=experts)
                     for how in product(space.stages, space.rows, again, schedules):
                         yield Way(divided, row, tokens, *how)
-
-
-def _stages_and_sharers(ranks: int, space: Space) -> Iterator[tuple[int, int]]:
-    """Yield over how many ranks layers may be split, and how many may share a row then."""
-    for pipeline in _divisors(ranks, space.pipelines):
-        for context in _divisors(ranks // pipeline, space.context):
-            yield pipeline, context
 
 
 def _matrices(ranks: int, space: Space) -> Iterator[tuple[int, int, bool, bool]]:
