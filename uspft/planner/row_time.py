@@ -84,7 +84,8 @@ def parts_apart(
 
     def apart() -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
         # Those with attention and with experts come first, which have most parts.
-        kinds = sorted({*step.layers}, key=lambda one: (one.blocks.state, -one.blocks.experts))
+        every = dict.fromkeys(step.layers)
+        kinds = sorted(every, key=lambda one: (one.blocks.state, -one.blocks.experts))
         one_of = {
             one: by_name(_layer_parts(step, one, layout, algorithm, hardware)) for one in kinds
         }
