@@ -66,16 +66,11 @@ def listing(files: Iterable[Path]) -> str:
 
 def cards(recipe: Recipe) -> int:
     """Return how many processes a recipe is made for, on all hosts together."""
-    every = [one.parallel_config for one in layouts_of(recipe)]
-    each = [
-        one.model_parallel
-        * one.context_parallel
-        * one.pipeline_stage
-        * (one.data_parallel if isinstance(one.data_parallel, int) else 1)
-        for one in every
-    ]
-    here = recipe.launch.processes
-    return max(*each, here if isinstance(here, int) else 1)
+    each = [recipe.launch.processes]
+    for one in (alone.parallel_config for alone in layouts_of(recipe)):
+        data = one.data_parallel if isinstance(one.data_parallel, int) else 1
+        each.append(one.model_parallel * one.context_parallel * one.pipeline_stage * data)
+    return max(one for one in each if isinstance(one, int))
 
 
 def purpose(recipe: Recipe) -> str:
@@ -107,22 +102,18 @@ def copy(recipe: Path, to: Path, program: str) -> None:
     try:
         with to.open("x") as file:
             file.write(changed)
-    except FileExistsError as error:
-        what = "is there already, and nothing is overwritten"
-        raise UsageError(str(to), what, "name another FILE") from error
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
+        if isinstance(error, FileExistsError):
+            what = "is there already, and nothing is overwritten"
         raise UsageError(str(to), what, "name another FILE") from error
 
 
 def _paths(node: yaml.Node | None, folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield where a value of a recipe stands that names something in or beside its folder."""
-    if isinstance(node, yaml.MappingNode):
-        for _, value in node.value:
-            yield from _paths(value, folder)
-    elif isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.CollectionNode):
         for value in node.value:
-            yield from _paths(value, folder)
+            yield from _paths(value[1] if isinstance(value, tuple) else value, folder)
     elif isinstance(node, yaml.ScalarNode) and node.value and (folder / node.value).exists():
         yield node.start_mark.index, node.end_mark.index, folder / node.value
 
