@@ -142,8 +142,9 @@ def _show_row(row: SeenRow, screen: Console) -> None:
     screen.print(Text(f"\nrow {row.index + 1} (step {row.step}): {row_counts(row)}", style="bold"))
     screen.print(Text(f"  {row.layout}", style=MASKED))
     cells = max(16, min(96, screen.width - 12))
-    documents = [("·", [(row.segments.bounds[-1], row.segments.length)], PADDING)]
-    documents = [(_digit(n), [span], None) for n, span in enumerate(row.segments, 1)] + documents
+    documents: list[tuple[str, Sequence[Span], str | None]]
+    documents = [(_digit(n), [span], None) for n, span in enumerate(row.segments, 1)]
+    documents.append(("·", [(row.segments.bounds[-1], row.segments.length)], PADDING))
     screen.print(Text("  document ").append_text(_line(row, cells, documents)))
     screen.print(Text("  trained  ").append(_cells_of_targets(row, cells), TRAINED))
     if len(row.holders) > 1:

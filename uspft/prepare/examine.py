@@ -185,10 +185,9 @@ class Examined:
         """
         local = placed(self.loaded.recipe, places)
         shape = shape_of(local.model)
-        findings = shape if isinstance(shape, list) else []
-        if isinstance(shape, ModelShape):
-            findings = check_length(shape, local.model, local.data.sequence_length)
-        if findings or not isinstance(shape, ModelShape):
+        if not isinstance(shape, ModelShape):
+            raise Fault(shape or [])
+        if findings := check_length(shape, local.model, local.data.sequence_length):
             raise Fault(findings)
         found = self.knowing(shape=shape, places=places)
         if findings := run_findings(found.recipe, found.layout, shape):
@@ -253,13 +252,16 @@ def examine(
     findings += wrong
     known = replace(known, cluster=cluster)
     recipe, decision = resolved(asked, known)
-    findings += _precision(recipe, device) if sound(*PRECISION) else []
+    findings += _precision(recipe, device) if sound(*PRECISION) else ()
     ranks = ranks_of(recipe, known)
     layout = layout_of(recipe.parallel_config, ranks)
     if recipe.parallel_config.strategies == AUTO and ranks is None:
         findings.append((KEY, UNTOLD, "write launch.processes, or list the strategies"))
-    elif isinstance(layout, Layout) and (key := degrees_are_open(recipe)):
-        findings.append(_no_way(key, ranks))
+    elif isinstance(layout, Layout) and (key := degrees_are_open(recipe)):  # still
+        what, remedy = UNTOLD, "write launch.processes (check and plan also take --ranks N)"
+        if ranks is not None:
+            what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
+        findings.append((key, what, "leave some of them out" if ranks else f"{remedy}, or degrees"))
     if isinstance(layout, Layout):
         more = run_findings(recipe, layout, known.shape) + host_findings(layout, hosts)
         open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
@@ -277,15 +279,6 @@ def examine(
     return Examined(loaded, known, recipe, layout, open_questions, decision)
 
 
-def _no_way(key: str, ranks: int | None) -> Finding:
-    """Return why a degree that was left to the planner is open still."""
-    if ranks is None:
-        remedy = "write launch.processes (check and plan also take --ranks N), or degrees"
-        return key, UNTOLD, remedy
-    what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
-    return key, what, "leave some of them out"
-
-
 def _not_here(recipe: Recipe) -> list[str]:
     """List what of a recipe's data and tokenizer cannot be looked at on this machine."""
     found = list(not_checked(recipe.data))
@@ -295,11 +288,10 @@ def _not_here(recipe: Recipe) -> list[str]:
     return found
 
 
-def _precision(recipe: Recipe, device: str) -> list[Finding]:
+def _precision(recipe: Recipe, device: str) -> Iterator[Finding]:
     if device == "cuda" and recipe.model.dtype == "float32":
         what, remedy = "float32 has no flash attention on a GPU", "bfloat16, or launch.device: cpu"
-        return [("model.dtype", what, f"write {remedy}")]
+        yield "model.dtype", what, f"write {remedy}"
     if device == "cpu" and recipe.model.attention.startswith("flash"):
         what = f"{recipe.model.attention} runs on GPUs only"
-        return [("model.attention", what, "write auto or torch")]
-    return []
+        yield "model.attention", what, "write auto or torch"
