@@ -22,7 +22,7 @@ from uspft.planner.mesh import Tuning
 from uspft.prepare.files import file_findings, find_paths, in_the_way
 from uspft.prepare.host import gpu_count, gpu_name, tracker_findings
 from uspft.prepare.known import Known, cluster_of
-from uspft.prepare.layout_findings import exchange_findings, host_findings, run_findings
+from uspft.prepare.layout_findings import exchange_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
 from uspft.prepare.model import shape_of
 from uspft.prepare.remarks import memory_sentence, memory_unknown, stages_sentence, wasted
@@ -263,7 +263,10 @@ def examine(
             what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
         findings.append((key, what, "leave some of them out" if ranks else f"{remedy}, or degrees"))
     if isinstance(layout, Layout):
-        more = run_findings(recipe, layout, known.shape) + host_findings(layout, hosts)
+        more = run_findings(recipe, layout, known.shape)
+        if layout.ranks % hosts:
+            what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
+            more.append(("launch.processes", what, "start as many on each host"))
         open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
         if AUTO not in open_yet:  # else data may change what it is
             more += exchange_findings(recipe, layout)

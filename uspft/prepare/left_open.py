@@ -40,7 +40,8 @@ from uspft.prepare.layout_findings import layout_findings
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"
 MOST_ROWS = 32
-"""The most rows in one forward that `micro_batch_size: auto` tries; launches count little then."""
+"""The most rows in one forward that `micro_batch_size: auto` tries, of the powers of two that divide
+the rows of a step; launches count little then."""
 BY_RECIPE = "by the recipe and the machine"
 BY_MODEL = "by the model's sizes"
 BY_ROWS = "by the documents of the run's first rows"
@@ -151,8 +152,8 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
 
 def _says_of_tokens(parallel: ParallelBlock) -> bool:
     """Return whether `use_seq_parallel` is fixed: by the recipe, or since the tensor degree is."""
-    fixed = not isinstance(parallel.model_parallel, Open)
-    return fixed or "use_seq_parallel" in parallel.model_fields_set
+    given = "use_seq_parallel" in parallel.model_fields_set
+    return given or not isinstance(parallel.model_parallel, Open)
 
 
 def _virtual(parallel: ParallelBlock) -> set[int]:
@@ -190,6 +191,7 @@ def space_of(recipe: Recipe) -> Space:
         ulysses = {1} if any(row.splits is Splits.BOTH for row in rows) else None
     zero, batch = recipe.deepspeed.zero_optimization, recipe.training.global_batch_size
     several = ROWS in open_ and recipe.launch.device != "cpu"
+    powers = [1 << n for n in range(MOST_ROWS.bit_length()) if batch % (1 << n) == 0]
     return Space(
         tensor=fixed("model_parallel"),
         context=fixed("context_parallel"),
@@ -200,7 +202,7 @@ def space_of(recipe: Recipe) -> Space:
         flat=not mesh,
         meshes=mesh,
         stages=stages_for(zero) if STAGE in open_ else {stage_of(recipe)},
-        rows=_powers(batch) if several else {_rows(recipe)},
+        rows=powers if several else {int(recipe.training.micro_batch_size)},
         recomputes=recomputes_of(recipe, recipe.launch.device),
         pipelines=fixed("pipeline_stage"),
         schedulers={schedule_of(parallel).scheduler},
@@ -208,15 +210,6 @@ def space_of(recipe: Recipe) -> Space:
         chunks=parallel.seq_split_num,
         experts=fixed("expert_parallel"),
     )
-
-
-def _rows(recipe: Recipe) -> int:
-    return int(recipe.training.micro_batch_size)
-
-
-def _powers(batch: int) -> list[int]:
-    """Return the powers of two up to MOST_ROWS that divide the rows of a step."""
-    return [1 << n for n in range(MOST_ROWS.bit_length()) if batch % (1 << n) == 0]
 
 
 def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None]:
@@ -244,7 +237,11 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
         asked = ulysses is not None and not isinstance(ulysses, Open)
         if asked and shares and ulysses != layout.ulysses:
             return "another Ulysses degree is asked for"
-        if isinstance(mesh, tuple) and layout.is_mesh and mesh != _mesh(layout):
+        if (
+            isinstance(mesh, tuple)
+            and layout.is_mesh
+            and mesh != (layout.mesh_rows, layout.mesh_columns)
+        ):
             return "another mesh is asked for"
         staged = layout.pipeline > 1 and isinstance(parallel.pipeline_stage, Open)
         passes = -(-batch // (way.rows * layout.data))
@@ -255,10 +252,6 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
         return None
 
     return why_not
-
-
-def _mesh(layout: Layout) -> tuple[int, int]:
-    return layout.mesh_rows, layout.mesh_columns
 
 
 def wrong_in(

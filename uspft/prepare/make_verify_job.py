@@ -217,11 +217,19 @@ def prepare_verify(
         with_plain=why_not is None,
         inject=inject,
     )
-    return (
-        work,
-        layouts,
-        {**_facts(work, found.layout.ranks), "layers": {"kept": kept, "of": whole}},
-    )
+    recipe = job.recipe
+    facts = {
+        "command": job.command,
+        "ranks": found.layout.ranks,
+        "device": recipe.launch.device,
+        "dtype": recipe.model.dtype,
+        "zero_stage": recipe.deepspeed.zero_optimization.get("stage", 1),
+        "sequence_length": recipe.data.sequence_length,
+        "global_batch_size": recipe.training.global_batch_size,
+        "steps": work.steps,
+        "layers": {"kept": kept, "of": whole},
+    }
+    return work, layouts, facts
 
 
 def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
@@ -237,20 +245,6 @@ def with_layers(recipe: Recipe, one: Candidate, known: Known) -> Candidate:
     """Return a layout in which each of several stages has its layers, as ranks read it."""
     recipe = recipe.model_copy(update={"parallel_config": one.parallel})
     return replace(one, parallel=with_stages(recipe, one.layout, known).parallel_config)
-
-
-def _facts(work: VerifyJob, ranks: int) -> dict[str, Any]:
-    recipe = work.job.recipe
-    return {
-        "command": work.job.command,
-        "ranks": ranks,
-        "device": recipe.launch.device,
-        "dtype": recipe.model.dtype,
-        "zero_stage": recipe.deepspeed.zero_optimization.get("stage", 1),
-        "sequence_length": recipe.data.sequence_length,
-        "global_batch_size": recipe.training.global_batch_size,
-        "steps": work.steps,
-    }
 
 
 def clear_results(work: VerifyJob) -> None:

@@ -167,7 +167,11 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
     The schedule runs over all steps of a run, so that other steps make another rate of each. What
     the rate was stands in the metrics of the run that wrote the checkpoint.
     """
-    last = _recorded(checkpoint)
+    last: tuple[int, float] | None = None
+    with suppress(OSError):
+        for record in Journal(checkpoint.folder.parent.parent / METRICS).records():
+            if "learning_rate" in record and record["step"] <= checkpoint.step:
+                last = record["step"], record["learning_rate"]
     if last is None:
         return None
     step, was = last
@@ -180,16 +184,6 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
         f"learning rate: {was:.2e} at step {step}, {learning_rate(after, steps, *rate):.2e} from "
         f"step {after} on: lr_schedule now runs over {steps:,} steps from the first one"
     )
-
-
-def _recorded(checkpoint: Checkpoint) -> tuple[int, float] | None:
-    """Return the last step up to a checkpoint's whose learning rate is recorded, and that rate."""
-    found = None
-    with suppress(OSError):
-        for record in Journal(checkpoint.folder.parent.parent / METRICS).records():
-            if "learning_rate" in record and record["step"] <= checkpoint.step:
-                found = record["step"], record["learning_rate"]
-    return found
 
 
 def memory_sentence(
@@ -240,9 +234,9 @@ def _gib(byte_count: float) -> str:
 
 def _tokens(count: int) -> str:
     """Return a number of tokens with a recipe's suffix."""
-    if not count:
-        return "none"
-    return f"{count / (1 << 20):.3g}m" if count >= 1 << 20 else f"{count >> 10}k"
+    if count >= 1 << 20:
+        return f"{count / (1 << 20):.3g}m"
+    return f"{count >> 10}k" if count else "none"
 
 
 def says_layers(asked: Recipe) -> bool:
