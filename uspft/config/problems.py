@@ -44,10 +44,8 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        text = ": ".join(
-            part for part in (self.where, self.key, f"{self.what}; {self.remedy}") if part
-        )
-        return on_one_line(text)
+        parts = (self.where, self.key, f"{self.what}; {self.remedy}")
+        return on_one_line(": ".join(filter(None, parts)))
 
 
 class InputError(ValueError):

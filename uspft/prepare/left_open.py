@@ -40,8 +40,8 @@ from uspft.prepare.layout_findings import layout_findings
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"
 MOST_ROWS = 32
-"""The most rows in one forward that `micro_batch_size: auto` tries, of the powers of two that divide
-the rows of a step; launches count little then."""
+"""The most rows in one forward that `micro_batch_size: auto` tries, which are powers of two that
+divide the rows of a step; launches count little then."""
 BY_RECIPE = "by the recipe and the machine"
 BY_MODEL = "by the model's sizes"
 BY_ROWS = "by the documents of the run's first rows"
@@ -237,11 +237,8 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
         asked = ulysses is not None and not isinstance(ulysses, Open)
         if asked and shares and ulysses != layout.ulysses:
             return "another Ulysses degree is asked for"
-        if (
-            isinstance(mesh, tuple)
-            and layout.is_mesh
-            and mesh != (layout.mesh_rows, layout.mesh_columns)
-        ):
+        shape = layout.mesh_rows, layout.mesh_columns
+        if isinstance(mesh, tuple) and layout.is_mesh and mesh != shape:
             return "another mesh is asked for"
         staged = layout.pipeline > 1 and isinstance(parallel.pipeline_stage, Open)
         passes = -(-batch // (way.rows * layout.data))
