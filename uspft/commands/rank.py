@@ -230,8 +230,7 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
         searching_beside() if shared else nullcontext() as orders,
         joined(job.recipe.launch, environment, talks=logs_transfers) as device,
     ):
-        assert job.recipe.output_dir is not None
-        require_shared(job.recipe.output_dir, environment)
+        require_shared(job.output, environment)
         renewed = job.lease.renewed() if job.lease and dist.get_rank() == 0 else nullcontext()
         with renewed:
             code = _run(job, device, waiting, orders, environment)
@@ -284,8 +283,7 @@ def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
     """
     model = job.recipe.model.model_copy(update={"attention": kernel})
     recipe = job.recipe.model_copy(update={"model": model})
-    assert recipe.output_dir is not None
-    write_text(recipe.output_dir / RECIPE, dump(recipe, job.comments))
+    write_text(job.output / RECIPE, dump(recipe, job.comments))
     for line in refused:
         print(f"model.attention: {line}; using {kernel}", flush=True)
     print(f"attention kernel: {kernel}", flush=True)

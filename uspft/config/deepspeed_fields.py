@@ -109,9 +109,13 @@ stage3_max_reuse_distance."""
 
 
 def live_parameters(zero: Mapping[str, Any]) -> int:
-    """Return how many gathered elements ZeRO-3 holds at most as it fetches weights ahead."""
-    live = zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)
-    return int(live) + int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
+    """Return up to how many gathered elements ZeRO-3 fetches weights ahead."""
+    return int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))
+
+
+def prefetch_bucket(zero: Mapping[str, Any]) -> int:
+    """Return how many elements of weights ZeRO-3 fetches ahead together, and one parameter more."""
+    return int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
 
 
 def reuse_distance(zero: Mapping[str, Any]) -> int:

@@ -42,10 +42,7 @@ def convert_axolotl(run: Conversion, ranks: int | None) -> int:
 
     ranks: how many devices it runs on.
     """
-    rows = run.whole("context_parallel_size", "sequence_parallel_degree", least=1)
-    tensor = run.whole("tensor_parallel_size", least=1)
-    batch = _batch(run, rows * tensor, ranks)
-    _layout(run, rows)
+    batch = _batch(run, ranks)
     trainer.updates(run, _warmup)
     _least(run)
     off = run.value("bf16") is False or run.value("float32") is True  # bf16 is auto there
@@ -56,14 +53,22 @@ def convert_axolotl(run: Conversion, ranks: int | None) -> int:
     _rows(run)
     _data(run)
     trainer.checkpointing(run)
-    _memory(run)
+    if str(run.value("gradient_checkpointing")).startswith("offload"):
+        run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
+    run.switch("tiled_mlp", "memory.mlp_tile_tokens", "auto")
     sharding(run)
     _outputs(run)
     return batch
 
 
-def _batch(run: Conversion, split: int, ranks: int | None) -> int:
-    """Write the batch; the degrees of data parallelism say how many devices there are."""
+def _batch(run: Conversion, ranks: int | None) -> int:
+    """Write the batch, and by which algorithm ranks share a row, named by their ring's function.
+
+    The degrees of data parallelism say how many devices there are.
+    """
+    names = ("context_parallel_size", "sequence_parallel_degree")
+    rows = run.whole(*names, least=1)
+    split = rows * run.whole("tensor_parallel_size", least=1)
     degrees = ("dp_shard_size", "dp_replicate_size")
     world = None
     if run.written(*degrees):
@@ -78,16 +83,11 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     run.told("here `parallel_config.data_parallel: auto`: what the ranks leave", *degrees)
     if total:
         run.changed(total, f"here `training.global_batch_size: {batch}`")
-    return batch
-
-
-def _layout(run: Conversion, rows: int) -> None:
-    """Write the algorithm by which ranks share a row, named by their ring's function."""
     func = str(run.value("ring_attn_func", ""))
     gathers = func == "varlen_llama3" or (not func and run.value("sample_packing") is True)
-    key = run.written("context_parallel_size", "sequence_parallel_degree")
-    name = key or "context_parallel_size"
-    trainer.context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
+    way = "all_gather" if gathers else "p2p"
+    trainer.context(run, run.written(*names) or names[0], rows, way, "ring_attn_func")
+    return batch
 
 
 def _warmup(run: Conversion) -> None:
@@ -312,13 +312,6 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
     trainer.chat_template(run, run.written(f"{item}.chat_template"), None)
     trainer.chat_template(run, None, run.written(f"{item}.chat_template_jinja"))
     return found
-
-
-def _memory(run: Conversion) -> None:
-    """Write what is offloaded to the host, and whether MLPs run in tiles."""
-    if str(run.value("gradient_checkpointing")).startswith("offload"):
-        run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
-    run.switch("tiled_mlp", "memory.mlp_tile_tokens", "auto")
 
 
 def _outputs(run: Conversion) -> None:

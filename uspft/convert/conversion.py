@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from uspft.config.document import parse, places
+from uspft.config.messages import as_written
 from uspft.config.other_tools import table_of
 from uspft.config.problems import Problem
 from uspft.config.recipe import Recipe
@@ -265,9 +266,8 @@ def shown(key: str) -> str:
 
 def short(value: Any) -> str:
     """Return a value as YAML writes it, in a line that is cut off where it is long."""
-    words = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):
-        return words[value]
+        return as_written(value)
     if isinstance(value, list | dict):
         try:
             value = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()

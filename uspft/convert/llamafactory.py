@@ -36,9 +36,19 @@ def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
     """
     degree = run.whole("sequence_parallel_size", least=1)
     batch = trainer.global_batch(run, degree, None, ranks)
-    _layout(run, degree)
+    mode = run.word("sequence_parallel_mode", default="zigzag-ring")
+    if mode in MODES:
+        keys = ("sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
+        trainer.context(run, *keys)
+    else:
+        run.wrong("sequence_parallel_mode", f"write one of {', '.join(MODES)}")
     trainer.updates(run)
-    _precision(run)
+    if run.flag("pure_bf16"):
+        say = "master weights and Adam are float32"
+        run.put("model.dtype", "bfloat16", "pure_bf16", "bf16", say=say)
+    else:
+        run.idle(NOTHING, "pure_bf16")
+        trainer.precision(run, default="bfloat16")
     _model(run)
     texts = _stage(run)
     _adapter(run)
@@ -48,24 +58,6 @@ def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
     sharding(run)
     trainer.outputs(run)
     return batch
-
-
-def _layout(run: Conversion, degree: int) -> None:
-    mode = run.word("sequence_parallel_mode", default="zigzag-ring")
-    if mode in MODES:
-        keys = ("sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
-        trainer.context(run, *keys)
-    else:
-        run.wrong("sequence_parallel_mode", f"write one of {', '.join(MODES)}")
-
-
-def _precision(run: Conversion) -> None:
-    if run.flag("pure_bf16"):
-        say = "master weights and Adam are float32"
-        run.put("model.dtype", "bfloat16", "pure_bf16", "bf16", say=say)
-        return
-    run.idle(NOTHING, "pure_bf16")
-    trainer.precision(run, default="bfloat16")
 
 
 def _model(run: Conversion) -> None:

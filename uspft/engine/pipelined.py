@@ -142,7 +142,7 @@ class Pipeline:
         """The action that ends a micro-batch on this rank: its kind, stage and chunk."""
 
     def __call__(self, engine: ZeroEngine, batches: Sequence[Batch], scales: Scales) -> Tensor:
-        """Run a step as a `Runner` does."""
+        """Run a step as `Engine.run` does."""
         if engine.stage == 3:
             begin_accumulation(engine.deepspeed.optimizer)
         sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)

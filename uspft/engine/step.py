@@ -157,7 +157,7 @@ class Engine(Keeper, Protocol):
         if look:
             look()
         first, loss = next(iter(means.items()))
-        norm = self.update(most if math.isfinite(loss) else -math.inf)
+        norm = self.update(most if math.isfinite(loss) else -math.inf)  # else it is refused
         seconds, switching = self.seconds(len(batches))
         result = StepResult(means, counts, norm, stops > 0, False, seconds, switching)
         for what, value in {first: loss, "gradient norm": norm}.items():
@@ -169,7 +169,8 @@ class Engine(Keeper, Protocol):
         return result
 
     def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
-        """Take a step's micro-batches forward and backward, as a `Runner` does; collective."""
+        """Take a step's micro-batches forward and backward, and return the terms summed over those
+        whose tokens this rank counts, [terms] float64; collective."""
         ...
 
     def update(self, most: float) -> float:
@@ -256,15 +257,8 @@ def scales_of(objective: Objective, counts: Mapping[str, int], times: int = 1) -
     return tuple(times / max(counts[term.per.name], 1) for term in objective.terms)
 
 
-Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]
-"""A function that takes a step's micro-batches forward and backward.
-
-It returns the terms summed over those whose tokens this rank counts, [terms] float64.
-"""
-
-
 class StageRunner(Protocol):
-    """A `Runner` of a module of which this rank has some stages."""
+    """What runs a module of which this rank has some stages, as `Engine.run` does."""
 
     idle: nn.Parameter | None
     """What the engine trains beside the module's named parameters, where none of these does."""
@@ -282,7 +276,7 @@ class StageRunner(Protocol):
 
 
 def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
-    """Run one micro-batch after another, each forward and at once backward, as a `Runner` does."""
+    """Run one micro-batch after another, forward and at once backward, as `Engine.run` does."""
     sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
         terms = engine.forward(batch, scales)

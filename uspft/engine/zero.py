@@ -43,7 +43,6 @@ from uspft.engine.state import GRADIENT, adamw, start_moments
 from uspft.engine.step import (
     Engine,
     LossModule,
-    Runner,
     StageRunner,
     in_turn,
 )
@@ -91,15 +90,14 @@ class ZeroEngine(Engine):
         device: torch.device,
         *,
         passes: int,
-        runner: Runner = in_turn,
         pipeline: StageRunner | None = None,
     ) -> None:
         """Build the engine. passes: micro-batches of a step, or the most where steps differ.
-        pipeline: runs the module's stages, where it has some alone; then it is the runner."""
+        pipeline: runs the module's stages, where it has some alone."""
         self.module, self.holders, self.device = module, holders, device
         self.averaged = counting.averaged(holders)
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
-        self._runner, self._pipeline = pipeline or runner, pipeline
+        self._pipeline = pipeline
         self.named = module.named()
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
         each parameter would take too long. What this rank holds nothing of has no elements here."""
@@ -225,7 +223,7 @@ class ZeroEngine(Engine):
         self.step([empty], 0.0, stop=False)
 
     def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
-        return self._runner(self, batches, scales)
+        return (self._pipeline or in_turn)(self, batches, scales)
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
         terms: Tensor = self.deepspeed(batch, scales)

@@ -110,9 +110,7 @@ class Evaluation:
     def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
         self._run, self._journal, self._display = run, journal, display
         self._is_main = run.engine.holders.rank == 0
-        known = journal.evaluations() if self._is_main else []
-        display.knows(known)
-        self._best = Best.of(known)
+        self._best = Best.of(journal.evaluations() if self._is_main else ())
         self.is_over = False
         """Whether as many evaluations as the recipe's patience have come since the best."""
         self.best_step: int | None = None
@@ -150,9 +148,9 @@ class Evaluation:
         if self._is_main:
             objective = run.engine.module.objective
             record = record_of(step, scores, time.perf_counter() - started, objective)
-            self._best = self._best.after(record)
             self._journal.write(record)
-            self._display.evaluation(record)
+            self._display.evaluation(record, self._best)
+            self._best = self._best.after(record)
         self._conclude()
         return True
 

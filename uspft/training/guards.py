@@ -138,8 +138,7 @@ class BadSteps:
         self._norms = deque(map(float, known.get("grad_norms", ())), KEPT)
         self.in_row: int = known.get("bad_steps", 0)
         """How many steps have been skipped since the last good one."""
-        assert recipe.output_dir is not None
-        self.journal = Journal(recipe.output_dir / INCIDENTS)
+        self.journal = Journal(run.job.output / INCIDENTS)
         """Where the steps that were refused are written down."""
 
     def most(self) -> float:

@@ -47,16 +47,14 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     """
     recipe, last = run.job.recipe, run.job.last_step
     first_rank = run.world.mesh.rank == 0
-    output = recipe.output_dir
-    assert output is not None
-    journal, step = Journal(output / METRICS), run.first_step
+    journal, step = Journal(run.job.output / METRICS), run.first_step
     if first_rank:
         _begin(run, journal)
     meter = Meter(run)
     with ExitStack() as until_the_end:
         display = until_the_end.enter_context(RunDisplay(last, step, is_main=first_rank))
         if first_rank:
-            tracked = tracking(recipe, output, step, display.say, display.waits)
+            tracked = tracking(recipe, run.job.output, step, display.say, display.waits)
             journal.also = until_the_end.enter_context(tracked)
         guards = Guards(run, display.say)
         evaluation, bad_steps = Evaluation(run, journal, display), BadSteps(run)
@@ -101,8 +99,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
 
 def _begin(run: Run, journal: Journal) -> None:
     """Begin metrics.jsonl with the counts of the data, or cut it back to the resumed step."""
-    assert run.job.recipe.output_dir is not None
-    incidents = run.job.recipe.output_dir / INCIDENTS
+    incidents = run.job.output / INCIDENTS
     if run.first_step:
         if incidents.exists():
             Journal(incidents).cut_back(run.first_step)
@@ -180,8 +177,7 @@ def export_run(run: Run, step: int) -> Path | None:
     step: the steps that its weights have had. What was exported before stays until both are whole;
     returns on the first rank where it then is, or None.
     """
-    recipe, output = run.job.recipe, run.job.recipe.output_dir
-    assert output is not None
+    recipe, output = run.job.recipe, run.job.output
     block, new, asked = recipe.model, new_exports(output), recipe.export.huggingface
     base, every = multimodal_base(run.job.here.model), list(run.engine.named)
     names = touched(every, run.engine.trained()) if base else every
@@ -222,13 +218,12 @@ class Saving:
         """Save the checkpoint of a step; where saves overlap steps, its files are written beside
         those that follow. Raises RunFailed where it cannot be written."""
         self.finish()
-        recipe, overlap = self._run.job.recipe, self._run.job.recipe.checkpoint.overlap
-        assert recipe.output_dir is not None
+        job, overlap = self._run.job, self._run.job.recipe.checkpoint.overlap
         self._began, what = time.perf_counter(), _name(step)
         with self._display.waits(f"{what} to be saved"), writing(what):
             self._under_way = Save(
                 self._run.engine,
-                recipe.output_dir,
+                job.output,
                 step,
                 course=self._bad_steps.state(),
                 beside=overlap,
@@ -275,10 +270,10 @@ class Saving:
 
     def delete_older(self) -> None:
         """Delete the checkpoints that need not stay; the best and the last good one do."""
-        recipe = self._run.job.recipe
-        if self._is_main and recipe.output_dir and not self._under_way:
-            keep, best = recipe.checkpoint.keep_last, self._evaluation.best_step
-            delete_older(recipe.output_dir, keep, best, self._good)
+        job = self._run.job
+        if self._is_main and not self._under_way:
+            keep, best = job.recipe.checkpoint.keep_last, self._evaluation.best_step
+            delete_older(job.output, keep, best, self._good)
 
 
 def _name(step: int) -> str:

@@ -7,7 +7,8 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from uspft.config import ParallelBlock, Recipe, as_tree
 from uspft.config.algorithms import CONTEXT, MESH_OPTIONS, every_option
@@ -156,9 +157,4 @@ class Result:
 def results(path: Path) -> list[Result]:
     """Return the results that were left in a file; none where there is no such file."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [_read(json.loads(line)) for line in lines]
-
-
-def _read(tree: dict[str, Any]) -> Result:
-    found = {group: Difference(**one) for group, one in tree["differences"].items()}
-    return Result(Measured(**tree["measured"]), found, tree["seconds"])
+    return [TypeAdapter(Result).validate_python(json.loads(line)) for line in lines]

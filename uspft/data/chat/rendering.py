@@ -42,7 +42,10 @@ def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rend
         except SampleFault as fault:
             raise SampleFault(as_given(str(fault), record.system_added)) from fault
         unused += unread(fields["messages"], template)
-        lost = lost_thoughts(fields["messages"], template)
+        thinks = any(turn.get(name) for turn in fields["messages"] for name in _THOUGHTS)
+        if thinks and not template.writes_thoughts:
+            lost = "the chat template leaves out the thoughts of answers (reasoning_content)"
+            lost += "; name a data.chat_template that writes them"
     return Rendered(text, spans, record.format, record.origin, unused, lost)
 
 
@@ -235,14 +238,6 @@ def _require_calls(answer: Turn, text: str) -> None:
 def _pieces(turn: Turn) -> list[str]:
     content = turn.get("content")
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
-
-
-def lost_thoughts(turns: list[Turn], template: ChatTemplate) -> str:
-    """Return a warning for answers with thoughts where the template writes none; else ""."""
-    if not any(turn.get(name) for turn in turns for name in _THOUGHTS) or template.writes_thoughts:
-        return ""
-    remedy = "name a data.chat_template that writes them"
-    return f"the chat template leaves out the thoughts of answers (reasoning_content); {remedy}"
 
 
 def unread(turns: list[Turn], template: ChatTemplate) -> tuple[str, ...]:

@@ -335,29 +335,20 @@ def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
     if lacking := _lacking(template, backend):
         what = f"the chat template's {', '.join(lacking)} are text"
         found.append(f"{what}: the tokenizer has no such tokens")
-    if end := _end_outside(template):
+    try:
+        text, spans = template.write_marked(_PROBE) if template.marked else ("", [])
+    except SampleFault:
+        spans = []
+    outside = spans and not text[slice(*spans[-1])].rstrip().endswith(template.tokens)
+    rest = text[spans[-1][1] :].lstrip() if outside else ""
+    ends = [token for token in template.tokens if token and rest.startswith(token)]
+    if end := max(ends, default="", key=len):  # the special token behind the marks
         what = f"the chat template's marks end before {end}, which does not train"
         found.append(f"{what}; put {{% endgeneration %}} behind it to train it")
     if template.writes_today:
         what = "the chat template writes the day (strftime_now), so that tokens are of today"
         found.append(f"{what}; tomorrow the data is tokenised anew")
     return found
-
-
-def _end_outside(template: ChatTemplate) -> str:
-    """Return the special token that ends an answer behind the marks; empty where none does."""
-    try:
-        text, spans = template.write_marked(_PROBE) if template.marked else ("", [])
-    except SampleFault:
-        return ""
-    if not spans or text[slice(*spans[-1])].rstrip().endswith(template.tokens):
-        return ""
-    rest = text[spans[-1][1] :].lstrip()
-    return max(
-        (token for token in template.tokens if token and rest.startswith(token)),
-        default="",
-        key=len,
-    )
 
 
 _MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")

@@ -244,7 +244,10 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     special = [place] if _is_special(place) else []
     if os.path.isdir(place):
         special += sorted(one for one in _below(place) if _is_special(one))
-        yield from _mixed_splits(path, files)
+        records = [file.path for file in files if _suffix(file.path) in KINDS]
+        if both := two_splits([file.relative_to(place).as_posix() for file in records]):
+            what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
+            yield what, "name the files that are meant, by their paths or by globs"
     elif glob.has_magic(path):
         named = (Path(name) for name in glob.glob(str(place), recursive=True))
         special += sorted(one for one in named if _is_special(one))
@@ -259,15 +262,6 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
         else:
             yield f"{path} does not exist", "name a file, a folder, a glob or a hub id (org/name)"
     yield from grouped(_unread(files, declared, alone=os.path.isfile(place)))
-
-
-def _mixed_splits(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a folder whose files are several splits by their names."""
-    records = [file.path for file in files if _suffix(file.path) in KINDS]
-    root = Path(path).expanduser()
-    if both := two_splits([file.relative_to(root).as_posix() for file in records]):
-        what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
-        yield what, "name the files that are meant, by their paths or by globs"
 
 
 def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tuple[str, str, str]]:

@@ -12,11 +12,13 @@ from uspft.data.files.readers import fields_of, objects
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import HubSplit, with_values
 from uspft.data.records.known_fields import FORMATS, RecordShape
-from uspft.data.records.other_fields import Others, left_alone, others_of
 from uspft.data.records.shapes import (
+    Others,
     columns,
     described,
     formed,
+    left_alone,
+    others_of,
     own_name,
     recognised,
     renamed,
