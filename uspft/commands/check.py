@@ -61,7 +61,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     if more := len(look.shapes[SHOWN_FILES:]):
         data.append(f"... and {more:,} more files")
     lines = [f"{target}: no problem found", *(f"data: {line}" for line in (*data, *look.notes))]
-    memory = found.memory
+    memory, unknown = found.memory
     lines += [*found.settled, *(f"warning: {what}" for what in found.wasted)]
     lines += [*_model(found, examined, memory), *disk]
     sets = [source.title for source in recipe.data.eval or ()]
@@ -72,7 +72,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         often = f"after every {counted(every, 'step')} and " if every else ""
         lines.append(f"evaluation: {', '.join(sets)}, {often}at the end")
     if not memory:
-        found.not_checked.append(f"memory ({found.memory_unknown})")
+        found.not_checked.append(f"memory ({unknown})")
     if found.is_open:
         after = place.to_type("preprocess", str(target), *overrides)
         found.not_checked.append(f"strategies (a run knows the lengths of the data, or `{after}`)")

@@ -25,7 +25,7 @@ from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.layout_findings import exchange_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
 from uspft.prepare.model import shape_of
-from uspft.prepare.remarks import memory_sentence, memory_unknown, stages_sentence, wasted
+from uspft.prepare.remarks import memory_sentence, stages_sentence, wasted
 from uspft.prepare.resolve import on_device, resolved, tuning
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
@@ -96,22 +96,15 @@ class Examined:
         return self.known.cluster.sentence
 
     @property
-    def memory(self) -> str | None:
-        """What a rank needs of its card's memory, for a person; None where nothing predicts it."""
-        if self.shape is None or self.known.cluster is None or self.is_open:
-            return None
+    def memory(self) -> tuple[str | None, str]:
+        """What a rank needs of its card's memory, for a person; or None, and why nothing predicts
+        it."""
+        if self.is_open:
+            return None, "the layouts are not chosen yet"
+        if self.shape is None or self.known.cluster is None:
+            return None, "the sizes of the model are not known here"
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
         return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked)
-
-    @property
-    def memory_unknown(self) -> str:
-        """Why nothing predicts what a rank needs of its card's memory, for a person."""
-        if self.is_open:
-            return "the layouts are not chosen yet"
-        if self.shape is None or self.known.cluster is None:
-            return "the sizes of the model are not known here"
-        hardware = self.known.cluster.hardware
-        return memory_unknown(self.recipe, self.shape, self.layout, hardware)
 
     @property
     def here(self) -> Recipe:

@@ -188,13 +188,16 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
 
 def memory_sentence(
     recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, asked: MemoryBlock
-) -> str | None:
-    """Return what a rank needs beside what its card has, for a person; None where the formula
-    does not know. asked: what the recipe leaves open, which longer rows may have otherwise."""
+) -> tuple[str | None, str]:
+    """Return what a rank needs beside what its card has, for a person; or None, and why the formula
+    does not know it with what is known all the same. asked: what the recipe leaves open, which
+    longer rows may have otherwise."""
     options = options_of(recipe, layout)
     predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
     if predicted.unpredicted:
-        return None
+        why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
+        of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
+        return None, f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
     parts = (
         f"activations {_gib(predicted.activation_bytes)}, "
         f"weights, gradients and optimizer {_gib(predicted.state_bytes)}"
@@ -204,7 +207,7 @@ def memory_sentence(
     if FAMILIES[shape.model_type].states and hardware.device:
         parts += "; states with fla's kernels, without which they take more"
     if not hardware.device:
-        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})"
+        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})", ""
     card = hardware.memory.bytes
     lacking = "" if fits(predicted, card) else ", which is too much"
     said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
@@ -216,16 +219,7 @@ def memory_sentence(
         more = longest_row(shape, layout, card, options=away)
         if more != longest:
             said.append(f"with offload_activations: cpu {_tokens(more)}")
-    return "; ".join(said)
-
-
-def memory_unknown(recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware) -> str:
-    """Return why the formula does not know what a rank needs, and what is known all the same."""
-    options, row = options_of(recipe, layout), recipe.data.sequence_length
-    predicted = memory_of(shape, layout, row, options=options)
-    why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
-    of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
-    return f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
+    return "; ".join(said), ""
 
 
 def _gib(byte_count: float) -> str:
