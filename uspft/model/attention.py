@@ -102,7 +102,7 @@ class Bound:
         layer: a number that is the same whenever this layer is called.
         """
 
-        earlier = None if self._keys is None else self._keys.of_layer(layer)
+        earlier = None if self._keys is None else self._keys.layers[layer]
 
         def run(inputs: tuple[Tensor, ...], inside: Inside | None = None) -> Tensor:
             q, k, v, *sinks = inputs
@@ -244,13 +244,13 @@ def attention(
     if s_aux is not None and (here := getattr(module, "uspft_sinks", None)):
         s_aux = here(s_aux)
     # A copy: where ZeRO has partitioned the parameter, its storage is taken back after the layer.
-    sinks = None if s_aux is None else s_aux.to(_wide(s_aux), copy=True)
+    sinks = (
+        None
+        if s_aux is None
+        else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32), copy=True)
+    )
     rule = Rule(scaling, sliding_window, sinks)
     return uspft.attend(id(module), (q, k, v), rule)[None], None
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 AttentionInterface.register(NAME, attention)

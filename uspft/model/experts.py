@@ -26,7 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from uspft.comm import Group, all_to_all, with_backward
 from uspft.model.adapter import ParameterAdapter, adapters, as_side, weight_of
-from uspft.model.divided import Call
+from uspft.model.divided import Call, wide
 from uspft.model.recompute import before_each_run
 from uspft.model.tiles import with_gradient
 from uspft.parameters.experts import is_experts
@@ -157,8 +157,8 @@ def computed(
     made = _product(module, "gate_up_proj", x_rd[row_p], groups, parts)
     made = _product(module, "down_proj", module._apply_gate(made), groups, parts)
     made = made * weight_rk[row_p, slot_p][:, None]
-    wide = made.to(torch.promote_types(made.dtype, torch.float32))
-    out = wide.new_zeros(x_rd.shape).index_put((row_p,), wide, accumulate=True)
+    sums = made.to(wide(made))
+    out = sums.new_zeros(x_rd.shape).index_put((row_p,), sums, accumulate=True)
     return out.to(x_rd.dtype)
 
 
@@ -313,9 +313,8 @@ class Dispatch(NamedTuple):
 
     def summed(self, x_sd: Tensor, tokens: int) -> Tensor:
         """Return the sum of each token's rows, in float32 or wider and then as they are."""
-        wide = torch.promote_types(x_sd.dtype, torch.float32)
-        out = x_sd.new_zeros((tokens, *x_sd.shape[1:]), dtype=wide)
-        return out.index_put_((self.token_s,), x_sd.to(wide), accumulate=True).to(x_sd.dtype)
+        out = x_sd.new_zeros((tokens, *x_sd.shape[1:]), dtype=wide(x_sd))
+        return out.index_put_((self.token_s,), x_sd.to(out.dtype), accumulate=True).to(x_sd.dtype)
 
 
 def _moved(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -405,10 +404,5 @@ class HeldExperts:
         return route.returned(y_rd, len(x_td))
 
 
-def held_experts(module: Any, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor) -> Tensor:
-    """Return what experts make of tokens; the function by which transformers calls them."""
-    found: Tensor = module.uspft(x_td, index_tk, weight_tk)
-    return found
-
-
-ALL_EXPERTS_FUNCTIONS.register(NAME, held_experts)
+# The function by which transformers calls experts.
+ALL_EXPERTS_FUNCTIONS.register(NAME, lambda module, *of_tokens: module.uspft(*of_tokens))

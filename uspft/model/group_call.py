@@ -53,22 +53,25 @@ class Grouping:
 
 
 class GroupedBlock:
-    """What stands in for the forward of an attention block: the block, in groups of heads."""
+    """What stands in for the forward of an attention block, or of it with its norms and its
+    residual: the block, in groups of heads."""
 
     def __init__(
-        self, module: Any, how: Grouping, kind: Callable[[Bound], type[BlockCall]]
+        self, how: Grouping, kind: Callable[[Bound], type[BlockCall]], halves: Halves | None = None
     ) -> None:
-        """module: what is run up to attention, to which the block's input goes. kind: tells what a
-        call of the block is."""
-        self.module, self.how, self.kind = module, how, kind
-        self.run = own_forward(module)
+        """kind: tells what a call of the block is. halves: those of the layer, where the first of
+        them is the block."""
+        self.how, self.kind, self._halves = how, kind, halves
+        self.module = halves.layer if halves else how.attention
+        """What is run up to attention, to which the block's input goes."""
+        self.run = own_forward(self.module)
         """Its forward, which ends within where it is not asked for all."""
-        self.parameters_of: list[nn.Module] = [module]
+        self.parameters_of: list[nn.Module] = halves.first if halves else [self.module]
         """The modules whose parameters the block takes."""
         self.last: Any = how.attention.get_submodule(how.some.last)
-        self.before: list[nn.Module] = []
+        self.before: list[nn.Module] = halves.norms_in if halves else []
         """The norm before attention, where there is one."""
-        self.behind: list[nn.Module] = [self.last]
+        self.behind = [self.last, *(halves.norms_behind if halves else [])]
         """The modules behind attention: the last projection, and a norm where there is one."""
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
@@ -88,25 +91,11 @@ class GroupedBlock:
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
         """Return what the block gives of its input and of what its last projection made."""
-        return made
+        return self._halves.joined(x, made) if self._halves else made
 
     def left(self, made: Tensor, bound: Bound) -> Tensor:
         """Return what the last projection made, summed over ranks where the block does that."""
-        return made
-
-
-class FirstHalf(GroupedBlock):
-    """Attention with its norms and its residual."""
-
-    def __init__(self, halves: Halves, *of: Any) -> None:
-        """of: as of GroupedBlock."""
-        super().__init__(halves.layer, *of)
-        self.parameters_of, self.whole = halves.first, halves.joined  # type: ignore[method-assign]
-        self.before += halves.norms_in
-        self.behind += halves.norms_behind
-
-    def left(self, made: Tensor, bound: Bound) -> Tensor:
-        return bound.leave(made)
+        return bound.leave(made) if self._halves else made
 
 
 class BlockCall(ABC):

@@ -28,7 +28,7 @@ from uspft.families import FAMILIES
 from uspft.families.projections import STATE_LAYER
 from uspft.model.attention_groups import AttentionCall, GatheredCall
 from uspft.model.divided import PartLinear
-from uspft.model.group_call import BlockCall, FirstHalf, GroupedBlock, Grouping
+from uspft.model.group_call import BlockCall, GroupedBlock, Grouping
 from uspft.model.halves import Halves, Hook, run_as_layer
 from uspft.model.some_heads import SomeHeads
 from uspft.model.state_groups import StateCall
@@ -56,10 +56,11 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
         if halves and divided and halves.norms_behind:  # whose norm takes what ranks have summed
             halves = None
         if divided or not halves:
-            attention.forward = GroupedBlock(attention, how, _kind_of(how))
+            attention.forward = GroupedBlock(how, _kind_of(how))
         attention.register_forward_pre_hook(_enters, with_kwargs=True)
         if halves:
-            layer.forward = TwoHalves(halves, FirstHalf(halves, how, _kind_of(how, together=True)))
+            first = GroupedBlock(how, _kind_of(how, together=True), halves)
+            layer.forward = TwoHalves(halves, first)
             layer.register_forward_pre_hook(with_gradient)
         setattr(layer if halves else attention, WHOLE, True)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, max_over, sum_over
+from uspft.model.divided import wide
 
 
 class Logits(NamedTuple):
@@ -146,7 +147,7 @@ class How(NamedTuple):
         own."""
         bias = None if bias is None else self.used(bias)
         products = nn.functional.linear(part, self.used(weight), bias)
-        return self.form.apply(products.to(torch.promote_types(part.dtype, torch.float32)))
+        return self.form.apply(products.to(wide(part)))
 
 
 class _Softmax(NamedTuple):
@@ -177,10 +178,6 @@ class _Softmax(NamedTuple):
         return cls(own, hit, total, most + total.log(), chosen)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 class _TiledCrossEntropy(torch.autograd.Function):
     """Cross-entropy by tiles, whose gradients come with the loss: they only wait for one factor."""
 
@@ -194,7 +191,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         how: How,
         scale: float,
     ) -> Tensor:
-        loss = torch.zeros((), dtype=_wide(rows), device=rows.device)
+        loss = torch.zeros((), dtype=wide(rows), device=rows.device)
         grads = Gradients((rows, weight, bias), ctx, how) if any(ctx.needs_input_grad[:3]) else None
         for span in how.spans(rows):
             logits = how.logits(rows[span], weight, bias)
@@ -230,7 +227,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         how: How,
     ) -> Tensor:
-        log_totals = torch.empty(len(rows), dtype=_wide(rows), device=rows.device)
+        log_totals = torch.empty(len(rows), dtype=wide(rows), device=rows.device)
         losses = torch.empty_like(log_totals)
         for span in how.spans(rows):
             found = _Softmax.of(how.logits(rows[span], weight, bias), labels[span], how)
@@ -268,9 +265,9 @@ class Gradients:
         needed, (rows, weight, bias) = ctx.needs_input_grad, inputs
         self._rows, self._weight, self._how = rows, weight, how
         self._d_rows = torch.empty_like(rows) if needed[0] else None
-        self._d_weight = torch.zeros_like(weight, dtype=_wide(rows)) if needed[1] else None
+        self._d_weight = torch.zeros_like(weight, dtype=wide(rows)) if needed[1] else None
         if bias is not None:
-            bias = torch.zeros_like(bias, dtype=_wide(rows)) if needed[2] else None
+            bias = torch.zeros_like(bias, dtype=wide(rows)) if needed[2] else None
         self._d_bias = bias
 
     def add(self, span: slice, slope: Tensor, bend: Tensor | float) -> None:

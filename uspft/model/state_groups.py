@@ -40,7 +40,7 @@ class StateCall(BlockCall):
         super().__init__(block, *of, keeps=keeps)
         layer = block.how.attention
         if counted := getattr(layer, "uspft_heads", None):
-            counted.count(layer, ())  # which else is told when it runs
+            counted(layer, ())  # which else is told when it runs
         self.heads = Heads(layer.num_v_heads, layer.num_k_heads, layer.head_v_dim)
         self.key_dim, self._each = layer.head_k_dim, self.heads.query // self.heads.kv
         self.groups = key_ranges(self.heads.kv, self.bound.world.layout.ulysses)

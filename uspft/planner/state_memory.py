@@ -256,9 +256,8 @@ def _over_heads(
     inside = inside_heads(tape, parts, of)
     rule: Callable[[list[Tensor]], Tensor] = lambda x: run_rule(tape, x, of)  # noqa: E731
     made = remembered(rule, inside) if remembered else rule(inside)
-    out = at_home(tape, made, of)
-    del inside  # which sequence/mixing.py holds so long
-    return out
+    del inside
+    return at_home(tape, made, of)
 
 
 def normed_by_head(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:

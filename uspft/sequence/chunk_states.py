@@ -28,7 +28,7 @@ from uspft.sequence.states import Mixed, StateRule, laid, part_of
 def mix_over_chunks(x: Mixed, share: ChunkShare, rule: StateRule, states: LayerStates) -> Tensor:
     """Return the rule's out [t, H, V] of a chunk's tokens, each document from its own first token
     on; zeros for padding. Differentiable."""
-    out: Tensor = _OverChunk.apply(*x, share, rule, states)
+    out: Tensor = _OverChunk.apply(share, rule, states, *x)
     return out
 
 
@@ -47,17 +47,9 @@ class _OverChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q_tGK: Tensor,
-        k_tGK: Tensor,
-        v_tHV: Tensor,
-        g_tH: Tensor,
-        beta_tH: Tensor,
-        share: ChunkShare,
-        rule: StateRule,
-        states: LayerStates,
+        ctx: Any, share: ChunkShare, rule: StateRule, states: LayerStates, *every: Tensor
     ) -> Tensor:
-        x = Mixed(q_tGK, k_tGK, v_tHV, g_tH, beta_tH)
+        x = Mixed(*every)
         real, enters, leaves = _crossing(share)
         before = share.number - 1
         entering = {f: states["rule", before, f.document].value for f in real if f in enters}
@@ -68,7 +60,7 @@ class _OverChunk(torch.autograd.Function):
                 leave(states, ("rule", share.number, fragment.document), end)
         ctx.save_for_backward(*x, *entering.values())
         ctx.of = share, rule, states
-        return laid(v_tHV, out)
+        return laid(x.v, out)
 
     @staticmethod
     @once_differentiable
@@ -96,7 +88,7 @@ class _OverChunk(torch.autograd.Function):
         )
         for fragment, gradient in zip(first, grads[5:], strict=True):
             states["rule", share.number - 1, fragment.document].found = gradient
-        return *grads[:5], None, None, None
+        return None, None, None, *grads[:5]
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,9 @@ def mix(
     def run(inputs: tuple[Tensor, ...]) -> Tensor:
         return mix_over_states(Mixed(*inputs), share.chains, rule, ring)
 
-    return exchange.back(around(run, inside) if around else run(inside))
+    out = around(run, inside) if around else run(inside)
+    del inside  # what the backward takes of it is kept elsewhere
+    return exchange.back(out)
 
 
 Convolution = Callable[[Tensor], Tensor]
