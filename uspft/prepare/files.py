@@ -337,10 +337,9 @@ def _is_inside(path: Path, output: Path) -> bool:
 
 def _is_resolved(file: Path) -> bool:
     """Tell whether a recipe file was left by a run, so that the next run would write the same."""
-    try:
+    with suppress(OSError, ValueError):
         return file.read_text(encoding="utf-8") == dump(load(file).recipe)
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 class Found(NamedTuple):

@@ -164,9 +164,8 @@ def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
 def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
     """Return the slices of each product that a recipe asks for; None where they are `auto`."""
     asked = parallel.tensor_slices
-    if isinstance(asked, int):
-        return (asked,) * 4
-    return asked if isinstance(asked, tuple) else None
+    every = (asked,) * 4 if isinstance(asked, int) else asked
+    return every if isinstance(every, tuple) else None
 
 
 def gradient_bytes(recipe: Recipe) -> int:

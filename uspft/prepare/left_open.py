@@ -110,44 +110,34 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
     Where a degree is `auto`, keys that say how the degree is used are open too, if they are left
     out.
     """
-    parallel, found = recipe.parallel_config, list[str]()
+    parallel, again = recipe.parallel_config, recomputes_of(recipe, recipe.launch.device)
     tensor = isinstance(parallel.model_parallel, Open)
     context = isinstance(parallel.context_parallel, Open)
     stages = isinstance(parallel.pipeline_stage, Open)
     mesh = _on_a_mesh(parallel)
     algorithm, shared = parallel.context_parallel_algo, context or parallel.row_ranks > 1 or mesh
-    if parallel.data_parallel == AUTO and (tensor or context or stages):
-        found.append("data_parallel")
-    if tensor:
-        found.append("model_parallel")
-        if (not _says_of_tokens(parallel) or parallel.use_seq_parallel) and not mesh:
-            found.append("use_seq_parallel")
-    if stages:
-        found += ["pipeline_stage", "pp_interleave_num"]
-    if context:
-        found.append("context_parallel")
+    tokens = not _says_of_tokens(parallel) or parallel.use_seq_parallel
     free = shared and (algorithm == AUTO or (algorithm is None and context))
-    if free:
-        found.append("context_parallel_algo")
-    named = CONTEXT.get(algorithm or "")
+    named, ulysses = CONTEXT.get(algorithm or ""), parallel.ulysses_degree_in_cp
     both = free or bool(named and named.splits is Splits.BOTH and context)
-    ulysses = parallel.ulysses_degree_in_cp
-    if isinstance(ulysses, Open) or (ulysses is None and both):
-        found.append("ulysses_degree_in_cp")
-    if isinstance(parallel.expert_parallel, Open):
-        found.append("expert_parallel")
-    if mesh and not isinstance(parallel.tensor_mesh, tuple):
-        found.append("tensor_mesh")
-    if mesh and slices_of(parallel) is None:
-        found.append("tensor_slices")
-    keys = [f"{BLOCK}.{key}" for key in found]
-    if isinstance(recipe.deepspeed.zero_optimization.get("stage", 1), Open):
-        keys.append(STAGE)
-    if isinstance(recipe.training.micro_batch_size, Open):
-        keys.append(ROWS)
-    if recipe.memory.recompute == AUTO and len(recomputes_of(recipe, recipe.launch.device)) > 1:
-        keys.append(RECOMPUTE)
-    return tuple(keys)
+    zero_stage = recipe.deepspeed.zero_optimization.get("stage", 1)
+    every = {
+        f"{BLOCK}.data_parallel": parallel.data_parallel == AUTO and (tensor or context or stages),
+        f"{BLOCK}.model_parallel": tensor,
+        f"{BLOCK}.use_seq_parallel": tensor and tokens and not mesh,
+        f"{BLOCK}.pipeline_stage": stages,
+        f"{BLOCK}.pp_interleave_num": stages,
+        f"{BLOCK}.context_parallel": context,
+        f"{BLOCK}.context_parallel_algo": free,
+        f"{BLOCK}.ulysses_degree_in_cp": isinstance(ulysses, Open) or (ulysses is None and both),
+        f"{BLOCK}.expert_parallel": isinstance(parallel.expert_parallel, Open),
+        f"{BLOCK}.tensor_mesh": mesh and not isinstance(parallel.tensor_mesh, tuple),
+        SLICES: mesh and slices_of(parallel) is None,
+        STAGE: isinstance(zero_stage, Open),
+        ROWS: isinstance(recipe.training.micro_batch_size, Open),
+        RECOMPUTE: recipe.memory.recompute == AUTO and len(again) > 1,
+    }
+    return tuple(key for key, is_open in every.items() if is_open)
 
 
 def _says_of_tokens(parallel: ParallelBlock) -> bool:

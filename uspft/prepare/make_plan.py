@@ -47,8 +47,7 @@ def examine_for_plan(
     target: Path, overrides: Sequence[str], hosts: int, ranks: int | None
 ) -> Examined:
     """Examine the recipe for the device of the hardware that it names, whatever is here."""
-    loaded = read(target, overrides).loaded
-    launch = find_paths(loaded.recipe, target).recipe.launch
+    launch = find_paths(read(target, overrides).loaded.recipe, target).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
         cluster, findings = cluster_of(launch.hardware, "cpu", None)
         if cluster and not findings:
@@ -209,10 +208,9 @@ def documents_of(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
     """Return the lengths of the documents that samples become under `data.overlong`."""
     most, how = recipe.data.sequence_length, recipe.data.overlong
     cut = [min(length, most) for length in lengths if how != "drop" or length <= most]
-    if how == "split":
-        for length in lengths:
-            cut += [most] * (length // most - 1) if length > most else []
-            cut += [length % most] if length > most and length % most else []
+    for length in lengths if how == "split" else ():
+        if length > most:
+            cut += [most] * (length // most - 1) + [length % most] * (length % most > 0)
     return cut
 
 
