@@ -124,10 +124,9 @@ def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
     """
     output = output_of(recipe)
     needed = space_needed(recipe, examined.trained, examined.parameters)
-    wrong = space_finding(recipe, needed)
-    if wrong and os.path.isdir(output):
-        raise Fault([wrong])
-    if wrong:
+    if wrong := space_finding(recipe, needed):
+        if os.path.isdir(output):
+            raise Fault([wrong])
         return ["warning: {}: {}; {}".format(*wrong)]
     return [f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}"]
 

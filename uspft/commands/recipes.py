@@ -14,7 +14,7 @@ import yaml
 from uspft.called import to_type
 from uspft.config import Recipe, load
 from uspft.config.messages import closest
-from uspft.config.problems import UsageError
+from uspft.config.problems import UsageError, counted
 from uspft.config.strategies import layouts_of
 from uspft.data.files.sources import STDLIB
 from uspft.prepare.host import CONFIGS
@@ -38,8 +38,8 @@ def recipes(words: Sequence[str], environment: Mapping[str, str], shipped: Path 
         raise UsageError(words[2], "recipes takes a name and a file", remedy)
     found = {path.stem: path for path in shipped.glob("*.yaml")}
     if not found:
-        remedy = "take uspft's repository"
-        raise UsageError("recipes", f"no recipes are beside the package, in {shipped}", remedy)
+        what = f"no recipes are beside the package, in {shipped}"
+        raise UsageError("recipes", what, "take uspft's repository")
     if not words:
         print(f"{listing(found.values())}\ncopy one here: {typed} NAME [FILE]")
         return 0
@@ -75,17 +75,15 @@ def cards(recipe: Recipe) -> int:
 
 def purpose(recipe: Recipe) -> str:
     """Return a recipe's model, cards, row length, and what it trains on what."""
-    count, on_gpus = cards(recipe), recipe.launch.device == "cuda"
-    one, several = ("GPU", "GPUs") if on_gpus else ("CPU process", "CPU processes")
-    model, data = recipe.model, recipe.data
+    gpus, model, data = recipe.launch.device == "cuda", recipe.model, recipe.data
+    many = counted(cards(recipe), *(("GPU",) if gpus else ("CPU process", "es")))
     trains = "LoRA" if model.adapter else "all weights"
     on = DATA.get(data.format, data.format)
     if any(source.path == STDLIB for source in data.train):
         on = "Python's standard library"
     mega, rest = divmod(data.sequence_length, 1 << 20)
     length = f"rows of {data.sequence_length >> 10}k" if rest else f"rows of {mega}m"
-    name = model.name_or_path or "random weights"
-    return f"{name}, {count} {several if count > 1 else one}, {length}: {trains}, on {on}"
+    return f"{model.name_or_path or 'random weights'}, {many}, {length}: {trains}, on {on}"
 
 
 def copy(recipe: Path, to: Path, program: str) -> None:

@@ -208,7 +208,16 @@ def prepare_verify(
     if found.why_strategies:
         screen.print(f"strategies: {found.why_strategies}", markup=False)
     job = job_of(found, place, {})
-    layouts = _candidates(found, None if every else MAX_LAYOUTS)
+
+    def problems(recipe: Recipe, layout: Layout) -> list[Finding]:
+        wrong = beside_stages(recipe) if layout.pipeline > 1 else ()
+        return [*wrong, *run_findings(recipe, layout, found.shape)]
+
+    possible = candidates(found.recipe, found.layout.ranks, problems)
+    layouts = [
+        with_layers(found.recipe, one, found.known)
+        for one in chosen(possible, None if every else MAX_LAYOUTS)
+    ]
     work = VerifyJob(
         job,
         tuple(one.parallel for one in layouts if one.reason is None),
@@ -230,15 +239,6 @@ def prepare_verify(
         "layers": {"kept": kept, "of": whole},
     }
     return work, layouts, facts
-
-
-def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
-    def problems(recipe: Recipe, layout: Layout) -> list[Finding]:
-        wrong = beside_stages(recipe) if layout.pipeline > 1 else ()
-        return [*wrong, *run_findings(recipe, layout, found.shape)]
-
-    every = chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
-    return [with_layers(found.recipe, one, found.known) for one in every]
 
 
 def with_layers(recipe: Recipe, one: Candidate, known: Known) -> Candidate:

@@ -46,7 +46,7 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
 
     Where ranks do not divide experts, the degrees that may are named with theirs.
     """
-    every, degree = shape.experts, layout.experts
+    every, degree, copies = shape.experts, layout.experts, layout.copies
     if every == 1:
         return None
     step = step_shape(recipe, shape)
@@ -56,7 +56,6 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
         most = _crossover(recipe, step, layout, degree)
         side, sends = ("below", "less") if tokens < most else ("above", "more")
         return f"{said}, {side} the crossover of {most:,.0f}: dispatch sends {sends} than it saves"
-    copies = layout.copies
     able = [d for d in range(2, copies + 1) if copies % d == every % d == 0][:NAMED]
     if not able:
         return said
@@ -78,8 +77,7 @@ def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> f
 def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
     """Return the bytes of one of the experts' parameters that ZeRO moves for each forward and
     backward; an all-reduce moves a gradient twice."""
-    model = recipe.model
-    layers = trained_layers(step.model, lora_of(model), tuple(model.freeze))
+    layers = trained_layers(step.model, lora_of(recipe.model), tuple(recipe.model.freeze))
     matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
     gradient, weight, passes = step.gradient_bytes, step.element_bytes, step.passes(layout)
