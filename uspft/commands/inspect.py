@@ -217,16 +217,21 @@ def _digit(number: int) -> str:
 
 
 def _show_document(number: int, document: SeenDocument, screen: Console) -> None:
-    start, stop = document.span
-    where = f"places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}"
     _print_inset(2, Text(f"── {number}: {visible(document.origin)}"), screen)
-    _print_inset(5, Text(f"{where}, {document.targets:,} train", MASKED), screen)
+    _print_inset(5, Text(placed(document), MASKED), screen)
     text = Text()
     for run in document.runs[:_RUNS]:
         _append_run(text, run)
     if more := len(document.runs[_RUNS:]):
         text.append(f" … {more:,} more parts")
     _print_inset(5, text, screen)
+
+
+def placed(document: SeenDocument) -> str:
+    """Return in words where a document lies, and how many of its tokens train."""
+    start, stop = document.span
+    where = f"places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}"
+    return f"{where}, {document.targets:,} train"
 
 
 def _print_inset(columns: int, text: Text, screen: Console) -> None:
@@ -348,36 +353,30 @@ def _map(parts: Sequence[tuple[int, int, str, str]]) -> str:
 
 
 def _document(number: int, document: SeenDocument) -> str:
-    start, stop = document.span
-    runs = "".join(_run(run, start) for run in document.runs)
+    runs = "".join(_run(run, document.span[0]) for run in document.runs)
     return (
         f"<h3>{number}: {escape(visible(document.origin))}</h3>\n"
-        f'<p class="note">places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}, '
-        f"{document.targets:,} train</p>\n<pre>{runs}</pre>\n"
+        f'<p class="note">{placed(document)}</p>\n<pre>{runs}</pre>\n'
     )
 
 
 def _run(run: Stretch, start: int) -> str:
     head, tail = run.ends(_PAGE_HEAD, _PAGE_TAIL)
     left_out = len(run.ids) - len(head) - len(tail)
+    span = f'<span class="{"trained" if run.trained else "masked"}">'
     words = _tokens(run, head, run.first, start)
     if tail:
-        words += f"</span> … {left_out:,} tokens … <span class={_kind(run)}>"
+        words += f"</span> … {left_out:,} tokens … {span}"
         words += _tokens(run, tail, run.first + len(head) + left_out, start)
-    return f"<span class={_kind(run)}>{words}</span>"
-
-
-def _kind(run: Stretch) -> str:
-    return '"trained"' if run.trained else '"masked"'
+    return f"{span}{words}</span>"
 
 
 def _tokens(run: Stretch, ids: list[int], place: int, start: int) -> str:
-    words = []
-    at = 0
+    words, at = "", 0
     for text, count in texts_of(ids, run.decode):
         named = ", ".join(map(str, ids[at : at + count]))
         told = f"place {place + at}, position {place + at - start}, id {named}"
         seen = "↵\n".join(visible(line) for line in text.split("\n"))
-        words.append(f'<s title="{told}">{escape(seen)}</s>')
+        words += f'<s title="{told}">{escape(seen)}</s>'
         at += count
-    return "".join(words)
+    return words

@@ -34,18 +34,13 @@ def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> li
         alone = under(recipe, number)
         found = layout_of(alone.parallel_config, layout.ranks)
         wrong = [found] if not isinstance(found, Layout) else layout_findings(alone, found, shape)
-        findings += [_of_strategy(one, number) for one in wrong]
+        for key, what, remedy in wrong:  # in the terms of the whole recipe
+            if key == "data.sequence_length":
+                key = f"{KEY}[{number}].max_length"
+            elif key != EXPERTS:  # which all of them have
+                key = key.replace("parallel_config.", f"{KEY}[{number}].", 1)
+            findings.append((key, what, remedy))
     return findings
-
-
-def _of_strategy(finding: Finding, number: int) -> Finding:
-    """Return a finding about the recipe of one strategy's rows in the terms of the whole recipe."""
-    key, what, remedy = finding
-    if key == "data.sequence_length":
-        return f"{KEY}[{number}].max_length", what, remedy
-    if key == EXPERTS:  # said once for all of them
-        return finding
-    return key.replace("parallel_config.", f"{KEY}[{number}].", 1), what, remedy
 
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
@@ -82,18 +77,15 @@ def _copies(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
 
 def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return why a model's experts cannot be divided among ranks."""
-    degree = layout.experts
-    if degree == 1 or shape is None:
+    degree, every = layout.experts, shape.experts if shape else 0
+    if degree == 1 or shape is None or (shape.routed and every % degree == 0):
         return []
     if not shape.routed:
         able = ", ".join(name for name, one in FAMILIES.items() if one.routed)
         what = f"is {degree}, and `{shape.model_type}` has no experts"
         return [(EXPERTS, what, f"write 1, or name a model of type {able}")]
-    if shape.experts % degree == 0:
-        return []
-    every, copies = shape.experts, layout.copies
-    fitting = [d for d in range(1, every + 1) if every % d == copies % d == 0]
-    what = f"is {degree}, which does not divide the {shape.experts} experts of a layer"
+    fitting = [d for d in range(1, every + 1) if every % d == layout.copies % d == 0]
+    what = f"is {degree}, which does not divide the {every} experts of a layer"
     return [(EXPERTS, what, f"write one of {', '.join(map(str, fitting))}")]
 
 
@@ -110,31 +102,25 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
     algorithm, hidden = tensor_algorithm(recipe.parallel_config, layout), shape.hidden_size
     each = (algorithm.problems(one.heads, one.kv_heads, hidden) for one in shape.of_each_size)
-    return next(filter(None, each), []) or _states(layout, shape)
-
-
-def _states(layout: Layout, shape: ModelShape) -> list[Finding]:
-    """Return why the layers with a state of a model cannot be split over tensor ranks."""
-    sizes = state_sizes(shape)
-    if sizes is None:
-        return []
-    if layout.is_mesh:
-        what = f"is meshslice, and `{shape.model_type}` has layers with a state"
+    if wrong := next(filter(None, each), []):
+        return wrong
+    states = state_sizes(shape)
+    if states and layout.is_mesh:
+        what = f"is meshslice, and `{kind}` has layers with a state"
         return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
-    if layout.tensor <= sizes.keys:
-        return []
-    what = f"is {layout.tensor}, and layers with a state have {sizes.keys} key heads"
-    return [("parallel_config.model_parallel", what, f"write at most {sizes.keys}")]
+    if states and layout.tensor > states.keys:
+        what = f"is {layout.tensor}, and layers with a state have {states.keys} key heads"
+        return [("parallel_config.model_parallel", what, f"write at most {states.keys}")]
+    return []
 
 
 def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
     """Return why the gradients of several micro-batches would not be summed in float32."""
-    passes = micro_batches(recipe, layout)
+    passes, zero = micro_batches(recipe, layout), recipe.deepspeed.zero_optimization
+    stage, place = zero.get("stage", 1), "deepspeed.zero_optimization"
+    what = f"would sum the gradients of {passes} micro-batches in bfloat16"
     if recipe.model.dtype != "bfloat16" or passes == 1:
         return []
-    zero, place = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
-    stage = zero.get("stage", 1)
-    what = f"would sum the gradients of {passes} micro-batches in bfloat16"
     if stage == 0:
         remedy = "write stage 1, or model.dtype float32"
         return [(f"{place}.stage", f"stage 0 {what}", remedy)]
