@@ -66,11 +66,16 @@ class Read:
         return not any(touches(key, bad) for key in keys for bad in self.faulty)
 
     def together(self, findings: Sequence[Finding]) -> RecipeError:
-        """Return the error that tells the problems and these findings, in the files' order."""
+        """Return the error that tells the problems and these findings: the recipe's own come first,
+        each file's from top to bottom, and the command line's last."""
         found = [*self.problems, *(self.loaded.origins.problem(*one) for one in findings)]
-        return RecipeError(
-            sorted(found, key=_order(self.loaded.origins.file)) if self.problems else found
-        )
+
+        def order(problem: Problem) -> tuple[bool, bool, str, int]:
+            name, _, line = problem.where.rpartition(":")
+            own = name == self.loaded.origins.file
+            return not name, not own, name, int(line) if name and line.isdigit() else 0
+
+        return RecipeError(sorted(found, key=order) if self.problems else found)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -162,17 +167,6 @@ def _pruned(value: Any, at: str, keys: set[str]) -> Any:
     if isinstance(value, list):
         return [_pruned(item, f"{at}[{index}]", keys) for index, item in enumerate(value)]
     return value
-
-
-def _order(file: str) -> Any:
-    """Return the key by which problems are sorted: the recipe's own come first, each file's from
-    top to bottom, and the command line's last."""
-
-    def key(problem: Problem) -> tuple[bool, bool, str, int]:
-        name, _, line = problem.where.rpartition(":")
-        return (not name, name != file, name, int(line) if name and line.isdigit() else 0)
-
-    return key
 
 
 # The keys that each mapping of a recipe may hold, and what an unknown one was meant to be.
@@ -393,12 +387,12 @@ class _Files:
         try:
             return self._tree(path, text_of(path), ())
         except Unreadable as error:
-            self._lost(Problem(f"{path}:{error.line or 1}", "", error.what, error.remedy))
-            return None
+            return self._lost(f"{path}:{error.line or 1}", "", error.what, error.remedy)
 
-    def _lost(self, problem: Problem) -> None:
-        self.problems.append(problem)
+    def _lost(self, where: str, key: str, what: str, remedy: str) -> Tree | None:
+        self.problems.append(Problem(where, key, what, remedy))
         self.complete = False
+        return None
 
     def _tree(self, path: Path, text: str, above: tuple[Path, ...]) -> Tree | None:
         tree, problems = parse(text, lambda line: f"{path}:{line}")
@@ -407,8 +401,7 @@ class _Files:
             self.complete = False
             return None
         if not isinstance(tree.value, dict):
-            self._lost(Problem(tree.where, "", "is not a mapping of keys", "write `key: value`"))
-            return None
+            return self._lost(tree.where, "", "is not a mapping of keys", "write `key: value`")
         own = Tree({k: v for k, v in tree.value.items() if k != "base"}, tree.where)
         merged = Tree({}, tree.where)
         if "base" in tree.value:
@@ -422,14 +415,13 @@ class _Files:
             return [(f"base[{index}]", entry) for index, entry in enumerate(base.value)]
         file = base.value if isinstance(base.value, str) else "FILE"
         remedy = f"write base: [{file}]"
-        self._lost(Problem(base.where, "base", "expected a list of files", remedy))
+        self._lost(base.where, "base", "expected a list of files", remedy)
         return []
 
     def _fragment(self, path: Path, key: str, entry: Tree, above: tuple[Path, ...]) -> Tree | None:
         if not isinstance(entry.value, str):
-            what, remedy = "expected the path of a file", "write base: [FILE]"
-            self._lost(Problem(entry.where, key, what, remedy))
-            return None
+            remedy = "write base: [FILE]"
+            return self._lost(entry.where, key, "expected the path of a file", remedy)
         target = path.parent / entry.value
         self._count += 1
         try:
@@ -440,8 +432,7 @@ class _Files:
                 raise Unreadable("leads back to a file that names it", "break the circle")
         except Unreadable as error:
             where = f"{target}:{error.line}" if error.line else entry.where
-            self._lost(Problem(where, key, f"`{entry.value}` {error.what}", error.remedy))
-            return None
+            return self._lost(where, key, f"`{entry.value}` {error.what}", error.remedy)
         return self._tree(target, text, above)
 
 

@@ -24,7 +24,7 @@ from uspft.prepare.host import gpu_count, gpu_name, tracker_findings
 from uspft.prepare.known import Known, cluster_of
 from uspft.prepare.layout_findings import exchange_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
-from uspft.prepare.model import shape_of
+from uspft.prepare.model import shape_of, tokenizer_of
 from uspft.prepare.remarks import memory_sentence, stages_sentence, wasted
 from uspft.prepare.resolve import on_device, resolved, tuning
 
@@ -228,7 +228,11 @@ def examine(
     findings += source_problems(asked.data) if sound(*SOURCES) else []
     findings += tracker_findings(asked, environment) if sound("logging") else []
     findings += in_the_way(asked, path) if trains and sound("output_dir", "checkpoint") else []
-    open_questions = _not_here(asked)
+    # What of the data and the tokenizer cannot be looked at on this machine.
+    open_questions = list(not_checked(asked.data))
+    tokenizer = tokenizer_of(asked.model)
+    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises where it may not look
+        open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
     shape = shape_of(asked.model) if sound(*SHAPE) else None
     if isinstance(shape, ModelShape):
         known = replace(known, shape=shape)
@@ -273,15 +277,6 @@ def examine(
         raise given.together([paths.told(one) for one in findings])
     assert isinstance(layout, Layout)
     return Examined(loaded, known, recipe, layout, open_questions, decision)
-
-
-def _not_here(recipe: Recipe) -> list[str]:
-    """List what of a recipe's data and tokenizer cannot be looked at on this machine."""
-    found = list(not_checked(recipe.data))
-    tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
-    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises where it may not look
-        found.append(f"the tokenizer {tokenizer} (not on this machine)")
-    return found
 
 
 def _precision(recipe: Recipe, device: str) -> Iterator[Finding]:
