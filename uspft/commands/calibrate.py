@@ -100,7 +100,6 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     with joined(recipe.launch, environment, trains=False) as device:
         waiting.close()
         dtype = getattr(torch, recipe.model.dtype)
-        bench = Bench(device, dtype, Groups(), here, SIZES[device.type])
         heads, softcap = _heads(recipe)
         kernel, _ = believed_kernel(
             recipe.model.attention, [heads], dtype, device, softcap, said_by_all=said_by_all
@@ -112,7 +111,8 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
             if dist.get_rank() == 0:
                 print(f"{time.monotonic() - started:4.0f} s: measuring {what}", flush=True)
 
-        points = measure(bench, kernel, heads, says)
+        bench = Bench(device, dtype, Groups(), here, SIZES[device.type], kernel, heads)
+        points = measure(bench, says)
         if dist.get_rank() == 0:
             points.leave(folder)
         bench.groups.close()

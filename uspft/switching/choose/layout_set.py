@@ -12,10 +12,9 @@ from uspft.pipeline.stages import Stages
 from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
-from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
-from uspft.planner.step import UPDATE_BYTES, zero_once
+from uspft.planner.step import UPDATE_BYTES, micro_step_seconds, zero_once
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
