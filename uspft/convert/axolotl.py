@@ -6,7 +6,7 @@ from typing import Any
 
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
-from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, in_place, short
 
 NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
@@ -139,7 +139,7 @@ def _adapter(run: Conversion) -> None:
     kind = run.value("adapter")
     if kind is None:
         run.dropped("is null: all weights train", "adapter")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     if kind not in ("lora", "qlora"):
         run.wrong("adapter", "write lora")
@@ -185,8 +185,7 @@ def _data(run: Conversion) -> None:
         for item in items:
             if ours in run.given:
                 for key in run.theirs.block(item):
-                    say = f"`{ours}` of the command line stands in its place"
-                    run.changed(f"{item}.{key}", say)
+                    run.changed(f"{item}.{key}", in_place(ours))
             else:
                 sources += _source(run, item)
         if sources:
@@ -195,8 +194,7 @@ def _data(run: Conversion) -> None:
             if run.written(name):
                 run.refuse(name, "is no list of mappings", "write a list of {path: …, type: …}")
         if ours == "data.train" and not items and ours not in run.given:
-            what = "names no samples that are read"
-            run.refuse("datasets", what, "add data.train=FILE")
+            run.refuse("datasets", "names no samples that are read", "add data.train=FILE")
     trainer.held_out(run, "val_set_size")
 
 
@@ -329,18 +327,6 @@ def _outputs(run: Conversion) -> None:
     if run.written(resume):
         run.put("checkpoint.resume", "auto" if run.value(resume) is True else "never", resume)
     trainer.logs(run)
-    _boards(run)
-    if run.written("plugins"):
-        names = run.value("plugins")
-        for name in names if isinstance(names, list) else [names]:
-            kernels = any(part in str(name) for part in ("liger", "cut_cross_entropy"))
-            what = "changes no number" if kernels else "not taken: nothing like it is known here"
-            say = run.ignored if kernels else run.changed
-            say("plugins", f"{short(name)}: {what}")
-
-
-def _boards(run: Conversion) -> None:
-    """Write wandb's and MLflow's settings where they are asked for."""
     for name, parts in (
         ("wandb", ("project", "name", "entity", "run_id", "mode")),
         ("mlflow", ("tracking_uri", "experiment_name", "run_name")),
@@ -353,3 +339,10 @@ def _boards(run: Conversion) -> None:
             run.put(f"logging.{name}", found, f"use_{name}", *keys.values())
             continue
         run.idle(f"{name} is not asked for", f"use_{name}", *keys.values())
+    if run.written("plugins"):
+        names = run.value("plugins")
+        for name in names if isinstance(names, list) else [names]:
+            kernels = any(part in str(name) for part in ("liger", "cut_cross_entropy"))
+            what = "changes no number" if kernels else "not taken: nothing like it is known here"
+            say = run.ignored if kernels else run.changed
+            say("plugins", f"{short(name)}: {what}")

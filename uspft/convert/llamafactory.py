@@ -9,7 +9,7 @@ from uspft.config.document import bare
 from uspft.config.problems import InputError
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
-from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, in_place, short
 from uspft.convert.theirs import read_tree
 
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
@@ -100,7 +100,7 @@ def _adapter(run: Conversion) -> None:
     kind = run.word("finetuning_type", default="lora")
     if kind == "full":
         run.told("all weights train", "finetuning_type")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     if kind != "lora":
         remedy = "write full or lora; `model.freeze` names what of full does not train"
@@ -142,7 +142,7 @@ def _data(run: Conversion, texts: bool) -> None:
         if not run.written(key):
             continue
         if ours in run.given:
-            run.changed(key, f"`{ours}` of the command line stands in its place")
+            run.changed(key, in_place(ours))
             continue
         sources = [_source(run, key, name, texts) for name in _words(run.value(key))]
         found = [source for source in sources if source]

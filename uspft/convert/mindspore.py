@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-from uspft.convert.conversion import Conversion, is_whole, short
+from uspft.convert.conversion import Conversion, in_place, is_whole, short
 from uspft.convert.mindspore_data import LOADER, data, rows_of_blend
 from uspft.convert.mindspore_layout import (
     CONFIG,
@@ -112,7 +112,7 @@ def _dtype(run: Conversion) -> None:
     key = f"{CONFIG}.compute_dtype"
     theirs = str(run.value(key, "float16"))
     if "model.dtype" in run.given:
-        run.told("`model.dtype` of the command line stands in its place", key)
+        run.told(in_place("model.dtype"), key)
     elif theirs in DTYPES:
         run.put("model.dtype", DTYPES[theirs], key)
     else:
@@ -216,7 +216,7 @@ def _length(run: Conversion, batch: int) -> None:
     if given := {"training.steps", "training.epochs"} & set(run.given):
         for key in (epochs, "lr_schedule.total_steps", f"{LOADER}.sizes"):
             if run.written(key) and not run.spoken(key):
-                run.changed(key, f"`{min(given)}` of the command line stands in its place")
+                run.changed(key, in_place(min(given)))
     elif total > 0:
         say = "the run ends with its schedule"
         run.put("training.steps", total, "lr_schedule.total_steps", epochs, say=say)

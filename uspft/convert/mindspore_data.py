@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uspft.convert.conversion import Conversion, is_whole
+from uspft.convert.conversion import Conversion, in_place, is_whole
 
 CONFIG = "model.model_config"
 LOADER = "train_dataset.data_loader"
@@ -30,7 +30,7 @@ def data(run: Conversion) -> None:
     if "data.train" in run.given:
         for key in run.theirs.values:
             if key.startswith(f"{LOADER}.") and not key.startswith(f"{LOADER}.shuffle"):
-                run.changed(key, "`data.train` of the command line stands in its place")
+                run.changed(key, in_place("data.train"))
     elif kind in HUGGING_FACE:
         _hugging_face(run)
     elif kind == MEGATRON:

@@ -121,7 +121,7 @@ def _json(run: Conversion, key: str) -> dict[str, Any]:
 def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
     if full:
         run.changed(str(tuner), "all weights train")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     kind = run.value(tuner, "lora") if tuner else "lora"
     if kind != "lora":

@@ -9,8 +9,9 @@ a conversation is an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from uspft.data.chat.spans import PLACEHOLDER, SpanUnknown, Turn, all_but, turn_spans
@@ -167,16 +168,12 @@ def _told(
     turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
 ) -> Spans:
     """Return the spans of the answers asked for, found by rendering with and without each."""
-
-    def write(some: Sequence[Turn], prompt: bool = False) -> str:
-        return template.write(some, prompt, **more)
-
     if not asked:
         return []
     try:
         plain = more.keys() <= {"tools"}
         style = template.style if plain else replace(template.style, around=None)
-        return turn_spans(write, turns, text, asked, style)
+        return turn_spans(partial(template.write, **more), turns, text, asked, style)
     except SpanUnknown as reason:
         remedy = "name a template with {% generation %} marks in data.chat_template"
         what = "the chat template has no {% generation %} marks"

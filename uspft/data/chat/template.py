@@ -217,7 +217,9 @@ class ChatTemplate:
         inner = json.dumps({"a": PLACEHOLDER}, ensure_ascii=False)
         found: set[type] = set()
         for given in ({"a": PLACEHOLDER}, inner):
-            text = self._called(given)
+            some = (one for said in ("", None) for one in _calls(given, {"content": said}))
+            texts = (self.text_of(one) or "" for one in some)
+            text = next((text for text in texts if PLACEHOLDER in text), "")
             if text and (inner in text if given is inner else "{'a'" not in text):
                 found.add(type(given))
         return frozenset(found)
@@ -236,13 +238,6 @@ class ChatTemplate:
                     if text and without is not None and text.count("None") > without.count("None"):
                         found.add("content" in said)
         return frozenset(found)
-
-    def _called(self, arguments: Any) -> str:
-        """Return a conversation as text with the placeholder in the arguments of a call; empty
-        where no conversation does."""
-        some = [one for content in ("", None) for one in _calls(arguments, {"content": content})]
-        texts = (self.text_of(one) or "" for one in some)
-        return next((text for text in texts if PLACEHOLDER in text), "")
 
 
 def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:

@@ -126,6 +126,16 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype)
 
 
+def permutation(count: int, *seed: int) -> NDArray[np.int64]:
+    """Return a permutation of `count` items that depends on the seed alone.
+
+    It comes from raw bits, whose stream numpy guarantees over versions and machines; the stream of
+    numpy's Generator is not guaranteed.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
 class CorpusWriter:
     """A writer that appends samples to a folder which no reader knows yet."""
 

@@ -9,7 +9,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from uspft.data.corpus.corpus import (
     cache_key,
     hashed,
     made_aside,
+    permutation,
     read_report,
 )
 from uspft.data.corpus.counts import (
@@ -149,7 +151,7 @@ def _reading(
     name, contents = cache_key(data, both, tokeniser, vocab_size)
     counts = Counter(record.shape for record in known)
     shapes = [f"{shape} ({n:,} files)" if n > 1 else shape for shape, n in counts.items()]
-    shapes += pair_notes(known, tokeniser is not None and tokeniser.has_template)
+    shapes += pair_notes(known, bool(tokeniser and tokeniser.template))
     shapes += describing_files(data) + (tokeniser.notes(formats) if tokeniser else [])
     return Reading(Path(cache_dir) / name, parts, encoder, contents, shapes)
 
@@ -270,26 +272,28 @@ def prepare_sets(
     sources, found = data.eval or (), {}
     for number, source in enumerate(sources):
         alone = data.model_copy(update={"train": (source,), "eval": None})
-        try:
+        with _as_set(number, len(sources)):
             folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
-        except DataError as error:
-            raise of_set(error, number, len(sources)) from error
         found[source.title] = folder
     return found
 
 
-def of_set(error: DataError, number: int, count: int) -> DataError:
-    """Return an error about a block whose `train` is evaluation set `number` of `count`, in the
+@contextmanager
+def _as_set(number: int, count: int) -> Iterator[None]:
+    """Raise a DataError about a block whose `train` is evaluation set `number` of `count` in the
     recipe's terms: a key in `data.train` becomes the set's own, of others the text names the set.
     """
     key = "data.eval" if count == 1 else f"data.eval[{number}]"
-    findings = [
-        (_TRAIN.sub(key, named), what, remedy)
-        if _TRAIN.match(named)
-        else (named, f"{what} (read for {key})", remedy)
-        for named, what, remedy in error.findings
-    ]
-    return DataError(error.beside, findings)
+    try:
+        yield
+    except DataError as error:
+        findings = [
+            (_TRAIN.sub(key, named), what, remedy)
+            if _TRAIN.match(named)
+            else (named, f"{what} (read for {key})", remedy)
+            for named, what, remedy in error.findings
+        ]
+        raise DataError(error.beside, findings) from error
 
 
 def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
@@ -305,10 +309,8 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
         of = counted(len(corpus), "sample")
         what = f"is {fraction:g}, which of {of} holds out {count:,}"
         raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
-    # Raw bits: numpy guarantees their stream over versions and machines.
-    bits = np.random.Philox(np.random.SeedSequence((recipe.seed, count))).random_raw(len(corpus))
     held = np.zeros(len(corpus), bool)
-    held[np.argsort(bits, kind="stable")[:count]] = True
+    held[permutation(len(corpus), recipe.seed, count)[:count]] = True
     whole = read_report(folder)
     found = []
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
@@ -385,8 +387,6 @@ class _Seen:
     """What the first record looks like, in words."""
     counts: Counts = field(default_factory=Counts)
     lengths: list[int] = field(default_factory=list)
-    long: list[tuple[str, int]] = field(default_factory=list)
-    """Place and tokens of those that are longer than a row."""
     unused: dict[str, None] = field(default_factory=dict)
     """The fields that nothing uses."""
 
@@ -402,7 +402,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     every = parts_of(data.model_copy(update={"train": sources, "eval": None}))
     parts = [p for p in every if not (isinstance(p.content, SourceFile) and p.content.library)]
     found = [list(islice(read(part.content, part.asked), RECORDS + 1)) for part in parts]
-    look, faults, lost = Look(), Faults(), Faults()
+    look, faults, lost, long = Look(), Faults(), Faults(), Faults()
     good = [[item for item in items if isinstance(item, Record)] for items in found]
     formats = {record.format for records in good for record in records}
     first = [record for records in good for record in records if record.shape]
@@ -413,30 +413,24 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     if vocab_size is not None and (tokenizer is not None or not formats - {"tokenized"}):
         encoder = encoder_of(formats, data, tokenizer, vocab_size)
     tokeniser = encoder.tokeniser if encoder else None
-    look.notes += pair_notes(first, tokeniser is not None and tokeniser.has_template)
+    look.notes += pair_notes(first, bool(tokeniser and tokeniser.template))
     look.notes += tokeniser.notes(formats) if tokeniser else []
     # Of the library, no more is known than that it is text.
     seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
     for part, items in zip(parts, found, strict=True):
         source = sources[part.source]
-        seen.append(_seen(part, source, items, data, encoder, faults, lost))
+        seen.append(_seen(part, source, items, data, encoder, faults, lost, long))
     look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
     unused = [dict.fromkeys(n for one in _of(seen, (s,)) for n in one.unused) for s in sources]
     of_all = data.model_copy(update={"train": sources})
     look.notes += (told := unused_lines(of_all, unused))
-    lines, long = faults.lines(), Faults()
-    for one in seen:
-        limited = one.source.max_samples or one.source.max_tokens  # it may not come so far
-        for where, tokens in one.long if data.overlong == "error" and not limited else ():
-            long.add(where, refused(tokens, data))
+    lines = faults.lines()
     if wrong := [*(lines if data.on_bad_sample == "error" else ()), *long.lines()]:
         raise DataError(wrong)
     _require(data, data.train, seen, encoder, lines)
     for number, source in enumerate(data.eval or ()):
-        try:
+        with _as_set(number, len(data.eval or ())):
             _require(data, (source,), seen, encoder, lines)
-        except DataError as error:
-            raise of_set(error, number, len(data.eval or ())) from error
     require_used(data, told)
     look.shapes += lines + lost.lines()
     more = sum(len(items) > RECORDS for items in found)
@@ -455,11 +449,14 @@ def _seen(
     encoder: Encoder | None,
     faults: Faults,
     lost: Faults,
+    long: Faults,
 ) -> _Seen:
     """Return what the first records of a part are, noting in `faults` what is wrong with them.
 
-    lost: notes what the chat template leaves out of good ones.
+    lost: notes what the chat template leaves out of good ones. long: those that a row is too short
+    for, where that is an error.
     """
+    refuses = data.overlong == "error" and not (source.max_samples or source.max_tokens)
     formats = {item.format for item in items if isinstance(item, Record)}
     shape = next((item.shape for item in items if isinstance(item, Record)), "")
     seen = _Seen(source, formats, len(items) <= RECORDS, shape)
@@ -475,8 +472,8 @@ def _seen(
             continue
         where = made.origin.place(part.content.shown)
         seen.lengths.append(len(made.ids))
-        if len(made.ids) > data.sequence_length:
-            seen.long.append((where, len(made.ids)))
+        if refuses and len(made.ids) > data.sequence_length:  # a limited source may not come so far
+            long.add(where, refused(len(made.ids), data))
         if made.lost:
             lost.add(where, made.lost)
         seen.counts.kept(made, data.overlong, data.sequence_length)

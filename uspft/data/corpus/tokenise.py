@@ -172,11 +172,6 @@ class TextTokeniser:
             found += template_problems(self.template, self.backend, own=self._own)
         return found
 
-    @property
-    def has_template(self) -> bool:
-        """Whether there is a chat template."""
-        return self.template is not None
-
     def notes(self, formats: Set[str]) -> list[str]:
         """Return a line for each thing to know of the chat template, where it is used."""
         if not self.template or "messages" not in formats:

@@ -75,8 +75,8 @@ def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
 
 def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
     if isinstance(content, HubSplit):
-        names = chosen(content.columns)
-        for number, fields in enumerate(content.records(names), 1):
+        names = chosen(list(content.dataset.column_names))
+        for number, fields in enumerate(content.dataset.select_columns(names), 1):
             yield Entry(number, fields, 1)
     elif content.kind in _TABLES:
         yield from tables(content.path, content.kind, content.shown, chosen)

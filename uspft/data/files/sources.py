@@ -67,18 +67,15 @@ class SourceFile:
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files that hold its samples: of an index, that of the tokens too."""
-        return (self.path, tokens_of(self.path)) if self.kind == "megatron" else (self.path,)
+        return (
+            (self.path, self.path.with_suffix(".bin")) if self.kind == "megatron" else (self.path,)
+        )
 
     @property
     def packed(self) -> str:
         """The ending of the compression, or an empty string."""
         suffix = self.path.suffix.lower()
         return suffix if suffix in PACKED else ""
-
-
-def tokens_of(index: Path) -> Path:
-    """Return the file with an index's tokens."""
-    return index.with_suffix(".bin")
 
 
 def _suffix(path: Path) -> str:
@@ -276,8 +273,8 @@ def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tup
             yield file.shown, "is no index of Megatron's", "name the .idx of it" + other
         elif indexed and declared not in ("auto", "megatron"):
             yield file.shown, f"is an index of token ids, not {declared}", "leave the format out"
-        elif indexed and not file.packed and not os.path.isfile(tokens_of(file.path)):
-            what = f"has no {tokens_of(file.path).name} beside it, which holds its tokens"
+        elif indexed and not file.packed and not os.path.isfile(file.path.with_suffix(".bin")):
+            what = f"has no {file.path.with_suffix('.bin').name} beside it, which holds its tokens"
             yield file.shown, what, "put it there" + other
         elif _BINARY.fullmatch(ending):
             convert = "convert it to JSON Lines (data/README.md shows the formats)"

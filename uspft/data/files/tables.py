@@ -33,14 +33,6 @@ class HubSplit:
     dataset: Any  # datasets.Dataset
     shown: str
 
-    @property
-    def columns(self) -> list[str]:
-        return list(self.dataset.column_names)
-
-    def records(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Yield the records with these columns only, since a user cannot edit a hub data set."""
-        yield from self.dataset.select_columns(columns)
-
     def digest(self) -> str:
         """Return the blake2b hash of all records, taken from Arrow's stream format."""
         import pyarrow as pa
@@ -136,21 +128,19 @@ class Columns:
 
     def entries(self) -> Iterator[Entry | BadRecord]:
         """Yield the records, or a BadRecord where Python has no value for one."""
-        for line, fields in enumerate(self._records(), self.first):
-            if isinstance(fields, SampleFault):
-                yield BadRecord(place(self.shown, line), str(fields))
-            else:
-                yield Entry(line, fields, self.size)
-
-    def _records(self) -> list[dict[str, Any] | SampleFault]:
         import pyarrow as pa
 
         with pa.ipc.open_stream(self.stream) as stream:
             table = stream.read_all()
         try:
-            return list(table.to_pylist())
+            records = list(table.to_pylist())
         except (ValueError, OverflowError):  # of one record at least
-            return [_record(table.slice(row, 1)) for row in range(len(table))]
+            records = [_record(table.slice(row, 1)) for row in range(len(table))]
+        for line, fields in enumerate(records, self.first):
+            if isinstance(fields, SampleFault):
+                yield BadRecord(place(self.shown, line), str(fields))
+            else:
+                yield Entry(line, fields, self.size)
 
 
 def _record(row: pa.Table) -> dict[str, Any] | SampleFault:

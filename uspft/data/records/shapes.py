@@ -63,8 +63,8 @@ SENTENCES = {
     "alpaca": (_PLAIN, _PAIRED),
     "alpaca_mindspore": (f"{_CHAT}{_PLAIN}{_ANSWER}", f"{_CHAT}{_PAIRED}{_ANSWER}"),
 }
-"""The text before an answer, with {instruction} and {input} for those of a record, and that of one
-without input first, by the names that `data.prompt_template` knows.
+"""The text before an answer, of a record without an input and of one with it, by the names that
+`data.prompt_template` knows; {instruction} and {input} stand for the record's.
 
 `alpaca`: Taori et al., Stanford Alpaca, train.py. `alpaca_mindspore`: the same inside a chat, as
 AlpacaInstructDataHandler of MindSpore Transformers writes them.
@@ -513,7 +513,7 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
             spelt = [name for name in others if name not in _MEANT]
             likely += get_close_matches(ours, spelt, 1, 0.7)
         if ours == "messages":
-            likely += [name for name in others if _is_turn((fields[name] or [None])[0])]
+            likely += [name for name in others if _may_be_turn((fields[name] or [None])[0])]
         if likely:
             found[ours] = likely[0]
         elif ours in shape.required:
@@ -528,11 +528,11 @@ def _may_be(ours: str, name: str, value: Any) -> bool:
         return value is None or isinstance(value, list) or text
     if value is None:  # what is called by the plural is a list, more often than not
         return name != f"{ours}s"
-    turns = ours != "text" and isinstance(value, list) and all(map(_is_turn, value))
+    turns = ours != "text" and isinstance(value, list) and all(map(_may_be_turn, value))
     return isinstance(value, str) or turns
 
 
-def _is_turn(value: Any) -> bool:
+def _may_be_turn(value: Any) -> bool:
     """Tell whether a value looks like a turn: texts under two names or more."""
     return isinstance(value, dict) and sum(isinstance(one, str) for one in value.values()) > 1
 

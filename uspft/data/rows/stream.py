@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from uspft.data.corpus.corpus import Corpus
+from uspft.data.corpus.corpus import Corpus, permutation
 from uspft.data.samples import NOT_TRAINED
 from uspft.segments import Segments
 
@@ -241,20 +241,10 @@ class RowStream:
             count = max(1, round(source.weight * samples))
             turn = np.arange(samples)
             if self._shuffle and count % samples:
-                turn = _permutation(samples, self._seed, number, 1)
+                turn = permutation(samples, self._seed, number, 1)
             parts.append(source.first + turn[(epoch * count + np.arange(count)) % samples])
         order = np.concatenate(parts)
-        return order[_permutation(len(order), self._seed, epoch)] if self._shuffle else order
-
-
-def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
-    """Return a permutation of `count` items that depends on the seed alone.
-
-    It comes from raw bits, whose stream numpy guarantees over versions and machines; the stream of
-    numpy's Generator is not guaranteed.
-    """
-    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
-    return np.argsort(bits, kind="stable")
+        return order[permutation(len(order), self._seed, epoch)] if self._shuffle else order
 
 
 def training_rows(
