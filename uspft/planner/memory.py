@@ -18,7 +18,6 @@ from uspft.planner.activations import (
     layer_bytes,
     router_bytes,
 )
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.layer_sizes import layers_of
 from uspft.planner.operations import WIDE
 from uspft.planner.options import Options
@@ -26,6 +25,7 @@ from uspft.planner.products import head_projection
 from uspft.planner.stage_memory import ROUNDS, PassBytes, chunk_keys, each_chunk, rank_bytes
 from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
+from uspft.planner.step_shape import DrawnRows
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
