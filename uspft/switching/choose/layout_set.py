@@ -265,12 +265,11 @@ class Static:
         replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
         plan: list[MicroStep] = []
         for begin in range(0, len(rows), replicas * at_once):
+            end = min(begin + replicas * at_once, len(rows))
             groups = []
-            for replica in range(replicas):
-                first = begin + replica * at_once
-                mine = tuple(range(first, min(first + at_once, len(rows))))
-                if mine:
-                    groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
+            for replica, first in enumerate(range(begin, end, at_once)):
+                mine = tuple(range(first, min(first + at_once, end)))
+                groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
             plan.append(tuple(groups))
         each = fmean(rows) * at_once
         limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
