@@ -35,16 +35,19 @@ from uspft.verify.report import FIXED, PLAIN
 RECIPES, MIB = ROOT / "recipes", 2**20
 LONGEST = {
     "1 card": "llama3.1-8b-text-whole-1m",
-    "8 cards": "llama3.1-8b-text-planned-8m",
-    "32 cards": "llama3.1-8b-text-planned-32m-32gpu",
+    "8 cards": "llama3.1-8b-text-ring-8m",
+    "32 cards": "llama3.1-8b-text-ring-32m-32gpu",
 }
 """The recipes of the longest rows, by cards."""
 HYBRID_MODEL, SHARING = "Qwen3.5-9B", (2, 4, 8, 16)
 """A model with layers that have a state, and how many ranks share a row of it."""
 CARD = read_hardware(CONFIGS / "hardware" / "h100.yaml").memory.bytes
 WITHOUT = {key: f"memory.{key}=none" for key in ("mlp_tile_tokens", "offload_activations")}
-INSIDE = ("parallel_config.ulysses_degree_in_cp=8",)
-"""A word for Ulysses on the 8 cards of a host; on one card it is left out."""
+INSIDE = (
+    "parallel_config.ulysses_degree_in_cp=8",
+    "parallel_config.context_parallel_algo=planned_cp",
+)
+"""Words for Ulysses on the 8 cards of a host, exchange between them; on one card left out."""
 BEFORE = (*INSIDE, "memory.attention_heads=all")
 OPTIONS = {
     "`recompute: nothing`": (*BEFORE, *WITHOUT.values(), "memory.recompute=nothing"),
@@ -52,10 +55,10 @@ OPTIONS = {
     "… and `mlp_tile_tokens: auto`": (*BEFORE, WITHOUT["offload_activations"]),
     "… and `offload_activations: cpu`": BEFORE,
     "… and `attention_heads: 1`": (*INSIDE, "memory.attention_heads=1"),
-    "… with `attention_heads: 4` under `ring_cp` alone": (
-        "parallel_config.context_parallel_algo=ring_cp",
+    "… with `attention_heads: 4` under `planned_cp` alone": (
+        "parallel_config.context_parallel_algo=planned_cp",
     ),
-    "… with `attention_heads: 4` under `planned_cp` alone": (),
+    "… with `attention_heads: 4` under `ring_cp` alone": (),
     "… and the optimizer on the host": ("{zero}.offload_optimizer.device=cpu",),
     "… and weights too (`offload_param`)": (
         "{zero}.offload_optimizer.device=cpu",

@@ -34,7 +34,7 @@ from uspft.planner.options import options_of
 from uspft.planner.products import parameters_of
 from uspft.prepare.host import CONFIGS
 
-RECIPE = ROOT / "recipes" / "llama3.1-8b-text-planned-8m.yaml"
+RECIPE = ROOT / "recipes" / "llama3.1-8b-text-ring-8m.yaml"
 """Whose buckets and ZeRO stage all contenders have."""
 CPU = {"device": "cpu"}
 

@@ -17,6 +17,8 @@ from uspft.pipeline.schedules import Schedule
 from uspft.planner.memory import BATCH_BYTES, Memory, memory_of, memory_of_ranks
 from uspft.planner.options import Options, lora_of
 
+NONE_STAY = 0
+"""A ZeRO stage whose state is the same at every moment of rows, since none of it is counted."""
 COUNTED = 8
 """The bytes of a token of its batch that a count sees: operations return no more of it."""
 
@@ -108,5 +110,5 @@ def options_for(
         mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,
         lora=lora_of(model),
         freeze=tuple(model.freeze),
-        **others,
+        **{"zero_stage": NONE_STAY, **others},
     )

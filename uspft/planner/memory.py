@@ -190,12 +190,13 @@ def state_in(
         weights_away=options.offload_weights,
     )
     state = state_of(zero, counts)
-    if zero.sums_at_the_end and stage is None:
+    if zero.sums_at_the_end and stage is None and not zero.several:
         ways, every = layout.mesh_rows, zero.element * counts.trained
         above = trained_above(shape, *held, layout.experts)
         state.coming = tuple(zero.element * one / ways for one in above)
         state.device["gradients"] -= every
         state.beyond["reduction"] += every
+        state.at_loss = {}
     if options.saves_beside:  # ranks that hold the same parts deal them out evenly
         state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
     if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
@@ -340,7 +341,7 @@ def row_memory(
             shape,
             layout,
             length,
-            options=replace(options, algorithm=row, micro_batch=rows),
+            options=replace(options, algorithm=row, micro_batch=rows, zero_stage=0),
         ).activation_bytes
         for rows in (1, 2)
     )

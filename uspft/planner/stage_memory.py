@@ -145,15 +145,12 @@ def rank_bytes(
         out = one.head.kept - one.any_head.kept if last else made
         kept.append((below[-1] + one.angles + out) * trains)
         whole.append(one.any_head.kept * last * trains)
-        # The gradient that came stays until the stage is done; the last layer's count has it.
-        came = [made] * (len(layers) - 1) + [0.0]
         for chunk, size in enumerate(sizes):
             if chunks:
                 own = (*alone, *chunks[chunk].layers[len(alone) :])
                 layers = [own[layer] for layer in stages.layers(stage)]
             every = [
-                made + before + layer.most + more
-                for before, layer, more in zip(below, layers, came, strict=False)
+                made + before + layer.most for before, layer in zip(below, layers, strict=False)
             ]
             every += [below[-1] + one.head.most - one.any_head.most] if last else []
             sums = _sums(keys, sizes, chunk) if keys else [0.0] * (len(layers) + 1)

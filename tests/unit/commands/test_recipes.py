@@ -37,7 +37,7 @@ llama3.1-70b-lora-tensor-32k
     meta-llama/Llama-3.1-70B, 8 GPUs, rows of 32k: LoRA, on conversations
 llama3.1-8b-text-hybrid-128k
     meta-llama/Llama-3.1-8B, 8 GPUs, rows of 128k: all weights, on texts
-llama3.1-8b-text-planned-8m
+llama3.1-8b-text-ring-8m
     meta-llama/Llama-3.1-8B, 8 GPUs, rows of 8m: all weights, on texts
 qwen2.5-32b-lora-planned-32k
     Qwen/Qwen2.5-32B, 8 GPUs, rows of 32k: LoRA, on conversations
@@ -55,7 +55,7 @@ llama3.1-8b-text-hybrid-128k-16gpu
     meta-llama/Llama-3.1-8B, 16 GPUs, rows of 128k: all weights, on texts
 mixtral-8x7b-v0.1-text-ulysses-32k-16gpu
     mistralai/Mixtral-8x7B-v0.1, 16 GPUs, rows of 32k: all weights, on texts
-llama3.1-8b-text-planned-32m-32gpu
+llama3.1-8b-text-ring-32m-32gpu
     meta-llama/Llama-3.1-8B, 32 GPUs, rows of 32m: all weights, on texts
 llama3.1-70b-text-pipeline-8k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 8k: all weights, on texts
