@@ -20,6 +20,7 @@ from uspft.planner.operations import (
     remade,
     viewed,
 )
+from uspft.planner.state_memory import StateLayer
 from uspft.planner.tape import GradientStorages, Tape, Tensor
 
 
@@ -46,7 +47,8 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
     if not reached:
         hidden = [Tensor(size, hidden[0].storage, None, 0)]
-    kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else Layer
+    plain = StateLayer if sizes.state else Layer
+    kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else plain
     layer = kind(tape, sizes)
     if sizes.recompute is None:
         out = layer(hidden[0])

@@ -12,9 +12,7 @@ from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
 from uspft.planner.operations import (
     added,
     copied,
-    gated,
     joined,
-    multiplied,
     parted,
     remade,
     viewed,
@@ -191,7 +189,7 @@ class LayerOfCopies(Layer):
         entering, leaving, into_mlp, out_of_mlp = self._ways
         for copy in numbers:
             entering.begin(copy, one.norm(residual[copy], norms.before_attention))
-        attended = self._attended(entering)
+        attended = self._attended_each(entering)
         for copy in numbers:
             leaving.begin(copy, one.project(attended[copy], OUT))
         for copy in numbers:
@@ -227,7 +225,7 @@ class LayerOfCopies(Layer):
     def _cut(self, x: Tensor) -> list[Tensor]:
         return parted(self.tape, x, [x.size / self.sizes.copies] * self.sizes.copies)
 
-    def _attended(self, entering: CopiesUnderWay) -> list[Tensor]:
+    def _attended_each(self, entering: CopiesUnderWay) -> list[Tensor]:
         """Return of each copy what attention hands to its projection out."""
         tape, s = self.tape, self.sizes
         parts: dict[str, list[Tensor]] = {name: [] for name in s.outputs("self_attn")}
@@ -236,10 +234,7 @@ class LayerOfCopies(Layer):
             for name, made in parts.items():
                 made.append(viewed(tape, self._one.project(arrived, name)))
         self._whole = {name: self._together(made) for name, made in parts.items()}
-        gate: list[Tensor] = []
-        out = self._attend(self._qkv(Tensor(0.0, None, None, 0), gate))
-        if gate:
-            out = multiplied(tape, out, gated(tape, gate.pop()))
+        out = super()._attended(Tensor(0.0, None, None, 0))
         del arrived, made
         out = viewed(tape, out)
         if s.splits_tokens:

@@ -18,61 +18,25 @@ from uspft.planner.layer_memory import Layer, enter
 from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
 from uspft.planner.operations import (
     WIDE,
-    Angles,
     added,
     copied,
-    gated,
-    halves,
     joined,
-    multiplied,
     parted,
     remade,
     tiled,
     viewed,
 )
 from uspft.planner.state_memory import (
+    StateLayer,
     at_home,
     convolved,
     inside_heads,
     kept_bytes,
-    normed_by_head,
     rule_gradients,
     run_rule,
 )
 from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import key_groups, key_ranges
-
-
-class _Part(Layer):
-    """A layer as it takes a tile of tokens, or some heads."""
-
-    def taken(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return what the last projection takes of a layer's input and of what attention, or the
-        rule, gives."""
-        tape, s = self.tape, self.sizes
-        if s.state:
-            _, gate, *held = self._before_rule(x, lambda every: every)
-            gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
-            trains = self._trains(f"{STATE_LAYER}.{s.state.norm}")
-            found = normed_by_head(tape, out, gate, s.state, trains)
-            del held
-            return found
-        if not s.kind.gated:
-            return out
-        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
-        gate = remade(tape, other)
-        del other
-        if s.kind.turned:
-            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
-        return multiplied(tape, out, gated(tape, gate))
-
-    def before(self, x: Tensor) -> list[Tensor]:
-        """Return what attention, or the convolution before the rule, takes of an input."""
-        if not self.sizes.state:
-            return self._qkv(x, [])
-        found, *held = self._before_rule(x, lambda every: every)
-        del held
-        return found
 
 
 class GroupMemory(ABC):
@@ -181,10 +145,11 @@ class GroupMemory(ABC):
         """Return the sizes of a tile. use: BEFORE or BEHIND. some: heads, where not all are."""
         return self.sizes.of_tile(some, use if self._gated else "", split=self.sizes.gathers)
 
-    def _part(self, use: str, some: Sharing | StateHeads | None = None) -> _Part:
-        return _Part(self.tape, self._sizes_of(use, some))
+    def _part(self, use: str, some: Sharing | StateHeads | None = None) -> Layer:
+        sizes = self._sizes_of(use, some)
+        return StateLayer(self.tape, sizes) if sizes.state else Layer(self.tape, sizes)
 
-    def _input(self, one: _Part, *, wanted: bool = False) -> Tensor:
+    def _input(self, one: Layer, *, wanted: bool = False) -> Tensor:
         """Return what the block takes of a tile. wanted: whether its gradient is."""
         size = self._tile.between_bytes()
         x = Tensor(size, None, None, 0)
@@ -200,7 +165,7 @@ class GroupMemory(ABC):
         """The bytes of attention's output of a tile."""
         return float(self._features * self._tile.sharing.tokens * self.sizes.element)
 
-    def _projected(self, one: _Part, *, wanted: bool) -> Tensor:
+    def _projected(self, one: Layer, *, wanted: bool) -> Tensor:
         """Return what the last projection makes of a tile. wanted: whether the input's gradient
         is."""
         x = Tensor(self._tile.between_bytes(), None, None, 0)
@@ -271,7 +236,7 @@ class GroupMemory(ABC):
             del held
             return
         with tape.apart(), tape.no_gradient():
-            one = _Part(tape, self.sizes.of_tile(some, use=BEHIND))
+            one = self._part(BEHIND, some)
             leaf = tape.leaf(out, tape.new(0.0) if share == 1 else None)  # a view of all
             made = one.project(one.taken(self._input(one), leaf), self.sizes.out)
             tape.backward(made, tape.new(0.0))

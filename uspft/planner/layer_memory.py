@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from uspft.planner.attention_memory import Remembered, attend, attend_over_heads
+from uspft.planner.attention_memory import InnerAttention, Remembered, attend, attend_over_heads
 from uspft.planner.expert_memory import routed
-from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
+from uspft.planner.layer_sizes import OUTWARD, LayerSizes
 from uspft.planner.mesh_memory import MeshOperation, inward, outward
 from uspft.planner.operations import (
     Angles,
@@ -33,7 +33,6 @@ from uspft.planner.operations import (
     viewed,
 )
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.state_memory import before_rule, state_block
 from uspft.planner.tape import Storage, Tape, Tensor
 
 
@@ -149,6 +148,10 @@ class Layer:
     def _factor(self, x: Tensor, name: str, size: float, weight: float) -> Tensor:
         return linear(self.tape, x, size, weight, trains=True)
 
+    def _enter(self, x: Tensor) -> Tensor:
+        """Return what a block takes of what lies between."""
+        return x if self.sizes.mesh_rows else enter(self.tape, self.sizes, x)
+
     def _leave(self, x: Tensor) -> Tensor:
         """Return the sum of what ranks have made of a block."""
         tape, s = self.tape, self.sizes
@@ -158,37 +161,50 @@ class Layer:
             return copied(tape, x)
         return remade(tape, viewed(tape, x), s.between_bytes())
 
-    def _before_rule(
-        self, x: Tensor, convolve: Callable[[Tensor], Tensor]
-    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        assert self.sizes.state
-        return before_rule(self.tape, x, self.sizes.state, self.project, self._trains, convolve)
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what attention gives."""
+        tape, s = self.tape, self.sizes
+        if not s.kind.gated:
+            return out
+        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
+        gate = remade(tape, other)
+        del other
+        if s.kind.turned:
+            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
+        return multiplied(tape, out, gated(tape, gate))
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what attention takes of an input."""
+        return self._qkv(x, [])
 
     def _attention(self, x: Tensor) -> Tensor:
-        tape, s = self.tape, self.sizes
-        inner = x if s.mesh_rows else enter(tape, s, x)
-        if s.state:
-            return self._leave(self.project(self._mixed(inner), s.state.out))
-        gate: list[Tensor] = []
-        out = self._attend(self._qkv(inner, gate))
-        if gate:
-            out = multiplied(tape, out, gated(tape, gate.pop()))
-        return self._leave(self.project(out, OUT))
+        inner = self._enter(x)
+        out = self._attended(inner)
+        return self._leave(self.project(out, self.sizes.out))
 
-    def _mixed(self, x: Tensor) -> Tensor:
-        """Return what a state makes of x."""
-        s = self.sizes
-        assert s.state
-        return state_block(
-            self.tape,
-            x,
-            s.state,
-            self.project,
-            self._trains,
-            self._remembered,
-            inside=s.recompute == "exchange",
-            fetch=self._fetch if s.offloads else None,
-        )
+    def _attended(self, x: Tensor) -> Tensor:
+        """Return what the projection out of attention takes."""
+        tape, how = self.tape, self.sizes.sharing
+        gate: list[Tensor] = []
+        whole = partial(attend_over_heads, tape, how=how)
+        out = self._mix(self._qkv(x, gate), whole, partial(attend, tape, how=how))
+        return multiplied(tape, out, gated(tape, gate.pop())) if gate else out
+
+    def _mix(
+        self, parts: list[Tensor], whole: Callable[..., Tensor], inner: InnerAttention
+    ) -> Tensor:
+        """Return what attention, or a rule, makes of parts. whole: it with the exchanges of heads
+        around, inner: between these."""
+        calls = [self._fetch if self.sizes.offloads else None, *[None] * (len(parts) - 1)]
+        parts = [viewed(self.tape, one, then) for one, then in zip(parts, calls, strict=True)]
+        kept = self._remembered
+        if kept and self.sizes.recompute == "exchange":
+            return whole(parts, inner=partial(kept, inner))
+        around = partial(whole, inner=inner)
+        return kept(around, parts) if kept else around(parts)
+
+    def _fetch(self) -> None:
+        self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
 
     def _qkv(self, x: Tensor, gate: list[Tensor]) -> list[Tensor]:
         """Return queries, keys and values. gate: gets what gates the output, if anything."""
@@ -249,20 +265,6 @@ class Layer:
             found = norm(tape, s, found, tokens * heads, trains=trains, split=False)
         return found
 
-    def _attend(self, qkv: list[Tensor]) -> Tensor:
-        tape, how = self.tape, self.sizes.sharing
-        calls = [self._fetch if self.sizes.offloads else None, None, None]
-        qkv = [viewed(tape, one, then) for one, then in zip(qkv, calls, strict=True)]
-        inner = partial(attend, tape, how=how)
-        remembered = self._remembered
-        if remembered and self.sizes.recompute == "exchange":
-            return attend_over_heads(tape, qkv, how, partial(remembered, inner))
-        whole = partial(attend_over_heads, tape, how=how, inner=inner)
-        return remembered(whole, qkv) if remembered else whole(qkv)
-
-    def _fetch(self) -> None:
-        self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
-
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
         if not s.experts:
@@ -283,8 +285,7 @@ class Layer:
 
     def _of_every(self, x: Tensor) -> Tensor:
         """Return what the MLP that every token meets makes of x."""
-        tape, s = self.tape, self.sizes
-        return self._leave(self.in_tiles(x if s.mesh_rows else enter(tape, s, x)))
+        return self._leave(self.in_tiles(self._enter(x)))
 
     def in_tiles(self, x: Tensor) -> Tensor:
         """Return what the MLP makes of x, a tile at a time where that is asked for."""

@@ -4,123 +4,125 @@ OLMo Hybrid have it and as uspft exchanges its heads (sequence/mixing.py). Sizes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 from uspft.families.projections import STATE_LAYER
-from uspft.planner.attention_memory import Remembered, scattered
-from uspft.planner.layer_sizes import StateHeads
+from uspft.planner.attention_memory import InnerAttention, scattered
+from uspft.planner.layer_memory import Layer
+from uspft.planner.layer_sizes import LayerSizes, StateHeads
 from uspft.planner.operations import (
     WIDE,
     NormKind,
     bent,
     copied,
     gated,
+    halves,
     joined,
     multiplied,
     parted,
     remade,
     rms_norm,
     sliced,
-    viewed,
 )
 from uspft.planner.tape import GradientStorages, Tape, Tensor
 
-if TYPE_CHECKING:
-    pass
 
-Project = Callable[[Tensor, str], Tensor]
-"""A function from x and the name of a projection to what it makes of x, with its adapter's."""
+class StateLayer(Layer):
+    """A layer on a tape with a state and no attention."""
 
+    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        assert sizes.state
+        self._heads = sizes.state
 
-def before_rule(
-    tape: Tape,
-    x: Tensor,
-    of: StateHeads,
-    project: Project,
-    trains: Callable[[str], bool],
-    convolved: Callable[[Tensor], Tensor],
-) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """Return what the rule takes, the output's gate where it is made before, and what the model's
-    forward holds until it is done."""
-    held: list[Tensor] = []
-    gate: Tensor | None = None
-    if of.separate:
-        every = joined(tape, [project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
-    elif of.grouped:
-        every, gate, replaced, kept = _by_key_heads(tape, x, of, project, held)
-    else:
-        every, gate, replaced, kept = (
-            project(x, f"{STATE_LAYER}.in_proj_{one}") for one in ("qkv", "z", "b", "a")
-        )
-    every = convolved(every)
-    del held[2:]
-    query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
-    if of.separate:
-        replaced = remade(tape, gated(tape, project(x, f"{STATE_LAYER}.b_proj")))
-        taken = [_decay(tape, project(x, f"{STATE_LAYER}.a_proj"), of, trains), replaced]
-    else:
-        taken = [_decay(tape, kept, of, trains), gated(tape, replaced)]
-        held += [replaced, kept]
-    return [query, key, value, *taken], gate, [*held, every]
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what the rule gives."""
+        _, gate, *held = self._before_rule(x)
+        found = self._by_gate(x, out, gate)
+        del held
+        return found
 
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what the convolution before the rule takes of an input, and both gates."""
+        found, *held = self._before_rule(x)
+        del held
+        return found
 
-def state_block(
-    tape: Tape,
-    x: Tensor,
-    of: StateHeads,
-    project: Project,
-    trains: Callable[[str], bool],
-    remembered: Remembered | None,
-    *,
-    inside: bool,
-    fetch: Callable[[], None] | None,
-) -> Tensor:
-    """Return what a layer with a state makes of x, before its last projection.
+    def _attended(self, x: Tensor) -> Tensor:
+        tape, of = self.tape, self._heads
+        convolve = partial(convolved, tape, of=of, trains=self._trains(f"{STATE_LAYER}.conv1d"))
+        # transformers' forward holds what goes into the rule, and both gates, until it is done.
+        taken, gate, *held = self._before_rule(x, convolve)
+        out = self._mix(taken, partial(_over_heads, tape, of=of), partial(run_rule, tape, of=of))
+        found = self._by_gate(x, out, gate)
+        del taken, held
+        return found
 
-    trains: tells it of a module by its name in the layer. remembered: what keeps the rule between
-    two runs; inside: whether between exchanges of heads alone. fetch: is called before the first
-    gradient of what the rule takes is made.
-    """
-    conv = trains(f"{STATE_LAYER}.conv1d")
-    taken, gate, *held = before_rule(
-        tape, x, of, project, trains, lambda every: convolved(tape, every, of, conv)
-    )
-    # transformers' forward holds what goes into the rule, and both gates, until it is done.
-    calls = [fetch, *[None] * 4]
-    taken = [viewed(tape, one, then) for one, then in zip(taken, calls, strict=True)]
+    def _by_gate(self, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
+        """Return the norm of the rule's output, a head at a time, times an activation of the gate
+        in float32."""
+        tape, of = self.tape, self._heads
+        gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
+        number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
+        trains = self._trains(f"{STATE_LAYER}.{of.norm}")
+        normed = rms_norm(tape, out, wide, number, NormKind(), trains=trains)
+        act = bent(tape, gate if gate.size == wide else remade(tape, gate, wide))
+        made = multiplied(tape, normed, act, wide)
+        del normed, act
+        return made if made.size == out.size else remade(tape, made, out.size)
 
-    def rule(parts: list[Tensor]) -> Tensor:
-        return run_rule(tape, parts, of)
+    def _before_rule(
+        self, x: Tensor, convolve: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        """Return what the rule takes, the output's gate where it is made before, and what the
+        model's forward holds until it is done."""
+        tape, of = self.tape, self._heads
+        held: list[Tensor] = []
+        gate: Tensor | None = None
+        if of.separate:
+            every = joined(tape, [self.project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
+        elif of.grouped:
+            every, gate, replaced, kept = self._by_key_heads(x, held)
+        else:
+            every, gate, replaced, kept = (
+                self.project(x, f"{STATE_LAYER}.in_proj_{one}") for one in ("qkv", "z", "b", "a")
+            )
+        every = convolve(every) if convolve else every
+        del held[2:]
+        query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
+        if of.separate:
+            replaced = remade(tape, gated(tape, self.project(x, f"{STATE_LAYER}.b_proj")))
+            taken = [self._decay(self.project(x, f"{STATE_LAYER}.a_proj")), replaced]
+        else:
+            taken = [self._decay(kept), gated(tape, replaced)]
+            held += [replaced, kept]
+        return [query, key, value, *taken], gate, [*held, every]
 
-    def exchanged(parts: list[Tensor]) -> Tensor:
-        return _over_heads(tape, parts, of, remembered if inside else None)
+    def _by_key_heads(self, x: Tensor, held: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries with keys and values, the output's gate, and both of the rule's, where a
+        projection has those of a key head together. held: gets what the forward holds until it is
+        done, and behind these what it holds until the convolution is."""
+        tape, of = self.tape, self._heads
+        both, gates = (self.project(x, name) for name, _ in of.into)
+        queries, keys, values = of.taken(of.sizes)[:3]
+        query, key, value, gate = parted(tape, both, [queries, keys, values, values])
+        replaced, kept = halves(tape, gates)
+        if of.sizes.values > of.sizes.keys:  # else they lie as they are wanted
+            gate, replaced, kept = (copied(tape, one) for one in (gate, replaced, kept))
+        held += [both, gates, *(copied(tape, one) for one in (query, key, value))]
+        return joined(tape, held[2:]), gate, replaced, kept
 
-    if of.ulysses == 1:
-        out = remembered(rule, taken) if remembered else rule(taken)
-    else:
-        out = remembered(exchanged, taken) if remembered and not inside else exchanged(taken)
-    gate = gate or project(x, f"{STATE_LAYER}.g_proj")
-    found = normed_by_head(tape, out, gate, of, trains(f"{STATE_LAYER}.{of.norm}"))
-    del held
-    return found
-
-
-def _by_key_heads(
-    tape: Tape, x: Tensor, of: StateHeads, project: Project, held: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return queries with keys and values, the output's gate, and both of the rule's, where a
-    projection has those of a key head together. held: gets what the forward holds until it is done,
-    and behind these what it holds until the convolution is."""
-    both, gates = (project(x, name) for name, _ in of.into)
-    queries, keys, values = of.taken(of.sizes)[:3]
-    query, key, value, gate = parted(tape, both, [queries, keys, values, values])
-    replaced, kept = parted(tape, gates, [gates.size / 2] * 2)
-    if of.sizes.values > of.sizes.keys:  # else they lie as they are wanted
-        value, gate, replaced, kept = (copied(tape, one) for one in (value, gate, replaced, kept))
-    else:
-        value = copied(tape, value)
-    held += [both, gates, copied(tape, query), copied(tape, key), value]
-    return joined(tape, held[2:]), gate, replaced, kept
+    def _decay(self, x: Tensor) -> Tensor:
+        """Return −e^A · softplus(x + dt) in float32."""
+        tape, size = self.tape, self._heads.bytes(self._heads.sizes.values, WIDE)
+        wide = x if x.size == size else remade(tape, x, size)
+        names = "dt_bias", "A_log"
+        dt, a = (tape.parameter(self._trains(f"{STATE_LAYER}.{name}")) for name in names)
+        shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
+        del wide
+        soft = remade(tape, shifted, keeps=[shifted.storage])
+        del shifted
+        return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
 
 def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
@@ -161,18 +163,6 @@ def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
     made = [tape.new(size)]
     del rows
     return tape.record((x,), (size,), backward, made=made)[0]
-
-
-def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool]) -> Tensor:
-    """Return −e^A · softplus(x + dt) in float32."""
-    size = of.bytes(of.sizes.values, WIDE)
-    wide = x if x.size == size else remade(tape, x, size)
-    dt, a = (tape.parameter(trains(f"{STATE_LAYER}.{name}")) for name in ("dt_bias", "A_log"))
-    shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
-    del wide
-    soft = remade(tape, shifted, keeps=[shifted.storage])
-    del shifted
-    return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
 
 def run_rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
@@ -248,25 +238,12 @@ def at_home(tape: Tape, out: Tensor, of: StateHeads) -> Tensor:
     return remade(tape, out, of.bytes(of.values), beside=out.size, back=out.size)
 
 
-def _over_heads(
-    tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
-) -> Tensor:
-    """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
-    alone."""
+def _over_heads(tape: Tape, parts: list[Tensor], of: StateHeads, inner: InnerAttention) -> Tensor:
+    """Return the rule's output between two exchanges of heads. inner: the rule between them."""
+    if of.ulysses == 1:
+        return inner(parts)
     inside = inside_heads(tape, parts, of)
-    rule: Callable[[list[Tensor]], Tensor] = lambda x: run_rule(tape, x, of)  # noqa: E731
-    made = remembered(rule, inside) if remembered else rule(inside)
+    made = inner(inside)
     out = at_home(tape, made, of)
     del inside  # which sequence/mixing.py holds so long
     return out
-
-
-def normed_by_head(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:
-    """Return the norm of x, a head at a time, times an activation of the gate in float32."""
-    number = float(of.tokens * of.sizes.values)
-    wide = of.bytes(of.values, WIDE)
-    normed = rms_norm(tape, x, wide, number, NormKind(), trains=trains)
-    act = bent(tape, gate if gate.size == wide else remade(tape, gate, wide))
-    made = multiplied(tape, normed, act, wide)
-    del normed, act
-    return made if made.size == x.size else remade(tape, made, x.size)
