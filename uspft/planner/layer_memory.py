@@ -12,7 +12,7 @@ from functools import partial
 from uspft.planner.attention_memory import InnerAttention, Remembered, attend, attend_over_heads
 from uspft.planner.expert_memory import routed
 from uspft.planner.layer_sizes import OUTWARD, LayerSizes
-from uspft.planner.mesh_memory import MeshOperation, inward, outward
+from uspft.planner.mesh_memory import MeshProduct
 from uspft.planner.operations import (
     Angles,
     NormKind,
@@ -120,19 +120,14 @@ class Layer:
             size = x.size / takes * gives
             return linear(tape, x, size, weight, trains=self._trains(name), bias=bias)
         into = name != OUTWARD[block]
-        of = MeshOperation(
-            s.element,
-            s.sharing.tokens,
-            s.hidden,
-            s.mesh_rows,
-            s.tensor,
-            s.slices[2 * (block == "mlp") + (not into)],
-        )
+        number = 2 * (block == "mlp") + (not into)
+        mesh = s.mesh_rows, s.tensor, s.slices[number]
+        product = MeshProduct(tape, s.element, s.sharing.tokens, s.hidden, *mesh)
         if not into:
-            return outward(tape, viewed(tape, x), of, takes, trains=self._trains(name))
+            return product.outward(viewed(tape, x), takes, trains=self._trains(name))
         if name not in self._made:
             each = s.outputs(block)
-            made = inward(tape, viewed(tape, x), of, [*each.values()], [*map(self._trains, each)])
+            made = product.inward(viewed(tape, x), [*each.values()], [*map(self._trains, each)])
             self._made = dict(zip(each, made, strict=True))
         return self._made.pop(name)
 
