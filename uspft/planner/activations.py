@@ -14,14 +14,9 @@ from uspft.planner.group_memory import LayerInGroups
 from uspft.planner.layer_memory import Layer, enter, norm
 from uspft.planner.layer_sizes import LayerSizes
 from uspft.planner.mesh_memory import all_features
-from uspft.planner.operations import (
-    INDEX,
-    WIDE,
-    remade,
-    viewed,
-)
+from uspft.planner.operations import INDEX, WIDE, LayerTape
 from uspft.planner.state_memory import StateLayer
-from uspft.planner.tape import GradientStorages, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Tensor
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class LayerBytes:
 def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> LayerBytes:
     """Return what a layer takes. reached: whether the gradient goes on below it. beside: how many
     tensors as large as its input transformers holds by itself until the last layer is done."""
-    tape = Tape()
+    tape = LayerTape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
     if not reached:
@@ -96,7 +91,7 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     """Return what is alive from behind the last layer until before its backward (model/causal.py,
     model/loss.py): between forward and backward, and at the most. reached: whether the gradient
     goes on below it."""
-    tape, s = Tape(), sizes.layer
+    tape, s = LayerTape(), sizes.layer
     size = s.between_bytes()
     before = tape.leaf(size)
     if not reached:
@@ -104,7 +99,7 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     hidden = norm(tape, s, before, s.between, trains=sizes.norm_trains)
     del before
     every = all_features(tape, hidden, s.tensor) if s.mesh_rows else enter(tape, s, hidden)
-    every = viewed(tape, every)
+    every = tape.viewed(every)
     loss = _loss(tape, sizes, every)
     del every, hidden
     kept = tape.live
@@ -114,11 +109,11 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     return LayerBytes(kept, tape.most)
 
 
-def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
+def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = remade(tape, hidden, back=hidden.size)  # those that have a target
+    rows = tape.remade(hidden, back=hidden.size)  # those that have a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)

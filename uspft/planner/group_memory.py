@@ -16,16 +16,7 @@ from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
 from uspft.planner.attention_memory import attended, work_bytes
 from uspft.planner.layer_memory import Layer, enter
 from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
-from uspft.planner.operations import (
-    WIDE,
-    added,
-    copied,
-    joined,
-    parted,
-    remade,
-    tiled,
-    viewed,
-)
+from uspft.planner.operations import WIDE, LayerTape
 from uspft.planner.state_memory import (
     StateLayer,
     at_home,
@@ -35,7 +26,7 @@ from uspft.planner.state_memory import (
     rule_gradients,
     run_rule,
 )
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tensor
 from uspft.sequence.rows.heads import key_groups, key_ranges
 
 
@@ -43,7 +34,7 @@ class GroupMemory(ABC):
     """A block in groups of heads, with its norms and residual where these are one function with it.
     It is called once for each run."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         self.tape, self.sizes = tape, sizes
         s = sizes
         self._features = s.inside(s.block)
@@ -158,7 +149,7 @@ class GroupMemory(ABC):
         x = one.norm(x, self._before)
         if not self.sizes.gathers:
             return x
-        return remade(self.tape, viewed(self.tape, x), one.sizes.inside_bytes())
+        return self.tape.remade(self.tape.viewed(x), one.sizes.inside_bytes())
 
     @property
     def _tile_out(self) -> float:
@@ -186,10 +177,10 @@ class GroupMemory(ABC):
             one = self._part(BEHIND)
             made = self._projected(one, wanted=False)
             if self.sizes.gathers:
-                made = remade(self.tape, made, self._tile.between_bytes())
+                made = self.tape.remade(made, self._tile.between_bytes())
             made = one.norm(made, self._behind)
             if self.sizes.whole_first:
-                added(self.tape, made, made)
+                self.tape.added(made, made)
 
     def _last_gradients(self) -> None:
         """Make the gradients of the last projection's weights, and of what makes gates."""
@@ -209,7 +200,7 @@ class GroupMemory(ABC):
         with self.tape.no_gradient():
             one = self._part(BEFORE, some)
             made = one.before(self._input(one))
-            every = joined(self.tape, made[:3]) if self.sizes.state else None
+            every = self.tape.joined(made[:3]) if self.sizes.state else None
             del made, every
 
     def _first_gradients(self) -> None:
@@ -261,7 +252,7 @@ def _arrived(coming: list[list[Storage]]) -> list[Storage]:
 class AttentionGroupMemory(GroupMemory):
     """Attention in groups of heads."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         self._home: list[list[Storage]] = []
         """What is on its way home, each with the place where it arrives."""
@@ -444,7 +435,7 @@ def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages
 class StateGroupMemory(GroupMemory):
     """A state in groups of key heads with their value heads."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         assert self.sizes.state
         self._heads = self.sizes.state
@@ -464,7 +455,7 @@ class StateGroupMemory(GroupMemory):
     def _taken(self, every: list[Tensor], some: StateHeads) -> list[Tensor]:
         """Return what the rule takes of a group, where it runs."""
         every[0] = convolved(self.tape, every[0], some, self._convolves)
-        parts = [*parted(self.tape, every.pop(0), some.taken(some.sizes)[:3]), *every]
+        parts = [*self.tape.parted(every.pop(0), some.taken(some.sizes)[:3]), *every]
         every.clear()
         return parts if some.ulysses == 1 else inside_heads(self.tape, parts, some)
 
@@ -522,7 +513,7 @@ class LayerInGroups(Layer):
     """A layer on a tape that attends in groups of heads, as two functions where `in_halves` says
     so."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         kind = StateGroupMemory if sizes.state else AttentionGroupMemory
         self.groups = (GatheredGroupMemory if sizes.gathers else kind)(tape, sizes)
@@ -539,13 +530,11 @@ class LayerInGroups(Layer):
             return super().second_half(hidden)
         plain = super().second_half
         if s.experts or not s.tile:
-            return plain(copied(tape, hidden))  # and nothing added
+            return plain(tape.copied(hidden))  # and nothing added
         part = Layer(tape, s.of_tile(split=s.splits_tokens))
         trains = self._any_trains("mlp.", *s.kind.norms[2:])
-        run = lambda parts: part.second_half(copied(tape, parts[0]))  # noqa: E731
-        return tiled(
-            tape, [hidden], run, min(1.0, s.tile / s.sharing.tokens), s.wide, trains=trains
-        )
+        run = lambda parts: part.second_half(tape.copied(parts[0]))  # noqa: E731
+        return tape.tiled([hidden], run, min(1.0, s.tile / s.sharing.tokens), s.wide, trains=trains)
 
     def _attention(self, x: Tensor) -> Tensor:
         return self._leave(self._in_groups(enter(self.tape, self.sizes, x)))

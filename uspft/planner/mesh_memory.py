@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from uspft.planner.operations import WIDE, remade
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.operations import WIDE, LayerTape
+from uspft.planner.tape import GradientStorages, Storage, Tensor
 
 Panels = tuple[Storage, ...]
 """What is gathered or summed over a mesh line: what leaves, and what arrives."""
@@ -18,7 +18,7 @@ class MeshProduct:
     """Products of this rank's tokens with one or more matrices side by side; n is their features
     inside the block, of which this rank has n/C, and d those between blocks."""
 
-    tape: Tape
+    tape: LayerTape
     element: int
     tokens: int
     hidden: int
@@ -169,7 +169,7 @@ class MeshProduct:
         return one[0]
 
 
-def all_features(tape: Tape, x: Tensor, ways: int) -> Tensor:
+def all_features(tape: LayerTape, x: Tensor, ways: int) -> Tensor:
     """Return what so many ranks have features of, whole."""
     whole = x.size * ways
-    return x if ways == 1 else remade(tape, x, whole, beside=whole, back=whole)
+    return x if ways == 1 else tape.remade(x, whole, beside=whole, back=whole)

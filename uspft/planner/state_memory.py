@@ -10,27 +10,14 @@ from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import InnerAttention, scattered
 from uspft.planner.layer_memory import Layer
 from uspft.planner.layer_sizes import LayerSizes, StateHeads
-from uspft.planner.operations import (
-    WIDE,
-    NormKind,
-    bent,
-    copied,
-    gated,
-    halves,
-    joined,
-    multiplied,
-    parted,
-    remade,
-    rms_norm,
-    sliced,
-)
-from uspft.planner.tape import GradientStorages, Tape, Tensor
+from uspft.planner.operations import WIDE, LayerTape, NormKind
+from uspft.planner.tape import GradientStorages, Tensor
 
 
 class StateLayer(Layer):
     """A layer on a tape with a state and no attention."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         assert sizes.state
         self._heads = sizes.state
@@ -65,11 +52,11 @@ class StateLayer(Layer):
         gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
         number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
         trains = self._trains(f"{STATE_LAYER}.{of.norm}")
-        normed = rms_norm(tape, out, wide, number, NormKind(), trains=trains)
-        act = bent(tape, gate if gate.size == wide else remade(tape, gate, wide))
-        made = multiplied(tape, normed, act, wide)
+        normed = tape.rms_norm(out, wide, number, NormKind(), trains=trains)
+        act = tape.bent(gate if gate.size == wide else tape.remade(gate, wide))
+        made = tape.multiplied(normed, act, wide)
         del normed, act
-        return made if made.size == out.size else remade(tape, made, out.size)
+        return made if made.size == out.size else tape.remade(made, out.size)
 
     def _before_rule(
         self, x: Tensor, convolve: Callable[[Tensor], Tensor] | None = None
@@ -80,7 +67,7 @@ class StateLayer(Layer):
         held: list[Tensor] = []
         gate: Tensor | None = None
         if of.separate:
-            every = joined(tape, [self.project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
+            every = tape.joined([self.project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
         elif of.grouped:
             every, gate, replaced, kept = self._by_key_heads(x, held)
         else:
@@ -89,12 +76,12 @@ class StateLayer(Layer):
             )
         every = convolve(every) if convolve else every
         del held[2:]
-        query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
+        query, key, value = tape.parted(every, of.taken(of.sizes)[:3])
         if of.separate:
-            replaced = remade(tape, gated(tape, self.project(x, f"{STATE_LAYER}.b_proj")))
+            replaced = tape.remade(tape.gated(self.project(x, f"{STATE_LAYER}.b_proj")))
             taken = [self._decay(self.project(x, f"{STATE_LAYER}.a_proj")), replaced]
         else:
-            taken = [self._decay(kept), gated(tape, replaced)]
+            taken = [self._decay(kept), tape.gated(replaced)]
             held += [replaced, kept]
         return [query, key, value, *taken], gate, [*held, every]
 
@@ -105,27 +92,27 @@ class StateLayer(Layer):
         tape, of = self.tape, self._heads
         both, gates = (self.project(x, name) for name, _ in of.into)
         queries, keys, values = of.taken(of.sizes)[:3]
-        query, key, value, gate = parted(tape, both, [queries, keys, values, values])
-        replaced, kept = halves(tape, gates)
+        query, key, value, gate = tape.parted(both, [queries, keys, values, values])
+        replaced, kept = tape.halves(gates)
         if of.sizes.values > of.sizes.keys:  # else they lie as they are wanted
-            gate, replaced, kept = (copied(tape, one) for one in (gate, replaced, kept))
-        held += [both, gates, *(copied(tape, one) for one in (query, key, value))]
-        return joined(tape, held[2:]), gate, replaced, kept
+            gate, replaced, kept = (tape.copied(one) for one in (gate, replaced, kept))
+        held += [both, gates, *(tape.copied(one) for one in (query, key, value))]
+        return tape.joined(held[2:]), gate, replaced, kept
 
     def _decay(self, x: Tensor) -> Tensor:
         """Return −e^A · softplus(x + dt) in float32."""
         tape, size = self.tape, self._heads.bytes(self._heads.sizes.values, WIDE)
-        wide = x if x.size == size else remade(tape, x, size)
+        wide = x if x.size == size else tape.remade(x, size)
         names = "dt_bias", "A_log"
         dt, a = (tape.parameter(self._trains(f"{STATE_LAYER}.{name}")) for name in names)
         shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
         del wide
-        soft = remade(tape, shifted, keeps=[shifted.storage])
+        soft = tape.remade(shifted, keeps=[shifted.storage])
         del shifted
-        return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
+        return tape.multiplied(soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
 
-def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
+def convolved(tape: LayerTape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     """Return what the convolution makes of x: with the taps that reach beyond it, which are cut
     off. Where ranks share a row, the tokens before each fragment are laid before it, and taken out
     again."""
@@ -143,13 +130,13 @@ def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
 
     given = x, tape.parameter(trains)
     made = tape.record(given, (whole,), backward, saves=True, keeps=[held])[0]
-    seen = sliced(tape, made, before)
-    found = bent(tape, seen)
+    seen = tape.sliced(made, before)
+    found = tape.bent(seen)
     del made, seen
-    return remade(tape, found, size) if shared else found
+    return tape.remade(found, size) if shared else found
 
 
-def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
+def _with_halo(tape: LayerTape, x: Tensor, of: StateHeads) -> Tensor:
     """Return tokens with those before each fragment (sequence/mixing.py, WithHalo)."""
     size, wide = x.size, x.size * WIDE / of.element
 
@@ -165,7 +152,7 @@ def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
     return tape.record((x,), (size,), backward, made=made)[0]
 
 
-def run_rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
+def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
     """Return the rule's output of one document, of which each rank of a ring has FRAGMENTS. What
     the rule's kernel takes inside is not in it."""
     sizes, heads, number = [one.size for one in parts], of.inside, of.fragments
@@ -202,7 +189,7 @@ def kept_bytes(of: StateHeads) -> float:
     return entered * (of.state + of.passes) if of.ring > 1 else 0.0
 
 
-def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
+def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
     """Return the gradients of what the rule took, of these sizes."""
     heads, number = of.inside, of.fragments
     out = of.bytes(heads.values * heads.value_dim)
@@ -223,22 +210,24 @@ def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> Gradie
     return found
 
 
-def inside_heads(tape: Tape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
+def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
     """Return what the rule takes of some heads and all tokens of a Ulysses group."""
     heads = of.inside
     inside = scattered(tape, parts, of.taken(heads), of.element)
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
         each = of.bytes(heads.values * heads.key_dim)
-        inside[:2] = [remade(tape, one, each) for one in inside[:2]]
+        inside[:2] = [tape.remade(one, each) for one in inside[:2]]
     return inside
 
 
-def at_home(tape: Tape, out: Tensor, of: StateHeads) -> Tensor:
+def at_home(tape: LayerTape, out: Tensor, of: StateHeads) -> Tensor:
     """Return the rule's output of all heads of this rank's tokens."""
-    return remade(tape, out, of.bytes(of.values), beside=out.size, back=out.size)
+    return tape.remade(out, of.bytes(of.values), beside=out.size, back=out.size)
 
 
-def _over_heads(tape: Tape, parts: list[Tensor], of: StateHeads, inner: InnerAttention) -> Tensor:
+def _over_heads(
+    tape: LayerTape, parts: list[Tensor], of: StateHeads, inner: InnerAttention
+) -> Tensor:
     """Return the rule's output between two exchanges of heads. inner: the rule between them."""
     if of.ulysses == 1:
         return inner(parts)
