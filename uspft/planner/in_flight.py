@@ -127,13 +127,13 @@ def forward_bytes(
     return _of_a_token(forward_bytes, _forth, ulysses, ring, token, way, window)
 
 
-Found = Callable[[int, int, BytesPerToken, KeyTransfer, Window | None], float]
+BytesFound = Callable[[int, int, BytesPerToken, KeyTransfer, Window | None], float]
 """backward_bytes or forward_bytes."""
 Walk = Callable[[Tape, Share, BytesPerToken, KeyTransfer, Window | None], float]
 
 
 def _of_a_token(
-    found: Found,
+    found: BytesFound,
     walk: Walk,
     ulysses: int,
     ring: int,
@@ -195,7 +195,7 @@ def _back(
     tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
     dkv = _Sum(tape, keys, token.pair, token.wide)
-    last: Gradients = []
+    last: RangeGradients = []
     if way.stages is None or share.ring == 1:
         last = _ring(tape, share, token, dq, dkv)
     else:
@@ -221,7 +221,7 @@ def _exchange_of(share: Share, way: KeyTransfer, window: Window | None) -> Excha
     return Exchange(share, way.stages, trimmed=way.trimmed, keep=False, least=least)
 
 
-Gradients = list[tuple[int, Storage]]
+RangeGradients = list[tuple[int, Storage]]
 """Of ranges of so many tokens, which may share their storage."""
 
 
@@ -234,7 +234,7 @@ class _Sum:
         self._whole: Storage | None = None
         self._sum: Storage | None = None
 
-    def add(self, gradients: Gradients) -> None:
+    def add(self, gradients: RangeGradients) -> None:
         covers = [tokens for tokens, _ in gradients] == [self._tokens]
         if self._sum is None and self._whole is None and covers:
             self._whole = gradients[0][1]
@@ -260,14 +260,14 @@ class _Sum:
 
 def _kernel(
     tape: Tape, blocks: Sequence[Block], keys: int, queries: int, token: BytesPerToken
-) -> tuple[Gradients, Gradients]:
+) -> tuple[RangeGradients, RangeGradients]:
     """Return the gradients of queries, and of keys and values, of blocks (VarlenKernel.backward).
 
     keys, queries: how many there are.
     """
     given = rows = tape.new(0.0)
-    of_queries: Gradients = []
-    of_keys: Gradients = []
+    of_queries: RangeGradients = []
+    of_keys: RangeGradients = []
     for call in in_calls(blocks, keys):
         turned = call[0].mask is Mask.FLIPPED
         q_runs, k_runs = joined((b.q0, b.q1) for b in call), joined((b.k0, b.k1) for b in call)
@@ -288,7 +288,7 @@ def _kernel(
     return of_queries, of_keys
 
 
-def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -> Gradients:
+def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -> RangeGradients:
     """Add to the gradients of queries, and of a rank's own keys, as keys go round a ring. Returns
     what is held until these are rounded."""
     me, ring, tokens = share.ring_index, share.ring, share.holdings[share.ring_index].tokens
