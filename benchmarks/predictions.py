@@ -25,8 +25,8 @@ from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import CONFIGS
+from uspft.prepare.known import settled_memory
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_way, ranking_of, step_of
-from uspft.prepare.memory import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, make_algorithm
 from uspft.tensor.megatron import Megatron

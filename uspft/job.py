@@ -125,6 +125,12 @@ class Job:
         """The recipe as this host reads it, with folders in place of hub ids."""
         return placed(self.recipe, self.places)
 
+    @property
+    def output(self) -> Path:
+        """The folder in which the run writes."""
+        assert self.recipe.output_dir is not None
+        return self.recipe.output_dir
+
     def fingerprint(self) -> int:
         """Return 48 bits of what all ranks must have in common.
 

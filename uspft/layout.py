@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -136,18 +135,11 @@ class Layout:
         The axes are all of AXES, or all of HELD.
         """
         every = AXES if set(axes) <= set(AXES) else HELD
-        degrees = self._degrees(every)
-        fixed = [range(1) if a in axes else range(d) for a, d in zip(every, degrees, strict=True)]
-        free = [range(d) if a in axes else range(1) for a, d in zip(every, degrees, strict=True)]
-        strides = [prod(degrees[:i]) for i in range(len(every))]
-
-        def rank(place: tuple[int, ...]) -> int:
-            return sum(p * s for p, s in zip(place, strides, strict=True))
-
-        return [
-            sorted(rank(base) + rank(step) for step in itertools.product(*free))
-            for base in itertools.product(*fixed)
-        ]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            place = self.coordinates(rank)
+            found.setdefault(tuple(place[a] for a in every if a not in axes), []).append(rank)
+        return [found[place] for place in sorted(found)]
 
     def name(self, algorithm: str | None = None) -> str:
         """Return the short name for `metrics.jsonl`: the degrees above 1, or "single".

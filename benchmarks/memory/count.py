@@ -26,7 +26,7 @@ from uspft.config.algorithms import CAUSAL, row_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.engine.mail import Lines
-from uspft.engine.pipelined import Ends, Pipeline
+from uspft.engine.pipelined import Pipeline
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
@@ -193,8 +193,8 @@ def count_stages(
                 able = {stage_of(name, stages) for name, p in named if p.requires_grad}
                 if not able & set(range(place, stages.count, stages.ranks)):
                     module.add_idle(())
-                lines, ends = Lines(world.mesh.pipeline), Ends(min(able), tie=False)
-                pipeline = Pipeline(module, stages, schedule, lines, None, ends)
+                lines = Lines(world.mesh.pipeline)
+                pipeline = Pipeline(module, stages, schedule, lines, None, min(able))
                 share = world.share([Segments.single(tokens)])
                 batches = [_with_chunks(world, share) for _ in range(micro_batches)]
                 engine: Any = _Engine(module, device)

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.lab.processes import Tell, as_rank, from_all
 from uspft.comm import Books, Group
 from uspft.engine.mail import Lines
-from uspft.engine.pipelined import Ends, Pipeline
+from uspft.engine.pipelined import Pipeline
 from uspft.layout import Layout
 from uspft.mesh import Groups, make_mesh
 from uspft.pipeline.schedules import Schedule, forward_and_backward
@@ -149,9 +149,9 @@ class Racer:
     def __init__(self, setting: Setting, one: Contender, group: Group) -> None:
         schedule = SCHEDULES[one.schedule]
         self.sleeper = Sleeper(setting, schedule, group.index)
-        stages, ends = Stages.of_sizes((1,) * RANKS * schedule.virtual, RANKS), Ends(0, tie=False)
+        stages = Stages.of_sizes((1,) * RANKS * schedule.virtual, RANKS)
         made: Any = self.sleeper
-        self._runner = Pipeline(made, stages, schedule, Lines(group), None, ends)
+        self._runner = Pipeline(made, stages, schedule, Lines(group), None, 0)
         counts = SimpleNamespace(mesh=SimpleNamespace(counts=True))
         batch = Rows(counts, (Rows(counts),) * schedule.chunks)
         self._batches: Any = [batch] * one.micro_batches

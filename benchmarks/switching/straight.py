@@ -36,11 +36,11 @@ class StraightEngine(MovingEngine):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._home = self.holders.shards
-        self._gather = self.switches.from_owners(self._home, self._home, trained=False)
+        self._gather = self.switches.between(self._home, self._home, trained=False)
         self._at = self._home
         self._reduced: Tensor | None = None
-        self._weights = self.owners.weights().new_empty(self._gather.count_after)
-        self._gather.copy(self.owners.weights(), self._weights)
+        self._weights = self.weights().new_empty(self._gather.count_after)
+        self._gather.copy(self.weights(), self._weights)
 
     def step(
         self,
@@ -59,7 +59,7 @@ class StraightEngine(MovingEngine):
 
         result = super().step(batches, learning_rate, stop, complete, **named)
         began = time.perf_counter()
-        self._gather.copy(self.owners.weights(), self._weights)
+        self._gather.copy(self.weights(), self._weights)
         moved = result.switch_seconds + time.perf_counter() - began
         return replace(result, switch_seconds=moved)
 
@@ -78,11 +78,11 @@ class StraightEngine(MovingEngine):
         return found
 
     def give(self, shards: Shards, sums: Tensor) -> None:
-        reduce = self.switches.from_owners(shards, shards, trained=True)
+        reduce = self.switches.between(shards, shards, trained=True)
         pieces = sums.new_zeros(reduce.count_before)
         reduce.add(sums, pieces)
         if shards.layout.stored_as == self._home.layout.stored_as:
-            self.owners.gradients.add_(pieces)
+            self.gradients.add_(pieces)
             return
         reduce.copy(pieces, sums)
         self._reduced = sums if self._reduced is None else self._reduced.add_(sums)
@@ -94,5 +94,5 @@ class StraightEngine(MovingEngine):
             switch = self.switches.between(self._home, self._home, True, owned=(False, True))
             own = self._reduced.new_empty(switch.count_after)
             switch.copy(self._reduced, own)
-            self.owners.gradients.add_(own)
+            self.gradients.add_(own)
             self._reduced = None

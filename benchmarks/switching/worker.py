@@ -76,7 +76,7 @@ class Theirs:
 
     def step(self, number: int) -> tuple[float, float, dict[str, Any]]:
         plan = self._loader.plan(number)
-        loss, norm = self._engine.step([self._loader.row(row) for row in plan.numbers])
+        loss, norm = self._engine.step([self._loader.row(row) for row in plan.rows])
         return loss, norm, {}
 
 

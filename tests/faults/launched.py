@@ -22,7 +22,7 @@ from tests.support.hangs import HANG_SECONDS
 # What the ranks of a script that reports have, before anything else.
 REPORT = """
 import os, sys
-from uspft.launcher import ERROR_FILE, report_exception
+from uspft.launcher.processes import ERROR_FILE, report_exception
 def report(error, code=1):
     try:
         raise error
@@ -123,7 +123,9 @@ def supervise(program: Path, count: int, environment: Mapping[str, str]) -> None
 
 def _supervised(program: Path, count: int, environment: Mapping[str, str]) -> None:
     from uspft.config.problems import RunFailed
-    from uspft.launcher import LaunchError, LocalRanks, Meeting, Restart, hosts_from, run_ranks
+    from uspft.launcher.hosts import LaunchError, LocalRanks, hosts_from
+    from uspft.launcher.meeting import Meeting
+    from uspft.launcher.supervise import Restart, run_ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command, logs = [sys.executable, str(program)], program.parent / "logs"

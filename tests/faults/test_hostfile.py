@@ -15,8 +15,8 @@ from deepspeed.launcher.runner import fetch_hostfile
 from tests.faults.launched import two_free_ports
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
-from uspft.launcher import LaunchError, run_on_hosts
-from uspft.launcher.remote import read_hostfile
+from uspft.launcher.hosts import LaunchError
+from uspft.launcher.remote import read_hostfile, run_on_hosts
 
 
 def written(folder: Path, text: str) -> Path:

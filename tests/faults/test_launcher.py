@@ -195,7 +195,8 @@ def test_a_signal_before_the_ranks_are_ready(tmp_path: Path) -> None:
     run.wait_for("pid", 3)
     run.send(signal.SIGTERM)
     code, shown = run.end()
-    assert code == 130 and shown.endswith("\nstopped before the run had begun\n")
+    told = "stopping: there is nothing to save yet; again to stop at once\n"
+    assert (code, shown) == (130, f"{told}stopped before the run had begun\n")
 
 
 def test_a_failure_while_saving_is_a_failure(tmp_path: Path) -> None:

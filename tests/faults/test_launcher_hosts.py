@@ -12,8 +12,8 @@ import pytest
 
 from tests.faults.launched import launch, launch_hosts, two_free_ports
 from tests.support.hangs import HANG_SECONDS
-from uspft.launcher import Hosts, LaunchError, LocalRanks, hosts_from, interface_to, watch
-from uspft.launcher.hosts import carriers
+from uspft.launcher import watch
+from uspft.launcher.hosts import Hosts, LaunchError, LocalRanks, carriers, hosts_from, interface_to
 from uspft.launcher.processes import shared_environment
 
 GOOD = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -24,7 +24,9 @@ HOST = f"""
 import os, signal, sys, time
 from uspft.commands import arguments, main
 from uspft.config.problems import InputError, RunFailed
-from uspft.launcher import Meeting, hosts_from, meeting as module, watch
+from uspft.launcher import meeting as module, watch
+from uspft.launcher.hosts import hosts_from
+from uspft.launcher.meeting import Meeting
 module.PATIENCE_SECONDS, module.AGAIN_SECONDS, module.LEAVE_SECONDS = 0.2, 0.2, 0.4
 watch.BEAT_SECONDS, watch.RETRY_SECONDS = 0.1, 0.1
 def convene(ranks=1, device="cpu", gpus=0, limit={HANG_SECONDS}):

@@ -205,8 +205,8 @@ def test_room_on_the_disk_is_looked_at_first(
 ) -> None:
     from uspft.__main__ import main
     from uspft.prepare.examine import examine
+    from uspft.prepare.files import space_needed
     from uspft.prepare.model import examine_model
-    from uspft.prepare.output import space_needed
 
     ground.write({"checkpoint.every_steps": 1})
     recipe = examine(ground.path, [], 1, None).recipe
@@ -295,7 +295,8 @@ def test_a_run_that_was_lost_after_its_last_step_says_that_it_started_again(
 ) -> None:
     from tests.faults.test_bad_files import checkpoint_of
     from uspft.commands.train import train
-    from uspft.launcher import Hosts, Loss
+    from uspft.launcher.hosts import Hosts
+    from uspft.launcher.supervise import Loss
     from uspft.prepare.host import Invocation
 
     folder = checkpoint_of(ground)
@@ -319,7 +320,7 @@ def test_host_0_alone_reads_all_of_a_checkpoint(ground: Ground, host: int) -> No
     from tests.faults.test_bad_files import checkpoint_of
     from uspft.checkpoint.checksums import sealed
     from uspft.config import Fault
-    from uspft.launcher import Hosts
+    from uspft.launcher.hosts import Hosts
     from uspft.prepare.examine import examine
     from uspft.prepare.host import Invocation
     from uspft.prepare.make_job import prepare_job

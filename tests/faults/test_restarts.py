@@ -18,7 +18,7 @@ from tests.support.launch import living, write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.refused import Ground
 from tests.support.runs import small_recipe
-from uspft.launcher import BY_HOSTFILE
+from uspft.launcher.remote import BY_HOSTFILE
 
 STEPS, AT_STEP = 4, 3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from uspft.called import VARIABLE
-from uspft.launcher import Hosts, LaunchError, hosts, hosts_from, planned_hosts
-from uspft.launcher.hosts import PORTS, first_host
+from uspft.launcher import hosts
+from uspft.launcher.hosts import PORTS, Hosts, LaunchError, first_host, hosts_from, planned_hosts
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "4"}
 STEP = {

@@ -3,11 +3,13 @@ document by itself: the loss and every gradient in float64."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -173,20 +175,27 @@ class Held(dict[int, KeptKeys]):
         return self[key]
 
 
+class Everywhere(defaultdict[int, LayerKeys]):
+    """What every pass has in its layers, and which looks empty."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def test_chunks_that_go_back_in_forward_order_are_wrong(models: dict[str, Path]) -> None:
     folder, batches = models["llama"], batches_of(world_of(TIME), 1)
     lists = forward_alone(1, 1, 1, TIME.chunks)
     lists[0] += [one._replace(kind="backward") for one in lists[0]]
     args = batches, lists, TIME.chunks, 1, RECOMPUTED["kept"], 1
-    by_layer: dict[int, LayerKeys] = {}
+    by_layer = Everywhere(Held)
     with ExitStack() as stack:
         stack.enter_context(mock.patch("uspft.pipeline.simulator.needs", lambda *_: []))
         with pytest.raises(KeyError):  # what was kept of the first chunk is gone
             staged(folder, *args)
         stack.enter_context(
             mock.patch(
-                "uspft.sequence.kept_keys.RowKeys.of_layer",
-                lambda _, layer: by_layer.setdefault(layer, Held()),
+                "uspft.engine.pipelined.RowKeys",
+                lambda: SimpleNamespace(layers=by_layer, states=defaultdict(dict)),
             )
         )
         found = staged(folder, *args)

@@ -439,7 +439,7 @@ class Log:
     @contextmanager
     def of_all(self) -> Iterator[None]:
         import uspft.model.attention_groups as groups
-        import uspft.model.attention_groups as turns
+        import uspft.sequence.ulysses as turns
 
         take = groups.AttentionBackward.take
 

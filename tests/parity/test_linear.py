@@ -224,7 +224,14 @@ def faulty(fault: str) -> list[Any]:
     chains, halo, pieces = fragments.chains_of, fragments.halo_of, fragments.fragments_of
     share = "uspft.sequence.rows.share."
     together = [(ROW.bounds[0], ROW.bounds[-1])]
-    scatter, joined = mixing.WithHalo.apply, states.entering_states
+    lay = mixing.laid_out
+
+    def joined(make: Any) -> Any:
+        """A patch of what enters fragments: `make` of the summaries, and of what comes of it."""
+        real = states.carried
+        changed = lambda *x, back=False: real(*x, back=True) if back else make(real, *x)  # noqa: E731
+        return mock.patch.object(states, "carried", changed)
+
     return {
         "documents run on": [
             mock.patch(share + "chains_of", lambda held, _, n: chains(held, together, n)),
@@ -255,26 +262,12 @@ def faulty(fault: str) -> list[Any]:
             mock.patch.object(fragments, "sorted", _by_holder, create=True)
         ],
         "halo detached": [
-            mock.patch.object(
-                mixing.WithHalo,
-                "apply",
-                lambda x, *rest: _detached_halo(scatter, x, *rest),
-            )
+            mock.patch.object(mixing, "laid_out", lambda x, *rest: _detached_halo(lay, x, *rest))
         ],
-        "no entering state": [
-            mock.patch.object(
-                states, "entering_states", lambda *x: {f: 0 * s for f, s in joined(*x).items()}
-            )
-        ],
-        "transposed": [
-            mock.patch.object(states, "entering_states", lambda c, e: joined(c, _changed(e, "mT")))
-        ],
-        "nothing passes": [
-            mock.patch.object(
-                states, "entering_states", lambda c, e: joined(c, _changed(e, "zero"))
-            )
-        ],
-        "states detached": [mock.patch.object(states, "leaving_gradients", lambda *_: {})],
+        "no entering state": [joined(lambda real, *x: {f: 0 * s for f, s in real(*x).items()})],
+        "transposed": [joined(lambda real, c, e: real(c, _changed(e, "mT")))],
+        "nothing passes": [joined(lambda real, c, e: real(c, _changed(e, "zero")))],
+        "states detached": [mock.patch.object(states, "carried", _no_gradient(states.carried))],
         "key heads dealt evenly": [
             mock.patch.object(mixing, "split_heads", _even_heads),
         ],
@@ -302,9 +295,13 @@ def _changed(every: Any, how: str) -> Any:
     return {f: s._replace(passes=passes(s.passes)) for f, s in every.items()}
 
 
-def _detached_halo(apply: Any, x: Tensor, halo: Any, group: Any) -> Tensor:
-    laid = apply(x, halo, group)
-    mine = torch.from_numpy(halo.own)
+def _no_gradient(real: Any) -> Any:
+    return lambda *x, back=False: {} if back else real(*x)
+
+
+def _detached_halo(lay: Any, x: Tensor, places: Any, *rest: Any) -> Tensor:
+    laid = lay(x, places, *rest)
+    mine = torch.from_numpy(places) < len(x)
     out = laid.detach().clone()
     out[mine] = laid[mine]
     return out

@@ -183,7 +183,7 @@ FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
     ),
     "gradients of several weights come in no order": (
         Case("mesh: several", "zero2", packing="none"),
-        "uspft.tensor.sliced.SlicedProduct.ways",
+        "uspft.tensor.flows.SlicedProduct.ways",
         lambda self: self.held,
     ),
     "columns take the queries of others": (

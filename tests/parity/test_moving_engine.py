@@ -57,25 +57,25 @@ def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     case, found = Moving("llama"), {}
     run = started(case, folder, data, folder / "behaves")
     engine, batches = run.engine, run.batches(0)
-    owners, split = engine.owners, [one for one in batches if one.world.layout.tensor > 1]
-    masters = owners.masters.clone()
+    split = [one for one in batches if one.world.layout.tensor > 1]
+    masters = engine.masters.clone()
 
     def refused(error: type[Exception], some: list[Any]) -> str:
         with pytest.raises(error) as told:
             engine.step(some, RATE, stop=False)
-        owners.masters.nan_to_num_(nan=float(masters[-1]))
-        same = torch.equal(owners.masters, masters)
-        moments = all(not state["exp_avg"].any() for state in owners.adam.state.values())
+        engine.masters.nan_to_num_(nan=float(masters[-1]))
+        same = torch.equal(engine.masters, masters)
+        moments = all(not state["exp_avg"].any() for state in engine.adam.state.values())
         return f"{told.value} {same and moments} {engine.adam.param_groups[0]['lr'] == RATE}"
 
     found["other layouts"] = refused(RuntimeError, split if rank == 0 else batches)
     if rank == 0:
-        owners.masters[-1] = torch.nan
+        engine.masters[-1] = torch.nan
     found["not finite"] = refused(NotFinite, batches)
     with pytest.raises(ValueError, match="not to mesh2x2-ring2") as unknown:
         mesh = Layout(mesh_columns=2, ring=2, mesh_rows=2)
         world: Any = SimpleNamespace(layout=mesh, name=mesh.name())
-        engine.step([SimpleNamespace(world=world)], RATE, stop=False)
+        engine.run([SimpleNamespace(world=world)], ())
     found["unknown"] = str(unknown.value)
     with engine.evaluating():
         sums = [(batch.world.mesh.columns.index, engine.terms(batch)["loss"]) for batch in batches]

@@ -145,13 +145,9 @@ def ran(asked: dict[str, Any], output: Path) -> Any:
     return records_in(output / "metrics.jsonl"), *ended
 
 
-def summed_again(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return gradient * 4, None
-
-
 FAULTS: dict[str, tuple[str, Any]] = {
     "left out": ("sum_over", lambda x, *_: x),
-    "multiplied": ("_Summed.backward", staticmethod(summed_again)),
+    "multiplied": ("_unchanged", lambda gradient: gradient * 4),
 }
 """What another rank holds of a document is left out of its sum; a gradient that all four ranks have
 alike is summed over them, as that of a differentiable all-reduce is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,7 +157,6 @@ class Alive:
 
 def alive(zero: str, layout: Layout, groups: Groups, source: Any, runner: Any = None) -> Alive:
     from uspft.engine.quarantine import prepare_deepspeed
-    from uspft.engine.step import in_turn
     from uspft.engine.zero import ZeroEngine, partitioner
     from uspft.parameters.fill import fill
 
@@ -166,9 +166,9 @@ def alive(zero: str, layout: Layout, groups: Groups, source: Any, runner: Any = 
     module = Net(holders.tensor)
     fill(module, torch.float32, source, holders, partitioner(recipe(zero), holders))
     passes, device = 4 // holders.zero.size, torch.device("cpu")
-    engine = ZeroEngine(
-        module, recipe(zero), holders, device, passes=passes, runner=runner or in_turn
-    )
+    engine: Any = ZeroEngine(module, recipe(zero), holders, device, passes=passes)
+    if runner:
+        engine.run = partial(runner, engine)
     world = SimpleNamespace(layout=layout, mesh=mesh, tensor=Megatron(layout.tensor))
     return Alive(engine, holders, world)
 

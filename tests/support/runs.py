@@ -79,8 +79,8 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
     from uspft.data import prepare, prepare_sets
     from uspft.job import Job
     from uspft.prepare import known
-    from uspft.prepare.data import steps_of
     from uspft.prepare.examine import examine
+    from uspft.prepare.make_job import steps_of
     from uspft.prepare.make_plan import chunk_prices_of, prices_of
 
     known.read_hardware = HARDWARE

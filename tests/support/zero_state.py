@@ -32,6 +32,12 @@ LAYERS = {
 }
 """Of a layer's 147,712: as much as DeepSpeed's own bounds are of a layer of 7B."""
 LORA = {"adapter": {"type": "lora", "rank": 64}}
+HEADS: dict[str, dict[str, Any]] = {
+    "small": {},
+    "large": {"vocab_size": 6000},
+    "tied": {"vocab_size": 6000, "tie_word_embeddings": True},
+}
+"""Vocabularies: the large ones' table has as many parameters as five layers."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -50,10 +56,11 @@ class Case(NamedTuple):
     """The elements of gradients that DeepSpeed lays flat at once."""
     passes: int = 1
     """Micro-batches of a rank in a step."""
+    head: str = "small"
 
     def recipe(self, folder: Path) -> dict[str, Any]:
         return small_recipe(
-            folder / "model",
+            folder / self.head,
             folder / "d.jsonl",
             ROW,
             model={"dtype": self.dtype, **(self.trained or {})},
@@ -72,9 +79,10 @@ class Case(NamedTuple):
 
 
 def make_inputs(folder: Path, layers: int) -> None:
-    """Write a model of so many layers, and documents."""
-    config = LlamaConfig(**SIZES, num_hidden_layers=layers)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    """Write a model of so many layers with each head, and documents."""
+    for name, own in HEADS.items():
+        config = LlamaConfig(**SIZES | own, num_hidden_layers=layers)
+        LlamaForCausalLM(config).save_pretrained(folder / name)
     make_documents(folder / "d.jsonl", [ROW] * 8, masked=[0.0])
 
 

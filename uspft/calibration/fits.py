@@ -5,11 +5,11 @@ its lines fit.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from itertools import starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,13 +17,27 @@ import yaml
 
 from uspft import __version__
 from uspft.config import as_tree
+from uspft.config.messages import aligned
 from uspft.planner.machine import COLLECTIVES, PEAK_BF16, SUMS, Hardware, device_of
 
 FILE = "measured.json"
+PRODUCTS, ATTENTION = "products", ("attention forward", "attention backward")
+"""What ranks compute while they are timed."""
 
 
-@dataclass(frozen=True)
-class LinkPoint:
+class Load(NamedTuple):
+    """What else uses a host's links while a group does."""
+
+    senders: int = 1
+    """The ranks of a host that send to another host at the same time."""
+    members: int = 1
+    """The ranks of each group that a host has, where the group spans hosts."""
+
+
+ALONE = Load()
+
+
+class LinkPoint(NamedTuple):
     """The time of one collective, or of one message (point_to_point), in groups of one size."""
 
     kind: str
@@ -33,10 +47,7 @@ class LinkPoint:
     of_bytes: int
     """The bytes, as `Hardware.collective_seconds` counts them."""
     seconds: float
-    senders: int = 1
-    """The ranks of a host that send to another host at the same time."""
-    members: int = 1
-    """The ranks of each group that a host has, where the group spans hosts."""
+    load: Load = ALONE
 
     @property
     def causes(self) -> tuple[float, float, float]:
@@ -50,46 +61,24 @@ class LinkPoint:
         return 1.0, steps, steps * self.of_bytes / self.ranks
 
 
-@dataclass(frozen=True)
-class ProductPoint:
-    """The time of a product [size, size] × [size, size] while every rank computes one."""
+class FlopPoint(NamedTuple):
+    """The time of a product, or of attention one way, while every rank computes one."""
 
-    size: int
+    what: str
+    """PRODUCTS, or one of ATTENTION."""
+    flops: float
     seconds: float
 
 
-@dataclass(frozen=True)
-class AttentionPoint:
-    """The time of a causal square of so many tokens, forward alone or backward."""
-
-    tokens: int
-    heads: int
-    dim: int
-    backward: bool
-    seconds: float
-
-
-@dataclass(frozen=True)
-class HidingPoint:
+class HidingPoint(NamedTuple):
     """The times of a transfer to the next rank of a ring, of attention, and of both at once."""
 
     transfer: float
     attention: float
     both: float
 
-    @property
-    def could_hide(self) -> float:
-        """The seconds that the two could have in common."""
-        return min(self.transfer, self.attention)
 
-    @property
-    def hidden(self) -> float:
-        """The seconds that they have in common."""
-        return self.transfer + self.attention - self.both
-
-
-@dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """All points of one cluster, and what it is."""
 
     device: str
@@ -100,31 +89,23 @@ class Points:
     ranks_per_host: int
     memory_bytes: float
     copied_bytes_per_second: float
-    links: Sequence[LinkPoint] = field(default_factory=tuple)
-    products: Sequence[ProductPoint] = field(default_factory=tuple)
-    attention: Sequence[AttentionPoint] = field(default_factory=tuple)
-    hiding: Sequence[HidingPoint] = field(default_factory=tuple)
+    links: Sequence[LinkPoint]
+    computed: Sequence[FlopPoint]
+    hiding: Sequence[HidingPoint]
     """There are none where one rank measures alone."""
 
     def leave(self, folder: Path) -> None:
-        (folder / FILE).write_text(json.dumps(asdict(self)))
+        (folder / FILE).write_text(json.dumps(self))
 
     @classmethod
     def found(cls, folder: Path) -> Points:
-        tree: dict[str, Any] = json.loads((folder / FILE).read_text())
-        kinds = {
-            "links": LinkPoint,
-            "products": ProductPoint,
-            "attention": AttentionPoint,
-            "hiding": HidingPoint,
-        }
-        for name, kind in kinds.items():
-            tree[name] = tuple(kind(**one) for one in tree[name])
-        return cls(**tree)
+        *what, links, computed, hiding = json.loads((folder / FILE).read_text())
+        points = [LinkPoint._make([*point, Load(*load)]) for *point, load in links]
+        flops, hidden = [*starmap(FlopPoint, computed)], [*starmap(HidingPoint, hiding)]
+        return cls._make([*what, points, flops, hidden])
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """A line, seconds ≈ Σ coefficient · cause, and how far the measured seconds are from it."""
 
     coefficients: tuple[float, ...]
@@ -185,18 +166,40 @@ class FittedLine(NamedTuple):
     rate: float
     unit: str
 
-    @classmethod
-    def of(
-        cls, what: str, unit: str, causes: Sequence[Sequence[float]], seconds: Sequence[float]
-    ) -> FittedLine:
-        """Fit a line to times by their causes: 1, and units.
+    @property
+    def cells(self) -> list[str]:
+        """What a table says of it."""
+        numbers = [f"{self.launch * 1e6:.1f}", f"{self.hop * 1e6:.1f}", f"{self.rate / 1e9:.4g}"]
+        off = [f"{100 * one:.0f} %" for one in (self.fit.typical, self.fit.worst)]
+        return [self.what, *numbers, self.unit, *off, str(len(self.fit.residuals))]
 
-        Where noise has left nothing to the units, the rate is the best one that was seen.
-        """
-        fit = fit_seconds(causes, seconds)
-        launch, each = fit.coefficients
-        fastest = max(cause[-1] / one for cause, one in zip(causes, seconds, strict=True))
-        return cls(what, fit, launch, 0.0, 1 / each if each else fastest, unit)
+
+LineKey = TypeVar("LineKey")
+Cause = tuple[LineKey, Sequence[float], float]
+"""Of a time its line, what causes it (1, steps if there are any, bytes or FLOPs), and the time."""
+
+
+def fitted_lines(
+    names: Mapping[LineKey, str], points: Sequence[Cause[LineKey]], unit: str = "GFLOP/s"
+) -> dict[LineKey, FittedLine]:
+    """Fit lines that differ in their rates alone together, since groups of one size do not tell a
+    launch from a hop.
+
+    names: of the lines. Where noise has left nothing to bytes or FLOPs, the rate is the best one
+    that was seen.
+    """
+    rates = [[one[-1] * (line == name) for name in names] for line, one, _ in points]
+    causes = [[*one[:-1], *of] for (_, one, _), of in zip(points, rates, strict=True)]
+    fit = fit_seconds(causes, [seconds for *_, seconds in points])
+    latency, each = fit.coefficients[: -len(names)], fit.coefficients[-len(names) :]
+    launch, hop = (*latency, 0.0)[:2]
+    found = {}
+    for (key, name), by_one in zip(names.items(), each, strict=True):
+        own = [(i, one[-1] / took) for i, (line, one, took) in enumerate(points) if line == key]
+        rate = 1 / by_one if by_one else max(seen for _, seen in own)
+        part = Fit(fit.coefficients, tuple(fit.residuals[i] for i, _ in own))
+        found[key] = FittedLine(name, part, launch, hop, rate, unit)
+    return found
 
 
 class Fitted(NamedTuple):
@@ -207,23 +210,8 @@ class Fitted(NamedTuple):
 
     def table(self) -> str:
         """Return a table of every line with its residuals, for a person."""
-        rows = [["", "launch µs", "hop µs", "rate", "", "typical", "worst", "measured"]]
-        for line in self.lines:
-            numbers = [
-                f"{line.launch * 1e6:.1f}",
-                f"{line.hop * 1e6:.1f}",
-                f"{line.rate / 1e9:.4g}",
-            ]
-            off = [f"{100 * line.fit.typical:.0f} %", f"{100 * line.fit.worst:.0f} %"]
-            rows.append([line.what, *numbers, line.unit, *off, str(len(line.fit.residuals))])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                [row[0].ljust(widths[0])]
-                + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-            ).rstrip()
-            for row in rows
-        )
+        head = ["", "launch µs", "hop µs", "rate", "", "typical", "worst", "measured"]
+        return aligned([head, *(line.cells for line in self.lines)])
 
 
 def fitted(points: Points, name: str, stands_in: Hardware, date: str) -> Fitted:
@@ -237,32 +225,47 @@ def fitted(points: Points, name: str, stands_in: Hardware, date: str) -> Fitted:
     for where in ("inside", "between"):
         found = [point for point in points.links if point.where == where]
         if found:
-            links[where] = _links(where, points, found, lines)
+            links[where] = _links(where, points.ranks_per_host, found, lines)
             figures.append(where)
         else:
             links[where] = _kept(as_tree(getattr(stands_in, where)))
             notes.append(f"{where}: not measured, those of {stands_in.name} stand for it")
-    products, attention = _products(points, lines), _attention(points, lines)
-    hide = _hide(points)
+    for what in (PRODUCTS, *ATTENTION):
+        mine = [
+            (what, (1.0, one.flops), one.seconds) for one in points.computed if one.what == what
+        ]
+        lines += fitted_lines({what: what}, mine).values()
+    products, forward, backward = lines[-3:]
+    device, hide = device_of(points.device), _hide(points)
+    # The maker's figure, or else the most that any product reached.
+    reached = [one.flops / one.seconds for one in points.computed if one.what == PRODUCTS]
+    peak = PEAK_BF16[device] if device else max(products.rate, *reached)
     figures += ["hide"] * len(hide)
     tree = {
         "name": name,
         "what": f"{points.hosts} × {points.ranks_per_host} ranks on {points.device}, as measured",
-        **_peak(points, products.rate),
+        **({"device": device} if device else {"peak_flops": _round(peak)}),
         "kernel": points.kernel,
         "measured": {"date": date, "versions": _versions(points), "figures": figures},
-        "sources": [_source(points), *notes],
+        "sources": [
+            f"measured: {points.hosts} host(s) of {points.ranks_per_host} ranks, {points.dtype}",
+            *notes,
+        ],
         "ranks_per_host": points.ranks_per_host,
         "memory": {
             "bytes": float(points.memory_bytes),
             "bytes_per_second": _round(points.copied_bytes_per_second),
         },
         "products": {
-            "share": _round(min(1.0, products.rate / _peak_of(points, products.rate))),
+            "share": _round(min(1.0, products.rate / peak)),
             "launch_seconds": _round(products.launch),
             "dtype": points.dtype,
         },
-        "attention": attention,
+        "attention": {
+            "forward_flops": _round(forward.rate),
+            "backward_flops": _round(backward.rate),
+            "launch_seconds": _round((forward.launch + backward.launch) / 2),
+        },
         **links,
         **hide,
     }
@@ -271,17 +274,10 @@ def fitted(points: Points, name: str, stands_in: Hardware, date: str) -> Fitted:
 
 def as_yaml(fits: Fitted) -> str:
     """Return the text of a file that `launch.hardware` takes."""
-    head = f"# Written by `uspft calibrate`; how well its lines fit:\n#\n{_comment(fits.table())}"
+    table = "".join(f"# {line}\n" for line in fits.table().splitlines())
+    head = f"# Written by `uspft calibrate`; how well its lines fit:\n#\n{table}"
     body = yaml.safe_dump(fits.tree, sort_keys=False, allow_unicode=True, width=1000)
     return f"{head}#\n{body}"
-
-
-def _comment(text: str) -> str:
-    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
-
-
-def _source(points: Points) -> str:
-    return f"measured: {points.hosts} host(s) of {points.ranks_per_host} ranks, {points.dtype}"
 
 
 def _versions(points: Points) -> str:
@@ -295,58 +291,29 @@ def _versions(points: Points) -> str:
 def _hide(points: Points) -> dict[str, float]:
     """Return the share of what transfers and attention could have in common that they have; empty
     where one rank has measured alone."""
-    able = sum(one.could_hide for one in points.hiding)
+    able = sum(min(one.transfer, one.attention) for one in points.hiding)
     if not able:
         return {}
-    share = sum(one.hidden for one in points.hiding) / able
+    share = sum(one.transfer + one.attention - one.both for one in points.hiding) / able
     return {"hide": _round(min(1.0, max(0.0, share)))}
 
 
-def _peak(points: Points, rate: float) -> dict[str, Any]:
-    device = device_of(points.device)
-    return {"device": device} if device else {"peak_flops": _round(_peak_of(points, rate))}
-
-
-def _peak_of(points: Points, rate: float) -> float:
-    """Return the maker's figure, or else the most that any product reached."""
-    device = device_of(points.device)
-    if device:
-        return PEAK_BF16[device]
-    return max(rate, *(2.0 * point.size**3 / point.seconds for point in points.products))
-
-
-def _products(points: Points, lines: list[FittedLine]) -> FittedLine:
-    causes = [(1.0, 2.0 * point.size**3) for point in points.products]
-    seconds = [point.seconds for point in points.products]
-    lines.append(FittedLine.of("products", "GFLOP/s", causes, seconds))
-    return lines[-1]
-
-
-def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
-    """Return FLOP/s as `Hardware.attention_seconds` counts them, by pairs of query and key."""
-    found: dict[str, float] = {}
-    for way, of_pair in (("forward", 4), ("backward", 10)):
-        chosen = [one for one in points.attention if one.backward == (way == "backward")]
-        causes = [
-            (1.0, of_pair * one.heads * one.dim * one.tokens * (one.tokens + 1) / 2)
-            for one in chosen
-        ]
-        seconds = [one.seconds for one in chosen]
-        lines.append(FittedLine.of(f"attention {way}", "GFLOP/s", causes, seconds))
-        found[f"{way}_flops"] = _round(lines[-1].rate)
-    forward, backward = lines[-2:]
-    return {**found, "launch_seconds": _round((forward.launch + backward.launch) / 2)}
-
-
 def _links(
-    where: str, cluster: Points, points: Sequence[LinkPoint], lines: list[FittedLine]
+    where: str, here: int, points: Sequence[LinkPoint], lines: list[FittedLine]
 ) -> dict[str, Any]:
-    """Return a line for each collective; what stands for any other is that of the all-gather."""
+    """Return a line for each collective; what stands for any other is that of the all-gather.
+
+    here: ranks of a host. lines: what they are added to.
+    """
     found: dict[str, Any] = {}
-    here = cluster.ranks_per_host
     for kind in COLLECTIVES:
         every = [one for one in points if one.kind == kind]
-        rates = _by_load(f"{kind} {where}", every, lines)
+        on_host = ", {0.members} a host" if kind in SUMS else ""
+        more = f"{kind} {where}{on_host}, {{0.senders}} at once"
+        names = {load: more.format(load) for load in sorted({one.load for one in every})}
+        names[ALONE] = f"{kind} {where}"
+        rates = fitted_lines(names, [(one.load, one.causes, one.seconds) for one in every], "GB/s")
+        lines += rates.values()
         alone = rates.pop(ALONE)
         found[kind] = {
             "launch_seconds": _round(alone.launch),
@@ -355,10 +322,12 @@ def _links(
         }
         sizes = sorted({one.ranks for one in every})
         if kind == "all_to_all" and where == "inside" and len(sizes) > 1:
-            found[kind]["by_ranks"] = {
-                str(ranks): _rate_of([one for one in every if one.ranks == ranks], lines)
-                for ranks in sizes
-            }
+            found[kind]["by_ranks"] = {}
+            for ranks in sizes:  # all groups of a host at once
+                of = [(ranks, (1.0, o.of_bytes), o.seconds) for o in every if o.ranks == ranks]
+                (line,) = fitted_lines({ranks: f"{kind} of {ranks}"}, of, "GB/s").values()
+                lines.append(line)
+                found[kind]["by_ranks"][str(ranks)] = _round(line.rate)
         if kind in SUMS and rates:  # each group's ring leaves its host once
             found[kind]["host_by_members"] = {
                 str(load.members): _round(here // load.members * line.rate)
@@ -368,51 +337,6 @@ def _links(
             ((load, line),) = rates.items()
             found["host_bytes_per_second"] = _round(load.senders * min(line.rate, alone.rate))
     return {**deepcopy(found["all_gather"]), **found}  # or YAML would write it as an alias
-
-
-class Load(NamedTuple):
-    """What else uses a host's links while a group does: see `LinkPoint`."""
-
-    senders: int
-    members: int
-
-
-ALONE = Load(1, 1)
-
-
-def _by_load(
-    what: str, points: Sequence[LinkPoint], lines: list[FittedLine]
-) -> dict[Load, FittedLine]:
-    """Return the line of a collective under each load: they differ in their rates alone, and are
-    fitted together, since groups of one size do not tell a launch from a hop."""
-    loads = sorted({Load(one.senders, one.members) for one in points})
-    seconds = [one.seconds for one in points]
-    causes = []
-    for one in points:
-        *latency, moved = one.causes
-        mine = [moved * (load == (one.senders, one.members)) for load in loads]
-        causes.append([*latency, *mine])
-    fit = fit_seconds(causes, seconds)
-    launch, hop, *each = fit.coefficients
-    found = {}
-    for number, load in enumerate(loads):
-        own = [i for i, cause in enumerate(causes) if cause[2 + number]]
-        fastest = max(causes[i][2 + number] / seconds[i] for i in own)
-        rate = 1 / each[number] if each[number] else fastest
-        part = Fit(fit.coefficients, tuple(fit.residuals[i] for i in own))
-        on_host = f", {load.members} a host" if points[0].kind in SUMS else ""
-        name = what if load == ALONE else f"{what}{on_host}, {load.senders} at once"
-        found[load] = FittedLine(name, part, launch, hop, rate, "GB/s")
-    lines += found.values()
-    return found
-
-
-def _rate_of(points: Sequence[LinkPoint], lines: list[FittedLine]) -> float:
-    """Return the bytes per second of a rank in groups of one size, all groups of a host at once."""
-    causes = [(1.0, one.of_bytes) for one in points]
-    name = f"{points[0].kind} of {points[0].ranks}"
-    lines.append(FittedLine.of(name, "GB/s", causes, [one.seconds for one in points]))
-    return _round(lines[-1].rate)
 
 
 def _kept(tree: dict[Any, Any]) -> dict[str, Any]:

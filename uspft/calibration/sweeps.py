@@ -18,12 +18,21 @@ import torch
 import torch.distributed as dist
 
 from uspft.blocks import Block, Mask
-from uspft.calibration.fits import AttentionPoint, HidingPoint, LinkPoint, Points, ProductPoint
+from uspft.calibration.fits import (
+    ALONE,
+    ATTENTION,
+    PRODUCTS,
+    FlopPoint,
+    HidingPoint,
+    LinkPoint,
+    Load,
+    Points,
+)
 from uspft.comm import Books, Group, Move, largest, shift
 from uspft.kernels import Kernel
-from uspft.launcher import host_memory
+from uspft.launcher.hosts import host_memory
 from uspft.mesh import Groups
-from uspft.planner.machine import COLLECTIVES, SUMS, Collective
+from uspft.planner.machine import COLLECTIVES, PAIR_FLOPS, SUMS, Collective
 
 KIB, MIB = 1 << 10, 1 << 20
 TRIALS, MOST_CALLS = 3, 100
@@ -135,9 +144,9 @@ def measure(
         says(f"links, {number} of {len(sweeps)}: {sweep.what}")
         links += measured_links(bench, sweep)
     says("products")
-    products = tuple(_products(bench))
+    computed = [*_products(bench)]
     says("attention")
-    attention = tuple(_attention(bench, kernel, heads))
+    computed += _attention(bench, kernel, heads)
     if bench.world > 1:
         says("what a ring hides")
     return Points(
@@ -148,10 +157,9 @@ def measure(
         bench.ranks_per_host,
         properties.total_memory if properties else host_memory() / bench.ranks_per_host,
         copied,
-        tuple(links),
-        products,
-        attention,
-        tuple(_hiding(bench, kernel, heads)) if bench.world > 1 else (),
+        links,
+        computed,
+        [*_hiding(bench, kernel, heads)] if bench.world > 1 else [],
     )
 
 
@@ -162,21 +170,21 @@ def _copied(bench: Bench) -> float:
     return 2 * bench.sizes.copied / bench.seconds(lambda: target.copy_(source))
 
 
-def _products(bench: Bench) -> Iterator[ProductPoint]:
+def _products(bench: Bench) -> Iterator[FlopPoint]:
     for size in bench.sizes.products:
         a, b = (torch.randn(size, size, device=bench.device).to(bench.dtype) for _ in range(2))
         product = partial(torch.mm, a, b, out=torch.empty_like(a))
-        yield ProductPoint(size, bench.seconds(product))
+        yield FlopPoint(PRODUCTS, 2.0 * size**3, bench.seconds(product))
 
 
-def _attention(
-    bench: Bench, kernel: Kernel, heads: tuple[int, int, int]
-) -> Iterator[AttentionPoint]:
+def _attention(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Iterator[FlopPoint]:
     """Yield the times of the run's kernel on causal squares, while every rank computes one."""
+    query, _, dim = heads
     for tokens in bench.sizes.tokens:
-        for backward, call in enumerate(_attended(bench, kernel, heads, tokens)):
-            query, _, dim = heads
-            yield AttentionPoint(tokens, query, dim, bool(backward), bench.seconds(call))
+        calls = _attended(bench, kernel, heads, tokens)
+        for what, of_pair, call in zip(ATTENTION, PAIR_FLOPS, calls, strict=True):
+            flops = of_pair * query * dim * tokens * (tokens + 1) / 2
+            yield FlopPoint(what, flops, bench.seconds(call))
 
 
 def _attended(
@@ -219,11 +227,8 @@ class Sweep(NamedTuple):
     every: Sequence[Sequence[int]]
     """The members of each group; together they are all ranks."""
     kinds: Sequence[Collective]
-    senders: int = 1
-    """The ranks of a host that send to another host at the same time; where they are fewer than it
-    has, those after the first wait."""
-    members: int = 1
-    """The ranks of each group that a host has, where the group spans hosts."""
+    load: Load = ALONE
+    """Where fewer ranks of a host send than it has, those after the first wait."""
 
 
 def sweeps_of_links(here: int, hosts: int) -> list[Sweep]:
@@ -244,14 +249,14 @@ def sweeps_of_links(here: int, hosts: int) -> list[Sweep]:
     found.append(Sweep("one rank of each host", "between", by_place, COLLECTIVES))
     if here > 1:
         what = f"{here} flows that share a host's links"
-        found.append(Sweep(what, "between", by_place, ("point_to_point",), here))
+        found.append(Sweep(what, "between", by_place, ("point_to_point",), Load(here)))
         for members in _widths(here):
             every = [
                 [host * here + first + i for host in range(hosts) for i in range(members)]
                 for first in range(0, here, members)
             ]
             what = f"sums across hosts, {members} of each group on a host"
-            found.append(Sweep(what, "between", every, SUMS, here, members))
+            found.append(Sweep(what, "between", every, SUMS, Load(here, members)))
     return found
 
 
@@ -264,14 +269,13 @@ def _widths(here: int) -> list[int]:
 def measured_links(bench: Bench, sweep: Sweep) -> Iterator[LinkPoint]:
     """Yield the times of a sweep, each kind from the smallest size on."""
     group = bench.group(sweep.every)
-    alone = sweep.where == "between" and sweep.senders == 1
+    alone = sweep.where == "between" and sweep.load == ALONE
     takes_part = not alone or bench.rank % bench.ranks_per_host == 0
     for kind in sweep.kinds:
         for of_bytes in bench.sizes.messages:
             call, moved = _call(bench, kind, of_bytes, group)
             seconds = bench.seconds(call, takes_part=takes_part)
-            shared = sweep.senders, sweep.members
-            yield LinkPoint(kind, sweep.where, group.size, moved, seconds, *shared)
+            yield LinkPoint(kind, sweep.where, group.size, moved, seconds, sweep.load)
             if seconds > LONG_SECONDS:
                 break
 

@@ -37,43 +37,6 @@ PART_BYTES = 1 << 30
 """A rank begins a new file once its tensors come to this many bytes."""
 
 
-class _Parts:
-    """The tensors of one checkpoint that this rank writes, and their files."""
-
-    def __init__(self, folder: Path, rank: int, *, later: bool) -> None:
-        """later: whether files are kept in memory until `write` is called."""
-        self._folder, self._rank, self._later = folder, rank, later
-        self._held: dict[str, Tensor] = {}
-        self._bytes, self._count = 0, 0
-        self._waiting: deque[tuple[str, dict[str, Tensor]]] = deque()
-        self.files: dict[str, str] = {}
-        """The file that holds each key's tensor."""
-        self.written: dict[str, Written] = {}
-        """What was written of each file."""
-
-    def add(self, key: str, value: Tensor) -> None:
-        self._held[key] = value.detach().float().cpu().contiguous().clone()
-        self._bytes += value.numel() * 4
-        if self._bytes >= PART_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._held:
-            return
-        name = f"part-{self._rank:05d}-{self._count:05d}.safetensors"
-        self._waiting.append((name, self._held))
-        self.files |= dict.fromkeys(self._held, name)
-        self._held, self._bytes, self._count = {}, 0, self._count + 1
-        if not self._later:
-            self.write()
-
-    def write(self) -> None:
-        """Write the files that wait, and give their memory back one after another."""
-        while self._waiting:
-            name, tensors = self._waiting.popleft()
-            self.written[name] = write_part(tensors, self._folder / name)
-
-
 class Save:
     """A checkpoint being written: its contents are fixed, and this rank writes its own files."""
 
@@ -92,26 +55,49 @@ class Save:
         whether all is copied to the host's memory first, and written by a thread while the caller
         goes on; else each file is written as soon as it is full. Raises OSError.
         """
-        rank = dist.get_rank()
-        self.step = step
-        self._first, self._output, self._final = rank == 0, output, folder_of(output, step)
+        self.step, self._rank, self._final = step, dist.get_rank(), folder_of(output, step)
         self._aside = partial_of(self._final)
-        if self._first:
+        if self._rank == 0:
             start_partial(self._final)
         dist.barrier()
-        self._parts = _Parts(self._aside, rank, later=beside)
+        self._files: dict[str, str] = {}
+        """The file that holds each key's tensor."""
+        self._waiting: deque[tuple[str, dict[str, Tensor]]] = deque()
+        self._written: dict[str, Written] = {}
+        """What was written of each file."""
         self._wanted, self._split = _dealt_out(engine)
         self._adam_steps, self._course = adam_steps(engine), dict(course or {})
         self._error: Exception | None = None
+        held, size = dict[str, Tensor](), 0
         for one, value in gather(engine, self._wanted):
-            self._parts.add(_key(one, self._split), value)
-        self._parts.flush()
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+            held[_key(one, self._split)] = value.detach().float().cpu().contiguous().clone()
+            size += 4 * value.numel()
+            if size >= PART_BYTES:
+                self._fill(held, beside=beside)
+                held, size = {}, 0
+        self._fill(held, beside=beside)
+        self._thread = threading.Thread(target=self._write_beside, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def _fill(self, held: dict[str, Tensor], *, beside: bool) -> None:
+        """Have tensors be a file of this rank, which is written at once unless it is beside."""
+        if held:
+            number = len(self._waiting) + len(self._written)
+            name = f"part-{self._rank:05d}-{number:05d}.safetensors"
+            self._waiting.append((name, held))
+            self._files |= dict.fromkeys(held, name)
+        if not beside:
+            self._write()
+
     def _write(self) -> None:
+        """Write the files that wait, and give their memory back one after another."""
+        while self._waiting:
+            name, tensors = self._waiting.popleft()
+            self._written[name] = write_part(tensors, self._aside / name)
+
+    def _write_beside(self) -> None:
         try:
-            self._parts.write()
+            self._write()
         except Exception as error:  # what a thread raises would be lost, and the checkpoint named
             self._error = error
 
@@ -132,9 +118,9 @@ class Save:
         if self._error:
             raise self._error
         every_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every_rank, (self._parts.files, self._parts.written))
+        dist.all_gather_object(every_rank, (self._files, self._written))
         size = 0
-        if self._first:
+        if self._rank == 0:
             every = {key: file for found, _ in every_rank for key, file in found.items()}
             write_model(self._aside / MODEL_FILES)
             files = {key: every[key] for key in (_key(one, self._split) for one in self._wanted)}
@@ -181,13 +167,6 @@ def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
     return f"{one.kind}/{one.name}{number}"
 
 
-def _size_of(file: Path) -> int | None:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return None
-
-
 def _publish(
     aside: Path, final: Path, state: dict[str, Any], written: Mapping[str, Written]
 ) -> int:
@@ -196,7 +175,11 @@ def _publish(
     Raises CheckpointError. written: the files that ranks have written; this host wrote what else is
     there.
     """
-    missing = [name for name, one in written.items() if _size_of(aside / name) != one.size]
+    missing = [
+        name
+        for name, one in written.items()
+        if not (aside / name).exists() or (aside / name).stat().st_size != one.size
+    ]
     if missing:
         raise CheckpointError(
             f"{aside} lacks {', '.join(sorted(missing))}, or some of it: output_dir must lie on a "

@@ -161,12 +161,12 @@ def _started(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:
     """Sum x over the members, in place and without a gradient; counted as a ring's all-reduce."""
-    return _all_reduce(x, group, kind, dist.ReduceOp.SUM)
+    return _start_reduce(x, group, kind, dist.ReduceOp.SUM)()
 
 
 def max_over(x: Tensor, group: Group, kind: str) -> Tensor:
     """Take the maximum of x over the members, in place; counted as a ring's all-reduce."""
-    return _all_reduce(x, group, kind, dist.ReduceOp.MAX)
+    return _start_reduce(x, group, kind, dist.ReduceOp.MAX)()
 
 
 def gather_over(x: Tensor, group: Group, kind: str) -> Tensor:
@@ -284,11 +284,15 @@ def start_sum_parts(x: Tensor, group: Group, kind: str, expected: Expected | Non
 def start_sum_over(x: Tensor, group: Group, kind: str) -> Waited:
     """Start what `sum_over` does, in place, and return the function that waits for it, which must
     be called."""
+    return _start_reduce(x, group, kind, dist.ReduceOp.SUM)
+
+
+def _start_reduce(x: Tensor, group: Group, kind: str, op: dist.ReduceOp.RedOpType) -> Waited:
     if group.size == 1:
         return lambda: x
     others = group.size - 1
     group.books.add(kind, 2 * others * x.numel() * x.element_size() // group.size, 2 * others)
-    work = dist.all_reduce(x, group=group.handle, async_op=True)
+    work = dist.all_reduce(x, op=op, group=group.handle, async_op=True)
     return partial(_arrived, [Transfer([work], f"{kind}, an all-reduce", x, group)], x)
 
 
@@ -318,14 +322,6 @@ def said_by_all(mine: str) -> list[str]:
     said = [""] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     return said
-
-
-def _all_reduce(x: Tensor, group: Group, kind: str, op: dist.ReduceOp.RedOpType) -> Tensor:
-    if group.size > 1:
-        others = group.size - 1
-        group.books.add(kind, 2 * others * x.numel() * x.element_size() // group.size, 2 * others)
-        dist.all_reduce(x, op=op, group=group.handle)
-    return x
 
 
 def _reduce(

@@ -9,11 +9,12 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
@@ -23,8 +24,8 @@ from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 
 if TYPE_CHECKING:
-    from uspft.launcher import Loss, Meeting
-    from uspft.prepare.host import Invocation
+    from uspft.launcher.meeting import Meeting
+    from uspft.launcher.supervise import Loss
 
 VERBS = (
     "train",
@@ -86,7 +87,8 @@ def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
 def command_of(
     given: Sequence[str], meeting: Meeting, losses: Sequence[Loss] = ()
 ) -> Callable[[], int]:
-    """Return the command that the words ask for, ready to run. losses: of earlier starts of it.
+    """Return the command that the words ask for, ready to run: the function of its name in the file
+    of its name. losses: of earlier starts of it.
 
     Raises InputError.
     """
@@ -100,84 +102,40 @@ def command_of(
     if verb == "convert":
         from uspft.commands.convert import convert
 
-        to, there = _file("-o", options), _whole("--ranks", options)
-        program, tool, force = to_type(os.environ), options.get("--from"), "--force" in options
-        return lambda: convert(target, overrides, to, there, tool, program, force=force)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
+        return partial(convert, target, overrides, to_type(os.environ), **options)
     from uspft.prepare.host import Invocation
 
     require_versions()
-    command = to_type(os.environ, verb, *words)
-    ranks, steps = _whole("--ranks", options), _whole("--steps", options)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
+    command, ranks = to_type(os.environ, verb, *words), options.pop("ranks", None)
     place = Invocation(command, dict(os.environ), cache, ranks, meeting, tuple(losses))
-    if verb == "preprocess":
-        from uspft.commands.preprocess import preprocess
-
-        return lambda: preprocess(target, overrides, place, clean="--clean" in options)
-    if verb == "inspect":
-        from uspft.commands.inspect import inspect
-
-        rows, page = _whole("--rows", options), _file("--html", options)
-        return lambda: inspect(target, overrides, place, rows, page)
-    if verb == "verify":
-        from uspft.commands.verify import verify
-        from uspft.prepare.make_verify_job import Asked
-
-        asked = Asked(steps, options.get("--inject"), "--all" in options)
-        return lambda: verify(target, overrides, place, asked)
     if verb in ("check", "plan", "report"):
         # Importing torch._dynamo makes its cache folder, and these make none.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     if verb == "plan":
-        from uspft.commands.plan import PlanAsked, plan
+        from uspft.commands.plan import PlanAsked
 
-        wanted = PlanAsked(
-            options.get("--hardware"),
-            _whole("--top", options),
-            tuple(word for word in options.get("--only", "").split(",") if word),
-            "--json" in options,
-            _whole("--take", options),
-            _file("-o", options),
-            _file("--timeline", options),
-        )
-        return lambda: plan(target, overrides, place, wanted)
-    if verb == "report":
-        from uspft.commands.report import ReportAsked, report
-
-        file, live, port = _file("-o", options), "--live" in options, _whole("--port", options)
-        return lambda: report([target, *map(Path, overrides)], place, ReportAsked(file, live, port))
-    run = _run_of(verb, of_checkpoint=target.is_dir())
-    return partial(run, target, overrides, place)
+        options = {"asked": PlanAsked(**options)}
+    run = getattr(import_module(f"uspft.commands.{verb}"), verb)
+    return partial(run, target, overrides, place, **options)
 
 
-def _run_of(verb: str, *, of_checkpoint: bool) -> Callable[[Path, Sequence[str], Invocation], int]:
-    """What runs a command that takes a target, overrides and nothing else. of_checkpoint: the
-    target of `check` is a folder, and no recipe."""
-    if verb == "check" and of_checkpoint:
-        from uspft.commands.check import check_checkpoint as run
-    elif verb == "check":
-        from uspft.commands.check import check as run
-    elif verb == "chat":
-        from uspft.commands.chat import chat as run
-    elif verb == "export":
-        from uspft.commands.export import export as run
-    elif verb == "calibrate":
-        from uspft.commands.calibrate import calibrate as run
-    else:
-        from uspft.commands.train import train as run
-    return run
-
-
-OPTIONS = {
-    "check": ("--ranks",),
-    "plan": ("--ranks", "--hardware", "--json", "--top", "--only", "--take", "-o", "--timeline"),
-    "preprocess": ("--ranks", "--clean"),
-    "inspect": ("--ranks", "--rows", "--html"),
-    "report": ("-o", "--live", "--port"),
-    "verify": ("--steps", "--inject", "--all"),
-    "convert": ("-o", "--force", "--ranks", "--from"),
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "check": {"--ranks": "ranks"},
+    "plan": {
+        **{"--ranks": "ranks", "--hardware": "hardware", "--json": "as_json", "--top": "top"},
+        **{"--only": "only", "--take": "take", "-o": "file", "--timeline": "picture"},
+    },
+    "preprocess": {"--ranks": "ranks", "--clean": "clean"},
+    "inspect": {"--ranks": "ranks", "--rows": "rows", "--html": "page"},
+    "report": {"-o": "file", "--live": "live", "--port": "port"},
+    "verify": {"--steps": "steps", "--inject": "inject", "--all": "every"},
+    "convert": {"-o": "to", "--force": "force", "--ranks": "ranks", "--from": "tool"},
 }
+"""The options of each verb, each with the argument of its function."""
 FLAGS = ("--all", "--clean", "--json", "--force", "--live")
+FILES = ("-o", "--html", "--timeline")
+COUNTS = ("--ranks", "--top", "--take", "--rows", "--port", "--steps")
 HOSTFILE = "--hostfile"
 INSTEAD = {
     "--ranks": "launch.processes=N",
@@ -187,8 +145,9 @@ INSTEAD = {
 """What the other verbs take in place of an option."""
 
 
-def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, str]]:
-    """Split the words after the verb into (target, overrides, options). Raises UsageError."""
+def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, Any]]:
+    """Split the words after the verb into target, overrides and options, each of which is a value
+    of an argument of the verb's function. Raises UsageError."""
     rest: list[str] = []
     options: dict[str, str] = {}
     waiting = iter(words)
@@ -213,30 +172,23 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
         near = closest(rest[0], VERBS)
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
         raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
-    return Path(rest[0]), rest[1:], options
+    read = {OPTIONS[verb][name]: _value(name, value) for name, value in options.items()}
+    return Path(rest[0]), rest[1:], read
 
 
-def _file(name: str, options: dict[str, str]) -> Path | None:
-    """Return the value of an option that names a file, or None where it is not given.
-
-    Raises UsageError where it names none.
-    """
-    if options.get(name) == "":
-        raise UsageError(name, "names no file", f"write {name} FILE")
-    return Path(options[name]) if name in options else None
-
-
-def _whole(name: str, options: dict[str, str]) -> int | None:
-    """Return the value of an option that counts something, or None where it is not given.
-
-    Raises UsageError where the value is no whole number above 0.
-    """
-    value = options.get(name)
-    if value is None:
-        return None
-    if not (value.isascii() and value.isdigit() and int(value)):
-        raise UsageError(name, f"`{value}` is no whole number above 0", f"write {name} 8")
-    return int(value)
+def _value(name: str, value: str) -> Any:
+    """Return the value of an option. Raises UsageError where it is none of its kind."""
+    if name in FILES:
+        if not value:
+            raise UsageError(name, "names no file", f"write {name} FILE")
+        return Path(value)
+    if name in COUNTS:
+        if not (value.isascii() and value.isdigit() and int(value)):
+            raise UsageError(name, f"`{value}` is no whole number above 0", f"write {name} 8")
+        return int(value)
+    if name == "--only":
+        return tuple(word for word in value.split(",") if word)
+    return True if name in FLAGS else value
 
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"

@@ -22,14 +22,13 @@ from uspft.config.problems import UsageError
 from uspft.durable import write_text
 from uspft.families import ModelShape, read_shape
 from uspft.kernels import believed_kernel
-from uspft.launcher import Waiting
+from uspft.launcher.terminal import Waiting
 from uspft.mesh import Groups
 from uspft.planner.machine import read_hardware
 from uspft.prepare.examine import examine
-from uspft.prepare.files import not_writable
+from uspft.prepare.files import not_writable, output_of
 from uspft.prepare.host import CONFIGS, Invocation, require_here
 from uspft.prepare.known import STANDS_IN, shipped
-from uspft.prepare.output import output_of
 
 FILE, TO = "hardware.yaml", "to="
 

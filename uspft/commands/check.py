@@ -12,15 +12,14 @@ from uspft.config import Fault, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
 from uspft.config.problems import COMMAND_LINE, UsageError, counted
 from uspft.data import first_look
-from uspft.launcher import planned_hosts
+from uspft.launcher.hosts import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.files import not_writable
+from uspft.prepare.files import not_writable, output_of, space_finding, space_free, space_needed
 from uspft.prepare.host import Invocation
+from uspft.prepare.make_plan import weighed_here
 from uspft.prepare.model import ExaminedModel, examine_model, tokenizer_here
-from uspft.prepare.output import output_of, space_finding, space_free, space_needed
-from uspft.prepare.remarks import expert_side, wasted
-from uspft.prepare.weigh_strategies import weighed_here
+from uspft.prepare.remarks import expert_side
 
 CACHE = "data.cache_dir"
 SHOWN_FILES = 10
@@ -28,7 +27,10 @@ SHOWN_FILES = 10
 
 
 def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
-    """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
+    """Print what the recipe means here, and what could not be looked at; of a folder, which
+    checkpoints in it are whole. Raises RecipeError, and CheckpointError."""
+    if target.is_dir():
+        return check_checkpoint(target, overrides, place)
     environment = place.environment
     found = examine(
         target, overrides, planned_hosts(environment), place.ranks, environment=environment
@@ -64,7 +66,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     print("\n".join(found.settled))
     memory = found.memory
     model_lines = _model(found, examined, memory)
-    for line in (*(f"warning: {what}" for what in wasted(found)), *model_lines, *disk):
+    for line in (*(f"warning: {what}" for what in found.wasted), *model_lines, *disk):
         print(line)
     sets = [source.title for source in recipe.data.eval or ()]
     if recipe.data.eval_fraction:

@@ -17,12 +17,12 @@ from uspft.convert import CONVERTERS, Outcome, convert_theirs, read_theirs
 def convert(
     target: Path,
     words: Sequence[str],
-    to: Path | None,
-    ranks: int | None,
-    tool: str | None,
     program: str,
     *,
-    force: bool,
+    to: Path | None = None,
+    ranks: int | None = None,
+    tool: str | None = None,
+    force: bool = False,
 ) -> int:
     """Write the recipe that another tool's configuration becomes; return the exit code.
 

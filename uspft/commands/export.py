@@ -14,8 +14,8 @@ from uspft.checkpoint.weights import WholeModel, whole_model
 from uspft.config import Fault, InputError, load
 from uspft.config.problems import COMMAND_LINE, UsageError, settings_of
 from uspft.metrics import Best, Journal
+from uspft.prepare.files import held_output
 from uspft.prepare.host import Invocation
-from uspft.prepare.output import held_output
 from uspft.written import ADAPTER, METRICS, MODEL, RECIPE, new_exports, publish_exports
 
 

@@ -17,7 +17,7 @@ from uspft.config.problems import UsageError, counted, on_one_line
 from uspft.data import load_tokeniser, read_report
 from uspft.data.corpus.tokenise import holds_tokenizer
 from uspft.durable import write_text
-from uspft.launcher import planned_hosts
+from uspft.launcher.hosts import planned_hosts
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.host import Invocation
 from uspft.prepare.inspection import (
@@ -40,7 +40,12 @@ ROWS = 2
 
 
 def inspect(
-    target: Path, overrides: Sequence[str], place: Invocation, rows: int | None, page: Path | None
+    target: Path,
+    overrides: Sequence[str],
+    place: Invocation,
+    *,
+    rows: int | None = None,
+    page: Path | None = None,
 ) -> int:
     """Show the first rows of the data, as the run's ranks will hold them; no GPU is needed.
 

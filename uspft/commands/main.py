@@ -12,17 +12,12 @@ from types import FrameType
 
 from uspft.called import LAUNCH, VARIABLE, begin_imports, keep_imports, to_type
 from uspft.config.problems import InputError, RunFailed
-from uspft.launcher import (
-    ERROR_FILE,
-    Hosts,
-    Loss,
-    Meeting,
-    Waiting,
-    hosts_from,
-    outlive_terminal,
-    report_exception,
-    run_on_hosts,
-)
+from uspft.launcher.hosts import Hosts, hosts_from
+from uspft.launcher.meeting import Meeting
+from uspft.launcher.processes import ERROR_FILE, report_exception
+from uspft.launcher.remote import run_on_hosts
+from uspft.launcher.supervise import Loss
+from uspft.launcher.terminal import Waiting, outlive_terminal
 from uspft.layout import as_processes
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

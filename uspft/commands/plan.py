@@ -10,7 +10,6 @@ from pathlib import Path
 
 from uspft.commands.plan_pages import (
     LEGEND,
-    aligned,
     as_data,
     layouts_table,
     left_out_lines,
@@ -23,24 +22,30 @@ from uspft.commands.plan_pages import (
 from uspft.commands.plan_timeline import as_picture, in_characters, timeline_of
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
-from uspft.config.messages import closest
+from uspft.config.messages import aligned, closest
 from uspft.config.problems import UsageError, counted
 from uspft.data import first_look
-from uspft.launcher import planned_hosts
+from uspft.launcher.hosts import planned_hosts
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.mesh import Tuning
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import StepShape
-from uspft.planner.ways import in_recipe
+from uspft.planner.ways import Way, in_recipe
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
-from uspft.prepare.make_plan import examine_for_plan, ranking_of, step_of
+from uspft.prepare.make_plan import (
+    examine_for_plan,
+    has_strategies,
+    ranking_of,
+    sample_of,
+    step_of,
+    weighed_here,
+)
 from uspft.prepare.model import examine_model, must_be_built, tokenizer_here
-from uspft.prepare.weigh_strategies import has_strategies, sample_of, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
 ALGORITHMS = dict.fromkeys(row.short for row in CONTEXT.values())
@@ -71,6 +76,11 @@ class PlanAsked:
     picture: Path | None = None
     """Where the timeline of a pipeline is drawn."""
 
+    def why_not(self, way: Way) -> str | None:
+        """Return why a layout is not among those of `only`, beside data; None where it is."""
+        others = splits_of(way) - {*self.only, "data"}
+        return "--only names other ways to split a step" if self.only and others else None
+
     def require_known(self) -> None:
         """Check that words go together. Raises UsageError."""
         for word in self.only:
@@ -86,6 +96,19 @@ class PlanAsked:
         for option, file in (("-o", self.file), ("--timeline", self.picture)):
             if file and file.exists():
                 raise UsageError(option, f"`{file}` is there already", "name another file")
+
+
+def splits_of(way: Way) -> set[str]:
+    """Return the words for the ways in which a layout splits a step."""
+    layout = way.layout
+    degrees = {
+        "mesh" if layout.is_mesh else "tensor": layout.tensor,
+        "ulysses": layout.ulysses,
+        way.row.short: layout.ring // layout.mesh_rows,
+        "pipeline": layout.pipeline,
+        "data": layout.data,
+    }
+    return {word for word, degree in degrees.items() if degree > 1}
 
 
 def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanAsked) -> int:
@@ -109,19 +132,17 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     if has_strategies(found):
         print("\n".join([*found.settled, _several(found.known.weighed)]))
         return 0
-    order = ranking_of(found, step)
+    order = ranking_of(found, step, asked.why_not)
     taken = asked.take and _taken(order, asked.take)
     if taken and taken.layout.pipeline == 1 and asked.picture:
         what = f"is {asked.take}, and {taken.name} has one stage"
         raise UsageError("--take", what, "write the number of a layout of several stages")
     drawn = asked.picture and (taken or _first_pipeline(order))
-    every = shown(order, asked.top or TOP, asked.only)
     if asked.as_json:
-        whole = shown(order, asked.top, asked.only)
-        told = as_data(order, whole, found.recipe, found.hardware, asked.top or TOP)
-        print(json.dumps(told, indent=1))
+        every, first = shown(order, asked.top), asked.top or TOP
+        print(json.dumps(as_data(order, every, found.recipe, found.hardware, first), indent=1))
     else:
-        print("\n".join(_page(found, step, order, every)))
+        print("\n".join(_page(found, step, order, shown(order, asked.top or TOP))))
     beside = sys.stderr if asked.as_json else sys.stdout  # which then is data alone
     if taken and asked.file:
         _write(asked.file, "-o", dump(in_recipe(found.loaded.recipe, taken.way)))

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import islice
 from statistics import fmean
 from typing import Any
 
 from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
+from uspft.config.messages import aligned
 from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
+from uspft.planner.memory import Memory
 from uspft.planner.rank import ROWS, STAGE, Ranked, Ranking
 from uspft.planner.ways import in_recipe
 from uspft.switching.choose.choice import SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
 from uspft.switching.choose.layout_set import LayoutSet
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return lines whose first column stands to the left and whose numbers stand to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
-
 
 GIB = 1 << 30
 _BESIDE = "beside the first"
@@ -45,31 +35,18 @@ LEGEND = (
 )
 
 
-def shown(order: Ranking, top: int | None, only: Sequence[str]) -> list[Ranked]:
-    """Return the layouts that are printed: the first ones, and the recipe's own wherever it is.
-
-    only: words for the ways to split a step, beside data; layouts that split it otherwise are left
-    out. None of them: all layouts.
-    """
-    asked = (one for one in order.layouts if not only or splits_of(one) <= {*only, "data"})
-    first = list(islice(asked, top))
-    return first if order.own is None or order.own in first else [*first, order.own]
-
-
-def splits_of(one: Ranked) -> set[str]:
-    """Return the words for the ways in which a layout splits a step."""
-    layout = one.layout
-    matrices = "mesh" if layout.is_mesh else "tensor"
-    degrees = {matrices: layout.tensor, "ulysses": layout.ulysses, "data": layout.data}
-    degrees["pipeline"] = layout.pipeline
-    degrees[one.way.row.short] = layout.ring // layout.mesh_rows
-    return {word for word, degree in degrees.items() if degree > 1}
+def shown(order: Ranking, top: int | None) -> list[Ranked]:
+    """Return the layouts that are printed: the first ones, and the recipe's own wherever it is."""
+    first = order.layouts[:top]
+    return [*first, *([order.own] if order.own and order.own not in first else [])]
 
 
 def layouts_table(order: Ranking, every: Sequence[Ranked], opened: Collection[str] = ()) -> str:
     """Return a line for each layout, in their order. opened: the keys that the recipe leaves open,
     of which ZeRO's stage and the rows of a micro-batch have columns, since no name says them."""
     how = {head: of for key, (head, of) in _HOW.items() if key in opened}
+    hardware = order.layouts[0].hardware
+    card = f" of {hardware.memory.bytes / GIB:.3g}" if hardware.device else ""
     rows = [["layout", *how, "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", _BESIDE]]
     for one in every:
         mfu, longest = one.mfu, one.longest_row
@@ -78,7 +55,7 @@ def layouts_table(order: Ranking, every: Sequence[Ranked], opened: Collection[st
                 one.name + " (the recipe's)" * one.own,
                 *(str(of(one)) for of in how.values()),
                 f"{one.seconds:.3g}",
-                gib_of(one),
+                gib_of(one.memory) + card * (not one.memory.unpredicted),
                 "–" if longest is None else f"{longest:,}" if longest else "none",
                 f"{one.tokens_per_second_per_rank:,.0f}",
                 "–" if mfu is None else f"{mfu:.2f}",
@@ -97,13 +74,9 @@ def beside(one: Ranked, order: Ranking) -> str:
     return ": ".join(filter(None, said)) or "as fast"
 
 
-def gib_of(one: Ranked) -> str:
-    """Return what a rank needs, of what a card has."""
-    if one.memory.unpredicted:
-        return "–"
-    hardware = one.hardware
-    of_card = f" of {hardware.memory.bytes / GIB:.3g}" if hardware.device else ""
-    return f"{one.memory.peak_bytes / GIB:.3g}{of_card}"
+def gib_of(memory: Memory) -> str:
+    """Return what a rank needs; a dash where nothing predicts it."""
+    return "–" if memory.unpredicted else f"{memory.peak_bytes / GIB:.3g}"
 
 
 def left_out_lines(left_out: Counter[str]) -> list[str]:
@@ -114,13 +87,10 @@ def left_out_lines(left_out: Counter[str]) -> list[str]:
 def parts_table(one: Ranked) -> str:
     """Return a layout's step, part by part."""
     rows = [[f"by part ({one.name})", "seconds", "hidden", "bytes"]]
-    for name in dict.fromkeys(part.name for part in one.time.parts):
-        parts = [part for part in one.time.parts if part.name == name]
-        seconds, hidden = sum(p.seconds for p in parts), sum(p.hidden for p in parts)
-        moved = one.time.bytes_of(name)
-        if seconds:
-            times = shown_seconds(seconds), shown_seconds(hidden)
-            size = as_size(int(moved)) if moved else "–"
+    for name, part in one.time.by_name.items():
+        if part.seconds:
+            size = as_size(int(part.bytes)) if part.bytes else "–"
+            times = shown_seconds(part.seconds), shown_seconds(part.hidden)
             rows.append([name.replace("_", "-"), *times, size])
     rows.append(["step", shown_seconds(one.seconds), shown_seconds(one.time.hidden), ""])
     return aligned(rows)
@@ -136,21 +106,15 @@ def machine_line(hardware: Hardware, ranks: int) -> str:
         missing = hardware.missing(ranks)
         others = f"; not measured, those of another file stand in: {', '.join(missing)}"
         return f"{told}{others if missing else ''}; {ties}"
-    silent = [name for name, given in _optional(hardware).items() if not given]
-    guessed = f"; guessed, since the file has none: {', '.join(silent)}" if silent else ""
-    return f"machine: published figures, none measured here; {ties}{guessed}"
-
-
-def _optional(hardware: Hardware) -> Mapping[str, bool]:
-    """Return the figures that decide the order, and whether the file has them."""
-    exchange = hardware.inside.link("all_to_all")
-    sums = hardware.between.of_host("reduce_scatter", 1)
-    return {
-        "all-to-all by the size of the group": exchange.by_ranks is not None,
-        "sums across hosts by the members of a host": sums is not None,
+    given = {
+        "all-to-all by the size of the group": hardware.inside.link("all_to_all").by_ranks,
+        "sums across hosts by the members of a host": hardware.between.of_host("reduce_scatter", 1),
         "what a ring hides": "hide" in hardware.model_fields_set,
         "launches": "launch_seconds" in hardware.inside.model_fields_set,
     }
+    silent = [name for name, there in given.items() if not there]
+    guessed = f"; guessed, since the file has none: {', '.join(silent)}" if silent else ""
+    return f"machine: published figures, none measured here; {ties}{guessed}"
 
 
 def as_data(

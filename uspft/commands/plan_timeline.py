@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from uspft.commands.plan_pages import aligned
+from uspft.commands.plan_pages import gib_of
+from uspft.config.messages import aligned
 from uspft.config.problems import counted
 from uspft.pipeline.simulator import Timed
 from uspft.planner.memory import memory_of_ranks
@@ -44,15 +45,13 @@ def timeline_of(one: Ranked) -> PipelineTimeline:
     needs = memory_of_ranks(step.model, layout, step.row.length, options=one.options)
     tokens, ranks = step.tokens(layout) / schedule.chunks, []
     for timed, busy, memory in zip(found.ranks, found.busy, needs, strict=True):
-        gib = "–" if memory.unpredicted else f"{memory.peak_bytes / GIB:.3g}"
-        cells = f"{1 - busy / found.end:.0%}", f"{int(memory.stage_inputs * tokens):,}", gib
-        ranks.append((timed, cells))
+        kept = f"{int(memory.stage_inputs * tokens):,}"
+        ranks.append((timed, (f"{1 - busy / found.end:.0%}", kept, gib_of(memory))))
     first = f"the first {few} of " if few < passes else ""
     many = counted(passes, "micro-batch", "es")
     return PipelineTimeline(f"{one.name}: {first}{many}, {found.end:.3g} s", ranks, found.end)
 
 
-GIB = 1 << 30
 WIDTH = 100
 """Characters of the longest line."""
 DIGITS, LETTERS = "0123456789", "abcdefghij"

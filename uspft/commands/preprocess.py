@@ -11,23 +11,24 @@ from rich.console import Console
 from uspft.config import Fault, load
 from uspft.config.problems import counted
 from uspft.data import CacheSize, corpora_in, empty, holding, read_report
-from uspft.launcher import planned_hosts
+from uspft.launcher.hosts import planned_hosts
 from uspft.layout import as_processes
 from uspft.metrics import as_size
-from uspft.prepare.data import cache_of, prepare_data
 from uspft.prepare.examine import examine
 from uspft.prepare.host import Invocation
-from uspft.prepare.make_job import with_model
+from uspft.prepare.make_job import prepare_data, with_model
 
 
-def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool) -> int:
+def preprocess(
+    target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool = False
+) -> int:
     """Make model and data ready for a run, and say where they are; no GPU is needed.
 
     clean: delete what the cache holds, and make nothing. Raises InputError.
     """
     screen = Console(highlight=False, soft_wrap=True)
     if clean:
-        _empty(cache_of(load(target, overrides).recipe, place), screen)
+        _empty(place.data_cache(load(target, overrides).recipe), screen)
         return 0
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():
@@ -35,7 +36,7 @@ def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, cle
         data = found.here.data
         cores = max(data.workers, len(os.sched_getaffinity(0)))
         recipe = found.here.model_copy(update={"data": data.model_copy(update={"workers": cores})})
-        cache = cache_of(recipe, place)
+        cache = place.data_cache(recipe)
         before = corpora_in(cache)
         assert found.shape  # or knowing_model had refused it
         corpus, evaluation = prepare_data(recipe, found.shape, place, screen)
@@ -67,8 +68,7 @@ def _empty(cache: Path, screen: Console) -> None:
         what = f"`{error.filename or cache}` cannot be deleted: {error.strerror}"
         raise Fault([("data.cache_dir", what, "delete it by hand, or name another")]) from error
     screen.print(
-        f"cache: {cache} held {as_size(gone.bytes)} of {_sets(gone)}, now gone",
-        markup=False,
+        f"cache: {cache} held {as_size(gone.bytes)} of {_sets(gone)}, now gone", markup=False
     )
 
 

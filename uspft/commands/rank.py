@@ -25,7 +25,10 @@ from uspft.config.strategies import layouts_of
 from uspft.data.rows.loader import Orders, searching_beside
 from uspft.durable import write_text
 from uspft.job import Job
-from uspft.launcher import Hosts, LocalRanks, Restart, Waiting, Watch, run_ranks
+from uspft.launcher.hosts import Hosts, LocalRanks
+from uspft.launcher.supervise import Restart, run_ranks
+from uspft.launcher.terminal import Waiting
+from uspft.launcher.watch import Watch
 from uspft.prepare.host import Invocation
 from uspft.written import RECIPE
 
@@ -91,11 +94,7 @@ MEET_SECONDS = 300.0
 
 @contextmanager
 def joined(
-    launch: LaunchBlock,
-    environment: Mapping[str, str],
-    *,
-    talks: bool = False,
-    trains: bool = True,
+    launch: LaunchBlock, environment: Mapping[str, str], *, talks: bool = False, trains: bool = True
 ) -> Iterator[torch.device]:
     """Yield this rank's device, with torch.distributed and DeepSpeed up; collective.
 
@@ -243,8 +242,7 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
         searching_beside() if splits_rows(job.recipe) else nullcontext() as orders,
         joined(job.recipe.launch, environment, talks=logs_transfers) as device,
     ):
-        assert job.recipe.output_dir is not None
-        require_shared(job.recipe.output_dir, environment)
+        require_shared(job.output, environment)
         renewed = job.lease.renewed() if job.lease and dist.get_rank() == 0 else nullcontext()
         with renewed:
             code = _run(job, device, waiting, orders, environment)
@@ -303,8 +301,7 @@ def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
     """
     model = job.recipe.model.model_copy(update={"attention": kernel})
     recipe = job.recipe.model_copy(update={"model": model})
-    assert recipe.output_dir is not None
-    write_text(recipe.output_dir / RECIPE, dump(recipe, job.comments))
+    write_text(job.output / RECIPE, dump(recipe, job.comments))
     for line in refused:
         print(f"model.attention: {line}; using {kernel}", flush=True)
     print(f"attention kernel: {kernel}", flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
@@ -31,8 +30,8 @@ from uspft.durable import write_text
 from uspft.layout import AXES, EXPERTS
 from uspft.metrics import as_size
 from uspft.prepare.examine import Examined
+from uspft.prepare.files import output_of
 from uspft.prepare.host import Invocation
-from uspft.prepare.output import output_of
 from uspft.written import REPORT
 
 HERE, PORT = "127.0.0.1", 8080
@@ -41,29 +40,28 @@ AGAIN_SECONDS = 10
 """How often a browser asks for a page that is served."""
 
 
-@dataclass(frozen=True)
-class ReportAsked:
-    """The options of the command `report`."""
-
-    file: Path | None = None
-    live: bool = False
-    port: int | None = None
-
-
-def report(targets: Sequence[Path], place: Invocation, asked: ReportAsked) -> int:
+def report(
+    target: Path,
+    others: Sequence[str],
+    place: Invocation,
+    *,
+    file: Path | None = None,
+    live: bool = False,
+    port: int | None = None,
+) -> int:
     """Write the page of output folders, or serve it until interrupted. Raises UsageError."""
-    if asked.live and asked.file:
+    targets = [target, *map(Path, others)]
+    if live and file:
         raise UsageError("-o", "does not go with --live, which writes nothing", "leave one out")
-    if asked.port and not asked.live:
+    if port and not live:
         raise UsageError("--port", "goes with --live", "write --live too")
-    if asked.live:
-        return _serve(targets, place, PORT if asked.port is None else asked.port)
-    file = asked.file or targets[0] / REPORT
-    if len(targets) > 1 and not asked.file:
+    if live:
+        return _serve(targets, place, port or PORT)
+    if len(targets) > 1 and not file:
         raise UsageError("report", "has several folders, and no file to write", "write -o FILE too")
     runs = read_runs(targets)
-    page = page_of(runs, [predicted_of(run, place) for run in runs])
-    _write(file, page)
+    file = file or target / REPORT
+    _write(file, page_of(runs, [predicted_of(run, place) for run in runs]))
     for run in runs:
         for note in run.notes:
             print(f"warning: {run.output}: {note}")

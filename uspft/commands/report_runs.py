@@ -21,8 +21,14 @@ from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_way, step_of
-from uspft.prepare.weigh_strategies import mix_seconds, sample_of
+from uspft.prepare.make_plan import (
+    examine_for_plan,
+    hardware_of,
+    mix_seconds,
+    own_way,
+    sample_of,
+    step_of,
+)
 from uspft.written import ENVIRONMENT, INCIDENTS, METRICS, RECIPE
 
 JournalLine = Mapping[str, Any]

@@ -15,33 +15,49 @@ from rich.console import Console
 
 from uspft.called import keep_imports
 from uspft.commands.rank import joined, ranks_of_host, require_shared, start_ranks
-from uspft.launcher import Hosts, Waiting
+from uspft.config.problems import UsageError
+from uspft.launcher.hosts import Hosts
+from uspft.launcher.terminal import Waiting
 from uspft.prepare.examine import examine
 from uspft.prepare.host import Invocation
-from uspft.prepare.make_verify_job import Asked, clear_results, prepare_verify
+from uspft.prepare.make_verify_job import STEPS, clear_results, prepare_verify
+from uspft.verify.inject import FAULTS
 from uspft.verify.report import Report
 from uspft.verify.work import GRADIENT_FILES, LAYOUTS, PLAIN, REFERENCE, REPORT, VerifyJob, results
 
 
-def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Asked) -> int:
+def verify(
+    target: Path,
+    overrides: Sequence[str],
+    place: Invocation,
+    *,
+    steps: int = STEPS,
+    inject: str | None = None,
+    every: bool = False,
+) -> int:
     """Compare every layout with one process, print a table, and write OUTPUT/verify/verify.json.
 
     Returns 0 where every layout equals one process, and with `inject` 0 where every layout shows
     the fault; else 1, or the exit code of ranks that failed. Raises InputError before any rank
     starts.
+
+    steps: how many are compared. inject: the fault that every layout is to show. every: whether
+    layouts beyond MAX_LAYOUTS are run too.
     """
-    asked.require_known()
+    if inject is not None and inject not in FAULTS:
+        what = f"unknown fault `{inject}`"
+        raise UsageError("--inject", what, f"write one of {', '.join(FAULTS)}")
     hosts = place.meeting.hosts
     place.meeting.says("examining the recipe")
     found = examine(target, overrides, hosts.count, None, trains=False)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
     with found.placed():
-        work, every, facts = prepare_verify(found, place, screen, asked)
+        work, layouts, facts = prepare_verify(found, place, screen, steps, inject, every)
         if hosts.index == 0:
             clear_results(work)
     here = len(work.layouts)
-    many = f"{here} layouts" if here == len(every) else f"{here} of {len(every)} layouts"
+    many = f"{here} layouts" if here == len(layouts) else f"{here} of {len(layouts)} layouts"
     screen.print(f"one process, then {many} of {facts['ranks']} processes", markup=False)
     try:
         code = _run(work, hosts, place)
@@ -53,8 +69,8 @@ def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Ask
     (reference,), plain = results(work.folder / REFERENCE), results(work.folder / PLAIN)
     one_process = (reference.measured, plain[0] if plain else None)
     given = iter(results(work.folder / LAYOUTS))
-    layouts = [(one, next(given) if one.reason is None else None) for one in every]
-    report = Report.of(facts, one_process, layouts, work.inject)
+    found_out = [(one, next(given) if one.reason is None else None) for one in layouts]
+    report = Report.of(facts, one_process, found_out, work.inject)
     path = work.folder / REPORT
     path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     screen.print(f"{report.text()}\nall numbers: {path}", markup=False)

@@ -21,9 +21,7 @@ _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("null", "Null", "NULL", "~", ""), None),
 }
 _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_REAL = re.compile(
-    r"[-+]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?",
-)
+_REAL = re.compile(r"[-+]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SUFFIXED = re.compile(r"([0-9]+)([kKmM])")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 _NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
@@ -45,10 +43,8 @@ def plain(text: str) -> Scalar:
 
 def token_count(text: str) -> int | None:
     """Return the number of tokens in `128k` (131072) or `1m` (2^20); None without such a suffix."""
-    match = _SUFFIXED.fullmatch(text)
-    if match is None or len(text) > _LONGEST:
-        return None
-    return int(match[1]) << {"k": 10, "m": 20}[match[2].lower()]
+    match = _SUFFIXED.fullmatch(text) if len(text) <= _LONGEST else None
+    return int(match[1]) << {"k": 10, "m": 20}[match[2].lower()] if match else None
 
 
 def meant(text: str) -> str | None:
@@ -120,9 +116,8 @@ def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Prob
     except _TooMuch as error:
         return None, [Problem(place(error.line), at, error.what, error.remedy)]
     if node is None:
-        return None, [
-            Problem(place(1), at, "is empty", "write a value" if at else "write a recipe")
-        ]
+        remedy = "write a value" if at else "write a recipe"
+        return None, [Problem(place(1), at, "is empty", remedy)]
     reader = _Reader(place, composer.tags)
     try:
         tree = reader.tree(node, at, place(node.start_mark.line + 1))
@@ -133,12 +128,10 @@ def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Prob
 
 def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        line = error.problem_mark.line + 1
+        line, what = error.problem_mark.line + 1, f"is not YAML: {error.problem}"
         if error.context == "expected a single document in the stream":
-            return Problem(
-                place(line), at, "a second document starts here", "keep one recipe a file"
-            )
-        what = f"is not YAML: {error.problem}"
+            what = "a second document starts here"
+            return Problem(place(line), at, what, "keep one recipe a file")
     elif isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         what = f"is not YAML: {error.reason}"
@@ -208,48 +201,43 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return Tree(plain(node.value) if node.style is None else node.value, where)
         self._open.append(id(node))
-        value = self._mapping(node, key) if isinstance(node, yaml.MappingNode) else None
-        if value is None:
-            tree = Tree(self._items(node, key), where)
+        value: Any
+        if isinstance(node, yaml.MappingNode):
+            value = self._mapping(node, key)
         else:
-            tree = Tree(value, where)
+            value = [
+                self.tree(item, f"{key}[{index}]", self._place(item.start_mark.line + 1))
+                for index, item in enumerate(node.value)
+            ]
         self._open.pop()
-        return tree
-
-    def _items(self, node: yaml.Node, at: str) -> list[Tree]:
-        return [
-            self.tree(item, f"{at}[{index}]", self._place(item.start_mark.line + 1))
-            for index, item in enumerate(node.value)
-        ]
+        return Tree(value, where)
 
     def _mapping(self, node: yaml.MappingNode, at: str) -> dict[str, Tree]:
         found: dict[str, Tree] = {}
         for key_node, value_node in node.value:
-            name = self._key(key_node, at)
-            if name is None:
+            if (name := self._key(key_node, at)) is None:
                 continue
             key = join(at, name)
             if name in found:
-                first = found[name].where
-                self._problem(key_node, key, f"duplicate key, first at {first}", "keep one of them")
-                continue
-            where = self._place(key_node.start_mark.line + 1)
-            found[name] = self.tree(value_node, key, where)
+                what = f"duplicate key, first at {found[name].where}"
+                self._problem(key_node, key, what, "keep one of them")
+            else:
+                where = self._place(key_node.start_mark.line + 1)
+                found[name] = self.tree(value_node, key, where)
         return found
 
     def _key(self, node: yaml.Node, at: str) -> str | None:
         if not isinstance(node, yaml.ScalarNode):
             self._problem(node, at, "a key here is a list or a mapping", "write a name as key")
             return None
+        what = ""
         if node.style is None and not isinstance(plain(node.value), str):
-            remedy = f'write "{node.value}": in quotes, or a name'
-            self._problem(node, join(at, node.value), "the key is not a string", remedy)
-            return None
-        if node.style is None and node.value == "<<":
-            remedy = "write the values out, or use `base:`"
-            self._problem(node, join(at, "<<"), "merge keys are not read", remedy)
-            return None
-        return str(node.value)
+            what, remedy = "the key is not a string", f'write "{node.value}": in quotes, or a name'
+        elif node.style is None and node.value == "<<":
+            what, remedy = "merge keys are not read", "write the values out, or use `base:`"
+        if what:
+            self._problem(node, join(at, node.value), what, remedy)
+        return None if what else str(node.value)
 
     def _problem(self, node: yaml.Node, key: str, what: str, remedy: str) -> None:
         self.problems.append(Problem(self._place(node.start_mark.line + 1), key, what, remedy))

@@ -16,9 +16,9 @@ from uspft.config.algorithms import (
     having,
     names,
 )
-from uspft.config.messages import as_written
+from uspft.config.messages import as_written, refused
 from uspft.config.problems import Finding
-from uspft.config.recipe import Degrees, ParallelBlock, Recipe
+from uspft.config.recipe import Degrees, Recipe
 from uspft.config.strategies import KEY, strategies_of, weights_move
 from uspft.config.types import Open
 
@@ -53,35 +53,31 @@ COPIES = "fine_grain_interleave"
 def copies(recipe: Recipe) -> Iterator[Finding]:
     """Refuse `fine_grain_interleave` where it would hide no transfer, and beside what works on all
     of a rank's tokens at once."""
-    parallel, memory = recipe.parallel_config, recipe.memory
-    key, number = f"parallel_config.{COPIES}", parallel.fine_grain_interleave
+    parallel, number = recipe.parallel_config, recipe.parallel_config.fine_grain_interleave
     for at, one in enumerate(strategies_of(recipe)):
-        if one.fine_grain_interleave > 1:
-            what = f"is {one.fine_grain_interleave}, which layouts that switch do not have yet"
-            yield f"{KEY}[{at}].{COPIES}", what, "write 1"
+        why = "which layouts that switch do not have yet"
+        yield from refused(one, COPIES, (1,), why, "write 1", f"{KEY}[{at}]")
     if number == 1:
         return
-    tensor, context = parallel.model_parallel, parallel.context_parallel
+    tensor, context, why = parallel.model_parallel, parallel.context_parallel, ""
     if isinstance(tensor, Open) or isinstance(context, Open):
-        what = f"is {number}, and the planner is to choose what it goes with"
-        yield key, what, "write model_parallel and context_parallel, or leave this out"
+        why = "and the planner is to choose what it goes with"
+        remedy = "write model_parallel and context_parallel, or leave this out"
     elif parallel.on_a_mesh:
         name = parallel.tensor_parallel_algo
-        what = f"is {number}, beside {name}, whose slices hide transfers already"
-        yield key, what, f"write 1 (at tensor_mesh [1, n] {name} hides what this would)"
+        why = f"beside {name}, whose slices hide transfers already"
+        remedy = f"write 1 (at tensor_mesh [1, n] {name} hides what this would)"
     elif tensor == 1:
-        what = f"is {number}, and model_parallel is 1: no matrix is split, and nothing to hide"
-        yield key, what, "write 1, or model_parallel above 1"
+        why = "and model_parallel is 1: no matrix is split, and nothing to hide"
+        remedy = "write 1, or model_parallel above 1"
     elif not parallel.use_seq_parallel and context == 1:
-        what = f"is {number}, with neither use_seq_parallel nor context_parallel above 1"
-        yield key, what, "write use_seq_parallel: true, or 1"
-    beside = f"which is not available beside {key} {number}"
-    if memory.attention_heads != "all":
-        what = f"is {memory.attention_heads}, {beside}"
-        yield "memory.attention_heads", what, "write all"
-    if memory.mlp_tile_tokens != "none":
-        what = f"is {memory.mlp_tile_tokens}, {beside}"
-        yield "memory.mlp_tile_tokens", what, "write none"
+        why = "with neither use_seq_parallel nor context_parallel above 1"
+        remedy = "write use_seq_parallel: true, or 1"
+    if why:
+        yield f"parallel_config.{COPIES}", f"is {number}, {why}", remedy
+    beside = f"which is not available beside parallel_config.{COPIES} {number}"
+    yield from refused(recipe, "memory.attention_heads", ("all",), beside, "write all")
+    yield from refused(recipe, "memory.mlp_tile_tokens", ("none",), beside, "write none")
 
 
 @of_each_layout
@@ -109,10 +105,9 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
     own = MESH_OPTIONS & TENSOR[name].options.keys()
     none = degree == 1 and not isinstance(degree, Open)
     for option in sorted(own if none else ()):
-        value = getattr(parallel, option)
-        if value not in (AUTO, None):
-            what = f"is {as_written(value)}, and model_parallel is 1: no matrix is split"
-            yield f"{at}.{option}", what, "leave it out, or write model_parallel above 1"
+        why = "and model_parallel is 1: no matrix is split"
+        remedy = "leave it out, or write model_parallel above 1"
+        yield from refused(parallel, option, (AUTO, None), why, remedy, at)
 
 
 @of_each_layout
@@ -194,16 +189,21 @@ def experts(recipe: Recipe) -> Iterator[Finding]:
         if zero.get(key) is value:
             what = f"is {as_written(value)}, {beside}, where DeepSpeed {does}"
             yield f"{_ZERO}.{key}", what, f"write {as_written(not value)}, or leave it out"
-    if (shared := zero.get("zero_hpz_partition_size", 1)) > 1:
-        what = f"is {shared}, which is not available {beside}"
-        yield f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"
+    yield from _shared_in_a_host(recipe, beside)
     if weights_move(parallel):
         what = f"is move, {beside}: owners gather weights that all ranks hold alike"
         yield "parallel_config.switching", what, "write in_place, or expert_parallel: 1"
 
 
+def _shared_in_a_host(recipe: Recipe, beside: str) -> Iterator[Finding]:
+    if (shared := recipe.deepspeed.zero_optimization.get("zero_hpz_partition_size", 1)) > 1:
+        what = f"is {shared}, which is not available {beside}"
+        yield f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"
+
+
 # Pipelines: what beside one would be silently wrong or hang, and keys of stages without one.
 
+_LEFT_OUT = f"write {AUTO}, or leave it out"
 _OFF: dict[str, tuple[object, ...]] = {
     "pp_interleave_num": (1,),
     "pipeline_scheduler": (None, AUTO),
@@ -227,23 +227,22 @@ def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
     parallel, every = recipe.parallel_config, strategies_of(recipe)
     staged = [number for number, one in enumerate(every) if one.pipeline_stage != 1]
     for number, one in enumerate(every):
-        for key in ("pp_interleave_num", "seq_split_num"):
-            if (value := getattr(one, key)) != 1:
-                has = "virtual stages" if key == "pp_interleave_num" else "chunks"
-                what = f"is {value}, and layouts that switch have no {has}"
-                yield f"{KEY}[{number}].{key}", what, f"write 1, or leave {KEY} out"
-        if one.micro_batch_num not in (AUTO, *[1] * (number not in staged)):
-            what = f"is {one.micro_batch_num}, and it follows from a step's samples"
-            yield f"{KEY}[{number}].micro_batch_num", what, f"write {AUTO}, or leave it out"
-        if one.layers_per_stage is not None and number not in staged:
-            what = f"is {as_written(one.layers_per_stage)}, and its pipeline_stage is 1"
-            yield f"{KEY}[{number}].layers_per_stage", what, "leave it out, or write more stages"
-        if number in staged and not weights_move(parallel):
-            what = f"is {one.pipeline_stage}, and with switching: in_place ranks keep their layers"
-            yield f"{KEY}[{number}].pipeline_stage", what, "write switching: move, or 1"
-    if staged and parallel.offset not in _OFF["offset"]:
-        what = f"is {as_written(parallel.offset)}, beside layouts of which each has its own stages"
-        yield "parallel_config.offset", what, f"write {KEY}[n].layers_per_stage, or leave it out"
+        at, whole = f"{KEY}[{number}]", (1,) if number not in staged else ()
+        for key, has in (("pp_interleave_num", "virtual stages"), ("seq_split_num", "chunks")):
+            why, remedy = f"and layouts that switch have no {has}", f"write 1, or leave {KEY} out"
+            yield from refused(one, key, (1,), why, remedy, at)
+        why = "and it follows from a step's samples"
+        yield from refused(one, "micro_batch_num", (AUTO, *whole), why, _LEFT_OUT, at)
+        if whole:
+            why, remedy = "and its pipeline_stage is 1", "leave it out, or write more stages"
+            yield from refused(one, "layers_per_stage", (None,), why, remedy, at)
+        elif not weights_move(parallel):
+            why = "and with switching: in_place ranks keep their layers"
+            yield from refused(one, "pipeline_stage", (), why, "write switching: move, or 1", at)
+    if staged:
+        why = "beside layouts of which each has its own stages"
+        remedy = f"write {KEY}[n].layers_per_stage, or leave it out"
+        yield from refused(recipe, "parallel_config.offset", _OFF["offset"], why, remedy)
     if staged and not isinstance(recipe.memory.gradient_checkpointing, bool):
         given = as_written(recipe.memory.gradient_checkpointing)
         what = f"is {given} of a stage's layers, and layouts that switch have different stages"
@@ -254,9 +253,9 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what cannot stand beside stages, and keys of stages where there is no pipeline."""
     parallel = recipe.parallel_config
     yield from _of_strategies(recipe)
-    if parallel.strategies is not None and parallel.micro_batch_num not in (1, AUTO):
-        what = f"is {parallel.micro_batch_num}, and with {KEY} it follows from a step's samples"
-        yield "parallel_config.micro_batch_num", what, f"write {AUTO}, or leave it out"
+    if parallel.strategies is not None:
+        why, key = f"and with {KEY} it follows from a step's samples", "micro_batch_num"
+        yield from refused(parallel, key, (1, AUTO), why, _LEFT_OUT, "parallel_config")
     virtual, interleaved = parallel.pp_interleave_num, parallel.pipeline_interleave
     if isinstance(interleaved, bool) and interleaved != (virtual > 1):
         what = f"is {as_written(interleaved)}, and parallel_config.pp_interleave_num is {virtual}"
@@ -265,7 +264,10 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
             remedy = "write pp_interleave_num above 1, or leave this out"
         yield "parallel_config.pipeline_interleave", what, remedy
     if isinstance(parallel.pipeline_stage, Open):
-        yield from _beside_open(parallel)
+        for key in ("layers_per_stage", "offset", "seq_split_num", "sequence_chunks"):
+            why = f"and parallel_config.pipeline_stage is {AUTO}"
+            remedy = "leave it out, or write how many stages there are"
+            yield from refused(parallel, key, _OFF[key], why, remedy, "parallel_config")
         return
     if parallel.pipeline_stage > 1:
         yield from beside_stages(recipe)
@@ -275,70 +277,55 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
     for key, values in _OFF.items():
         if staged and key in ("pipeline_scheduler", "offset"):
             continue  # of a strategy's stages, or refused as such
-        if (given := getattr(parallel, key)) not in values:
-            what = f"is {as_written(given)}, and parallel_config.pipeline_stage is 1"
-            least = "null" if values[0] is None else values[0]
-            yield f"parallel_config.{key}", what, f"write {least}, or pipeline_stage above 1"
+        why = "and parallel_config.pipeline_stage is 1"
+        remedy = f"write {as_written(values[0])}, or pipeline_stage above 1"
+        yield from refused(parallel, key, values, why, remedy, "parallel_config")
 
 
 def _chunks(recipe: Recipe) -> Iterator[Finding]:
     """Refuse chunks of rows under a schedule that takes rows whole, and beside what works on a
     whole row at once."""
-    parallel, memory = recipe.parallel_config, recipe.memory
-    chunks, order = parallel.seq_split_num, parallel.pipeline_scheduler
+    chunks = recipe.parallel_config.seq_split_num
     if chunks == 1:
-        if parallel.sequence_chunks != "time":
-            what = f"is {parallel.sequence_chunks}, and parallel_config.seq_split_num is 1"
-            yield "parallel_config.sequence_chunks", what, "leave it out, or write more chunks"
+        why, remedy = "and parallel_config.seq_split_num is 1", "leave it out, or write more chunks"
+        yield from refused(recipe, "parallel_config.sequence_chunks", ("time",), why, remedy)
         return
     beside = f"beside parallel_config.seq_split_num {chunks}"
-    if order in ("gpipe", "1f1b"):
-        what = f"is {order}, which takes rows whole, {beside}"
-        yield "parallel_config.pipeline_scheduler", what, "write seqpipe, or seq_split_num: 1"
-    if memory.attention_heads != "all":
-        what = f"is {memory.attention_heads}, which is not available {beside}"
-        yield "memory.attention_heads", what, "write all: a chunk's attention takes less as it is"
-    if memory.offload_activations != "none":
-        what = f"is {memory.offload_activations}, which is not available {beside}"
-        yield "memory.offload_activations", what, "write none"
+    why, remedy = f"which takes rows whole, {beside}", "write seqpipe, or seq_split_num: 1"
+    by_chunk = ("seqpipe", AUTO, None)
+    yield from refused(recipe, "parallel_config.pipeline_scheduler", by_chunk, why, remedy)
+    why, remedy = f"which is not available {beside}", "a chunk's attention takes less as it is"
+    yield from refused(recipe, "memory.attention_heads", ("all",), why, f"write all: {remedy}")
+    yield from refused(recipe, "memory.offload_activations", ("none",), why, "write none")
 
 
-def _beside_open(parallel: ParallelBlock) -> Iterator[Finding]:
-    """Refuse keys of single stages where the planner chooses how many there are."""
-    for key in ("layers_per_stage", "offset", "seq_split_num", "sequence_chunks"):
-        if (given := getattr(parallel, key)) not in _OFF[key]:
-            what = f"is {as_written(given)}, and parallel_config.pipeline_stage is {AUTO}"
-            yield f"parallel_config.{key}", what, "leave it out, or write how many stages there are"
-
-
-def beside_stages(recipe: Recipe) -> list[Finding]:
-    """Return what speaks against a recipe with several `pipeline_stage`."""
+def beside_stages(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse what cannot stand beside several `pipeline_stage`."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
-    stages = f"parallel_config.pipeline_stage {parallel.pipeline_stage}"
-    stage = zero.get("stage", 1)
-    found: list[Finding] = []
+    stages, stage = (
+        f"parallel_config.pipeline_stage {parallel.pipeline_stage}",
+        zero.get("stage", 1),
+    )
     if None not in (parallel.layers_per_stage, parallel.offset):
         what = "stands beside `parallel_config.layers_per_stage`, and only one of them can rule"
-        found.append(("parallel_config.offset", what, "keep one and write null for the other"))
+        yield "parallel_config.offset", what, "keep one and write null for the other"
     if stage == 0:
-        found.append((f"{_ZERO}.stage", f"is 0, beside {stages}", "write 1, 2 or 3"))
-    if (shared := zero.get("zero_hpz_partition_size", 1)) > 1:
-        what = f"is {shared}, which is not available beside {stages}"
-        found.append((f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"))
-    if parallel.pp_interleave_num == 1:
-        return found
-    virtual = f"parallel_config.pp_interleave_num {parallel.pp_interleave_num}"
-    if stage in (2, 3) and zero.get("offload_optimizer"):
-        what = f"loses gradients at stage {stage}, beside {virtual}"
-        found.append((f"{_ZERO}.offload_optimizer", what, "leave it out, or write 1 virtual stage"))
-    return found
+        yield f"{_ZERO}.stage", f"is 0, beside {stages}", "write 1, 2 or 3"
+    yield from _shared_in_a_host(recipe, f"beside {stages}")
+    virtual = parallel.pp_interleave_num
+    if virtual > 1 and stage in (2, 3) and zero.get("offload_optimizer"):
+        what = (
+            f"loses gradients at stage {stage}, beside parallel_config.pp_interleave_num {virtual}"
+        )
+        yield f"{_ZERO}.offload_optimizer", what, "leave it out, or write 1 virtual stage"
 
 
 def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     """Require as many numbers of checkpointed layers as there are stages, or one for all."""
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
-    if isinstance(given, bool | int) or strategies_of(recipe):
+    staged = any(one.pipeline_stage != 1 for one in strategies_of(recipe))  # `stages` refuses it
+    if isinstance(given, bool | int) or staged:
         return
     if isinstance(ranks, Open):
         what = f"is {as_written(given)}, and parallel_config.pipeline_stage is {AUTO}"
@@ -348,10 +335,11 @@ def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     nested = [one for one in given if isinstance(one, tuple)]
     lengths = {len(one) for one in nested} or {len(given)}
     if len(nested) not in (0, virtual) or lengths != {ranks}:
-        what = (
-            f"is {as_written(given)}, and there are {ranks} stages (parallel_config.pipeline_stage)"
+        why, also = (
+            f"and there are {ranks} stages (parallel_config.pipeline_stage)",
+            "one number for all",
         )
-        what += f" of {virtual} virtual ones" if virtual > 1 else ""
-        remedy = f"write a list of {ranks} numbers"
-        remedy += f", or {virtual} such lists" if virtual > 1 else ", or one number for all"
-        yield "memory.gradient_checkpointing", what, remedy
+        if virtual > 1:
+            why, also = f"{why} of {virtual} virtual ones", f"{virtual} such lists"
+        remedy = f"write a list of {ranks} numbers, or {also}"
+        yield "memory.gradient_checkpointing", f"is {as_written(given)}, {why}", remedy

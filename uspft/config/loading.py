@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -15,14 +16,23 @@ import yaml
 from pydantic import ValidationError
 
 from uspft.config.algorithms import AUTO
+from uspft.config.deepspeed_fields import REMOVED
 from uspft.config.document import MAX_DEPTH, Tree, bare, parse, places, plain
-from uspft.config.messages import findings_of
-from uspft.config.other_tools import tool_of
-from uspft.config.problems import COMMAND_LINE, Finding, Origins, Problem, RecipeError
+from uspft.config.messages import (
+    Node,
+    choices,
+    findings_of,
+    inside,
+    meant_key,
+    misspelt,
+    schema_of,
+    shown,
+)
+from uspft.config.other_tools import hint_of, table_of, tool_of
+from uspft.config.problems import COMMAND_LINE, Finding, Origins, Problem, RecipeError, join
 from uspft.config.recipe import PLANNED, Recipe
 from uspft.config.rules import broken, touches
 from uspft.config.types import as_tree
-from uspft.config.unknown import unknown_keys, without_nulls
 
 # Required keys: what to write, and a value that stands in for a faulty one so that rules still run.
 _REQUIRED: dict[str, tuple[str, Any]] = {
@@ -119,35 +129,25 @@ def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Find
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        findings = [_with_example(finding) for finding in findings_of(error, tree, Recipe)]
-        wrong = {_field(key) for key, _, _ in findings}
+        for key, what, remedy in findings_of(error, tree, Recipe):
+            example = what.startswith("is missing") and key in _REQUIRED
+            findings.append((key, what, _REQUIRED[key][0] if example else remedy))
+        # The field, in a block or at the top, in which each lies.
+        wrong = {re.sub(r"\[.*", "", ".".join(key.split(".")[:2])) for key, _, _ in findings}
         faulty = faulty | wrong
         recipe = Recipe.model_validate(_complete(_without(tree, wrong), faulty))
     return recipe, findings + broken(recipe, faulty)
 
 
-def _with_example(finding: Finding) -> Finding:
-    key, what, remedy = finding
-    missing = what.startswith("is missing") and key in _REQUIRED
-    return key, what, _REQUIRED[key][0] if missing else remedy
-
-
 def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
-    """Return the tree completed for validation.
-
-    Absent blocks are empty, and faulty required keys have stand-ins.
-    """
+    """Return the tree completed for validation: absent blocks are empty, and faulty required keys
+    have stand-ins."""
     result = {**{block: {} for block in _BLOCKS}, **raw}
     for key, (_, value) in _REQUIRED.items():
         block, _, name = key.partition(".")
         if faulty & {key, block} and isinstance(result[block], dict):
             result[block] = {name: value, **result[block]}
     return result
-
-
-def _field(key: str) -> str:
-    """Return the path of the field, in a block or at the top, in which a key lies."""
-    return re.sub(r"\[.*", "", ".".join(key.split(".")[:2]))
 
 
 def _without(raw: dict[str, Any], keys: set[str]) -> dict[str, Any]:
@@ -165,10 +165,8 @@ def _pruned(value: Any, at: str, keys: set[str]) -> Any:
 
 
 def _order(file: str) -> Any:
-    """Return the key by which problems are sorted.
-
-    The recipe's own come first, each file's from top to bottom, and the command line's last.
-    """
+    """Return the key by which problems are sorted: the recipe's own come first, each file's from
+    top to bottom, and the command line's last."""
 
     def key(problem: Problem) -> tuple[bool, bool, str, int]:
         name, _, line = problem.where.rpartition(":")
@@ -177,19 +175,119 @@ def _order(file: str) -> Any:
     return key
 
 
+# The keys that each mapping of a recipe may hold, and what an unknown one was meant to be.
+
+_BY_THEMSELVES = (".fields", ".rope_scaling")  # their types say more of an unknown key
+_ADAPTER = "model.adapter"
+_ZERO = "deepspeed.zero_optimization"
+
+
+@cache
+def mappings() -> dict[str, Node]:
+    """Return the keys of each mapping of a recipe with their JSON Schemas, by its path, where ""
+    is the top and [] any item of a list; what a key of the model or the data may name is not there.
+    """
+    top, found = schema_of(Recipe), dict[str, Node]()
+
+    def take(node: Node, at: str) -> None:
+        for part in inside(node, top):
+            if "items" in part:
+                take(part["items"], f"{at}[]")
+            elif "additionalProperties" in part and not at.endswith(_BY_THEMSELVES):
+                found.setdefault(at, part["properties"])
+                for key, below in part["properties"].items():
+                    take(below, join(at, key))
+
+    take(top, "")
+    return found
+
+
+def without_nulls(tree: Tree, at: str = "") -> Tree:
+    """Return the tree without the keys that the command line sets to null and that may not be.
+
+    So a key of the recipe or of a fragment gives way to its default.
+    """
+    if not isinstance(tree.value, dict):
+        return tree
+    keys = mappings().get(at, {})
+    kept = {
+        key: without_nulls(child, join(at, key))
+        for key, child in tree.value.items()
+        if key not in keys
+        or child.value is not None
+        or child.where != COMMAND_LINE
+        or None in choices(keys[key])
+    }
+    return Tree(kept, tree.where)
+
+
+_GENERIC = ("type", "path", "name", "device", "enabled")  # say nothing about where they belong
+
+
+def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
+    """Return the tree without unknown keys, a finding for each, and the known keys they mean."""
+    pattern = re.sub(r"\[\d+\]", "[]", at)
+    findings: list[Finding] = []
+    meant: set[str] = set()
+    if isinstance(raw, list):
+        parts = [unknown_keys(item, f"{at}[{index}]") for index, item in enumerate(raw)]
+        for _, more, names in parts:
+            findings += more
+            meant |= names
+        return [item for item, _, _ in parts], findings, meant
+    if not isinstance(raw, dict) or pattern not in mappings():
+        return raw, findings, meant
+    kept: dict[str, Any] = {}
+    for key, value in raw.items():
+        path = join(at, key)
+        if key in mappings()[pattern]:
+            kept[key], more, names = unknown_keys(value, path)
+            findings += more
+            meant |= names
+            continue
+        remedy, names = _meant(key, value, at, pattern)
+        meant |= names
+        ruled = table_of("deepspeed").rows.get(path) if pattern == "deepspeed" else None
+        if ruled is not None and ruled.to:
+            remedy = f"leave it out: `{ruled.to}` rules it"
+            findings.append((path, f"uspft derives `{key}`", remedy))
+        elif pattern == _ZERO and key in REMOVED:
+            feature, remedy = REMOVED[key]
+            what = f"is {shown(value)}, and DeepSpeed has no {feature} any more"
+            findings.append((path, what, remedy))
+        else:
+            findings.append((path, f"unknown key `{key}`", remedy))
+    return kept, findings, meant
+
+
+def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
+    """Return what to write instead of an unknown key, and the keys that it stands for."""
+    siblings = tuple(mappings()[pattern])
+    theirs = hint_of(key, pattern, value)
+    if theirs is not None:
+        return theirs.remedy, set(theirs.to)
+    near = misspelt(key, siblings)
+    if key not in _GENERIC and not (near and near.lower() == key.lower()):
+        # Names inside what goes to DeepSpeed as it is say nothing outside it.
+        blocks = (*Recipe.model_fields, "", _ZERO, _ADAPTER)
+        homes = [join(b, key) for b, names in mappings().items() if key in names and b in blocks]
+        if homes:
+            return f"it belongs to {' or '.join(f'`{home}`' for home in homes)}", set(homes)
+    return meant_key(key, siblings), {join(at, near)} if near else set()
+
+
 class _Dumper(yaml.SafeDumper):
     """A dumper that quotes each string that `load` would read as another value; writes no alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def string(self, value: str) -> yaml.ScalarNode:
+        style = None if isinstance(plain(value), str) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
-def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    style = None if isinstance(plain(value), str) else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
-
-_Dumper.add_representer(str, _string)
+_Dumper.add_representer(str, _Dumper.string)
 
 
 def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:

@@ -1,10 +1,11 @@
-"""What is said of a value that a type refuses, made of the type's JSON Schema and the value."""
+"""What is said of a value that a type refuses, made of the type's JSON Schema and the value; and
+how values and tables are written for a person."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, reduce
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -52,6 +53,26 @@ def as_written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_written, value))}]"
     return str(value).replace("e-0", "e-") if isinstance(value, float) else str(value)
+
+
+def refused(
+    block: Any, key: str, off: Collection[Any], why: str, remedy: str, at: str = ""
+) -> Iterator[Finding]:
+    """Yield that a key of a block has a value that cannot stand, unless it is one of those in
+    `off`, which ask for nothing. at: the path of the block."""
+    value = reduce(getattr, key.split("."), block)
+    if value not in off:
+        yield join(at, key), f"is {as_written(value)}, {why}", remedy
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines whose first column stands to the left and whose numbers stand to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
 
 
 def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
@@ -125,22 +146,17 @@ def _simple(node: Any) -> Any:
         found.pop("title", None)
     if each := found.pop("prefixItems", None):
         found["items"] = each[0]
-    if abs(found.get("maximum", 0)) == LARGEST:
-        del found["maximum"]
-    if abs(found.get("minimum", 0)) == LARGEST:
-        del found["minimum"]
+    for bound in ("maximum", "minimum"):
+        if abs(found.get(bound, 0)) == LARGEST:
+            del found[bound]
     if parts := found.pop("oneOf", None) or found.pop("anyOf", None):
-        found |= _one_enum(parts)
+        every = [p["anyOf"] if list(p) == ["anyOf"] else [p] for p in parts]
+        flat = [one for part in every for one in part]
+        kinds = [one for one in flat if "enum" not in one]
+        named = [word for one in flat for word in one.get("enum", ())]
+        words_alone = [{"enum": named}] if named else []
+        found |= {"anyOf": [*kinds, *words_alone]} if kinds else {"enum": named}
     return found
-
-
-def _one_enum(parts: Sequence[Node]) -> Node:
-    flat = [one for part in parts for one in (part["anyOf"] if list(part) == ["anyOf"] else [part])]
-    kinds = [one for one in flat if "enum" not in one]
-    named = [word for one in flat for word in one.get("enum", ())]
-    if not kinds:
-        return {"enum": named}
-    return {"anyOf": [*kinds, *([{"enum": named}] if named else [])]}
 
 
 def choices(node: Node) -> list[Any]:
@@ -153,16 +169,13 @@ def words(node: Node, *, items: bool = False) -> str:
 
     items: whether it is also said what each item of a list of a fixed size is.
     """
-    kinds = [said for part in _kinds(node) if (said := _kind(part, items))]
-    named = choices(node)
-    if kinds:
-        return " or ".join([*kinds, *map(_word, named)])
-    listed = " | ".join(_word(one) for one in named if one is not None)
-    return " or ".join([*([listed] if listed else []), *(["null"] if None in named else [])])
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else shown(value)
+    every = [said for part in _kinds(node) if (said := _kind(part, items))]
+    named = [one if isinstance(one, str) else shown(one) for one in choices(node)]
+    if not every and named[:-1] and None in choices(node):
+        named = [" | ".join(one for one in named if one != "null"), "null"]
+    elif not every:
+        named = [" | ".join(named)]
+    return " or ".join([*every, *named])
 
 
 def _kinds(node: Node) -> list[Node]:
@@ -217,10 +230,8 @@ def inside(node: Node, top: Node, value: Any = None) -> list[Node]:
     lists = isinstance(value, list | tuple) and any(isinstance(one, list) for one in value)
 
     def fits(one: Node) -> bool:
-        keys = one.get("properties", {})
-        words_fit = all(
-            given[k] in below["enum"] for k, below in keys.items() if "enum" in below and k in given
-        )
+        worded = {k: n["enum"] for k, n in one.get("properties", {}).items() if "enum" in n}
+        words_fit = all(given[key] in worded[key] for key in given.keys() & worded.keys())
         return words_fit and lists == ("items" in one.get("items", {}))
 
     return [one for one in every if fits(one)] or every
@@ -299,11 +310,10 @@ def unknown_value(value: object, node: Node) -> tuple[str, str]:
     listed, named = words(node), choices(node)
     if not isinstance(value, str):
         return f"expected one of {listed}, got {shown(value)}", f"write {listed}"
-    near = closest(value, [word for word in named if isinstance(word, str)])
-    if near is not None:
-        return f"unknown value `{value}`", f"did you mean `{near}`? Allowed: {listed}"
-    null = value == "None" and None in named
-    return f"unknown value `{value}`", f"write {'null' if null else listed}"
+    remedy = f"write {'null' if value == 'None' and None in named else listed}"
+    if near := closest(value, [word for word in named if isinstance(word, str)]):
+        remedy = f"did you mean `{near}`? Allowed: {listed}"
+    return f"unknown value `{value}`", remedy
 
 
 def _sentence(
@@ -350,11 +360,12 @@ def _no_text(value: Any, node: Node, wanted: str) -> tuple[str, str]:
     text = next(said for part in _kinds(node) if (said := _kind(part, False)))
     if isinstance(value, str) and value != "None":
         return "holds a zero byte" if "\0" in value else "is empty", f"write {text}"
-    what = f"expected {wanted}, got {shown(value)}"
-    if isinstance(value, str):
-        return what, "write null" if None in choices(node) else f"write {text}"
-    quote = isinstance(value, int | float) and not isinstance(value, bool)
-    return what, f'write "{value}" in quotes' if quote else f"write {text}"
+    remedy = f"write {text}"
+    if isinstance(value, str) and None in choices(node):
+        remedy = "write null"
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        remedy = f'write "{value}" in quotes'
+    return f"expected {wanted}, got {shown(value)}", remedy
 
 
 def _meant_value(value: str, named: Sequence[object]) -> str | None:

@@ -14,7 +14,7 @@ recipe: top: they mean this outside all blocks alone. only: with these values al
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -50,13 +50,18 @@ class KeyRow:
     """Of an unknown key of a recipe, the values with which it means this; none: all."""
 
     @property
-    def here(self) -> str:
-        """What to write in a recipe in its place: a sentence without its end."""
+    def hint(self) -> Hint:
+        """What to write in a recipe in its place."""
         if self.becomes == "ignore":
-            return f"leave it out: {self.say}"
+            return Hint(f"leave it out: {self.say}")
         if self.becomes == "refuse":
-            return self.say
-        return "; ".join(part for part in (f"here it is `{self.to}`", self.say) if part)
+            return Hint(self.say)
+        said = f"here it is `{self.to}`" + (f"; {self.say}" if self.say else "")
+        return Hint(said, frozenset({self.to}))
+
+    def holds(self, value: Any) -> bool:
+        """Return whether it means this with a value."""
+        return not self.only or any(type(one) is type(value) and one == value for one in self.only)
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,6 @@ TOOLS: Mapping[str, Tool] = {
 }
 
 
-def text_of_table(tool: str) -> str:
-    """Return what the file of a tool's table says."""
-    return (FOLDER / f"{tool}.yaml").read_text("utf-8")
-
-
 @cache
 def table_of(tool: str) -> KeyTable:
     """Return the table of a tool, over those below it."""
@@ -143,7 +143,8 @@ def table_of(tool: str) -> KeyTable:
         rows |= table_of(name).rows
     below = set(rows)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    for section, keys in yaml.load(text_of_table(tool), loader).items():
+    text = (FOLDER / f"{tool}.yaml").read_text("utf-8")
+    for section, keys in yaml.load(text, loader).items():
         for key, said in keys.items():
             path = join(section, key)
             rows[path] = _row(path, dict(said))
@@ -189,41 +190,21 @@ def hint_of(key: str, at: str, value: Any) -> Hint | None:
     The whole path decides first; then the key by itself, and last as the last part of a path, where
     all tools that have such a part mean the same key of ours.
     """
-    row = _meant_row(join(at, key), value, at) or _meant_row(key, value, at) or _inside(key, value)
-    if row is not None:
-        return Hint(row.here, frozenset({row.to} - {""}))
+    for path in (join(at, key), key):
+        for rows in (table_of(name).rows for name in TOOLS):
+            if (row := rows.get(path)) and row.holds(value) and not (row.top and at):
+                return row.hint
+    every = (item for name in TOOLS for item in table_of(name).rows.items())
+    ends = [row for path, row in every if path.endswith(f".{key}") and row.holds(value)]
+    if key not in _GENERIC and len({row.key for row in ends}) == 1:
+        return ends[0].hint
     return _block(join(at, key), value) or _block(key, value)
-
-
-def _tables() -> Iterator[tuple[Tool, Mapping[str, KeyRow]]]:
-    return ((tool, table_of(name).rows) for name, tool in TOOLS.items())
-
-
-def _meant_row(path: str, value: Any, at: str) -> KeyRow | None:
-    found = (rows[path] for _, rows in _tables() if path in rows)
-    return next((row for row in found if _holds(row, value) and not (row.top and at)), None)
-
-
-def _holds(row: KeyRow, value: Any) -> bool:
-    return not row.only or any(type(one) is type(value) and one == value for one in row.only)
-
-
-def _inside(key: str, value: Any) -> KeyRow | None:
-    if key in _GENERIC:
-        return None
-    ends = [
-        row
-        for _, rows in _tables()
-        for path, row in rows.items()
-        if path.endswith(f".{key}") and _holds(row, value)
-    ]
-    return ends[0] if len({row.key for row in ends}) == 1 else None
 
 
 def _block(path: str, value: Any) -> Hint | None:
     """Return what a whole block of another tool's is called here, by the keys written in it."""
-    for tool, rows in _tables():
-        inside = [row for row in rows.values() if f".{path}." in f".{row.key}"]
+    for name, tool in TOOLS.items():
+        inside = [row for row in table_of(name).rows.values() if f".{path}." in f".{row.key}"]
         if not inside:
             continue
         known = {row.key.rpartition(".")[2]: row for row in inside if row.to}

@@ -86,17 +86,16 @@ def blocks(kind: type[RecipeBlock] = Recipe, at: str = "") -> dict[str, type[Rec
     The first is the recipe itself, whose path is empty.
     """
     found = {at: kind}
+
+    def add(annotation: Any, path: str) -> None:
+        if isinstance(annotation, type) and issubclass(annotation, RecipeBlock):
+            found.update(blocks(annotation, path))
+        for part in get_args(annotation):
+            add(part, f"{path}[]" if get_origin(annotation) is tuple else path)
+
     for name, field in kind.model_fields.items():
-        for below, listed in _below(field.annotation):
-            found |= blocks(below, join(at, name) + ("[]" if listed else ""))
+        add(field.annotation, join(at, name))
     return found
-
-
-def _below(annotation: Any, listed: bool = False) -> Iterator[tuple[type[RecipeBlock], bool]]:
-    if isinstance(annotation, type) and issubclass(annotation, RecipeBlock):
-        yield annotation, listed
-    for part in get_args(annotation):
-        yield from _below(part, listed or get_origin(annotation) is tuple)
 
 
 def summary(kind: type[RecipeBlock]) -> str:
@@ -149,17 +148,14 @@ def _lenient(node: Any) -> Any:
 
 def as_json(node: Any, indent: str = "") -> str:
     """Return a value as JSON whose short parts stand on one line."""
-    flat = json.dumps(node, ensure_ascii=False)
+    flat, deeper = json.dumps(node, ensure_ascii=False), f"{indent}  "
     if len(indent) + len(flat) <= 90 or not isinstance(node, dict | list):
         return flat
-    deeper = f"{indent}  "
     if isinstance(node, list):
-        inside = [f"{deeper}{as_json(item, deeper)}" for item in node]
+        inside = [as_json(item, deeper) for item in node]
     else:
-        inside = [
-            f"{deeper}{json.dumps(name)}: {as_json(item, deeper)}" for name, item in node.items()
-        ]
-    body = ",\n".join(inside)
+        inside = [f"{json.dumps(name)}: {as_json(item, deeper)}" for name, item in node.items()]
+    body = ",\n".join(f"{deeper}{part}" for part in inside)
     begin, end = "[]" if isinstance(node, list) else "{}"
     return f"{begin}\n{body}\n{indent}{end}"
 
@@ -221,11 +217,10 @@ def page() -> str:
 
 
 def _keys(rows: Sequence[Key]) -> str:
-    def default(key: Key) -> str:
-        return "required" if key.required else f"`{as_written(key.default)}`"
-
+    defaults = ["required" if key.required else f"`{as_written(key.default)}`" for key in rows]
     cells = [
-        (f"`{key.name}`", key.meaning, default(key), words(key.node, items=True)) for key in rows
+        (f"`{key.name}`", key.meaning, default, words(key.node, items=True))
+        for key, default in zip(rows, defaults, strict=True)
     ]
     return _table("key | meaning | default | allowed", cells)
 

@@ -5,7 +5,8 @@ What a rule finds is told only where the keys that it has read are free of fault
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
+from operator import attrgetter
 from typing import Any, cast
 
 from uspft.config.algorithms import AUTO
@@ -19,7 +20,7 @@ from uspft.config.layout_rules import (
     tensor_options,
     ulysses_degree,
 )
-from uspft.config.messages import as_written
+from uspft.config.messages import as_written, refused
 from uspft.config.problems import Finding, join
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import one_layout, rising, switchable
@@ -52,20 +53,24 @@ class _Noted:
         return _noted(getattr(self._block, name), join(self._at, name), self._read)
 
 
-class _NotedKeys(dict[str, Any]):
-    """A mapping that notes which of its keys are asked for, or itself where all are."""
+class _NotedKeys(Mapping[str, Any]):
+    """A mapping that notes which of its keys are asked for, in whatever way, or itself where all
+    are."""
 
     def __init__(self, values: dict[str, Any], at: str, read: set[str]) -> None:
-        super().__init__(values)
-        self._at, self._read = at, read
+        self._values, self._at, self._read = values, at, read
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def __getitem__(self, key: str) -> Any:
         self._read.add(join(self._at, key))
-        return super().get(key, default)
+        return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
         self._read.add(self._at)
-        return super().__iter__()
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        self._read.add(self._at)
+        return len(self._values)
 
 
 def _noted(value: Any, key: str, read: set[str]) -> Any:
@@ -84,14 +89,24 @@ def touches(key: str, bad: str) -> bool:
     return key == bad or key.startswith(f"{bad}.") or bad.startswith((f"{key}.", f"{key}["))
 
 
+_NULL = (None,)
+
+
+def _one_of(
+    recipe: Recipe, one: str, other: str, does: str, remedy: str, lacks: str = "is missing"
+) -> Iterator[Finding]:
+    """Require one of two keys, and refuse both. does: what only one of them does."""
+    values = [attrgetter(key)(recipe) for key in (one, other)]
+    if None not in values:
+        what = f"stands beside `{one}`, and only one of them {does}"
+        yield other, what, "keep one and write null for the other"
+    if values == [None, None]:
+        yield one, f"{lacks}, and so is `{other}`", remedy
+
+
 def _one_model(recipe: Recipe) -> Iterator[Finding]:
-    name, config = recipe.model.name_or_path, recipe.model.config
-    if name is not None and config is not None:
-        what = "stands beside `model.name_or_path`, and only one of them names the model"
-        yield "model.config", what, "keep one and write null for the other"
-    if name is None and config is None:
-        what = "is missing, and so is `model.config`"
-        yield "model.name_or_path", what, "write a Hugging Face folder or hub id, or model.config"
+    remedy = "write a Hugging Face folder or hub id, or model.config"
+    return _one_of(recipe, "model.name_or_path", "model.config", "names the model", remedy)
 
 
 def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
@@ -105,30 +120,19 @@ def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _one_length(recipe: Recipe) -> Iterator[Finding]:
-    steps, epochs = recipe.training.steps, recipe.training.epochs
-    if steps is not None and epochs is not None:
-        what = "stands beside `training.steps`, and only one of them ends the run"
-        yield "training.epochs", what, "keep one and write null for the other"
-    if steps is None and epochs is None:
-        what = "is missing, and so is `training.epochs`"
-        yield "training.steps", what, "write one of them, such as steps: 1000"
+    remedy = "write one of them, such as steps: 1000"
+    return _one_of(recipe, "training.steps", "training.epochs", "ends the run", remedy)
 
 
 def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
-    ratio, steps = recipe.lr_schedule.warmup_ratio, recipe.lr_schedule.warmup_steps
-    if ratio is not None and steps is not None:
-        what = "stands beside `lr_schedule.warmup_ratio`, and only one of them can rule"
-        yield "lr_schedule.warmup_steps", what, "keep one and write null for the other"
-    if ratio is None and steps is None:
-        what = "is null, and so is `lr_schedule.warmup_steps`"
-        yield "lr_schedule.warmup_ratio", what, "write 0.0 for no warm-up"
+    ratio, steps = "lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"
+    return _one_of(recipe, ratio, steps, "can rule", "write 0.0 for no warm-up", "is null")
 
 
 def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
     peak = recipe.optimizer.learning_rate
     for key in ("min_learning_rate", "warmup_initial"):
-        lowest = getattr(recipe.lr_schedule, key)
-        if lowest > peak:
+        if (lowest := getattr(recipe.lr_schedule, key)) > peak:
             what = f"is {lowest:g}, above optimizer.learning_rate: {peak:g}"
             yield f"lr_schedule.{key}", what, f"write at most {peak:g}"
 
@@ -162,37 +166,35 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.eval is not None and recipe.data.eval_fraction is not None:
         what = f"is {recipe.data.eval_fraction:g}, and data.eval names what is evaluated on"
         yield "data.eval_fraction", what, "keep one and write null for the other"
-    for key in ("eval_every_steps", "eval_micro_batch_size"):
-        value = getattr(recipe.training, key)
-        if value is not None and not (recipe.data.eval or recipe.data.eval_fraction):
-            what = f"is {value}, and there is no `data.eval`"
-            yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
+    if not (recipe.data.eval or recipe.data.eval_fraction):
+        why, remedy = (
+            "and there is no `data.eval`",
+            "write data.eval or data.eval_fraction, or null",
+        )
+        yield from refused(recipe, "training.eval_every_steps", _NULL, why, f"{remedy} here")
+        yield from refused(recipe, "training.eval_micro_batch_size", _NULL, why, f"{remedy} here")
 
 
 def _restarts(recipe: Recipe) -> Iterator[Finding]:
     """Refuse hosts to start again on where nothing starts again."""
-    hosts = recipe.launch.min_hosts
-    if hosts is not None and not recipe.launch.restarts:
-        what = f"is {hosts}, and with launch.restarts 0 a run never starts again"
-        yield "launch.min_hosts", what, "write launch.restarts too, or null here"
+    if not recipe.launch.restarts:
+        why = "and with launch.restarts 0 a run never starts again"
+        remedy = "write launch.restarts too, or null here"
+        yield from refused(recipe, "launch.min_hosts", _NULL, why, remedy)
 
 
 def _least_loss(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what compares evaluations where there are none to compare."""
-    for key, value, off in (
-        ("training.patience", recipe.training.patience, "null"),
-        ("checkpoint.keep_best", recipe.checkpoint.keep_best or None, "false"),
-    ):
-        if value is None:
-            continue
-        what = f"is {as_written(value)}, and"
-        if not (recipe.data.eval or recipe.data.eval_fraction):
-            what = f"{what} there is nothing to evaluate on"
-            remedy = f"write data.eval or data.eval_fraction, or {off} here"
-            yield key, what, remedy
-        elif recipe.training.eval_every_steps is None:
-            what = f"{what} the only evaluation is that of the last step"
-            yield key, what, f"write training.eval_every_steps, such as 100, or {off} here"
+    if not (recipe.data.eval or recipe.data.eval_fraction):
+        why, remedy = "there is nothing to evaluate on", "data.eval or data.eval_fraction"
+    elif recipe.training.eval_every_steps is None:
+        why = "the only evaluation is that of the last step"
+        remedy = "training.eval_every_steps, such as 100"
+    else:
+        return
+    for key, off in (("training.patience", None), ("checkpoint.keep_best", False)):
+        instead = f"write {remedy}, or {as_written(off)} here"
+        yield from refused(recipe, key, (off,), f"and {why}", instead)
 
 
 def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
@@ -216,25 +218,25 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _device(recipe: Recipe) -> Iterator[Finding]:
+    why, remedy = "", "write auto or torch"
     if recipe.launch.device == "cpu":
-        if recipe.model.attention.startswith("flash_attn"):
-            what = f"is {recipe.model.attention}, a GPU kernel, and launch.device is cpu"
-            yield "model.attention", what, "write auto or torch"
-    elif recipe.model.attention.startswith("flash_attn") and recipe.model.dtype == "float32":
-        what = f"is {recipe.model.attention}, which has no float32, and model.dtype is float32"
-        yield "model.attention", what, "write auto or torch, or dtype: bfloat16"
+        why = "a GPU kernel, and launch.device is cpu"
+    elif recipe.model.dtype == "float32":
+        why = "which has no float32, and model.dtype is float32"
+        remedy += ", or dtype: bfloat16"
+    if why:
+        yield from refused(recipe, "model.attention", (AUTO, "torch"), why, remedy)
 
 
 def _recomputed(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what asks for checkpointed layers where there are none."""
-    memory = recipe.memory
-    if memory.gradient_checkpointing:
+    if recipe.memory.gradient_checkpointing:
         return
-    for key, off in (("recompute", AUTO), ("offload_activations", "none")):
-        value = getattr(memory, key)
-        if value != off:
-            what = f"is {value}, and memory.gradient_checkpointing is false"
-            yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
+    for key, off in (("memory.recompute", AUTO), ("memory.offload_activations", "none")):
+        why = "and memory.gradient_checkpointing is false"
+        yield from refused(
+            recipe, key, (off,), why, f"write {off}, or gradient_checkpointing: true"
+        )
 
 
 def _grouped(recipe: Recipe) -> Iterator[Finding]:

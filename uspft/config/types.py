@@ -91,31 +91,26 @@ class Open(int):
 OPEN = Open(1)
 
 
-def _open(value: Any, number: Callable[[Any], Any]) -> Any:
-    return OPEN if isinstance(value, Open) or value == AUTO else number(value)
-
-
 def or_open(written: Any) -> WrapValidator:
     """Return a validator for which `auto` is a number that stays open; `written` may be written."""
-    return WrapValidator(_open, json_schema_input_type=written | Literal["auto"])
 
+    def read(value: Any, number: Callable[[Any], Any]) -> Any:
+        return OPEN if isinstance(value, Open) or value == AUTO else number(value)
 
-def _binary(value: Any) -> Any:
-    count = token_count(value) if isinstance(value, str) else None
-    return value if count is None else count
+    return WrapValidator(read, json_schema_input_type=written | Literal["auto"])
 
 
 def tokens(least: int) -> As:
     """Return the type of numbers of tokens, where k and m are binary."""
+
+    def binary(value: Any) -> Any:
+        count = token_count(value) if isinstance(value, str) else None
+        return value if count is None else count
+
     number = Annotated[int, Field(ge=least, le=LARGEST)]
     said = Annotated[number, Field(title="a whole number of tokens (such as 4096 or 128k)")]
     suffixed = Annotated[str, Field(pattern=SUFFIXED)]
-    read = BeforeValidator(_binary, json_schema_input_type=said | suffixed)
-    return As(Annotated[number, read])
-
-
-def _exponent(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return As(Annotated[number, BeforeValidator(binary, json_schema_input_type=said | suffixed)])
 
 
 Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
@@ -123,7 +118,9 @@ Natural = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountOrOpen = Annotated[Count, or_open(Count)]
 CountOpenOrNone = Annotated[Count | None, or_open(Count | None)]
-EXPONENT = BeforeValidator(_exponent)  # DeepSpeed's own examples write 5e8
+EXPONENT = BeforeValidator(  # DeepSpeed's own examples write 5e8
+    lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
+)
 Tokens = Annotated[int, tokens(1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -219,23 +216,40 @@ class NotYet:
 
 # Lists and mappings.
 
+
+def listed(item: Any, title: str) -> As:
+    """Return the type of lists of items, which the recipe holds as a tuple. title: what messages
+    call such a list."""
+    return As(Annotated[tuple[item, ...], Strict(False), Field(title=title)])
+
+
+def fixed(title: str, *items: Any) -> As:
+    """Return the type of lists with one item of each of these types. title: as of `listed`."""
+    return As(Annotated[tuple.__class_getitem__(items), Strict(False), Field(title=title)])
+
+
+def named(title: str) -> As:
+    """Return the type of text that messages call by a title."""
+    return As(Annotated[Text, Field(title=title)])
+
+
 EachStage = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """A number for each stage: [p], or [v][p] with virtual stages."""
 _BY_STAGE = "[one a stage] or [[one a stage], one list a virtual stage]"
 
 
-def _nested(value: Any) -> str:
-    lists = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple)
-    return "nested" if lists else "flat"
-
-
 def of_stages(number: Any) -> As:
     """Return the type of a number for each stage of a pipeline, or a list of them for each virtual
     stage."""
+
+    def kind(value: Any) -> str:
+        lists = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple)
+        return "nested" if lists else "flat"
+
     flat = Annotated[tuple[number, ...], Strict(False), Field(min_length=1), Tag("flat")]
     row = Annotated[tuple[number, ...], Strict(False)]
     nested = Annotated[tuple[row, ...], Strict(False), Field(min_length=1), Tag("nested")]
-    return As(Annotated[flat | nested, Discriminator(_nested), Field(title=_BY_STAGE)])
+    return As(Annotated[flat | nested, Discriminator(kind), Field(title=_BY_STAGE)])
 
 
 def _misread(value: object, at: str = "") -> list[Finding]:
@@ -251,6 +265,17 @@ def _free(value: dict[str, Any]) -> dict[str, Any]:
     if findings := _misread(value):
         raise Fault(findings)
     return value
+
+
+def null_alone(what: str, remedy: str) -> Any:
+    """Return the type of a key that is null, or else refused. what: may hold `{}`, the value."""
+
+    def check(value: Any) -> Any:
+        if value is not None:
+            raise fault(what.format(shown(value)), remedy)
+        return value
+
+    return BeforeValidator(check)
 
 
 def mapping_of(name: str, keys: Mapping[str, Any]) -> Any:

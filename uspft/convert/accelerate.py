@@ -35,10 +35,9 @@ def convert_accelerate(run: Conversion, ranks: int | None) -> int:
     for key, example in MISSING.items():
         others = {"model.config"} if key.startswith("model") else {"training.epochs"}
         if key not in run.given and not (others & set(run.given) and key[:5] in ("model", "train")):
-            what = (
-                f"is the configuration of devices alone: `{key}` stands in the script's arguments"
-            )
-            run.refuse(where, what, f"add {key}={example}, or name the arguments' file before it")
+            what = f"is the configuration of devices alone: `{key}` stands in the script's"
+            remedy = f"add {key}={example}, or name the arguments' file before it"
+            run.refuse(where, f"{what} arguments", remedy)
     micro, batch = (run.given.get(f"training.{name}_batch_size") for name in ("micro", "global"))
     micro, batch = micro if is_whole(micro) else 1, batch if is_whole(batch) else 0
     count = run.whole(f"{ZERO}.gradient_accumulation_steps", f"{AT}.gradient_accumulation_steps")
@@ -82,10 +81,10 @@ def world(run: Conversion) -> int | None:
 def layout(run: Conversion) -> None:
     """Write the degrees."""
     key = run.written(*_keys("tp_size"))
-    if key and degree(run, "tp_size") > 1:
+    if degree(run, "tp_size") > 1:
         run.put("parallel_config.model_parallel", degree(run, "tp_size"), key)
-    elif key:
-        run.ignored(key, "matrices are whole")
+    else:
+        run.idle("matrices are whole", key)
     gathers = run.written(*_keys("cp_comm_strategy"))
     word = run.word(*_keys("cp_comm_strategy"), default="allgather")
     ways = {"allgather": "all_gather", "alltoall": "p2p"}
@@ -93,19 +92,17 @@ def layout(run: Conversion) -> None:
         run.refuse(str(gathers), f"is {short(word)}", "write allgather or alltoall")
         return
     rows, heads = degree(run, "cp_size"), degree(run, "sp_size")
-    for name, count, way in (("cp_size", rows, ways[word]), ("sp_size", heads, "a2a")):
-        key = run.written(*_keys(name))
-        other = rows > 1 and name == "sp_size"
-        if key and other and heads > 1:
-            what = "stands beside cp_size: an error there too"
-            run.refuse(key, what, "write one of them")
-        elif key and not (other and heads == 1):
-            context(run, key, count, way, *([gathers] if gathers and name == "cp_size" else []))
-        elif key:
-            run.ignored(key, "heads are whole")
-    for name in ("dp_shard_size", "dp_replicate_size"):
-        if key := run.written(*_keys(name)):
-            run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
+    if key := run.written(*_keys("cp_size")):
+        context(run, key, rows, ways[word], gathers)
+    key = run.written(*_keys("sp_size"))
+    if key and rows == 1:
+        context(run, key, heads, "a2a")
+    elif key and heads > 1:
+        run.refuse(key, "stands beside cp_size: an error there too", "write one of them")
+    else:
+        run.idle("heads are whole", key)
+    what = "here `parallel_config.data_parallel: auto`: what the ranks leave"
+    run.told(what, run.written(*_keys("dp_shard_size")), run.written(*_keys("dp_replicate_size")))
     key = f"{AT}.num_processes"
     run.told("counts in the batch; how many ranks there are here is the launcher's", key)
 
@@ -166,10 +163,7 @@ def _accelerates_zero(run: Conversion) -> None:
     elif count and run.theirs.tool.name != AT:
         wanted = run.whole("gradient_accumulation_steps")
         if run.value(count) not in (wanted, 1) or (theirs and run.value(count) != wanted):
-            what = (
-                f"is {short(run.value(count))}, and the arguments say {wanted}: an error there too"
-            )
-            run.refuse(count, what, "write auto")
+            run.wrong(count, "write auto", f", and the arguments say {wanted}: an error there too")
         else:
             run.ignored(count, "the arguments rule")
 
@@ -250,8 +244,8 @@ def _beside(run: Conversion) -> None:
     ):
         found = run.value(f"deepspeed.{key}")
         if found not in (None, AUTO, wanted) and wanted is not None:
-            what = f"is {short(found)}, and the arguments make it {wanted}: an error there too"
-            run.refuse(f"deepspeed.{key}", what, "write auto")
+            what = f", and the arguments make it {wanted}: an error there too"
+            run.wrong(f"deepspeed.{key}", "write auto", what)
     clip = run.value("deepspeed.gradient_clipping")
     if clip is None:
         run.put("training.max_grad_norm", None, why="their DeepSpeed configuration clips none")

@@ -6,7 +6,7 @@ from typing import Any
 
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
-from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, in_place, short
 
 NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
@@ -42,10 +42,7 @@ def convert_axolotl(run: Conversion, ranks: int | None) -> int:
 
     ranks: how many devices it runs on.
     """
-    rows = run.whole("context_parallel_size", "sequence_parallel_degree", least=1)
-    tensor = run.whole("tensor_parallel_size", least=1)
-    batch = _batch(run, rows * tensor, ranks)
-    _layout(run, rows)
+    batch = _batch(run, ranks)
     trainer.updates(run, _warmup)
     _least(run)
     off = run.value("bf16") is False or run.value("float32") is True  # bf16 is auto there
@@ -56,14 +53,22 @@ def convert_axolotl(run: Conversion, ranks: int | None) -> int:
     _rows(run)
     _data(run)
     trainer.checkpointing(run)
-    _memory(run)
+    if str(run.value("gradient_checkpointing")).startswith("offload"):
+        run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
+    run.switch("tiled_mlp", "memory.mlp_tile_tokens", "auto")
     sharding(run)
     _outputs(run)
     return batch
 
 
-def _batch(run: Conversion, split: int, ranks: int | None) -> int:
-    """Write the batch; the degrees of data parallelism say how many devices there are."""
+def _batch(run: Conversion, ranks: int | None) -> int:
+    """Write the batch, and by which algorithm ranks share a row, named by their ring's function.
+
+    The degrees of data parallelism say how many devices there are.
+    """
+    names = ("context_parallel_size", "sequence_parallel_degree")
+    rows = run.whole(*names, least=1)
+    split = rows * run.whole("tensor_parallel_size", least=1)
     degrees = ("dp_shard_size", "dp_replicate_size")
     world = None
     if run.written(*degrees):
@@ -78,16 +83,11 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     run.told("here `parallel_config.data_parallel: auto`: what the ranks leave", *degrees)
     if total:
         run.changed(total, f"here `training.global_batch_size: {batch}`")
-    return batch
-
-
-def _layout(run: Conversion, rows: int) -> None:
-    """Write the algorithm by which ranks share a row, named by their ring's function."""
     func = str(run.value("ring_attn_func", ""))
     gathers = func == "varlen_llama3" or (not func and run.value("sample_packing") is True)
-    key = run.written("context_parallel_size", "sequence_parallel_degree")
-    name = key or "context_parallel_size"
-    trainer.context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
+    way = "all_gather" if gathers else "p2p"
+    trainer.context(run, run.written(*names) or names[0], rows, way, "ring_attn_func")
+    return batch
 
 
 def _warmup(run: Conversion) -> None:
@@ -139,7 +139,7 @@ def _adapter(run: Conversion) -> None:
     kind = run.value("adapter")
     if kind is None:
         run.dropped("is null: all weights train", "adapter")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     if kind not in ("lora", "qlora"):
         run.wrong("adapter", "write lora")
@@ -185,8 +185,7 @@ def _data(run: Conversion) -> None:
         for item in items:
             if ours in run.given:
                 for key in run.theirs.block(item):
-                    say = f"`{ours}` of the command line stands in its place"
-                    run.changed(f"{item}.{key}", say)
+                    run.changed(f"{item}.{key}", in_place(ours))
             else:
                 sources += _source(run, item)
         if sources:
@@ -195,8 +194,7 @@ def _data(run: Conversion) -> None:
             if run.written(name):
                 run.refuse(name, "is no list of mappings", "write a list of {path: …, type: …}")
         if ours == "data.train" and not items and ours not in run.given:
-            what = "names no samples that are read"
-            run.refuse("datasets", what, "add data.train=FILE")
+            run.refuse("datasets", "names no samples that are read", "add data.train=FILE")
     trainer.held_out(run, "val_set_size")
 
 
@@ -314,13 +312,6 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
     return found
 
 
-def _memory(run: Conversion) -> None:
-    """Write what is offloaded to the host, and whether MLPs run in tiles."""
-    if str(run.value("gradient_checkpointing")).startswith("offload"):
-        run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
-    run.switch("tiled_mlp", "memory.mlp_tile_tokens", "auto")
-
-
 def _outputs(run: Conversion) -> None:
     """Write checkpoints, evaluations and logs."""
     trainer.saving(run, steps_win=True)
@@ -336,18 +327,6 @@ def _outputs(run: Conversion) -> None:
     if run.written(resume):
         run.put("checkpoint.resume", "auto" if run.value(resume) is True else "never", resume)
     trainer.logs(run)
-    _boards(run)
-    if run.written("plugins"):
-        names = run.value("plugins")
-        for name in names if isinstance(names, list) else [names]:
-            kernels = any(part in str(name) for part in ("liger", "cut_cross_entropy"))
-            what = "changes no number" if kernels else "not taken: nothing like it is known here"
-            say = run.ignored if kernels else run.changed
-            say("plugins", f"{short(name)}: {what}")
-
-
-def _boards(run: Conversion) -> None:
-    """Write wandb's and MLflow's settings where they are asked for."""
     for name, parts in (
         ("wandb", ("project", "name", "entity", "run_id", "mode")),
         ("mlflow", ("tracking_uri", "experiment_name", "run_name")),
@@ -360,3 +339,10 @@ def _boards(run: Conversion) -> None:
             run.put(f"logging.{name}", found, f"use_{name}", *keys.values())
             continue
         run.idle(f"{name} is not asked for", f"use_{name}", *keys.values())
+    if run.written("plugins"):
+        names = run.value("plugins")
+        for name in names if isinstance(names, list) else [names]:
+            kernels = any(part in str(name) for part in ("liger", "cut_cross_entropy"))
+            what = "changes no number" if kernels else "not taken: nothing like it is known here"
+            say = run.ignored if kernels else run.changed
+            say("plugins", f"{short(name)}: {what}")

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from uspft.config.document import parse, places
+from uspft.config.messages import as_written
 from uspft.config.other_tools import table_of
 from uspft.config.problems import Problem
 from uspft.config.recipe import Recipe
@@ -48,9 +49,9 @@ class Conversion:
         """Return the tool's name of an argument of the Trainer's."""
         return self._names.get(name, name)
 
-    def written(self, *keys: str) -> str | None:
+    def written(self, *keys: str | None) -> str | None:
         """Return the first of their keys that is written, with a value beside null; or None."""
-        return next((key for key in keys if self.value(key) is not None), None)
+        return next((key for key in keys if key and self.value(key) is not None), None)
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key of theirs, or a default where it is absent or null."""
@@ -121,7 +122,7 @@ class Conversion:
             self.outcome.comments[ours] = ", ".join(texts)
         for key in there:
             if ours in self.given:
-                self.changed(key, f"`{ours}` of the command line stands in its place")
+                self.changed(key, in_place(ours))
                 continue
             row, same = self.table.of(key), self.theirs.values[key].value == value
             if row is not None and row.becomes == "same" and row.to == ours and same and not say:
@@ -136,23 +137,20 @@ class Conversion:
     def ignored(self, key: str, what: str) -> None:
         self._say("ignored", key, what)
 
-    def told(self, what: str, *keys: str) -> None:
+    def told(self, what: str, *keys: str | None) -> None:
         """Say what becomes of those of these keys that are written."""
-        for key in keys:
-            if self.written(key):
-                self.changed(key, what)
+        for key in filter(self.written, keys):
+            self.changed(str(key), what)
 
-    def idle(self, what: str, *keys: str) -> None:
+    def idle(self, why: str, *keys: str | None) -> None:
         """Say why those of these keys that are written change nothing here."""
-        for key in keys:
-            if self.written(key):
-                self.ignored(key, what)
+        for key in filter(self.written, keys):
+            self.ignored(str(key), why)
 
     def dropped(self, why: str, *keys: str) -> None:
         """Say why those of these keys that are there, be it with null, change nothing here."""
-        for key in keys:
-            if key in self.theirs.values:
-                self.ignored(key, why)
+        for key in filter(self.theirs.values.__contains__, keys):
+            self.ignored(key, why)
 
     def switch(self, key: str, ours: str, value: Any) -> None:
         """Write a key of ours where theirs is true; at another value it asks for nothing."""
@@ -221,7 +219,7 @@ class Conversion:
         elif any(type(one) is type(value) and one == value for one in row.but):
             self.ignored(path, NOTHING)
         elif row.unless and row.unless in self.given:
-            self.changed(path, f"`{row.unless}` of the command line stands in its place")
+            self.changed(path, in_place(row.unless))
         else:
             self.wrong(path, row.say)
 
@@ -253,6 +251,11 @@ class Conversion:
             self.outcome.sources[ours] = self.theirs.values[path].where, shown(path)
 
 
+def in_place(ours: str) -> str:
+    """Return what is said of a key of theirs in whose place the command line writes ours."""
+    return f"`{ours}` of the command line stands in its place"
+
+
 def is_whole(value: Any) -> TypeGuard[int]:
     """Tell whether a value is a whole number, which true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -265,9 +268,8 @@ def shown(key: str) -> str:
 
 def short(value: Any) -> str:
     """Return a value as YAML writes it, in a line that is cut off where it is long."""
-    words = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):
-        return words[value]
+        return as_written(value)
     if isinstance(value, list | dict):
         try:
             value = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()

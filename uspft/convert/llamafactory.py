@@ -9,7 +9,7 @@ from uspft.config.document import bare
 from uspft.config.problems import InputError
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
-from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.conversion import NOTHING, Conversion, in_place, short
 from uspft.convert.theirs import read_tree
 
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
@@ -36,9 +36,19 @@ def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
     """
     degree = run.whole("sequence_parallel_size", least=1)
     batch = trainer.global_batch(run, degree, None, ranks)
-    _layout(run, degree)
+    mode = run.word("sequence_parallel_mode", default="zigzag-ring")
+    if mode in MODES:
+        keys = ("sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
+        trainer.context(run, *keys)
+    else:
+        run.wrong("sequence_parallel_mode", f"write one of {', '.join(MODES)}")
     trainer.updates(run)
-    _precision(run)
+    if run.flag("pure_bf16"):
+        say = "master weights and Adam are float32"
+        run.put("model.dtype", "bfloat16", "pure_bf16", "bf16", say=say)
+    else:
+        run.idle(NOTHING, "pure_bf16")
+        trainer.precision(run, default="bfloat16")
     _model(run)
     texts = _stage(run)
     _adapter(run)
@@ -48,24 +58,6 @@ def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
     sharding(run)
     trainer.outputs(run)
     return batch
-
-
-def _layout(run: Conversion, degree: int) -> None:
-    mode = run.word("sequence_parallel_mode", default="zigzag-ring")
-    if mode in MODES:
-        keys = ("sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
-        trainer.context(run, *keys)
-    else:
-        run.wrong("sequence_parallel_mode", f"write one of {', '.join(MODES)}")
-
-
-def _precision(run: Conversion) -> None:
-    if run.flag("pure_bf16"):
-        say = "master weights and Adam are float32"
-        run.put("model.dtype", "bfloat16", "pure_bf16", "bf16", say=say)
-        return
-    run.idle(NOTHING, "pure_bf16")
-    trainer.precision(run, default="bfloat16")
 
 
 def _model(run: Conversion) -> None:
@@ -108,7 +100,7 @@ def _adapter(run: Conversion) -> None:
     kind = run.word("finetuning_type", default="lora")
     if kind == "full":
         run.told("all weights train", "finetuning_type")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     if kind != "lora":
         remedy = "write full or lora; `model.freeze` names what of full does not train"
@@ -150,7 +142,7 @@ def _data(run: Conversion, texts: bool) -> None:
         if not run.written(key):
             continue
         if ours in run.given:
-            run.changed(key, f"`{ours}` of the command line stands in its place")
+            run.changed(key, in_place(ours))
             continue
         sources = [_source(run, key, name, texts) for name in _words(run.value(key))]
         found = [source for source in sources if source]

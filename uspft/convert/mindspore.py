@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-from uspft.convert.conversion import Conversion, is_whole, short
+from uspft.convert.conversion import Conversion, in_place, is_whole, short
 from uspft.convert.mindspore_data import LOADER, data, rows_of_blend
 from uspft.convert.mindspore_layout import (
     CONFIG,
@@ -28,7 +28,10 @@ def convert_mindspore(run: Conversion, ranks: int | None) -> int:
     """
     degrees = degrees_of(run)
     their_errors(run, degrees)
-    batch = _global_batch(run, degrees)
+    batch = run.whole("runner_config.batch_size") * degrees.data  # by their formulas
+    batch *= run.whole("micro_batch_interleave_num")
+    steps = "runner_config.gradient_accumulation_steps"
+    batch *= run.whole("parallel_config.micro_batch_num" if degrees.stages > 1 else steps)
     replicas = layout(run, degrees, batch, ranks)
     model(run)
     micro = micro_batch(run, batch, replicas)
@@ -41,15 +44,6 @@ def convert_mindspore(run: Conversion, ranks: int | None) -> int:
     data(run)
     outputs(run)
     return batch
-
-
-def _global_batch(run: Conversion, degrees: TheirDegrees) -> int:
-    """Return the rows of one update, by their formulas."""
-    micro = run.whole("runner_config.batch_size")
-    copies = run.whole("micro_batch_interleave_num")
-    if degrees.stages > 1:
-        return micro * degrees.data * run.whole("parallel_config.micro_batch_num") * copies
-    return micro * degrees.data * copies * run.whole("runner_config.gradient_accumulation_steps")
 
 
 def _batch(run: Conversion, batch: int, micro: int) -> None:
@@ -118,7 +112,7 @@ def _dtype(run: Conversion) -> None:
     key = f"{CONFIG}.compute_dtype"
     theirs = str(run.value(key, "float16"))
     if "model.dtype" in run.given:
-        run.told("`model.dtype` of the command line stands in its place", key)
+        run.told(in_place("model.dtype"), key)
     elif theirs in DTYPES:
         run.put("model.dtype", DTYPES[theirs], key)
     else:
@@ -222,7 +216,7 @@ def _length(run: Conversion, batch: int) -> None:
     if given := {"training.steps", "training.epochs"} & set(run.given):
         for key in (epochs, "lr_schedule.total_steps", f"{LOADER}.sizes"):
             if run.written(key) and not run.spoken(key):
-                run.changed(key, f"`{min(given)}` of the command line stands in its place")
+                run.changed(key, in_place(min(given)))
     elif total > 0:
         say = "the run ends with its schedule"
         run.put("training.steps", total, "lr_schedule.total_steps", epochs, say=say)
@@ -426,7 +420,9 @@ def _layers(run: Conversion, key: str, stages: int) -> Any:
                 what = f"has {most} entries for {stages} stages: an error there too"
                 run.refuse(where, what, f"write {stages}")
                 return None
-            if len(rows) < len(each) or not all(_is_count(n) for row in rows for n in row):
+            if len(rows) < len(each) or not all(
+                is_whole(n) and n >= 0 for row in rows for n in row
+            ):
                 run.refuse(where, f"is {short(value)}", "write whole numbers")
                 return None
         if isinstance(value, list) and all(isinstance(one, str) for one in value):
@@ -447,7 +443,3 @@ def _is_flat(value: Any) -> bool:
 def _most(one: list[int], other: list[int]) -> list[int]:
     """Return the larger number of each stage."""
     return [max(pair) for pair in zip_longest(one, other, fillvalue=0)]
-
-
-def _is_count(value: Any) -> bool:
-    return is_whole(value) and value >= 0

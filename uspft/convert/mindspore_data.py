@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uspft.convert.conversion import Conversion, is_whole
+from uspft.convert.conversion import Conversion, in_place, is_whole
 
 CONFIG = "model.model_config"
 LOADER = "train_dataset.data_loader"
@@ -28,7 +28,9 @@ def data(run: Conversion) -> None:
     kind = str(run.value(f"{LOADER}.type", "MindDataset"))
     _rows(run, indexed=kind == MEGATRON)
     if "data.train" in run.given:
-        _elsewhere(run)
+        for key in run.theirs.values:
+            if key.startswith(f"{LOADER}.") and not key.startswith(f"{LOADER}.shuffle"):
+                run.changed(key, in_place("data.train"))
     elif kind in HUGGING_FACE:
         _hugging_face(run)
     elif kind == MEGATRON:
@@ -50,7 +52,7 @@ def _hugging_face(run: Conversion) -> None:
     if by_split := run.theirs.block(f"{LOADER}.data_files"):
         files = by_split.get(split or "train", [])
     names = [files] if isinstance(files, str) else files
-    named = isinstance(names, list) and names and all(_is_text(name) for name in names)
+    named = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
     if files is not None and not named:
         run.refuse(f"{LOADER}.data_files", "names no files", "add data.train=[FILE, FILE]")
         return
@@ -80,10 +82,6 @@ def _hugging_face(run: Conversion) -> None:
             run.changed(key, "here in `data.train`")
     run.told("here in `data.train`: max_samples", f"{TAKE}.type", f"{TAKE}.n")
     _tokenizer(run)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _split(run: Conversion) -> tuple[str | None, int | None]:
@@ -151,7 +149,7 @@ def _indices(listed: list[Any]) -> Iterator[dict[str, Any]]:
         return
     pairs = list(zip(listed[::2], listed[1::2], strict=False))
     weights = [_weight(weight) for weight, _ in pairs]
-    if len(listed) % 2 or not all(weights) or not all(_is_text(path) for _, path in pairs):
+    if len(listed) % 2 or not all(weights) or not all(isinstance(path, str) for _, path in pairs):
         return
     for (_, path), weight in zip(pairs, weights, strict=True):
         yield {"path": path, "weight": weight}
@@ -206,13 +204,6 @@ def rows_of_blend(run: Conversion) -> int | None:
         return first if first > 0 else None
     run.wrong(key, "write [rows to train on, 0, 0]", ", no list of rows")
     return None
-
-
-def _elsewhere(run: Conversion) -> None:
-    """Leave their samples out: the command line names others."""
-    for key in run.theirs.values:
-        if key.startswith(f"{LOADER}.") and not key.startswith(f"{LOADER}.shuffle"):
-            run.changed(key, "`data.train` of the command line stands in its place")
 
 
 def _tokenizer(run: Conversion) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from uspft.config.other_tools import TOOLS, KeyRow, table_of
 from uspft.config.reference import remake
+from uspft.convert.conversion import short
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEAD = "| there | here |\n| --- | --- |\n"
@@ -63,11 +64,7 @@ def _line(row: KeyRow) -> str:
         "refuse": f"refused: {row.say}",
     }[row.becomes]
     if row.but:
-        words = {True: "true", False: "false", None: "null"}
-        fine = " or ".join(
-            words[one] if one is None or isinstance(one, bool) else str(one) for one in row.but
-        )
-        here += f" ({fine} asks for nothing)"
+        here += f" ({' or '.join(map(short, row.but))} asks for nothing)"
     name = row.key.rpartition(".")[2]
     key = "every other key" if name == "*" else f"`{name}`"
     return f"| {key} | {here.replace('|', '∣')} |\n"

@@ -39,7 +39,6 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     full = tuner is not None and run.value(tuner) == "full"
     run.defaults["learning_rate"] = 1e-5 if full else 1e-4
     batch = _batch(run, ranks)
-    _layout(run)
     trainer.updates(run)
     if not run.written("torch_dtype"):
         trainer.precision(run, default="bfloat16")
@@ -50,15 +49,21 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     trainer.checkpointing(run)
     sharding(run)
     trainer.saving(run)
-    _evaluating(run)
+    values = run.outcome.values
+    evaluates = bool(values.keys() & {"data.eval", "data.eval_fraction"})
+    trainer.evaluating(run)
+    every = values.get("checkpoint.every_steps")
+    if evaluates and every and not run.written("eval_steps", "eval_strategy"):
+        run.put("training.eval_every_steps", every)  # evaluations come with checkpoints there
     trainer.logs(run)
     return batch
 
 
 def _batch(run: Conversion, ranks: int | None) -> int:
-    """Write the batch; without an accumulation it is what makes 16 rows, as there."""
-    split = run.whole("sequence_parallel_size", least=1)
-    split *= run.whole("deepspeed_autotp_size", least=1)
+    """Write the batch, and how many ranks share a row; without an accumulation it is what makes 16
+    rows, as there."""
+    degree = run.whole("sequence_parallel_size", least=1)
+    split = degree * run.whole("deepspeed_autotp_size", least=1)
     key = run.written("nproc_per_node", "ENV.NPROC_PER_NODE")
     world = None
     if key:
@@ -71,18 +76,15 @@ def _batch(run: Conversion, ranks: int | None) -> int:
             run.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
     micro = run.whole("per_device_train_batch_size", least=1)
     steps = max(1, math.ceil(LEAST / micro / (world or ranks or 1)))
-    return trainer.global_batch(run, split, world, ranks, steps)
-
-
-def _layout(run: Conversion) -> None:
+    batch = trainer.global_batch(run, split, world, ranks, steps)
     key, block = "sequence_parallel_size", "parallel_config"
-    degree = run.whole(key, least=1)
     if degree > 1:
         say = "heads as far as they divide there, and a ring; the numbers are the same"
         run.put(f"{block}.context_parallel", degree, key, say=say)
         run.put(f"{block}.context_parallel_algo", AUTO)
     else:
         run.idle("rows are whole: one device has all of a row", key)
+    return batch
 
 
 def _model(run: Conversion) -> None:
@@ -119,7 +121,7 @@ def _json(run: Conversion, key: str) -> dict[str, Any]:
 def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
     if full:
         run.changed(str(tuner), "all weights train")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     kind = run.value(tuner, "lora") if tuner else "lora"
     if kind != "lora":
@@ -171,7 +173,15 @@ def _data(run: Conversion) -> None:
         run.put(ours, found, key, say="the Hugging Face hub's, where they are ids")
     if "data.train" not in {*run.outcome.values, *run.given}:
         run.refuse("dataset", "is missing", "add data.train=FILE")
-    _mixed(run)
+    key, sources = "interleave_prob", run.outcome.values.get("data.train")
+    if run.written(key) and isinstance(sources, list):
+        told = run.value(key)
+        shares = told if isinstance(told, list) else [told]
+        good = all(isinstance(one, int | float) and not isinstance(one, bool) for one in shares)
+        if good and len(shares) == len(sources):
+            trainer.weighted(run, sources, shares, key)
+        else:
+            run.refuse(key, f"is {short(shares)}", f"write {len(sources)} numbers")
     fields = run.theirs.block("columns")
     if isinstance(run.value("columns"), str):
         fields = _json(run, "columns")
@@ -196,27 +206,3 @@ def _source(run: Conversion, text: str) -> dict[str, Any]:
     if number.isdigit() and int(number):
         source["max_samples"] = int(number)
     return source
-
-
-def _mixed(run: Conversion) -> None:
-    """Write how often each source is taken."""
-    key, sources = "interleave_prob", run.outcome.values.get("data.train")
-    if not run.written(key) or not isinstance(sources, list):
-        return
-    shares = run.value(key)
-    shares = shares if isinstance(shares, list) else [shares]
-    good = all(isinstance(one, int | float) and not isinstance(one, bool) for one in shares)
-    if good and len(shares) == len(sources):
-        trainer.weighted(run, sources, shares, key)
-    else:
-        run.refuse(key, f"is {short(shares)}", f"write {len(sources)} numbers")
-
-
-def _evaluating(run: Conversion) -> None:
-    """Write when evaluations come: where nothing says it, with the checkpoints."""
-    values = run.outcome.values
-    something = bool(values.keys() & {"data.eval", "data.eval_fraction"})
-    trainer.evaluating(run)
-    every = values.get("checkpoint.every_steps")
-    if something and every and not run.written("eval_steps", "eval_strategy"):
-        values["training.eval_every_steps"] = every

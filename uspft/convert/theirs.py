@@ -130,7 +130,12 @@ def read_tree(file: Path, above: tuple[Path, ...] = ()) -> Tree:
     except Unreadable as error:
         raise _wrong(file, error.what, error.remedy, error.line) from error
     if file.suffix == ".json":
-        text = _as_yaml(file, text)
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError) as error:
+            line = getattr(error, "lineno", 1)
+            raise _wrong(file, "is not JSON", "write what json.loads reads", line) from error
+        text = text.replace("\t", "  ")  # as YAML reads it: without tabs between its tokens
     tree, problems = parse(text, lambda line: f"{file}:{line}")
     if problems or tree is None:
         raise RecipeError(problems)
@@ -140,16 +145,6 @@ def read_tree(file: Path, above: tuple[Path, ...] = ()) -> Tree:
     if base is None or not isinstance(base.value, str) or not base.value:
         return tree
     return merge(read_tree(file.parent / base.value, (*above, here)), tree)
-
-
-def _as_yaml(file: Path, text: str) -> str:
-    """Return JSON as YAML reads it: without tabs between its tokens. Raises InputError."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        raise _wrong(file, "is not JSON", "write what json.loads reads", line) from error
-    return text.replace("\t", "  ")
 
 
 def _wrong(file: Path, what: str, remedy: str, line: int | None = None) -> InputError:

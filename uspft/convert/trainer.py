@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config.algorithms import CONTEXT
-from uspft.convert.conversion import NOTHING, Conversion, is_whole, short
+from uspft.convert.conversion import NOTHING, Conversion, in_place, is_whole, short
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -47,6 +47,7 @@ KERNEL = "`model.attention: auto` takes the fastest kernel that is exact"
 MINUTES = 24 * 60
 """The longest that a collective waits: theirs are often months, which say for ever."""
 
+WHOLE = "there is no adapter: all weights train"
 SHIPPED = ("chatml", "llama3", "gemma")
 """The templates of data/templates, by the names that axolotl and LLaMA-Factory have for them."""
 
@@ -90,7 +91,7 @@ def global_batch(
     return batch
 
 
-def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -> None:
+def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str | None) -> None:
     """Write how many ranks share a row, and by which algorithm, named as Megatron does."""
     if degree > 1:
         row = next(row for row in CONTEXT.values() if row.megatron == megatron)
@@ -113,7 +114,7 @@ def length(run: Conversion) -> None:
     steps = run.whole(steps_key, default=-1)
     given = next((k for k in ("training.steps", "training.epochs") if k in run.given), None)
     if given:
-        run.told(f"`{given}` of the command line stands in its place", steps_key, epochs_key)
+        run.told(in_place(given), steps_key, epochs_key)
         return
     if steps > 0:
         run.put("training.steps", steps, steps_key)
@@ -214,8 +215,8 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
         if run.value(key, default) != "linear":
             what = f"is {run.value(key, default)}, and the rate moves along a line here"
             run.refuse(key, what, "write linear")
-        elif run.written(key):
-            run.ignored(key, "the rate moves along a line")
+        else:
+            run.idle("the rate moves along a line", key)
     share = f"{block}.min_lr_ratio"
     run.put("lr_schedule.min_learning_rate", of_peak(peak, run, share), share)
     if run.value(share):
@@ -231,7 +232,7 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
         if "lr_schedule.decay_ratio" not in run.given:
             run.refuse(falls or f"{block}.num_decay_steps", what, remedy)
         elif falls:
-            run.changed(falls, "`lr_schedule.decay_ratio` of the command line stands in its place")
+            run.changed(falls, in_place("lr_schedule.decay_ratio"))
     written.pop("min_lr_ratio", None)
 
 
@@ -336,9 +337,8 @@ def evaluating(run: Conversion) -> None:
     strategy = run.written("eval_strategy", "evaluation_strategy")
     every, kind = "eval_steps", run.value(strategy) if strategy else None
     if not {"data.eval", "data.eval_fraction"} & {*run.outcome.values, *run.given}:
-        keys = [strategy] if strategy else []
-        for key in (*keys, every, run.key("per_device_eval_batch_size")):
-            run.idle("there is nothing to evaluate on", key)
+        keys = (strategy, every, run.key("per_device_eval_batch_size"))
+        run.idle("there is nothing to evaluate on", *keys)
     elif kind in ("no", False, "epoch"):
         run.changed(str(strategy), "left out: the end of a run evaluates anyway")
         run.told(f"{strategy} is {kind}", every)
@@ -346,8 +346,7 @@ def evaluating(run: Conversion) -> None:
         often = run.value("logging_steps", run.defaults["logging_steps"])
         often = often if kind == "steps" and isinstance(often, int) else 0
         _every(run, "training.eval_every_steps", every, often)
-        if strategy:
-            run.ignored(strategy, "evaluations come every so many steps")
+        run.idle("evaluations come every so many steps", strategy)
 
 
 def logs(run: Conversion) -> None:
@@ -378,7 +377,7 @@ def device(run: Conversion, *keys: str) -> None:
     if run.flag(*keys):
         run.put("launch.device", "cpu", run.written(*keys))
     else:
-        run.idle(NOTHING, *[key for key in [run.written(*keys)] if key])
+        run.idle(NOTHING, run.written(*keys))
 
 
 def held_out(run: Conversion, key: str, *, whole: bool = True, beside: bool = False) -> None:
@@ -470,18 +469,6 @@ def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
     run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
 
 
-def without_adapter(run: Conversion, *keys: str) -> None:
-    """Say that keys of an adapter do nothing where there is none."""
-    run.dropped("there is no adapter: all weights train", *keys)
-
-
-def shipped(name: str) -> str:
-    """Return the path of a shipped template: from here, or whole where it is not below here."""
-    below = Path("data", "templates", f"{name}.jinja")
-    whole = Path(__file__).parents[2] / below
-    return str(below) if below.exists() or not whole.exists() else str(whole)
-
-
 def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -> None:
     """Write the template that a name or a Jinja file says; the tokenizer's own is null."""
     ours = "data.chat_template"
@@ -499,11 +486,13 @@ def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -
         return
     name = str(run.value(name_key))
     if ours in run.given:
-        run.changed(name_key, f"`{ours}` of the command line stands in its place")
+        run.changed(name_key, in_place(ours))
     elif name.startswith("tokenizer_default"):
         run.put(ours, None, name_key, say="the tokenizer's own")
     elif name in SHIPPED:
-        run.put(ours, shipped(name), name_key)
+        below = Path("data", "templates", f"{name}.jinja")
+        whole = Path(__file__).parents[2] / below  # where it is not below here
+        run.put(ours, str(below if below.exists() or not whole.exists() else whole), name_key)
     else:
         what = f"the text of {short(name)} is not here; null is the tokenizer's own"
         run.changed(name_key, f"left out: {what}")

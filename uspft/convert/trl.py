@@ -8,7 +8,7 @@ from uspft.config.other_tools import table_of
 from uspft.convert import trainer
 from uspft.convert.accelerate import devices_sharding, layout, split, world
 from uspft.convert.accelerate import precision as devices_precision
-from uspft.convert.conversion import Conversion, short
+from uspft.convert.conversion import Conversion, in_place, short
 
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
@@ -46,12 +46,10 @@ def convert_trl(run: Conversion, ranks: int | None) -> int:
 
 def _model(run: Conversion) -> None:
     trainer.model_named(run, "model_name_or_path")
+    dtype = f"here `model.dtype: {run.outcome.values.get('model.dtype')}`"
     for start in ("", "model_init_kwargs."):
-        for name in ("dtype", "torch_dtype"):
-            if run.written(start + name):
-                ours = run.outcome.values.get("model.dtype")
-                what = f"here `model.dtype: {ours}`; weights and their updates are float32"
-                run.changed(start + name, what)
+        what = f"{dtype}; weights and their updates are float32"
+        run.told(what, f"{start}dtype", f"{start}torch_dtype")
         run.idle(trainer.KERNEL, f"{start}attn_implementation")
     run.idle("code from the hub is not run; families here need none", "trust_remote_code")
     key = "chat_template_path"
@@ -64,7 +62,7 @@ def _model(run: Conversion) -> None:
 def _adapter(run: Conversion) -> None:
     if not run.flag("use_peft"):
         run.idle("all weights train", "use_peft")
-        trainer.without_adapter(run, *LORA)
+        run.dropped(trainer.WHOLE, *LORA)
         return
     run.put("model.adapter.type", "lora", "use_peft")
     half = ("alpha", "lora_alpha", 32), ("dropout", "lora_dropout", 0.05)
@@ -115,7 +113,7 @@ def _data(run: Conversion) -> None:
     if "data.train" in run.given:
         for key in run.theirs.values:
             if key.startswith("datasets[") or key in ("dataset_name", "dataset_config"):
-                run.changed(key, "`data.train` of the command line stands in its place")
+                run.changed(key, in_place("data.train"))
     elif run.written("dataset_name"):
         source = _named(run, "dataset_train_split", "train")
         run.put("data.train", [source], "dataset_name", "dataset_config", "dataset_train_split")

@@ -6,12 +6,18 @@ share for each rank). samples: the forms of a sample on the way; faults: what is
 """
 
 from uspft.data.chat.template import turn_ends, without_marks
-from uspft.data.corpus.cache import CacheSize, corpora_in, empty, holding
-from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.corpus import (
+    CacheSize,
+    Corpus,
+    corpora_in,
+    empty,
+    holding,
+    read_report,
+)
 from uspft.data.corpus.counts import kept_and_dropped
-from uspft.data.corpus.first_look import first_look
 from uspft.data.corpus.prepare import (
     HELD_OUT,
+    first_look,
     formats_of,
     hold_out,
     prepare,

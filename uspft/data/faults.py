@@ -120,15 +120,12 @@ class _Group:
         """Return one line: the first place, what is wrong, how often and where else, the remedy."""
         what, _, remedy = self.what.partition("; ")
         if self.count > 1:
-            what += f" ({self.count:,} such: {self._where()})"
+            files = [place.rpartition(":") for place in self.places]
+            one = len({name for name, _, _ in files}) == 1 and all(n.isdigit() for _, _, n in files)
+            named = ", ".join([number for _, _, number in files] if one else self.places)
+            rest = ", …" if self.count > len(self.places) else ""
+            what += f" ({self.count:,} such: {'lines ' if one else ''}{named}{rest})"
         return on_one_line("; ".join(filter(None, (f"{self.places[0]}: {what}", remedy))))
-
-    def _where(self) -> str:
-        files = [place.rpartition(":") for place in self.places]
-        one = len({file for file, _, _ in files}) == 1 and all(n.isdigit() for _, _, n in files)
-        named = ", ".join([number for _, _, number in files] if one else self.places)
-        rest = ", …" if self.count > len(self.places) else ""
-        return f"{'lines ' if one else ''}{named}{rest}"
 
 
 def a_kind(value: Any) -> str:

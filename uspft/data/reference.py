@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from uspft.config.reference import remake
@@ -43,29 +43,17 @@ def table() -> str:
     lines: dict[tuple[str, str, str], list[str]] = {}
     tools: dict[tuple[str, str, str], list[str]] = {}
     for one in every:
-        what = tuple(_said(one))
-        key = (one.of, what[0], what[1])
-        lines.setdefault(key, []).extend(name for name in (one.name, *one.also) if name)
+        remedy = one.remedy.format(name="…") if isinstance(one, Refused) else ""
+        key = one.of, one.becomes, re.sub(r"\{.*?\}", r"`\g<0>`", remedy)
+        names = (name if " " in name else f"`{name}`" for name in (one.name, *one.also) if name)
+        lines.setdefault(key, []).extend(names)
         tools.setdefault(key, []).extend(t for some in one.tools for t in some.split(", "))
     return _HEAD + "".join(
-        f"| {', '.join(map(_code, names))} | {of} | {', '.join(dict.fromkeys(tools[key]))} "
+        f"| {', '.join(names)} | {of} | {', '.join(dict.fromkeys(tools[key]))} "
         f"| {'; '.join(filter(None, (becomes, remedy)))} |\n"
         for key, names in lines.items()
         for of, becomes, remedy in [key]
     )
-
-
-def _said(one: KnownField) -> Iterator[str]:
-    """Yield what becomes of a field, and the remedy where it is refused, else an empty text."""
-    yield one.becomes
-    if isinstance(one, Refused):
-        yield re.sub(r"\{.*?\}", r"`\g<0>`", one.remedy.format(name="…"))
-    else:
-        yield ""
-
-
-def _code(name: str) -> str:
-    return name if " " in name else f"`{name}`"
 
 
 def main(words: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,16 +61,15 @@ def pipelined(
     every, lines = mesh.layout.groups(("pipeline",)), Lines(group)
     if device.type == "cuda":
         lines = Lines(group, groups.ways(every, mesh.rank))
-    copies = holders is not None and parts.model.config.tie_word_embeddings
-    tied, tie_trains = None, copies and table.requires_grad
-    if holders and copies and group.index in (0, group.size - 1):
+    tied, ends = None, group.index in (0, group.size - 1)
+    if holders and ends and parts.model.config.tie_word_embeddings:
         name = next(name for name, p in named.items() if p is table)
         holder = holders.rank % (holders.everyone.size // group.size)
         size = holders.shards.part(name, holders.shapes[name], holder).size
         tied = TiedTable(table, size, lines, parts.model.dtype, device)
         if tied.copy is not None:
             module.copy_head(tied.copy)
-    return module, Pipeline(module, stages, schedule, lines, tied, Ends(first, tie_trains))
+    return module, Pipeline(module, stages, schedule, lines, tied, first)
 
 
 class _Given(torch.autograd.Function):
@@ -108,15 +107,6 @@ class KeysUnderWay:
             self.by_pass.pop((action.stage, action.micro_batch), None)
 
 
-class Ends(NamedTuple):
-    """How far back gradients go in a pipeline."""
-
-    first: int
-    """The first stage that trains: before it there is no backward, and none of its input."""
-    tie: bool
-    """Whether the last stage's copy of the table has a gradient, which the first stage is sent."""
-
-
 class Pipeline:
     """What runs the stages of one rank in the order of the schedule; a `StageRunner`."""
 
@@ -127,39 +117,55 @@ class Pipeline:
         schedule: Schedule,
         lines: Lines,
         tied: TiedTable | None,
-        ends: Ends,
+        first: int,
     ) -> None:
         """lines: between the ranks along the pipeline. tied: on its first and last rank, where the
-        table of embeddings is the head's too."""
+        table of embeddings is the head's too. first: the first stage that trains: before it there
+        is no backward, and none of its input."""
         self._module, self._stages, self._lines = module, stages, lines
-        self._tied, self._ends = tied, ends
+        self._tied, self._first = tied, first
+        self._ties = tied is not None and tied.trains
         self.idle = module.idle
         ranks, (order, virtual, _, self._chunks) = stages.ranks, schedule
 
         def actions(micro_batches: int) -> list[list[Action]]:
             every = forward_and_backward(order, ranks, micro_batches, virtual, self._chunks)
-            return [[one for one in mine if self._is_taken(one)] for mine in every]
+            return [[a for a in mine if a.kind == "forward" or a.stage >= first] for mine in every]
 
         self._train = cache(actions)
         self._forwards = forward_alone(ranks, 1, virtual, self._chunks)
         self._place = lines.group.index
         own = range(self._place, stages.count, ranks)
-        trained = [stage for stage in own if stage >= ends.first]
+        trained = [stage for stage in own if stage >= first]
         last = self._chunks - 1
         self._lap = ("backward", trained[0], 0) if trained else ("forward", own[-1], last)
         """The action that ends a micro-batch on this rank: its kind, stage and chunk."""
 
-    def _is_taken(self, action: Action) -> bool:
-        return action.kind == "forward" or action.stage >= self._ends.first
-
     def __call__(self, engine: ZeroEngine, batches: Sequence[Batch], scales: Scales) -> Tensor:
-        """Run a step as a `Runner` does."""
-        lists = self._train(len(batches))
-        mine, mail = lists[self._place], self._mail(lists, batches)
-        last = max((n for n, one in enumerate(mine) if one.kind == "backward"), default=None)
+        """Run a step as `Engine.run` does."""
         if engine.stage == 3:
             begin_accumulation(engine.deepspeed.optimizer)
         sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
+        return self._run(engine, batches, scales, self._train(len(batches)), sums)
+
+    def forward(self, engine: ZeroEngine, batch: Batch, scales: Scales) -> Tensor:
+        terms = torch.zeros(len(scales), device=engine.device)
+        return self._run(engine, [batch], scales, self._forwards, terms)
+
+    def _run(
+        self,
+        engine: ZeroEngine,
+        batches: Sequence[Batch],
+        scales: Scales,
+        lists: Sequence[Sequence[Action]],
+        sums: Tensor,
+    ) -> Tensor:
+        """Take the actions of this rank, and add to `sums` the terms of which it counts the tokens.
+
+        lists: the actions of each rank along the pipeline.
+        """
+        mine, mail, trains = lists[self._place], self._mail(lists, batches), torch.is_grad_enabled()
+        last = max((n for n, one in enumerate(mine) if one.kind == "backward"), default=None)
         live: dict[Action, tuple[Tensor | None, Tensor]] = {}
         keys = KeysUnderWay(self._chunks)
         for number, action in enumerate(mine):
@@ -168,14 +174,14 @@ class Pipeline:
             if kind == "forward":
                 x = self._entering(action, mail)
                 made = engine.take(batch, scales, stage, x)
-                if stage >= self._ends.first:
+                if trains and stage >= self._first:
                     live[action] = x, made
                 else:
                     keys.forget(action, chunk + 1 == self._chunks)
-                if stage == self._stages.count - 1:
-                    sums += made.detach() if batch.world.mesh.counts else 0
-                else:
+                if stage < self._stages.count - 1:
                     mail.send(*self._sent(action), made)
+                elif batch.world.mesh.counts:
+                    sums += made.detach()
             else:
                 x, made = live.pop(action._replace(kind="forward"))
                 self._backward(engine, action, batch, made, mail, last=number == last)
@@ -183,12 +189,12 @@ class Pipeline:
                 if x is not None and x.requires_grad:
                     assert x.grad is not None
                     mail.send(*self._sent(action), x.grad)
-                if self._ties(action, len(batches)):
+                if self._completes(action, len(batches)):
                     assert self._tied
                     mail.send(0, TIE, self._tied.gradient())
-            if (kind, stage, chunk) == self._lap:
+            if trains and (kind, stage, chunk) == self._lap:
                 engine.laps.mark()
-        if last is None:  # all stages of this rank are before the first that trains
+        if trains and last is None:  # all stages of this rank are before the first that trains
             nothing = engine.take(batches[-1], scales, None, None)
             engine.backward(nothing, batches[-1], last=True)
         mail.close()
@@ -209,30 +215,13 @@ class Pipeline:
         if stage == self._stages.count - 1:
             loss = made.sum()
         else:
-            gradient = mail.receive(action)
-            loss = _Given.apply(made, gradient)
-        if last and self._tied and self._ends.tie and stage == 0:
+            loss = _Given.apply(made, mail.receive(action))
+        if last and self._ties and stage == 0:
+            assert self._tied
             self._tied.add(mail.receive(TIE))
         if last and len(self._module.stages) > 1 and leaves_out_unreached(engine.deepspeed):
             loss = loss + self._module.nothing()
         engine.backward(loss, batch, last=last)
-
-    def forward(self, engine: ZeroEngine, batch: Batch, scales: Scales) -> Tensor:
-        """Return an objective's terms of a micro-batch, 0 where this rank has not the last stage;
-        collective, and without gradients."""
-        mail = self._mail(self._forwards, [batch])
-        terms = torch.zeros(len(scales), device=engine.device)
-        keys = KeysUnderWay(self._chunks)
-        for action in self._forwards[self._place]:
-            part, x = keys.part(batch, action), self._entering(action, mail)
-            made = engine.take(part, scales, action.stage, x)
-            keys.forget(action, action.chunk + 1 == self._chunks)
-            if action.stage == self._stages.count - 1:
-                terms = terms + made
-            else:
-                mail.send(*self._sent(action), made)
-        mail.close()
-        return terms
 
     def updated(self, engine: ZeroEngine) -> None:
         """Give the last stage the table's new values; collective over the ranks of a pipeline."""
@@ -243,17 +232,17 @@ class Pipeline:
         if not action.stage:
             return None
         x = mail.receive(action)
-        return x.requires_grad_(torch.is_grad_enabled() and action.stage > self._ends.first)
+        return x.requires_grad_(torch.is_grad_enabled() and action.stage > self._first)
 
     def _sent(self, action: Action) -> tuple[int, Action]:
         """Return what an action sends, and to which rank along the pipeline."""
         stage = action.stage + (1 if action.kind == "forward" else -1)
         return self._stages.rank_of(stage), action._replace(stage=stage)
 
-    def _ties(self, action: Action, micro_batches: int) -> bool:
+    def _completes(self, action: Action, micro_batches: int) -> bool:
         """Return whether a backward completes the gradient of the last stage's table."""
         last = Action("backward", self._stages.count - 1, micro_batches - 1)
-        return self._ends.tie and action == last
+        return self._ties and action == last
 
     def _mail(self, lists: Sequence[Sequence[Action]], batches: Sequence[Batch]) -> Mail:
         def buffer(message: PipelineMessage) -> Tensor:
@@ -268,10 +257,10 @@ class Pipeline:
         def messages(actions: Sequence[Action]) -> Iterator[PipelineMessage]:
             for action in actions:
                 to, message = self._sent(action)
-                first = self._ends.first if action.kind == "backward" else 0
+                first = self._first if action.kind == "backward" else 0
                 if first <= message.stage < self._stages.count and to == self._place:
                     yield message
-                if self._ties(action, len(batches)) and self._place == 0:
+                if self._completes(action, len(batches)) and self._place == 0:
                     yield TIE
 
         return Mail(self._lines, [list(messages(actions)) for actions in lists], buffer)

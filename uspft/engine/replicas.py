@@ -62,17 +62,14 @@ class Replicas:
         """Return the hook of a parameter. same: the ranks whose gradients are summed, if any."""
 
         def count_once(gradient: Tensor) -> Tensor:
-            over = self._divisor(name)
+            assert self.world
+            rows, layout = self.world.tensor, self.world.layout
+            splits_tokens = rows.splits_tokens or layout.is_mesh
+            over = counting.divisor(self._shards, name, rows.degree, splits_tokens=splits_tokens)
             gradient = gradient / over if over > 1 else gradient
             return sum_over(gradient.clone(), same, "tensor") if same else gradient
 
         return count_once
-
-    def _divisor(self, name: str) -> int:
-        assert self.world
-        rows, layout = self.world.tensor, self.world.layout
-        splits_tokens = rows.splits_tokens or layout.is_mesh
-        return counting.divisor(self._shards, name, rows.degree, splits_tokens=splits_tokens)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -222,13 +219,13 @@ class TiedTable:
         self._sum: Tensor | None = None
         self.copy: Tensor | None = None
         """What the last rank's head uses."""
-        trains = table.requires_grad
+        self.trains = table.requires_grad
         self._is_first = lines.group.index == 0
-        if self._is_first and trains:
+        if self._is_first and self.trains:
             table.register_hook(self._with_other)
         if lines.group.index == lines.group.size - 1:
-            self.copy = torch.zeros(size, dtype=dtype, device=device, requires_grad=trains)
-            if trains:
+            self.copy = torch.zeros(size, dtype=dtype, device=device, requires_grad=self.trains)
+            if self.trains:
                 self.copy.register_post_accumulate_grad_hook(self._collect)
 
     def buffer(self) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from uspft.comm import largest, total
 from uspft.parameters.part import Part, as_slices
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ class Keeper(Protocol):
     def fragments(self) -> Fragments:
         """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sum of each value over all ranks, in float64; collective."""
+        return total(values, self.holders.everyone, self.device)
+
+    def largest(self, *values: float) -> list[float]:
+        """Return the maximum of each value over all ranks, in float64; collective."""
+        return largest(values, self.holders.everyone, self.device)
 
     def part_of(self, name: str) -> Part:
         """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""
@@ -184,8 +193,14 @@ def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[i
                 coming[source] += stop - start
     own = leaving[rank]  # stays where it is
     leaving[rank], coming[rank] = [], 0
-    received = _all_to_all(leaving, coming, engine)
-    received[rank] = torch.cat(own) if own else received[rank]
+    empty = torch.empty(0, dtype=torch.float32, device=device)
+    out = torch.empty(sum(coming), dtype=torch.float32, device=device)
+    if everyone.size > 1:
+        sizes = [sum(piece.numel() for piece in pieces) for pieces in leaving]
+        send = torch.cat([piece for pieces in leaving for piece in pieces] or [empty])
+        dist.all_to_all_single(out, send, coming, sizes, group=everyone.handle)
+    received = list(out.split(coming))
+    received[rank] = torch.cat(own) if own else empty
     found: dict[int, list[tuple[int, Tensor]]] = {}
     at_source = [0] * everyone.size
     for number, (one, each) in enumerate(zip(items, sources, strict=True)):
@@ -197,21 +212,6 @@ def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[i
             found[number].append((source, received[source][at : at + stop - start]))
             at_source[source] += stop - start
     return found
-
-
-def _all_to_all(
-    leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: Keeper
-) -> list[Tensor]:
-    """Send each rank its pieces, and return the float32 values that came from each rank."""
-    group, device = engine.holders.everyone, engine.device
-    empty = torch.empty(0, dtype=torch.float32, device=device)
-    if group.size == 1:
-        return [empty]
-    sizes = [sum(piece.numel() for piece in pieces) for pieces in leaving]
-    send = torch.cat([piece for pieces in leaving for piece in pieces] or [empty])
-    out = torch.empty(sum(coming), dtype=torch.float32, device=device)
-    dist.all_to_all_single(out, send, list(coming), sizes, group=group.handle)
-    return list(out.split(list(coming)))
 
 
 def _assembled(engine: Keeper, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:

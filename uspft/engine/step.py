@@ -108,6 +108,8 @@ class Engine(Keeper, Protocol):
     module: LossModule
     stage: int
     """The ZeRO stage."""
+    averaged: int = 1
+    """Over how many ranks it averages gradients."""
     laps: Laps
     """The clock of the step's micro-batches."""
 
@@ -117,7 +119,9 @@ class Engine(Keeper, Protocol):
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
         """Set the values that `fragment` reads. read: returns values [start, stop) of the part."""
-        ...
+        start, held = self.fragment(name, kind)
+        if held.numel():
+            held.copy_(read(start, start + held.numel()))
 
     def make_moments(self, empty: Batch) -> None:
         """Make Adam's states, if they are not there yet; collective.
@@ -141,7 +145,43 @@ class Engine(Keeper, Protocol):
         `GRADIENT`. most: the largest gradient norm that is taken, the same on every rank. Raises
         NotFinite and TooLarge before anything is updated, on every rank alike.
         """
+        objective, everyone = self.module.objective, self.holders.everyone
+        counts = counted(objective, batches, everyone, self.device)
+        for group in self.adam.param_groups:
+            group["lr"] = learning_rate
+        self.laps = Laps(self.device)
+        sums = self.run(batches, scales_of(objective, counts, self.averaged))
+        *totals, stops = self.total(*sums.tolist(), float(stop))
+        each = zip(objective.terms, totals, strict=True)
+        means = {term.name: value / self.averaged for term, value in each}
+        if look:
+            look()
+        first, loss = next(iter(means.items()))
+        norm = self.update(most if math.isfinite(loss) else -math.inf)  # else it is refused
+        seconds, switching = self.seconds(len(batches))
+        result = StepResult(means, counts, norm, stops > 0, False, seconds, switching)
+        for what, value in {first: loss, "gradient norm": norm}.items():
+            if not math.isfinite(value):
+                raise NotFinite(f"the {what} is {value}", replace(result, skipped=True))
+        if norm > most:
+            what = f"the gradient norm is {norm:.6g}, and at most {most:.6g} was allowed"
+            raise TooLarge(what, replace(result, skipped=True))
+        return result
+
+    def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
+        """Take a step's micro-batches forward and backward, and return the terms summed over those
+        whose tokens this rank counts, [terms] float64; collective."""
         ...
+
+    def update(self, most: float) -> float:
+        """Clip the gradient and update the weights, unless its norm is larger than most or not
+        finite; return the norm before; collective."""
+        ...
+
+    def seconds(self, batches: int) -> tuple[tuple[float, ...], float]:
+        """Return the seconds of each of so many micro-batches, in their order, and those of moving
+        weights and gradients."""
+        return self.laps.seconds(), 0.0
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
         """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
@@ -161,10 +201,18 @@ class Engine(Keeper, Protocol):
         """
         ...
 
+    def stages_for(self, batch: Batch) -> StageRunner | None:
+        """Return what runs the stages of a micro-batch; None where its layers are not divided."""
+        ...
+
     def terms(self, batch: Batch) -> dict[str, float]:
         """Return this rank's part of each term that an evaluation reports of a micro-batch, by
         name; called inside `evaluating`; collective."""
-        ...
+        stages, told = self.stages_for(batch), self.module.objective.terms
+        scales = tuple(1.0 if term.evaluated else None for term in told)
+        values = stages.forward(self, batch, scales) if stages else self.forward(batch, scales)
+        named = zip(told, values.tolist(), strict=True)
+        return {term.name: value for term, value in named if term.evaluated}
 
     def close(self) -> None:
         """Remove what the engine has hooked into the module, and what it keeps elsewhere."""
@@ -209,64 +257,8 @@ def scales_of(objective: Objective, counts: Mapping[str, int], times: int = 1) -
     return tuple(times / max(counts[term.per.name], 1) for term in objective.terms)
 
 
-def evaluated(objective: Objective, forward: Callable[[Scales], Tensor]) -> dict[str, float]:
-    """Return the terms that an evaluation reports of a forward pass, by name.
-
-    forward: takes the micro-batch forward with these scales, and returns its terms.
-    """
-    told = [term.evaluated for term in objective.terms]
-    values = forward(tuple(1.0 if wanted else None for wanted in told)).tolist()
-    named = zip((term.name for term in objective.terms), values, told, strict=True)
-    return {name: value for name, value, wanted in named if wanted}
-
-
-def means_of(
-    objective: Objective,
-    sums: Tensor,
-    stop: bool,
-    everyone: Group,
-    device: torch.device,
-    *,
-    times: int = 1,
-) -> tuple[dict[str, float], bool]:
-    """Return each term's mean over the step by name, and whether a rank asked to stop; collective.
-
-    sums: what a `Runner` returned. times: as of `scales_of`.
-    """
-    *totals, stops = total([*sums.tolist(), float(stop)], everyone, device)
-    names = [term.name for term in objective.terms]
-    means = {name: value / times for name, value in zip(names, totals, strict=True)}
-    return means, stops > 0
-
-
-def allowed(means: Mapping[str, float], most: float) -> float:
-    """Return the largest gradient norm with which the step is taken, −inf where its loss is not
-    finite, so that it is refused. means: the loss first. most: as of `Engine.step`."""
-    return most if math.isfinite(next(iter(means.values()))) else -math.inf
-
-
-def require_good(result: StepResult, most: float) -> StepResult:
-    """Return the result of a step that was taken. Raises NotFinite and TooLarge for one that was
-    refused, as `allowed` says. most: as of `Engine.step`."""
-    named = {next(iter(result.means)): result.loss, "gradient norm": result.grad_norm}
-    for what, value in named.items():
-        if not math.isfinite(value):
-            raise NotFinite(f"the {what} is {value}", replace(result, skipped=True))
-    if result.grad_norm > most:
-        what = f"the gradient norm is {result.grad_norm:.6g}, and at most {most:.6g} was allowed"
-        raise TooLarge(what, replace(result, skipped=True))
-    return result
-
-
-Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]
-"""A function that takes a step's micro-batches forward and backward.
-
-It returns the terms summed over those whose tokens this rank counts, [terms] float64.
-"""
-
-
 class StageRunner(Protocol):
-    """A `Runner` of a module of which this rank has some stages."""
+    """What runs a module of which this rank has some stages, as `Engine.run` does."""
 
     idle: nn.Parameter | None
     """What the engine trains beside the module's named parameters, where none of these does."""
@@ -274,8 +266,8 @@ class StageRunner(Protocol):
     def __call__(self, engine: Any, batches: Sequence[Batch], scales: Scales) -> Tensor: ...
 
     def forward(self, engine: Any, batch: Batch, scales: Scales) -> Tensor:
-        """Return the objective's terms of a micro-batch without gradients, 0 where this rank has
-        not the last stage; collective."""
+        """Return the objective's terms of a micro-batch without gradients, 0 where this rank counts
+        none of its tokens; collective."""
         ...
 
     def updated(self, engine: Any) -> None:
@@ -284,7 +276,7 @@ class StageRunner(Protocol):
 
 
 def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
-    """Run one micro-batch after another, each forward and at once backward, as a `Runner` does."""
+    """Run one micro-batch after another, forward and at once backward, as `Engine.run` does."""
     sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
         terms = engine.forward(batch, scales)

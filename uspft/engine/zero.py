@@ -13,18 +13,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
 from io import StringIO
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from deepspeed.utils import set_z3_leaf_module
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+    set_z3_leaf_module,
+)
 from torch import Tensor, nn
 
-from uspft.comm import largest, total
+from uspft.comm import total
 from uspft.engine.deepspeed_config import deepspeed_config
-from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import (
     compare_traces_within,
     forget_mpu,
@@ -33,21 +39,12 @@ from uspft.engine.quarantine import (
     sum_norm_once,
 )
 from uspft.engine.replicas import ExpertSets, Replicas, mark_for_partition, mpu_of
-from uspft.engine.state import adamw, start_moments
+from uspft.engine.state import GRADIENT, adamw, start_moments
 from uspft.engine.step import (
     Engine,
-    Laps,
     LossModule,
-    Runner,
     StageRunner,
-    StepResult,
-    allowed,
-    counted,
-    evaluated,
     in_turn,
-    means_of,
-    require_good,
-    scales_of,
 )
 from uspft.model.adapter import adapters
 from uspft.model.head_groups import WHOLE
@@ -93,16 +90,14 @@ class ZeroEngine(Engine):
         device: torch.device,
         *,
         passes: int,
-        runner: Runner = in_turn,
         pipeline: StageRunner | None = None,
     ) -> None:
         """Build the engine. passes: micro-batches of a step, or the most where steps differ.
-        pipeline: runs the module's stages, where it has some alone; then it is the runner."""
+        pipeline: runs the module's stages, where it has some alone."""
         self.module, self.holders, self.device = module, holders, device
+        self.averaged = counting.averaged(holders)
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
-        self._runner, self._pipeline = pipeline or runner, pipeline
-        self.laps = Laps(device)
-        """The clock of the step's micro-batches."""
+        self._pipeline = pipeline
         self.named = module.named()
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
         each parameter would take too long. What this rank holds nothing of has no elements here."""
@@ -141,7 +136,7 @@ class ZeroEngine(Engine):
         if self.deepspeed.optimizer is not self.adam:
             judge_norm(self.deepspeed.optimizer, self.stage, self._judge)
         self._require_float32_buffers()
-        self._partitions = Partitions(self.deepspeed.optimizer, self.adam, self.stage)
+        self._masters = {} if self.stage else _masters(whole, self.adam)
         if self.stage < 3:
             # DeepSpeed finds moments by parameter only for those groups that have them after the
             # first group's first step (stages 1 and 2, 0.19.8).
@@ -159,10 +154,66 @@ class ZeroEngine(Engine):
                 raise RuntimeError(f"buffer {name} is {buffer.dtype}: DeepSpeed has rounded it")
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        return self._partitions.fragment(self.named[name], kind)
+        parameter: Any = self.named[name]
+        if not getattr(parameter, "ds_numel", parameter.numel()):
+            return 0, parameter.detach().flatten()
+        if not parameter.requires_grad:
+            if kind != "weight":
+                shape = tuple(parameter.shape)
+                raise RuntimeError(f"a frozen parameter of shape {shape} has no {kind}")
+            if not hasattr(parameter, "ds_id"):
+                return 0, parameter.detach().flatten()
+            return _unpadded(parameter, parameter.ds_tensor.detach())
+        if kind == GRADIENT:
+            start, made = self._gradient(parameter)
+            return start, made.float()
+        master = self._masters.get(id(parameter))
+        if master is not None:
+            held: Tensor = master.detach() if kind == "weight" else self.adam.state[master][kind]
+            return 0, held.flatten()
+        if hasattr(parameter, "ds_id"):
+            if kind == "weight":
+                value = safe_get_local_fp32_param(parameter)
+            else:
+                value = safe_get_local_optimizer_state(parameter, kind)
+            return _unpadded(parameter, value)
+        mapping: Any = parameter._hp_mapping
+        if mapping is None:
+            return 0, parameter.detach().new_empty(0, dtype=torch.float32)
+        values: Tensor = mapping.get_hp_fragment(None if kind == "weight" else kind)
+        return mapping.lp_fragment_address.start, values.detach()
+
+    def _gradient(self, parameter: Any) -> tuple[int, Tensor]:
+        """Return (start, flat values) of what this rank keeps of a gradient, scaled as the loss."""
+        if id(parameter) in self._masters:
+            made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            return 0, made.detach().flatten()
+        if hasattr(parameter, "ds_id"):
+            return _unpadded(parameter, safe_get_local_grad(parameter))
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return 0, parameter.detach().new_empty(0)
+        kept = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach().flatten()
+        place = mapping.lp_fragment_address
+        if kept.numel() == parameter.numel():  # stage 1 sums bfloat16 whole, on every rank
+            kept = kept[place.start : place.start + place.numel]
+        return place.start, kept
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        self._partitions.write(self.named[name], kind, read)
+        parameter: Any = self.named[name]
+        if not hasattr(parameter, "ds_id"):
+            super().write_fragment(name, kind, read)
+            return
+        start, held = self.fragment(name, kind)
+        if not held.numel():
+            return
+        size: int = parameter.ds_tensor.numel()
+        padded = torch.zeros(size, dtype=torch.float32, device=held.device)
+        padded[: held.numel()] = read(start, start + held.numel())
+        if kind == "weight":
+            safe_set_local_fp32_param(parameter, padded)
+        else:
+            safe_set_local_optimizer_state(parameter, padded, kind)
 
     def make_moments(self, empty: Batch) -> None:
         """Make Adam's states, by a step over one batch without targets, at learning rate 0.
@@ -171,23 +222,8 @@ class ZeroEngine(Engine):
         """
         self.step([empty], 0.0, stop=False)
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        learning_rate: float,
-        stop: bool,
-        look: Callable[[], None] | None = None,
-        *,
-        most: float = math.inf,
-    ) -> StepResult:
-        objective = self.module.objective
-        counts = counted(objective, batches, self.holders.everyone, self.device)
-        scales = scales_of(objective, counts, counting.averaged(self.holders))
-        for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.laps = Laps(self.device)
-        sums = self._runner(self, batches, scales)
-        return self._end(sums, counts, stop, look or (lambda: None), most)
+    def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
+        return (self._pipeline or in_turn)(self, batches, scales)
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
         terms: Tensor = self.deepspeed(batch, scales)
@@ -206,31 +242,7 @@ class ZeroEngine(Engine):
         if not last:
             self.deepspeed.step()
 
-    def _end(
-        self,
-        sums: Tensor,
-        counts: dict[str, int],
-        stop: bool,
-        look: Callable[[], None],
-        most: float,
-    ) -> StepResult:
-        """Check loss and gradient norm, update the weights, return the result.
-
-        Raises NotFinite and TooLarge.
-        """
-        objective, everyone = self.module.objective, self.holders.everyone
-        times = counting.averaged(self.holders)
-        means, stops = means_of(objective, sums, stop, everyone, self.device, times=times)
-        look()
-        grad_norm = self._update(allowed(means, most))
-        result = StepResult(means, counts, grad_norm, stops, seconds=self.laps.seconds())
-        return require_good(result, most)
-
-    def _update(self, most: float) -> float:
-        """Update the weights, unless the gradient's norm is larger than most or not finite.
-
-        Returns the norm before clipping.
-        """
+    def update(self, most: float) -> float:
         optimizer: Any = self.deepspeed.optimizer
         self._most, self._refused = most, None
         if self.stage == 0 and optimizer is self.adam:
@@ -261,7 +273,7 @@ class ZeroEngine(Engine):
             return norm
         value = float(norm)
         if self._most > 0 and math.isfinite(value):
-            (value,) = largest([value], self.holders.everyone, self.device)
+            (value,) = self.largest(value)
         if value <= self._most:
             return norm
         self._refused = value
@@ -299,9 +311,8 @@ class ZeroEngine(Engine):
             # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
             self.deepspeed.empty_partition_cache()
 
-    def terms(self, batch: Batch) -> dict[str, float]:
-        forward = partial(self._pipeline.forward, self) if self._pipeline else self.forward
-        return evaluated(self.module.objective, partial(forward, batch))
+    def stages_for(self, batch: Batch) -> StageRunner | None:
+        return self._pipeline
 
     def close(self) -> None:
         self.replicas.close()
@@ -353,3 +364,23 @@ def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], l
     dims = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
     pairs = list(zip(trained, dims, strict=True))
     return [p for p, n in pairs if n > 1], [p for p, n in pairs if n <= 1]
+
+
+def _masters(optimizer: Any, adam: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
+
+    It is the parameter itself or its float32 copy.
+    """
+    if optimizer is adam:
+        return {id(p): p for p in chain(*(group["params"] for group in adam.param_groups))}
+    pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
+    return {id(half): full for half, full in pairs}
+
+
+def _unpadded(parameter: Any, values: Tensor) -> tuple[int, Tensor]:
+    """Return (start, flat values) of this rank's fragment under ZeRO-3, without its padding.
+
+    ZeRO-3 cuts a parameter in equal fragments; the last may be longer than what is left.
+    """
+    start = min(values.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)
+    return start, values.flatten()[: parameter.ds_numel - start]

@@ -124,16 +124,11 @@ def state_sizes(shape: ModelShape) -> StateSizes | None:
     """
     if not FAMILIES[shape.model_type].states:
         return None
-    usual = {"key_heads": 16, "value_heads": 32}
-    if shape.model_type == "olmo_hybrid":
-        usual = {"key_heads": shape.heads, "value_heads": shape.heads}
     raw = {key: value for key, value in shape.raw.items() if value is not None}
-    keys = int(raw.get("linear_num_key_heads", usual["key_heads"]))
-    values = int(raw.get("linear_num_value_heads", usual["value_heads"]))
-    dims = 128, 128
-    if shape.model_type == "olmo_hybrid":
-        key_dim = int(raw.get("linear_key_head_dim", 0.75 * shape.hidden_size / keys))
-        dims = key_dim, 2 * key_dim
-    key_dim = int(raw.get("linear_key_head_dim", dims[0]))
-    value_dim = int(raw.get("linear_value_head_dim", dims[1]))
+    as_attention = shape.model_type == "olmo_hybrid"
+    keys = int(raw.get("linear_num_key_heads", shape.heads if as_attention else 16))
+    values = int(raw.get("linear_num_value_heads", shape.heads if as_attention else 32))
+    usual = 0.75 * shape.hidden_size / keys if as_attention else 128
+    key_dim = int(raw.get("linear_key_head_dim", usual))
+    value_dim = int(raw.get("linear_value_head_dim", 2 * key_dim if as_attention else 128))
     return StateSizes(keys, values, key_dim, value_dim, int(raw.get("linear_conv_kernel_dim", 4)))

@@ -73,15 +73,12 @@ def _pairs(asked: Mapping[str, Any], shape: ModelShape) -> list[Finding]:
     """
     share = {**shape.raw, **(shape.rope or {})}.get("partial_rotary_factor", 1.0)
     pairs = int(shape.head_dim * share) // 2
-    return [
-        (
-            f"model.rope_scaling.{key}",
-            f"has {len(asked[key])} numbers, and the model turns {pairs} pairs of a head",
-            f"write {pairs} numbers",
-        )
-        for key in ("short_factor", "long_factor")
-        if key in asked and len(asked[key]) != pairs
-    ]
+    found = []
+    for key in ("short_factor", "long_factor"):
+        if key in asked and len(asked[key]) != pairs:
+            what = f"has {len(asked[key])} numbers, and the model turns {pairs} pairs of a head"
+            found.append((f"model.rope_scaling.{key}", what, f"write {pairs} numbers"))
+    return found
 
 
 def _original(asked: Mapping[str, Any], shape: ModelShape) -> int:

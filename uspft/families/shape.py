@@ -154,8 +154,8 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         return raw
     whole, media = raw["model_type"] if is_multimodal(raw) else "", media_tokens(raw)
 
-    def named(field: str) -> str:
-        return f"model.overrides.{field}" if field in model.overrides else key
+    def named(*fields: str) -> str:
+        return next((f"model.overrides.{one}" for one in fields if one in model.overrides), key)
 
     text = language_model(raw)
     family = FAMILIES.get(str(text.get("model_type")), Family())
@@ -303,10 +303,8 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             sizes[name] = value
         elif not (name in ("kv_heads", "head_dim") and raw.get(key) is None):
-            override, what = (
-                f"model.overrides.{key}",
-                f"is {value!r}, not a whole number of at least 1",
-            )
+            override = f"model.overrides.{key}"
+            what = f"is {value!r}, not a whole number of at least 1"
             if named(key) == override:
                 findings.append((override, what, "write another"))
             else:
@@ -316,11 +314,19 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
     if sizes["heads"] % sizes["kv_heads"]:
         heads, kv_heads = sizes["heads"], sizes["kv_heads"]
         what = f"{heads} attention heads are not a multiple of {kv_heads} key-value heads"
-        findings.append((named("num_key_value_heads"), what, "write a divisor of the heads"))
+        findings.append(
+            (
+                named("num_key_value_heads", "num_attention_heads"),
+                what,
+                "write a divisor of the heads",
+            )
+        )
     whole = FAMILIES[raw["model_type"]].whole_heads
     if whole and sizes["hidden_size"] % sizes["heads"]:
         what = f"hidden_size {sizes['hidden_size']} is not a multiple of {sizes['heads']} heads"
-        findings.append((named("hidden_size"), what, "write a multiple of the heads"))
+        findings.append(
+            (named("hidden_size", "num_attention_heads"), what, "write a multiple of the heads")
+        )
     elif sizes["head_dim"] % 2:
         what = f"head_dim {sizes['head_dim']} is odd, and rotary positions turn pairs"
         findings.append((named("head_dim"), what, "write an even number"))

@@ -381,7 +381,7 @@ def unsupported(
     findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
     findings += _noise(full, named) + _router_loss(kind, full, named)
     findings += [
-        (named(key), f"{key}: {what} are not available yet", f"write model.overrides.{key}: false")
+        _off(named, key, f": {what} are not available yet", "false")
         for key, what in family.refused.items()
         if full.get(key)
     ]
@@ -398,25 +398,27 @@ def unsupported(
     return findings
 
 
+def _off(named: Named, key: str, what: str, value: str) -> Finding:
+    """Return the finding of a field that an override should set to a value."""
+    return named(key), f"{key}{what}", f"write model.overrides.{key}: {value}"
+
+
 def _attention(kind: str, full: Mapping[str, Any], named: Named, kernel: str) -> list[Finding]:
     findings = []
     cap, key = full.get("attn_logit_softcapping"), "attn_logit_softcapping"
     if cap is not None and not FAMILIES[kind].capped:
-        what = f"{key} is {cap}, which transformers' {kind} does not heed"
-        findings.append((named(key), what, f"write model.overrides.{key}: null"))
+        what = f" is {cap}, which transformers' {kind} does not heed"
+        findings.append(_off(named, key, what, "null"))
     elif cap is not None and (type(cap) not in (int, float) or not 0 < cap < math.inf):
-        what = f"{key} is {cap!r}, not a number above 0"
-        findings.append((named(key), what, f"write model.overrides.{key}: 50.0"))
+        findings.append(_off(named, key, f" is {cap!r}, not a number above 0", "50.0"))
     elif cap is not None and kernel not in CAPPED_KERNELS:
         what = f"is {kernel}, which has no soft-cap, and {key} is {cap}"
         findings.append(("model.attention", what, f"write one of {', '.join(CAPPED_KERNELS)}"))
-    both = full.get("use_bidirectional_attention")
+    both, key = full.get("use_bidirectional_attention"), "use_bidirectional_attention"
     if both and both not in FAMILIES[kind].bidirectional:
-        said = both if isinstance(both, str) else "true"
-        what = f"use_bidirectional_attention is {said}, and attention here is causal"
-        off = "null" if isinstance(both, str) else "false"
-        remedy = f"write model.overrides.use_bidirectional_attention: {off}"
-        findings.append((named("use_bidirectional_attention"), what, remedy))
+        said, off = (both, "null") if isinstance(both, str) else ("true", "false")
+        what = f" is {said}, and attention here is causal"
+        findings.append(_off(named, key, what, off))
     return findings
 
 
@@ -442,15 +444,14 @@ def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Findi
     if type(asked) is not bool:
         return [(named(key), f"{key} is {asked!r}, not true or false", f"write {key}: true")]
     if asked and not FAMILIES[kind].routed:
-        what = f"{key} is true, and model_type `{kind}` has no experts to choose among"
-        return [(named(key), what, f"write model.overrides.{key}: false")]
+        what = f" is true, and model_type `{kind}` has no experts to choose among"
+        return [_off(named, key, what, "false")]
     if asked and not FAMILIES[kind].balanced:
-        what = f"{key} is true, and transformers' {kind} has no loss of its routers"
-        return [(named(key), what, f"write model.overrides.{key}: false")]
+        what = f" is true, and transformers' {kind} has no loss of its routers"
+        return [_off(named, key, what, "false")]
     factor, key = full.get("router_aux_loss_coef", 0.001), "router_aux_loss_coef"
     if asked and (type(factor) not in (int, float) or not 0 <= factor < math.inf):
-        what = f"{key} is {factor!r}, not a number of at least 0"
-        return [(named(key), what, f"write model.overrides.{key}: 0.001")]
+        return [_off(named, key, f" is {factor!r}, not a number of at least 0", "0.001")]
     return []
 
 
@@ -459,14 +460,10 @@ def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:
 
     Noise differs between layouts: no result would be that of one process.
     """
+    on = {key: value for key, value in full.items() if _NOISE.search(key) and value}
     return [
-        (
-            named(key),
-            f"{key} is {value}, which is not available yet",
-            f"write model.overrides.{key}: 0.0",
-        )
-        for key, value in full.items()
-        if _NOISE.search(key) and value
+        _off(named, key, f" is {value}, which is not available yet", "0.0")
+        for key, value in on.items()
     ]
 
 
@@ -487,15 +484,11 @@ def _quantised(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding
 
 
 def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]:
-    found = {str(rope["rope_type"]) for rope in _ropes(raw)}
-    allowed = FAMILIES[kind].ropes
+    found, allowed = {str(rope["rope_type"]) for rope in _ropes(raw)}, FAMILIES[kind].ropes
+    key, remedy = named("rope_scaling"), f"name a model with {', '.join(allowed)}"
     return [
-        (
-            named("rope_scaling"),
-            f"rotary positions of type `{name}` are not available yet",
-            f"name a model with {', '.join(allowed)}",
-        )
-        for name in sorted(found - set(allowed))
+        (key, f"rotary positions of type `{name}` are not available yet", remedy)
+        for name in sorted(found - {*allowed})
     ]
 
 
@@ -533,8 +526,8 @@ def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -
         return [(named("sliding_window"), what, remedy)]
     if whole and types and types != {_WINDOWED if used else _FULL}:
         asked = "a window in all layers" if used else "no window"
-        what = f"layer_types and sliding_window disagree: transformers has {asked}"
-        return [(named("layer_types"), what, "write model.overrides.layer_types: null")]
+        what = f" and sliding_window disagree: transformers has {asked}"
+        return [_off(named, "layer_types", what, "null")]
     return []
 
 
@@ -542,8 +535,8 @@ def _no_window(kind: str, types: set[str], window: object, named: Named) -> list
     if _WINDOWED not in types and window is None:
         return []
     key = "layer_types" if _WINDOWED in types else "sliding_window"
-    what = f"{key} asks for a sliding window, and transformers' {kind} has none"
-    return [(named(key), what, f"write model.overrides.{key}: null for full attention")]
+    what = f" asks for a sliding window, and transformers' {kind} has none"
+    return [_off(named, key, what, "null for full attention")]
 
 
 def rope_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from uspft.config.problems import RunFailed
@@ -106,18 +107,9 @@ class Meeting:
         """
         if self.hosts.count == 1:
             return mine
-        watch, began, said = self.watch, time.monotonic(), False
-        watch.given[name] = mine  # which the listening thread sends
-        while name not in (found := watch.least()):
-            self._heed(None)
-            waited, missing = time.monotonic() - began, watch.waits_for()
-            if waited > limit_seconds and not watch.all_called():
-                raise RunFailed(_waited(limit_seconds, missing))
-            if waited > PATIENCE_SECONDS and not said:
-                say(f"waiting for {missing}")
-                said = True
-            time.sleep(POLL_SECONDS)
-        return found[name]
+        self.watch.given[name] = mine  # which the listening thread sends
+        self._wait(lambda: name in self.watch.least(), lambda: None, limit_seconds)
+        return self.watch.least()[name]
 
     def convene(self, ranks: int, device: str, gpus: int, limit_seconds: float) -> Watch:
         """Wait until every host is ready to start its ranks, and return the lines to them.
@@ -127,25 +119,33 @@ class Meeting:
         where one has left, and KeyboardInterrupt where one has ended the run: `alarm` says why.
         """
         self._take_over()
-        watch, began, spoke, said = self.watch, time.monotonic(), 0.0, ""
-        watch.doing = "ready"
-        watch.declare({"ranks": ranks, "device": device, "gpus": gpus})
-        while self.hosts.count > 1:
-            watch.begin()
-            if watch.begun:
-                break
-            self._heed(watch.news())
-            waited, missing = time.monotonic() - began, watch.waits_for()
-            if waited > limit_seconds and not watch.all_called():
-                raise RunFailed(_waited(limit_seconds, missing))
+        self.watch.doing = "ready"
+        self.watch.ready = {"ranks": ranks, "device": device, "gpus": gpus}
+        self.watch.tell("ready", start=self.watch.ready)
+        if self.hosts.count > 1 and self._wait(self.watch.begins, self.watch.news, limit_seconds):
+            say("all hosts are ready")
+        return self.watch
+
+    def _wait(
+        self, over: Callable[[], bool], news: Callable[[], Alarm | None], limit_seconds: float
+    ) -> bool:
+        """Wait for other hosts, and return whether it was said for whom. Raises as `convene` does.
+
+        over: tells whether nothing is waited for any more. news: returns what another host raised.
+        """
+        began, spoke, said = time.monotonic(), 0.0, ""
+        while not over():
+            self._heed(news())
+            waited, missing = time.monotonic() - began, self.watch.waits_for()
+            if waited > limit_seconds and not self.watch.all_called():
+                limit = f"{limit_seconds / 60:.3g} min (launch.timeout_minutes)"
+                raise RunFailed(f"waited {limit} for {missing}")
             late = spoke + AGAIN_SECONDS if said else PATIENCE_SECONDS
             if missing and missing != said and waited > late:
                 say(f"waiting for {missing}")
                 spoke, said = waited, missing
             time.sleep(POLL_SECONDS)
-        if said:
-            say("all hosts are ready")
-        return watch
+        return bool(said)
 
     def _heed(self, alarm: Alarm | None) -> None:
         """Raise an error where another host has ended the run, or left it."""
@@ -192,7 +192,3 @@ class Meeting:
         while self.watch.lines and time.monotonic() < until:
             self.watch.news()  # a line that is closed with something unread on it loses the last
             time.sleep(POLL_SECONDS)
-
-
-def _waited(limit_seconds: float, missing: str) -> str:
-    return f"waited {limit_seconds / 60:.3g} min (launch.timeout_minutes) for {missing}"

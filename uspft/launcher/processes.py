@@ -60,6 +60,15 @@ class Rank:
         if self.status is None:
             os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap it
 
+    def saves(self) -> bool:
+        """Tell whether the process has begun to heed a request to stop, rather than end at once."""
+        try:
+            text = Path(f"/proc/{self.process.pid}/status").read_text()
+        except OSError:
+            return False
+        caught = int(text.partition("SigCgt:")[2].split()[0], 16)
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+
     def failure(self) -> Failure | None:
         """Return how the rank failed, or None where it has not.
 

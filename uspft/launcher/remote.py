@@ -12,9 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from uspft.launcher.hosts import LaunchError, carriers, is_loopback, resolve
 from uspft.launcher.supervise import Signals
@@ -48,21 +47,6 @@ wait $child; code=$?; kill $heed 2>/dev/null; exit $code
 """
 
 
-@dataclass
-class Remote:
-    """A host's command, as this host sees it."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-
-    def ask(self) -> None:
-        """Ask the command to stop; a second time, to stop at once."""
-        assert self.process.stdin
-        with contextlib.suppress(OSError):
-            self.process.stdin.write(b"stop\n")
-            self.process.stdin.flush()
-
-
 def run_on_hosts(
     file: Path, words: Sequence[str], environment: Mapping[str, str], program: Sequence[str]
 ) -> int:
@@ -82,32 +66,30 @@ def run_on_hosts(
         "MASTER_ADDR": environment.get("MASTER_ADDR") or names[0],
         "MASTER_PORT": environment.get("MASTER_PORT") or PORT,
     }
-    settings = where | _taken_along(environment) | {BY_HOSTFILE: "1"}
+    taken = {
+        key: value
+        for key, value in environment.items()
+        if key.startswith(TAKEN_ALONG) and "\n" not in value
+    }
+    settings = where | taken | {BY_HOSTFILE: "1"}
     command = shlex.join([*program, *words])
     script = SCRIPT.format(folder=shlex.quote(os.getcwd()), command=command)
     signals = Signals()
     with signals.caught():
-        remotes = [
-            _start(name, script, settings | {"NODE_RANK": str(index)}, shown=index == 0)
+        remotes = {
+            name: _start(name, script, settings | {"NODE_RANK": str(index)}, shown=index == 0)
             for index, name in enumerate(names)
-        ]
+        }
         try:
             return _follow(remotes, signals)
         finally:
-            for remote in remotes:
-                remote.process.kill()
+            for process in remotes.values():
+                process.kill()
 
 
-def _taken_along(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of this environment that other hosts get; none has several lines."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(TAKEN_ALONG) and "\n" not in value
-    }
-
-
-def _start(name: str, script: str, settings: Mapping[str, str], *, shown: bool) -> Remote:
+def _start(
+    name: str, script: str, settings: Mapping[str, str], *, shown: bool
+) -> subprocess.Popen[bytes]:
     """Start a host's command; where the host is this one, without ssh. Raises LaunchError."""
     here = ["sh", "-c", script]
     command = here if _is_here(name) else [*SSH, name, shlex.join(here)]
@@ -122,14 +104,19 @@ def _start(name: str, script: str, settings: Mapping[str, str], *, shown: bool) 
         )
     except OSError as error:
         raise LaunchError(f"{command[0]}: {error.strerror}; --hostfile needs it") from error
-    assert process.stdin
     line = "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in settings.items())
+    _write(process, line)
+    if process.stdout:
+        threading.Thread(target=_show, args=(name, process.stdout), daemon=True).start()
+    return process
+
+
+def _write(process: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line to a host's command; one that has ended needs none."""
+    assert process.stdin
     with contextlib.suppress(OSError):
         process.stdin.write(line.encode() + b"\n")
         process.stdin.flush()
-    if process.stdout:
-        threading.Thread(target=_show, args=(name, process.stdout), daemon=True).start()
-    return Remote(name, process)
 
 
 def _show(name: str, lines: IO[bytes]) -> None:
@@ -147,7 +134,7 @@ def _is_here(name: str) -> bool:
         return False
 
 
-def _follow(remotes: Sequence[Remote], signals: Signals) -> int:
+def _follow(remotes: Mapping[str, subprocess.Popen[bytes]], signals: Signals) -> int:
     """Wait until all commands have ended, and return the code of the one that failed first.
 
     Where one has failed, the others hear of it from one another; those that do not end are asked
@@ -156,13 +143,13 @@ def _follow(remotes: Sequence[Remote], signals: Signals) -> int:
     ended: dict[str, int] = {}
     asked, code, failed = 0, 0, 0.0
     while True:
-        for remote in remotes:
-            status = remote.process.poll()
-            if status is None or remote.name in ended:
+        for name, process in remotes.items():
+            status = process.poll()
+            if status is None or name in ended:
                 continue
-            ended[remote.name] = status
+            ended[name] = status
             if status == NO_CONNECTION:
-                say(f"{remote.name}: ssh did not reach this host, or has lost it")
+                say(f"{name}: ssh did not reach this host, or has lost it")
             if status and not failed:
                 failed = time.monotonic() - END_SECONDS * (status == NO_CONNECTION)
                 code = status if 0 < status < NO_CONNECTION else 1
@@ -171,8 +158,8 @@ def _follow(remotes: Sequence[Remote], signals: Signals) -> int:
             return code
         if signals.count > asked or (waited > END_SECONDS and not asked):
             asked += 1
-            for remote in remotes:
-                remote.ask()
+            for process in remotes.values():  # a second time, to stop at once
+                _write(process, "stop")
         time.sleep(POLL_SECONDS)
 
 
@@ -181,15 +168,8 @@ LINE = re.compile(r"(?P<name>\S+?)(?::(?P<colon>\d+))?(?P<rest>(?:\s+\w+=\S+)*)"
 SLOTS = re.compile(r"slots=(\d+)")
 
 
-class HostList(NamedTuple):
-    """The hosts of a file in their order, and how many ranks each starts; None: not said."""
-
-    names: list[str]
-    slots: int | None
-
-
-def read_hostfile(file: Path) -> HostList:
-    """Read a hostfile.
+def read_hostfile(file: Path) -> tuple[list[str], int | None]:
+    """Return the hosts of a file in their order, and how many ranks each starts; None: not said.
 
     A host that stands on several lines has the slots of all of them. Raises LaunchError, with file
     and line, where a line cannot be read, or where hosts differ in their slots.
@@ -219,7 +199,7 @@ def read_hostfile(file: Path) -> HostList:
     if not slots:
         raise LaunchError(f"--hostfile: `{file}` names no host; write `name slots=8` on a line")
     if all(bare[name] == slots[name] == 1 for name in slots):
-        return HostList(list(slots), None)
+        return list(slots), None
     (known, most), *rest = slots.items()
     for name, count in rest:
         if count != most:
@@ -227,4 +207,4 @@ def read_hostfile(file: Path) -> HostList:
                 f"{file}:{first[name]}: {name} has {count} slots and {known} {most}; "
                 "write as many for every host"
             )
-    return HostList(list(slots), most)
+    return list(slots), most

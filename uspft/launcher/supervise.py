@@ -89,6 +89,7 @@ def _heard(watch: Watch) -> list[int]:
 
 
 SETTLE_SECONDS = 2.0  # how long the ranks are given to say why, after the first one failed
+SAVES, NOTHING_YET = "saving a checkpoint", "there is nothing to save yet"
 STOPPED_EARLY = "stopped before the run had begun"
 SAME_SIGNAL_SECONDS = 0.2  # a signal sent to the process and to its group is one signal
 
@@ -175,7 +176,9 @@ class Supervision:
         self.stopping = True
         if is_own:
             self.watch.tell("stop")
-        say(f"stopping: {self.on_stop}; again to stop at once")
+        begun = all(rank.saves() for rank in self.ranks if rank.status is None)
+        what = self.on_stop if begun or self.on_stop != SAVES else NOTHING_YET
+        say(f"stopping: {what}; again to stop at once")
         for rank in self.ranks:
             rank.stop()
 
@@ -255,7 +258,7 @@ def run_ranks(
     environment: Mapping[str, str],
     log_dir: Path,
     watch: Watch,
-    on_stop: str = "saving a checkpoint",
+    on_stop: str = SAVES,
     restart: Restart | None = None,
 ) -> int:
     """Run a command as this host's ranks, and return the exit code for all of them.

@@ -3,7 +3,6 @@ outlives it, and what a process waits for: a spinner with the time, or a line in
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
@@ -19,7 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 def say(text: str) -> None:
     """Print a text for the user on stderr; a closed terminal must not end the ranks."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
@@ -68,7 +67,7 @@ def outlive_terminal() -> None:
 
 def show_cursor() -> None:
     """Show a terminal's cursor, which a process that was ended at once may have hidden."""
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")
             sys.stdout.flush()
@@ -83,7 +82,7 @@ class LogOnTerminal:
 
     def copy(self) -> None:
         """Show what was written to the log since the last call."""
-        with self.log.open("rb") as source, contextlib.suppress(OSError):
+        with self.log.open("rb") as source, suppress(OSError):
             source.seek(self.shown_bytes)
             if fresh := source.read():
                 self.shown_bytes += len(fresh)

@@ -14,7 +14,7 @@ import json
 import select
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from uspft.launcher.hosts import Hosts, LaunchError, misfit, resolve
@@ -141,25 +141,21 @@ class Watch:
         for line in self.lines:
             line.send(message)  # a dead line shows when it is listened to
 
-    def declare(self, ready: Message) -> None:
-        """Say that this host is ready, and what it would start."""
-        self.ready = ready
-        self.tell("ready", start=ready)
-
-    def begin(self) -> None:
-        """Let all hosts start their ranks, where all are ready; host 0 alone decides.
+    def begins(self) -> bool:
+        """Tell whether all hosts start their ranks, as host 0 decides, once all are ready.
 
         Hosts that do not fit together end the run instead.
         """
         if self.host or self.begun or self.waits_for():
-            return
+            return self.begun
         for line in self.lines:
             if problem := misfit(self.ready or {}, line.ready or {}, line.host):
                 self.tell("failed", problem, 2)
                 self.alarms.append(Alarm("failed", problem, 2))
-                return
+                return False
         self.begun = True
         self.tell("go")
+        return True
 
     def waits_for(self) -> str:
         """Return the hosts that are not ready, with what each does; "" where the ranks may start.
@@ -286,8 +282,9 @@ class Watch:
         line.host = host
         self.called.add(host)
         if problem:
-            line.send({"kind": "failed", "text": problem, "code": 2})
-            self.raise_alarm(Alarm("failed", problem, 2), source=line)
+            alarm = Alarm("failed", problem, 2)
+            line.send(asdict(alarm))
+            self.raise_alarm(alarm, source=line)
 
     def raise_alarm(self, alarm: Alarm, source: Line) -> None:
         """Keep an alarm for the supervisor; host 0 also sends it to all hosts but its source."""
@@ -295,8 +292,7 @@ class Watch:
         if self.host == 0:
             for line in self.lines:
                 if line is not source:
-                    told = {"kind": alarm.kind, "text": alarm.text, "code": alarm.code}
-                    line.send({**told, "lost": alarm.lost})
+                    line.send(asdict(alarm))
 
     def lose(self, line: Line, how: str) -> None:
         """Drop a line; unless that host was done, or never said who it is, the run has failed."""

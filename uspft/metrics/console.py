@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from uspft.launcher import Waiting
+from uspft.launcher.terminal import Waiting
 from uspft.metrics.journal import Best
 
 QUIET_SECONDS = 15.0
@@ -41,7 +41,6 @@ class RunDisplay:
         self._last_line, self._started = 0.0, time.monotonic()
         self._first_step = done
         self._facts = self._evaluated = ""
-        self._best = Best()
         self._waiting = Waiting(self._terminal)
         self._bar = Progress(
             TextColumn("step"),
@@ -86,12 +85,11 @@ class RunDisplay:
                 self._live.refresh()
             yield
 
-    def knows(self, evaluations: Sequence[dict[str, Any]]) -> None:
-        """Take the records of earlier evaluations, whose best is shown."""
-        self._best = Best.of(evaluations)
+    def evaluation(self, record: dict[str, Any], before: Best) -> None:
+        """Show an evaluation's record in one line, with the best so far where that is another.
 
-    def evaluation(self, record: dict[str, Any]) -> None:
-        """Show an evaluation's record in one line, with the best so far where that is another."""
+        before: the best of the evaluations before it.
+        """
         loss = _shown(record["eval_loss"])
         sets = record.get("eval_sets", {})
         parts = [f"{title} {_shown(one['loss'])}" for title, one in sets.items()]
@@ -101,12 +99,11 @@ class RunDisplay:
             line += f"  perplexity {_shown(record['eval_perplexity'])}"
         if "eval_target_tokens" in record:
             line += f"  {record['eval_target_tokens']:,} tokens"
-        first = self._best.step is None
-        best = self._best = self._best.after(record)
+        best = before.after(record)
         known = best.step is not None
         at = f"{best.loss:.4f} after step {best.step}"
         so_far = ""
-        if known and not first:
+        if known and before.step is not None:
             so_far = f"  best {at}" if best.since else "  best so far"
         self._evaluated = f"eval loss {loss} after step {record['step']}"
         self._evaluated += f", best {at}" if known else ""

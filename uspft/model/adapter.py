@@ -10,6 +10,7 @@ expert after another; B [o, r·E] has the expert fastest.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,13 +124,17 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
     from peft import inject_adapter_in_model  # seconds, for those who ask for it
     from peft.tuners.lora import LoraLayer
 
-    parameters = parameter_targets(model, block)
-    names = targets(model, block)
+    words = expert_words(model)
+    parameters, names = parameter_targets(model, block, words), targets(model, block, words)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    if names:
+
+    def inject(names: list[str], into: nn.Module) -> None:
         config = lora_config(block, names)
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        inject_adapter_in_model(config, into, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+
+    if names:
+        inject(names, model)
     for target in parameters:
         owner, _, last = target.rpartition(".")
         module = model.get_submodule(owner)
@@ -137,8 +142,7 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
             path, _, word = owner.rpartition(".")
             alone = nn.Module()  # of whose names peft takes none for experts'
             alone.linear = module
-            config = lora_config(block, ["linear"])
-            inject_adapter_in_model(config, alone, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+            inject(["linear"], alone)
             setattr(model.get_submodule(path), word, alone.linear)
         else:
             adapt_parameter(module, last, block.rank, block.alpha / block.rank)
@@ -149,60 +153,56 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
             own = TokenDropout(block.dropout, seed, plain_name(name))
             module.lora_dropout[ADAPTER] = own
     for layer in model.base_model.layers:
-        _tell_tokens(layer, [m for m in layer.modules() if isinstance(m, TokenDropout)])
+        dropouts = [m for m in layer.modules() if isinstance(m, TokenDropout)]
+        before_each_run(layer, partial(_tell_tokens, dropouts))
 
 
-def _tell_tokens(layer: nn.Module, dropouts: list[TokenDropout]) -> None:
-    """Make a layer tell its dropouts which tokens it is called with, also when it is recomputed."""
-
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        words = token_words(kwargs["uspft"].tokens)
-        for dropout in dropouts:
-            dropout.words = words
-
-    before_each_run(layer, before)
+def _tell_tokens(dropouts: list[TokenDropout], _: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Tell a layer's dropouts which tokens it is called with."""
+    words = token_words(kwargs["uspft"].tokens)
+    for dropout in dropouts:
+        dropout.words = words
 
 
-def targets(model: Any, block: AdapterBlock) -> list[str]:
+def targets(model: Any, block: AdapterBlock, words: Collection[str]) -> list[str]:
     """Return the names of the modules to adapt, as peft matches them: whole, or the last words.
 
-    Where the recipe names none, every projection. Raises Fault for each name that no linear
-    projection of the layers has, and where nothing is named at all.
+    Where the recipe names none, every projection. words: what names experts' matrices, which are
+    none of these. Raises Fault for each name that no linear projection of the layers has, and where
+    nothing is named at all.
     """
-    found, wanted = _projections(model), block.target_modules
+    head, wanted = model.get_output_embeddings(), block.target_modules
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    found = [name for name in linear if name.rpartition(".")[2] not in words]
     last = sorted({name.rpartition(".")[2] for name in found})
     if wanted is None:
         return last
-    findings = []
-    for number, name in enumerate(wanted):
-        if not _matches(name, found):
-            findings.append(_refusal(model, (f"{KEY}[{number}]", name), last))
+    findings = [
+        _refusal(model, (f"{KEY}[{number}]", name), last, words)
+        for number, name in enumerate(wanted)
+        if not _matches(name, found)
+    ]
     if findings or not (wanted or block.target_parameters):
         empty = (KEY, "is empty, and nothing would train", f"write some of {', '.join(last)}")
         raise Fault(findings or [empty])
     return sorted(wanted)
 
 
-def parameter_targets(model: Any, block: AdapterBlock) -> list[str]:
+def parameter_targets(model: Any, block: AdapterBlock, words: Collection[str]) -> list[str]:
     """Return the whole names of the parameters to adapt: matrices of experts and of routers, and
     those of projections whose names peft takes for experts'.
 
-    Raises Fault for every other name, and beside dropout, which peft does not have for them.
+    words: as of targets. Raises Fault for every other name, and beside dropout, which peft does not
+    have for them.
     """
-    able = [name for name, _ in model.named_parameters() if _is_parameter(model, name)]
+    able = [name for name, _ in model.named_parameters() if _is_parameter(model, name, words)]
     short = sorted({".".join(name.split(".layers.")[-1].split(".")[1:]) for name in able})
+    usual = f"write some of {', '.join(short)}" if short else "leave it out: it has no experts"
     findings: list[Finding] = []
     for number, name in enumerate(block.target_parameters):
-        if _matches(name, able):
-            continue
-        what, near = (
-            f"the model has no matrices of experts or routers `{name}`",
-            closest(name, short),
-        )
-        remedy = f"write some of {', '.join(short)}" if short else "leave it out: it has no experts"
-        if near:
-            remedy = f"did you mean `{near}`?"
-        findings.append((f"{PARAMETERS}[{number}]", what, remedy))
+        if not _matches(name, able):
+            what = f"the model has no matrices of experts or routers `{name}`"
+            findings.append((f"{PARAMETERS}[{number}]", what, _meant(name, short) or usual))
     if block.target_parameters and block.dropout:
         what = f"is {block.dropout}, beside {PARAMETERS}: their adapters have no dropout in peft"
         findings.append(("model.adapter.dropout", what, f"write 0.0, or leave {PARAMETERS} out"))
@@ -216,34 +216,29 @@ def _matches(name: str, found: Collection[str]) -> bool:
     return any(f".{one}".endswith(f".{name}") for one in found)
 
 
-def _is_parameter(model: Any, name: str) -> bool:
+def _meant(name: str, known: list[str]) -> str:
+    near = closest(name, known)
+    return f"did you mean `{near}`?" if near else ""
+
+
+def _is_parameter(model: Any, name: str, words: Collection[str]) -> bool:
     """Tell whether a parameter is adapted by its own name alone."""
     owner, _, own = name.rpartition(".")
     if is_experts(name):
         return not own.endswith("_bias")
     module = model.get_submodule(owner)
     if isinstance(module, nn.Linear):
-        return own == "weight" and owner.rpartition(".")[2] in expert_words(model)
+        return own == "weight" and owner.rpartition(".")[2] in words
     return own == "weight" and is_router(module)
 
 
-def _projections(model: Any) -> list[str]:
-    """Return the names of the layers' linear projections, without those that experts have too."""
-    head, experts = model.get_output_embeddings(), expert_words(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and name.rpartition(".")[2] not in experts
-    ]
-
-
-def _refusal(model: Any, asked: tuple[str, str], known: list[str]) -> Finding:
+def _refusal(
+    model: Any, asked: tuple[str, str], known: list[str], words: Collection[str]
+) -> Finding:
     """Return why a name cannot be adapted. asked: its key and the name. known: names that can."""
     key, name = asked
     word, remedy = name.rpartition(".")[2], f"write some of {', '.join(known)}"
-    if word in expert_words(model):
+    if word in words:
         what = f"`{name}` names experts, whose matrices transformers holds in one parameter"
         names = (name for name, _ in model.named_parameters() if is_experts(name))
         of_layer = (name.split(".layers.")[1].partition(".")[2] for name in names)
@@ -253,12 +248,7 @@ def _refusal(model: Any, asked: tuple[str, str], known: list[str]) -> Finding:
         return key, f"`{name}`: adapting embeddings and the head is not available yet", remedy
     if name == "all-linear":
         return key, "`all-linear` is what no target_modules means", "leave target_modules out"
-    near = closest(name, known)
-    return (
-        key,
-        f"the model has no projection `{name}`",
-        f"did you mean `{near}`?" if near else remedy,
-    )
+    return key, f"the model has no projection `{name}`", _meant(name, known) or remedy
 
 
 def lora_config(block: AdapterBlock, names: list[str], base: str | None = None) -> Any:

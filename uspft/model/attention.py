@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from uspft.model.offload import HostShelf, Item
-    from uspft.sequence import Share
-    from uspft.sequence.kept_keys import LayerStates, RowKeys
+    from uspft.sequence import Inside, Share
+    from uspft.sequence.kept_keys import LayerKeys, LayerStates, RowKeys
     from uspft.sequence.mixing import Convolution
     from uspft.sequence.states import StateRule
     from uspft.world import World
@@ -78,7 +78,7 @@ class Bound:
         self._layer, self._between = 0, _Between()
         self.begun: set[int] = set()
         """What has run with it once: a layer that runs again is recomputed."""
-        self._outputs: dict[int, list[Tensor | Item]] = {}
+        self._outputs: dict[int, list[Tensor] | list[Item]] = {}
         self.forgets = recompute in (None, "attention")
         """Whether what attention in groups of heads gives is not remembered for a second run."""
         # Where no heads are exchanged, there is nothing around what is remembered.
@@ -102,55 +102,50 @@ class Bound:
         layer: a number that is the same whenever this layer is called.
         """
 
-        inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
-        earlier = None if self._keys is None else self._keys.of_layer(layer)
-        if self._runs_once(inputs):
-            return self.world.attend(qkv, self.share, rule, earlier=earlier)
-        if earlier is not None and layer in self.memory:
-            forget_own(self.share, earlier)
-        remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
-        if self._inside:
-            return self.world.attend(qkv, self.share, rule, remembered, earlier)
+        earlier = None if self._keys is None else self._keys.layers[layer]
 
-        def run(inputs: tuple[Tensor, ...]) -> Tensor:
+        def run(inputs: tuple[Tensor, ...], inside: Inside | None = None) -> Tensor:
             q, k, v, *sinks = inputs
             own = replace(rule, sinks=sinks[0]) if sinks else rule
-            return self.world.attend((q, k, v), self.share, own, earlier=earlier)
+            return self.world.attend((q, k, v), self.share, own, inside, earlier)
 
-        return remembered(run, inputs)
+        inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
+        return self._remembering(layer, run, inputs, earlier)
 
-    def _runs_once(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Tell whether nothing of a layer is remembered: one without a backward is never called
-        again."""
+    def _remembering(
+        self, layer: int, run: Any, inputs: tuple[Tensor, ...], keys: LayerKeys | None = None
+    ) -> Tensor:
+        """Return run(inputs), of which a layer that is called again remembers what it is to; one
+        without a backward never is.
+
+        run: takes too what calls what is between exchanges of heads. keys: of earlier chunks.
+        """
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
         if self.shelf and not once:
             self.shelf.below(next(x for x in inputs if x.requires_grad))
-        return once or self.forgets
+        found: Tensor
+        if once or self.forgets:
+            found = run(inputs)
+            return found
+        if keys is not None and layer in self.memory:
+            forget_own(self.share, keys)
+        remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
+        found = run(inputs, remembered) if self._inside else remembered(run, inputs)
+        return found
 
     def remember(self, layer: int, found: list[Tensor]) -> None:
         """Keep what a layer's attention in groups of heads made, for its second run, if it is not
         to be made again."""
-        if self.forgets:
-            return
-        kept: list[Tensor | Item] = [*found]
-        if self.shelf:
+        if self.shelf and not self.forgets:
             with self.shelf.together():
-                kept = [self.shelf.keep(one) for one in found]
-        self._outputs[layer] = kept
+                self._outputs[layer] = [self.shelf.keep(one) for one in found]
+        elif not self.forgets:
+            self._outputs[layer] = [*found]
 
     def recalled(self, layer: int) -> list[Tensor] | None:
         """Return what a layer remembered, and forget it; None where there is nothing."""
-        kept = self._outputs.pop(layer, None)
-        if kept is None:
-            return None
-        found = []
-        for one in kept:
-            if isinstance(one, Tensor):
-                found.append(one)
-            else:
-                assert self.shelf
-                found.append(self.shelf.get(one))
-        return found
+        kept: Any = self._outputs.pop(layer, None)
+        return [*map(self.shelf.get, kept)] if self.shelf and kept is not None else kept
 
     @property
     def _states(self) -> LayerStates | None:
@@ -164,16 +159,11 @@ class Bound:
     def mix(self, x: Mixed, rule: StateRule) -> Tensor:
         """Return the out [T, H, V] of a layer with a state, each document by itself."""
         states = self._states
-        if self._runs_once(x):
-            return self.world.mix(x, self.share, rule, earlier=states)
-        remembered = partial(attend_once, self.memory, self._layer, shelf=self.shelf)
-        if self._inside:
-            return self.world.mix(x, self.share, rule, remembered, states)
 
-        def run(inputs: tuple[Tensor, ...]) -> Tensor:
-            return self.world.mix(Mixed(*inputs), self.share, rule, earlier=states)
+        def run(inputs: tuple[Tensor, ...], inside: Inside | None = None) -> Tensor:
+            return self.world.mix(Mixed(*inputs), self.share, rule, inside, states)
 
-        return remembered(run, x)
+        return self._remembering(self._layer, run, x)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what a block of split matrices takes, of what lies between blocks."""
@@ -254,13 +244,13 @@ def attention(
     if s_aux is not None and (here := getattr(module, "uspft_sinks", None)):
         s_aux = here(s_aux)
     # A copy: where ZeRO has partitioned the parameter, its storage is taken back after the layer.
-    sinks = None if s_aux is None else s_aux.to(_wide(s_aux), copy=True)
+    sinks = (
+        None
+        if s_aux is None
+        else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32), copy=True)
+    )
     rule = Rule(scaling, sliding_window, sinks)
     return uspft.attend(id(module), (q, k, v), rule)[None], None
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 AttentionInterface.register(NAME, attention)

@@ -16,19 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from uspft.comm import Waited
 from uspft.model.group_call import BlockBackward, BlockCall, GroupedBlock, pick, put
-from uspft.model.halves import BlockInput, Hook, standing_in
+from uspft.model.halves import BlockInput, Hook
 from uspft.model.tiles import add_up, put_of_all_ranks
 from uspft.sequence.rows.heads import KeyGroup, key_groups
-from uspft.sequence.ulysses import both_ways, start_exchange, start_exchange_back
+from uspft.sequence.ulysses import HeadExchange
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
     from uspft.comm import Waited
-    from uspft.model.attention import Bound
     from uspft.sequence import Heads, Rule
-    from uspft.sequence.rows.heads import KeyGroup
 
 
 @dataclass(frozen=True)
@@ -67,52 +64,6 @@ def turns_among(heads: Heads, members: int, at_once: int) -> list[HeadTurn]:
     return [HeadTurn(group, number) for group in groups for number in range(len(group.queries))]
 
 
-class HeadExchange:
-    """The exchanges of tokens for some heads and back, each of which is started and then awaited.
-
-    Where the group is of one, nothing moves.
-    """
-
-    def __init__(self, bound: Bound) -> None:
-        self._share, mesh = bound.share, bound.world.mesh
-        self._group = mesh.ulysses
-        first = mesh.ring.index * self._group.size
-        self._tokens = bound.share.tokens[first : first + self._group.size]
-
-    @property
-    def moves(self) -> bool:
-        return self._group.size > 1
-
-    def to_heads(self, x_tND: Tensor, parts: tuple[HeadRange, ...]) -> Waited:
-        """Return what waits for this member's heads of all its group's tokens [T, n, D], in the
-        order of the row. parts: by member its heads among those of x."""
-        if not self.moves:
-            return lambda: x_tND
-        wait = start_exchange((x_tND,), (parts,), self._tokens, self._group)
-
-        def arrived() -> Tensor:
-            (x_TnD,) = wait()
-            index = self._index(x_TnD)
-            return x_TnD if index is None else x_TnD.index_select(0, index[0])
-
-        return arrived
-
-    def to_tokens(self, x_TnD: Tensor, parts: tuple[HeadRange, ...]) -> Waited:
-        """Return what waits for all members' heads of this rank's tokens [t, N, D]."""
-        if not self.moves:
-            return lambda: x_TnD
-        if (index := self._index(x_TnD)) is not None:
-            x_TnD = x_TnD.index_select(0, index[1])
-        wait = start_exchange_back((x_TnD,), (parts,), self._tokens, self._group)
-        return lambda: wait()[0]
-
-    def _index(self, x: Tensor) -> Any:
-        sorting = self._share.sorting
-        if sorting is None:
-            return None
-        return self._share.once(("sorting", x.device), lambda: both_ways(sorting, x.device))
-
-
 class UnderWay:
     """Transfers home that have been started, with what is done when each has arrived."""
 
@@ -146,7 +97,7 @@ class AttentionCall(BlockCall):
         world = self.bound.world
         self.heads = block.how.heads.on(world.layout.mesh_columns)
         self.turns = turns_among(self.heads, world.layout.ulysses, block.how.at_once)
-        self.exchange = HeadExchange(self.bound)
+        self.exchange = HeadExchange(self.bound.share, world.mesh.ulysses)
         self._rule: Rule | None = None
         self.scales: list[Tensor] = []
         """By what norms over all heads multiply each token, [1, t, 1], where there are such."""
@@ -170,30 +121,15 @@ class AttentionCall(BlockCall):
     def measure(self, x: Tensor) -> None:
         """Find out by what norms over all heads multiply each token."""
         places, norms = self.block.how.some.measuring(x)
-        with standing_in(places):
-            for tile, told in self.spans(x) if norms else ():
-                for norm in norms:
-                    norm.tile = tile
-                with told:
-                    self.before(x[:, tile], tile)
+        if norms:
+            self.made_of(x, places, norms, lambda _: [])
         self.scales = [norm.scale for norm in norms]
 
     def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
         """Return the queries [t, N, D] of a turn, and in its group's first the keys and values."""
         keys = turn.group.heads if turn.first else ()
         places, norms = self.block.how.some.of(self.heads, turn.queries, keys, self.scales)
-        widths = [sum(b - a for a, b in turn.queries), *[len(keys)] * (2 if keys else 0)]
-        made = [x.new_empty(x.shape[1], width, self.heads.dim) for width in widths]
-        with standing_in(places):
-            for tile, told in self.spans(x):
-                for norm in norms:
-                    norm.tile = tile
-                with told:
-                    found = self.before(x[:, tile], tile)
-                for whole, part in zip(made, found, strict=False):
-                    whole[tile] = part
-                del found
-        return made
+        return self.made_of(x, places, norms, lambda found: found if keys else found[:1])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> tuple[Tensor, Tensor]:
         """Return out [T, n, D] and log-sum-exp [n, T] of this member's query heads of a turn."""
@@ -226,7 +162,7 @@ class AttentionCall(BlockCall):
         where they are attended with."""
         made = self.made(x, turn)
         parts = [turn.parts, *[turn.group.parts] * (len(made) - 1)]
-        return [self.exchange.to_heads(made.pop(0), each) for each in parts]
+        return [self.exchange.start_there(made.pop(0), each) for each in parts]
 
     def all_out(self, x: Tensor) -> list[Tensor]:
         """Return attention's out [t, H, D], and the log-sum-exp of each turn.
@@ -252,7 +188,7 @@ class AttentionCall(BlockCall):
                 keys = []
             home.finish()
             found.append(lse)
-            home.add(self.exchange.to_tokens(own, turn.parts), partial(put, out, turn.queries))
+            home.add(self.exchange.start_back(own, turn.parts), partial(put, out, turn.queries))
             del own
         home.finish()
         return [*found, *self.scales]
@@ -304,9 +240,9 @@ class AttentionBackward(BlockBackward):
         q, *pair = arrived(coming)
         self._keys = pair or self._keys
         del pair
-        coming = [exchange.to_heads(slope, turn.parts)]
+        coming = [exchange.start_there(slope, turn.parts)]
         del slope
-        coming.append(exchange.to_heads(pick(out, turn.queries), turn.parts))
+        coming.append(exchange.start_there(pick(out, turn.queries), turn.parts))
         dout, own = arrived(coming)
         dq, dk, dv, dsinks = call.backward((q, *self._keys), (own, lse, dout), turn)
         del q, own, dout
@@ -315,7 +251,7 @@ class AttentionBackward(BlockBackward):
         self._add_sinks(turn, dsinks)
         self._add_keys([dk, dv])
         del dk, dv
-        self.home.add(exchange.to_tokens(dq, turn.parts), partial(put, self._dq, turn.queries))
+        self.home.add(exchange.start_back(dq, turn.parts), partial(put, self._dq, turn.queries))
         del dq
         if turn.last:
             self._keys_home(turn.group)
@@ -357,7 +293,7 @@ class AttentionBackward(BlockBackward):
 
         for whole in self._dkv:
             part = self._pair.pop(0).to(x.dtype)
-            self.home.add(call.exchange.to_tokens(part, group.parts), partial(add, whole))
+            self.home.add(call.exchange.start_back(part, group.parts), partial(add, whole))
             del part
 
     def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
@@ -393,18 +329,6 @@ class GatheredCall(AttentionCall):
         with self.bound.in_tiles(), of_tile:
             yield
 
-    def gather(self, x: Tensor) -> None:
-        """Make the queries, keys and values of all heads."""
-        shapes = self.heads.query, self.heads.kv, self.heads.kv
-        tokens = len(self.bound.tokens)
-        self.qkv = [x.new_empty(tokens, heads, self.heads.dim) for heads in shapes]
-        for tile, told in self.spans(x):
-            with told:
-                found = self.before(x[:, tile], tile)
-            for whole, part in zip(self.qkv, found, strict=True):
-                put_of_all_ranks(whole, tile, self.ranks, part)
-            del found
-
     def measure(self, x: Tensor) -> None:
         """Norms over all heads see all of them."""
 
@@ -414,7 +338,7 @@ class GatheredCall(AttentionCall):
         return [pick(q, turn.queries), *([pick(k, heads), pick(v, heads)] if turn.first else [])]
 
     def all_out(self, x: Tensor) -> list[Tensor]:
-        self.gather(x)
+        self.qkv = self.made_of(x)
         return super().all_out(x)
 
     def kept(self) -> list[Tensor]:
@@ -426,7 +350,7 @@ class GatheredCall(AttentionCall):
         self.qkv = found[1 + len(self.turns) :]
         found.clear()
         if not self.qkv:  # remembered was what attention gave alone
-            self.gather(x)
+            self.qkv = self.made_of(x)
         return GatheredBackward(self, x, out, dh, lses)
 
 

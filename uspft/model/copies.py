@@ -25,12 +25,9 @@ from torch.nn.functional import pad
 from uspft.model.divided import PartLinear
 from uspft.model.dropout import TokenDropout
 from uspft.model.halves import (
+    Halves,
     StandIn,
-    behind_mlp,
-    first_half,
-    halves_of,
-    output_of_attention,
-    own_forward,
+    run_as_layer,
     standing_in,
 )
 from uspft.model.tiles import of_all_ranks
@@ -51,7 +48,7 @@ class LayerInCopies:
 
         Raises RuntimeError for a layer that is not two halves with their residuals.
         """
-        halves = halves_of(layer)
+        halves = Halves.of(layer)
         if halves is None:
             raise RuntimeError(f"fine_grain_interleave: {type(layer).__name__} is not two halves")
         self._layer, self._call, self._halves = layer, call, halves
@@ -63,9 +60,7 @@ class LayerInCopies:
         layer = self._layer
         if kwargs["uspft"].copies == 1:
             return type(layer).forward(layer, *args, **kwargs)
-        if layer.gradient_checkpointing and layer.training:
-            return layer._gradient_checkpointing_func(partial(self._run, **kwargs), *args)
-        return self._run(*args, **kwargs)
+        return run_as_layer(layer, self._run, *args, **kwargs)
 
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         call, put_off = self._call, PutOff()
@@ -78,29 +73,28 @@ class LayerInCopies:
             call.put_off = {}
 
     def _by_turns(self, x: Tensor, ways: _Ways, kwargs: dict[str, Any]) -> Tensor:
-        layer, halves, again = self._layer, self._halves, self._call.again
-        run = own_forward(layer)
+        halves, again = self._halves, self._call.again
         sizes = ways.sizes(x.shape[1])
         numbers = range(len(sizes))
         residual = [part[None] for part in x[0].split(sizes)]
         entering = ways.into(sizes)
         for copy in numbers:
-            entering.begin(copy, _through(layer, halves.norms_in, residual[copy]))
+            entering.begin(copy, _through(halves.norms_in, residual[copy]))
         attended = self._attended(x, ways, entering, sizes, kwargs)
         leaving, into_mlp, out_of_mlp = ways.out(sizes), ways.into(sizes), ways.out(sizes)
-        last = layer.get_submodule(halves.attention).get_submodule(self._last)
+        last = halves.attention.get_submodule(self._last)
         for copy in numbers:
             with self.told(ways, sizes, copy):
                 made = last(attended[copy][None])
             leaving.begin(copy, made)
         for copy in numbers:
-            residual[copy] = first_half(layer, halves, run, residual[copy], leaving.arrived(copy))
-            into_mlp.begin(copy, _through(layer, halves.norms_of_mlp, residual[copy]))
+            residual[copy] = halves.joined(residual[copy], leaving.arrived(copy))
+            into_mlp.begin(copy, _through(halves.norms_of_mlp, residual[copy]))
         held: list[Tensor] = []
         for copy in numbers:
             arrived = into_mlp.arrived(copy)
             with self.told(ways, sizes, copy):
-                made = layer.get_submodule(halves.mlp)(arrived)
+                made = halves.mlp(arrived)
             del arrived
             if again:  # it may end here: what is needed no more is not sent once more
                 held.append(made)
@@ -108,10 +102,7 @@ class LayerInCopies:
                 out_of_mlp.begin(copy, made)
         for copy, made in enumerate(held):
             out_of_mlp.begin(copy, made)
-        ends = (
-            behind_mlp(layer, halves, run, residual[copy], out_of_mlp.arrived(copy))
-            for copy in numbers
-        )
+        ends = (halves.second(residual[copy], out_of_mlp.arrived(copy)) for copy in numbers)
         return torch.cat([*ends], dim=1)
 
     @contextmanager
@@ -137,7 +128,7 @@ class LayerInCopies:
         kwargs: dict[str, Any],
     ) -> list[Tensor]:
         """Return of each copy [T, f] what attention hands to its projection out."""
-        attention = self._layer.get_submodule(self._halves.attention)
+        attention = self._halves.attention
         parts: dict[str, list[Tensor]] = {name: [] for name in self._columns}
         for copy in range(len(sizes)):
             arrived = entering.arrived(copy)
@@ -147,23 +138,19 @@ class LayerInCopies:
         whole = {name: ways.in_order(made)[None] for name, made in parts.items()}
         shape = x.new_zeros(()).expand(1, len(ways.bound.tokens), x.shape[-1])
         table = attention._modules
-        places = [StandIn(table, name, partial(_instead, made)) for name, made in whole.items()]
+        gives = {name: partial(lambda made, _: made, made) for name, made in whole.items()}
+        places = [StandIn(table, *one) for one in gives.items()]
         places.append(StandIn(table, self._last, nn.Identity()))
         with standing_in(places):
-            run = own_forward(self._layer)
-            out = output_of_attention(self._layer, self._halves, run, shape, kwargs)
+            out = self._halves.attended(shape, kwargs)
         return ways.copies(out[0])
 
 
-def _through(layer: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """Return what modules of a layer make of x, one after another."""
-    for name in names:
-        x = layer.get_submodule(name)(x)
+def _through(modules: Sequence[Any], x: Tensor) -> Tensor:
+    """Return what modules make of x, one after another."""
+    for module in modules:
+        x = module(x)
     return x
-
-
-def _instead(made: Tensor, _: Tensor) -> Tensor:
-    return made
 
 
 class _UnderWay:

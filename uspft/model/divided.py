@@ -203,7 +203,7 @@ def some_product(
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """Return the type in which a norm computes: float32 or wider."""
+    """Return the type in which a norm or a loss computes: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -13,11 +13,12 @@ Shapes: T tokens of this rank, d features.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from uspft.comm import with_backward
 
 Ranges = tuple[tuple[int, int], ...]
 FACTOR = 0xD6E8FEB86659FD93 - (1 << 64)
@@ -80,7 +81,9 @@ class TokenDropout(nn.Module):
         words = self.words
         if words is None or words.shape != x.shape[1:2]:
             raise RuntimeError("dropout was called without the words of its tokens")
-        out: Tensor = _Dropped.apply(x, words, self.ranges or ((0, x.shape[-1]),), self)
+        ranges = self.ranges or ((0, x.shape[-1]),)
+        drop = partial(self.dropped, words=words, ranges=ranges)  # no mask is kept
+        out: Tensor = with_backward(drop, drop, x)
         return out
 
     def dropped(self, x: Tensor, words: Tensor, ranges: Ranges) -> Tensor:
@@ -118,17 +121,3 @@ class TokenDropout(nn.Module):
         found = mixed(torch.cat(numbers) ^ self._key), chosen
         self._features[ranges, device] = found
         return found
-
-
-class _Dropped(torch.autograd.Function):
-    """The differentiable function of TokenDropout; no mask is kept, the backward draws it again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, words: Tensor, ranges: Ranges, how: TokenDropout) -> Tensor:
-        ctx.drawn, ctx.how = (words, ranges), how
-        return how.dropped(x, words, ranges)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.how.dropped(dout, *ctx.drawn), None, None, None

@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from uspft.comm import Group, all_to_all
+from uspft.comm import Group, all_to_all, with_backward
 from uspft.model.adapter import ParameterAdapter, adapters, as_side, weight_of
-from uspft.model.divided import Call
+from uspft.model.divided import Call, wide
 from uspft.model.recompute import before_each_run
 from uspft.model.tiles import with_gradient
 from uspft.parameters.experts import is_experts
@@ -35,9 +35,7 @@ from uspft.parameters.shards import MatrixSplit
 from uspft.tensor.parts import Used, cut, put_back
 
 if TYPE_CHECKING:
-    from uspft.comm import Group
-    from uspft.model.divided import Call
-    from uspft.parameters.shards import Holders, MatrixSplit
+    from uspft.parameters.shards import Holders
 
 ExpertSplits = dict[str, MatrixSplit | None]
 """By a parameter's name how it is divided; None where each rank has all of it."""
@@ -53,15 +51,25 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def over_tensor_ranks(model: nn.Module) -> ExpertSplits:
     """Return how tensor ranks divide the parameters of all experts, and of their adapters."""
     found: ExpertSplits = {}
-    for path, module in expert_modules(model):
-        for name, parameter in module.named_parameters(recurse=False):
-            found[plain_name(f"{path}.{name}")] = by_features(module, name, parameter.shape)
-        for name, adapter in adapters(module):
-            split = by_features(module, name, getattr(module, name).shape)
-            for side in "AB":
-                own = plain_name(f"{path}.{name}{BESIDE}.lora_{side}.weight")
-                found[own] = _of_adapter(adapter, side, split)
+    for name, own, module, (adapter, side) in _parameters(model):
+        split = by_features(module, own, getattr(module, own).shape)
+        found[name] = _of_adapter(adapter, side, split) if adapter else split
     return found
+
+
+def _parameters(
+    model: nn.Module,
+) -> Iterator[tuple[str, str, Any, tuple[ParameterAdapter | None, str]]]:
+    """Yield each parameter of experts by its name in files, with its own in the module and that;
+    each side, A and B, of an adapter with that of the parameter beside it, the adapter and the
+    side."""
+    for path, module in expert_modules(model):
+        for own, _ in module.named_parameters(recurse=False):
+            yield plain_name(f"{path}.{own}"), own, module, (None, "")
+        for own, adapter in adapters(module):
+            for side in "AB":
+                name = plain_name(f"{path}.{own}{BESIDE}.lora_{side}.weight")
+                yield name, own, module, (adapter, side)
 
 
 def by_features(module: Any, name: str, shape: tuple[int, ...]) -> MatrixSplit:
@@ -92,16 +100,13 @@ def _of_adapter(adapter: ParameterAdapter, side: str, split: MatrixSplit) -> Mat
 def over_experts(model: nn.Module) -> dict[str, MatrixSplit]:
     """Return how ranks divide the experts of all layers, and their adapters, in rank order."""
     found: dict[str, MatrixSplit] = {}
-    for path, module in expert_modules(model):
-        for name, parameter in module.named_parameters(recurse=False):
-            split = MatrixSplit(0, (len(parameter),), in_order=True)
-            found[plain_name(f"{path}.{name}")] = split
-        for name, adapter in adapters(module):
-            experts, owner = len(getattr(module, name)), f"{path}.{name}{BESIDE}"
-            first = MatrixSplit(0, (experts * adapter.rank,), (experts,), in_order=True)
-            found[plain_name(f"{owner}.lora_A.weight")] = first
-            last = MatrixSplit(1, (experts,) * adapter.rank, in_order=True)
-            found[plain_name(f"{owner}.lora_B.weight")] = last
+    for name, own, module, (adapter, side) in _parameters(model):
+        experts, rank = len(getattr(module, own)), adapter.rank if adapter else 1
+        if side == "B":
+            found[name] = MatrixSplit(1, (experts,) * rank, in_order=True)
+        else:
+            units = (experts,) if adapter else ()
+            found[name] = MatrixSplit(0, (experts * rank,), units, in_order=True)
     return found
 
 
@@ -152,8 +157,8 @@ def computed(
     made = _product(module, "gate_up_proj", x_rd[row_p], groups, parts)
     made = _product(module, "down_proj", module._apply_gate(made), groups, parts)
     made = made * weight_rk[row_p, slot_p][:, None]
-    wide = made.to(torch.promote_types(made.dtype, torch.float32))
-    out = wide.new_zeros(x_rd.shape).index_put((row_p,), wide, accumulate=True)
+    sums = made.to(wide(made))
+    out = sums.new_zeros(x_rd.shape).index_put((row_p,), sums, accumulate=True)
     return out.to(x_rd.dtype)
 
 
@@ -294,11 +299,22 @@ class Dispatch(NamedTuple):
     def moved_back(self, x_r: Tensor) -> Tensor:
         return _moved(x_r, self.receive, self.send, self.group)
 
+    def returned(self, y_rd: Tensor, tokens: int) -> Tensor:
+        """Return what experts have made of rows, back with their tokens and summed for each.
+
+        Nothing is saved as autograd does: a layer that is run again ends before it.
+        """
+        found: Tensor = with_backward(
+            lambda y_rd: self.summed(self.moved_back(y_rd), tokens),
+            lambda dy_td: self.moved(dy_td[self.token_s]),
+            y_rd,
+        )
+        return found
+
     def summed(self, x_sd: Tensor, tokens: int) -> Tensor:
         """Return the sum of each token's rows, in float32 or wider and then as they are."""
-        wide = torch.promote_types(x_sd.dtype, torch.float32)
-        out = x_sd.new_zeros((tokens, *x_sd.shape[1:]), dtype=wide)
-        return out.index_put_((self.token_s,), x_sd.to(wide), accumulate=True).to(x_sd.dtype)
+        out = x_sd.new_zeros((tokens, *x_sd.shape[1:]), dtype=wide(x_sd))
+        return out.index_put_((self.token_s,), x_sd.to(out.dtype), accumulate=True).to(x_sd.dtype)
 
 
 def _moved(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -327,23 +343,6 @@ class SentRows(torch.autograd.Function):
             for d, needed in zip((dx_rd, dweight_rk), ctx.needs_input_grad, strict=False)
         )
         return *found, None
-
-
-class ReturnedRows(torch.autograd.Function):
-    """What experts have made of rows comes back to their tokens, and is summed for each.
-
-    Nothing is saved as autograd does: a layer that is run again ends before it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y_rd: Tensor, route: Dispatch, tokens: int) -> Tensor:
-        ctx.route = route
-        return route.summed(route.moved_back(y_rd), tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_td: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.route.moved(dy_td[ctx.route.token_s]), None, None
 
 
 NAME = "uspft"
@@ -402,14 +401,8 @@ class HeldExperts:
         x_rd, weight_rk = SentRows.apply(x_td, weight_tk, route)
         first = self._group.index * self._number
         y_rd = self.compute(x_rd, route.there(index_tk) - first, weight_rk)
-        found: Tensor = ReturnedRows.apply(y_rd, route, len(x_td))
-        return found
+        return route.returned(y_rd, len(x_td))
 
 
-def held_experts(module: Any, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor) -> Tensor:
-    """Return what experts make of tokens; the function by which transformers calls them."""
-    found: Tensor = module.uspft(x_td, index_tk, weight_tk)
-    return found
-
-
-ALL_EXPERTS_FUNCTIONS.register(NAME, held_experts)
+# The function by which transformers calls experts.
+ALL_EXPERTS_FUNCTIONS.register(NAME, lambda module, *of_tokens: module.uspft(*of_tokens))

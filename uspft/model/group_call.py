@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +24,13 @@ from uspft.model.halves import (
     Halves,
     Hook,
     StandIn,
-    first_half,
     own_forward,
-    run_up_to,
     standing_in,
     stops,
+    until_ended,
 )
 from uspft.model.some_heads import SomeHeads, seeing_some, some_of
-from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks
+from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks, put_of_all_ranks
 
 if TYPE_CHECKING:
     from uspft.blocks import HeadRange
@@ -55,22 +53,25 @@ class Grouping:
 
 
 class GroupedBlock:
-    """What stands in for the forward of an attention block: the block, in groups of heads."""
+    """What stands in for the forward of an attention block, or of it with its norms and its
+    residual: the block, in groups of heads."""
 
     def __init__(
-        self, module: Any, how: Grouping, kind: Callable[[Bound], type[BlockCall]]
+        self, how: Grouping, kind: Callable[[Bound], type[BlockCall]], halves: Halves | None = None
     ) -> None:
-        """module: what is run up to attention, to which the block's input goes. kind: tells what a
-        call of the block is."""
-        self.module, self.how, self.kind = module, how, kind
-        self.run = own_forward(module)
+        """kind: tells what a call of the block is. halves: those of the layer, where the first of
+        them is the block."""
+        self.how, self.kind, self._halves = how, kind, halves
+        self.module = halves.layer if halves else how.attention
+        """What is run up to attention, to which the block's input goes."""
+        self.run = own_forward(self.module)
         """Its forward, which ends within where it is not asked for all."""
-        self.parameters_of: list[nn.Module] = [module]
+        self.parameters_of: list[nn.Module] = halves.first if halves else [self.module]
         """The modules whose parameters the block takes."""
         self.last: Any = how.attention.get_submodule(how.some.last)
-        self.before: list[nn.Module] = []
+        self.before: list[nn.Module] = halves.norms_in if halves else []
         """The norm before attention, where there is one."""
-        self.behind: list[nn.Module] = [self.last]
+        self.behind = [self.last, *(halves.norms_behind if halves else [])]
         """The modules behind attention: the last projection, and a norm where there is one."""
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
@@ -90,30 +91,11 @@ class GroupedBlock:
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
         """Return what the block gives of its input and of what its last projection made."""
-        return made
+        return self._halves.joined(x, made) if self._halves else made
 
     def left(self, made: Tensor, bound: Bound) -> Tensor:
         """Return what the last projection made, summed over ranks where the block does that."""
-        return made
-
-
-class FirstHalf(GroupedBlock):
-    """Attention with its norms and its residual."""
-
-    def __init__(self, halves: Halves, layer: Any, *of: Any) -> None:
-        """of: as of GroupedBlock."""
-        super().__init__(layer, *of)
-        self._halves = halves
-        self.parameters_of = halves.first(layer)
-        self.before += [layer.get_submodule(name) for name in halves.norms_in]
-        if halves.behind:
-            self.behind.append(layer.get_submodule(halves.behind))
-
-    def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        return first_half(self.module, self._halves, self.run, x, made)
-
-    def left(self, made: Tensor, bound: Bound) -> Tensor:
-        return bound.leave(made)
+        return bound.leave(made) if self._halves else made
 
 
 class BlockCall(ABC):
@@ -165,6 +147,32 @@ class BlockCall(ABC):
         for start, length in self.tiles.spans(x):
             yield slice(start, start + length), self.tiles.of_tile(start, length)
 
+    def made_of(
+        self,
+        x: Tensor,
+        places: Sequence[StandIn] = (),
+        norms: Sequence[Any] = (),
+        form: Callable[[list[Tensor]], list[Tensor]] = list,
+    ) -> list[Tensor]:
+        """Return what `before` gives of all tokens, while others stand in for modules.
+
+        norms: those of them that must know of the tile. form: what is kept of a tile's.
+        """
+        every: list[Tensor] = []
+        with standing_in(places):
+            for tile, told in self.spans(x):
+                for norm in norms:
+                    norm.tile = tile
+                with told:
+                    found = form(self.before(x[:, tile], tile))
+                if not every:
+                    tokens = len(self.bound.tokens)
+                    every = [one.new_empty(tokens, *one.shape[1:]) for one in found]
+                for whole, part in zip(every, found, strict=True):
+                    put_of_all_ranks(whole, tile, self.ranks, part)
+                del found
+        return every
+
     def part(self, whole: Tensor, tile: slice, dim: int = 0) -> Tensor:
         """Return what blocks take of a tile, of something of all their tokens."""
         return of_all_ranks(whole, tile, self.ranks, dim)
@@ -182,7 +190,7 @@ class BlockCall(ABC):
         if entry and self.block.module is self.block.how.attention:
             x = entry.take(x)
         hook.entry = entry
-        run_up_to(hook, partial(self.block.run, hidden_states=x), **kwargs)
+        until_ended(self.block.run, hidden_states=x, **kwargs, uspft=hook)
 
     @property
     def every(self) -> tuple[Sequence[HeadRange], Sequence[int]]:

@@ -7,7 +7,7 @@ Others stand in for a module's children while its forward runs; nothing of it is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,19 +110,18 @@ class Given(Hook):
         return self._out
 
 
-def run_up_to(hook: Hook, run: Any, **kwargs: Any) -> None:
-    """Run a module's own forward, which takes what is given here, until it is ended from within.
-
-    Raises RuntimeError where it never is.
-    """
+def until_ended(run: Any, *args: Any, **kwargs: Any) -> None:
+    """Run a module's own forward until it is ended from within. Raises RuntimeError where it never
+    is."""
     try:
-        run(**kwargs, uspft=hook)
+        run(*args, **kwargs)
     except _Reached:
         return
-    raise RuntimeError("a layer that is to work by groups of heads never came to what ends it")
+    (module,) = run.args
+    raise RuntimeError(f"{type(module).__name__} never came to what is to end its forward")
 
 
-class Halves(NamedTuple):
+class HalfNames(NamedTuple):
     """The children of a layer that is two halves with their residuals; empty where it has none."""
 
     before: str
@@ -134,50 +133,101 @@ class Halves(NamedTuple):
     rest: tuple[str, ...]
     """The MLP with its norms, in the order in which they run."""
 
-    @property
-    def mlp(self) -> str:
-        """The MLP, or the block of experts in its place."""
-        return next(name for name in self.rest if "norm" not in name)
-
-    @property
-    def norms_in(self) -> tuple[str, ...]:
-        """The norms before attention."""
-        return (self.before,) if self.before else ()
-
-    @property
-    def norms_of_mlp(self) -> tuple[str, ...]:
-        """The norms before the MLP."""
-        return self.rest[: self.rest.index(self.mlp)]
-
-    def first(self, layer: nn.Module) -> list[nn.Module]:
-        """Return the modules of the first half."""
-        return [layer.get_submodule(name) for name in self[:3] if name]
-
-    def gives(self, made: Tensor) -> Any:
-        """Return what stands in for attention where it is known what that makes."""
-        return lambda *_, **__: made if self.attention == STATE_LAYER else (made, None)
-
 
 _FORMS = (
-    Halves("input_layernorm", "self_attn", "", ("post_attention_layernorm", "mlp")),
-    Halves(
+    HalfNames("input_layernorm", "self_attn", "", ("post_attention_layernorm", "mlp")),
+    HalfNames(
         "input_layernorm",
         "self_attn",
         "post_attention_layernorm",
         ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
     ),
-    Halves("", "self_attn", "post_attention_layernorm", ("mlp", "post_feedforward_layernorm")),
-    Halves("input_layernorm", "self_attn", "", ("post_attention_layernorm", "block_sparse_moe")),
-    Halves("input_layernorm", STATE_LAYER, "", ("post_attention_layernorm", "mlp")),
+    HalfNames("", "self_attn", "post_attention_layernorm", ("mlp", "post_feedforward_layernorm")),
+    HalfNames("input_layernorm", "self_attn", "", ("post_attention_layernorm", "block_sparse_moe")),
+    HalfNames("input_layernorm", STATE_LAYER, "", ("post_attention_layernorm", "mlp")),
 )
 """LLaMA's, Gemma's, OLMo 2's, Granite's with experts, and that of layers with a state."""
 
 
-def halves_of(layer: nn.Module) -> Halves | None:
-    """Return the halves of a layer; None where it has another form."""
-    names = {name for name, one in layer.named_children() if not isinstance(one, nn.Dropout)}
-    of_names = (form for form in _FORMS if names == {*filter(None, form[:3]), *form.rest})
-    return next(of_names, None)
+class Halves:
+    """A layer of two halves, whose own forward runs in part."""
+
+    def __init__(self, layer: Any, form: HalfNames) -> None:
+        self.layer, self._form, self._run = layer, form, own_forward(layer)
+        self.attention: Any = layer.get_submodule(form.attention)
+        self.first = [layer.get_submodule(name) for name in form[:3] if name]
+        """The modules of the first half."""
+        self.rest = [layer.get_submodule(name) for name in form.rest]
+        self.norms_in = self.first[:1] if form.before else []
+        """The norm before attention, where there is one."""
+        self.norms_behind = self.first[-1:] if form.behind else []
+        """The norm behind attention, where there is one."""
+        at = next(n for n, name in enumerate(form.rest) if "norm" not in name)
+        self.mlp: Any = self.rest[at]
+        """The MLP, or the block of experts in its place."""
+        self.norms_of_mlp = self.rest[:at]
+        """The norms before the MLP."""
+        self._mlp, self._norms_of_mlp = form.rest[at], form.rest[:at]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Halves | None:
+        """Return the halves of a layer; None where it has another form."""
+        names = {name for name, one in layer.named_children() if not isinstance(one, nn.Dropout)}
+        forms = (form for form in _FORMS if names == {*filter(None, form[:3]), *form.rest})
+        return next((cls(layer, form) for form in forms), None)
+
+    def joined(self, x: Tensor, made: Tensor) -> Tensor:
+        """Return what the layer makes of its input and of what attention's block made, before its
+        second half."""
+        places = [self._attention_gives(made), *self._left_out(self._form.before)]
+        return self._up_to_rest(places, x, position_embeddings=None)
+
+    def before_rest(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Return what the layer makes of its input before its second half. kwargs: what its forward
+        takes beside that."""
+        return self._up_to_rest([], x, **kwargs)
+
+    def _up_to_rest(self, places: list[StandIn], x: Tensor, **kwargs: Any) -> Tensor:
+        found: list[Tensor] = []
+        with standing_in([*places, self._stands(self._form.rest[0], stops(found))]):
+            until_ended(self._run, x, **kwargs)
+        return found[0]
+
+    def second(self, x: Tensor, made: Tensor | None = None) -> Tensor:
+        """Return what the layer makes of what is between its halves: itself, with an attention that
+        adds nothing. made: what the MLP made of it, where that is known."""
+        nothing, form = torch.zeros_like(x[..., :1]), self._form
+        places = [self._attention_gives(nothing), *self._left_out(form.before, form.behind)]
+        if made is not None:
+            places += self._left_out(*self._norms_of_mlp)
+            places.append(self._stands(self._mlp, lambda _: made))
+        with standing_in(places):
+            out: Tensor = self._run(x, position_embeddings=None)
+        return out
+
+    def attended(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Return what the layer's attention gives of x, which no norm sees before. kwargs: as of
+        before_rest."""
+        found = list[Tensor]()
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            found.append(self.attention(*args, **kwargs)[0])
+            raise _Reached
+
+        places = [*self._left_out(self._form.before), self._stands(self._form.attention, stop)]
+        with standing_in(places):
+            until_ended(self._run, x, **kwargs)
+        return found[0]
+
+    def _stands(self, name: str, one: Any) -> StandIn:
+        return StandIn(self.layer._modules, name, one)
+
+    def _left_out(self, *norms: str) -> list[StandIn]:
+        return [self._stands(name, same) for name in norms if name]
+
+    def _attention_gives(self, made: Tensor) -> StandIn:
+        given = made if self._form.attention == STATE_LAYER else (made, None)
+        return self._stands(self._form.attention, lambda *_, **__: given)
 
 
 def same(x: Tensor) -> Tensor:
@@ -195,75 +245,11 @@ def stops(found: list[Tensor]) -> Any:
     return stop
 
 
-def first_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tensor) -> Tensor:
-    """Return what a layer makes of its input and of what attention's block made, before its second
-    half. run: the layer's own forward."""
-    found: list[Tensor] = []
-    places = [
-        StandIn(layer._modules, halves.attention, halves.gives(made)),
-        StandIn(layer._modules, halves.rest[0], stops(found)),
-    ]
-    if halves.before:
-        places.append(StandIn(layer._modules, halves.before, same))
-    with standing_in(places):
-        try:
-            run(x, position_embeddings=None)
-        except _Reached:
-            return found[0]
-    raise RuntimeError(f"{type(layer).__name__} never came to its second half")
-
-
-def up_to_second_half(layer: Any, halves: Halves, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Return what a layer makes of its input before its second half. kwargs: what its forward takes
-    beside that."""
-    found: list[Tensor] = []
-    with standing_in([StandIn(layer._modules, halves.rest[0], stops(found))]), suppress(_Reached):
-        own_forward(layer)(x, **kwargs)
-    return found[0]
-
-
-def second_half(layer: nn.Module, halves: Halves, run: Any, x: Tensor) -> Tensor:
-    """Return what a layer makes of what is between its halves: itself, with an attention that adds
-    nothing. run: the layer's own forward."""
-    with standing_in(_without_attention(layer, halves, x)):
-        out: Tensor = run(x, position_embeddings=None)
-    return out
-
-
-def behind_mlp(layer: nn.Module, halves: Halves, run: Any, x: Tensor, made: Tensor) -> Tensor:
-    """Return what a layer makes of what is between its halves and of what its MLP made. run: the
-    layer's own forward."""
-    places = _without_attention(layer, halves, x)
-    places += [StandIn(layer._modules, name, same) for name in halves.norms_of_mlp]
-    places.append(StandIn(layer._modules, halves.mlp, lambda _: made))
-    with standing_in(places):
-        out: Tensor = run(x, position_embeddings=None)
-    return out
-
-
-def _without_attention(layer: nn.Module, halves: Halves, x: Tensor) -> list[StandIn]:
-    nothing = torch.zeros_like(x[..., :1])
-    places = [StandIn(layer._modules, halves.attention, halves.gives(nothing))]
-    norms = filter(None, (halves.before, halves.behind))
-    return places + [StandIn(layer._modules, name, same) for name in norms]
-
-
-def output_of_attention(
-    layer: nn.Module, halves: Halves, run: Any, x: Tensor, kwargs: dict[str, Any]
-) -> Tensor:
-    """Return what a layer's attention gives of x, which no norm sees before. run, kwargs: the
-    layer's own forward, and what it takes beside x."""
-    attention, found = layer.get_submodule(halves.attention), list[Tensor]()
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        found.append(attention(*args, **kwargs)[0])
-        raise _Reached
-
-    places = [StandIn(layer._modules, name, same) for name in halves.norms_in]
-    places.append(StandIn(layer._modules, halves.attention, stop))
-    with standing_in(places), suppress(_Reached):
-        run(x, **kwargs)
-    return found[0]
+def run_as_layer(layer: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run what stands in for a layer's forward, within the layer's checkpoint where it has one."""
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(partial(run, **kwargs), *args)
+    return run(*args, **kwargs)
 
 
 def own_forward(module: Any) -> Any:

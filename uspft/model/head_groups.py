@@ -19,7 +19,6 @@ this tensor rank, N some of either; D head dim, d hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +28,8 @@ from uspft.families import FAMILIES
 from uspft.families.projections import STATE_LAYER
 from uspft.model.attention_groups import AttentionCall, GatheredCall
 from uspft.model.divided import PartLinear
-from uspft.model.group_call import BlockCall, FirstHalf, GroupedBlock, Grouping
-from uspft.model.halves import (
-    Halves,
-    Hook,
-    halves_of,
-    second_half,
-    up_to_second_half,
-)
+from uspft.model.group_call import BlockCall, GroupedBlock, Grouping
+from uspft.model.halves import Halves, Hook, run_as_layer
 from uspft.model.some_heads import SomeHeads
 from uspft.model.state_groups import StateCall
 from uspft.model.tiles import Tiled, with_gradient
@@ -59,15 +52,15 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
     for layer in model.base_model.layers:
         attention = getattr(layer, "self_attn", None) or layer.get_submodule(STATE_LAYER)
         how = Grouping(attention, SomeHeads(attention, projections), at_once, heads, tile)
-        halves, divided = halves_of(layer), any(isinstance(m, PartLinear) for m in layer.modules())
-        if halves and divided and halves.behind:  # whose norm takes what ranks have summed
+        halves, divided = Halves.of(layer), any(isinstance(m, PartLinear) for m in layer.modules())
+        if halves and divided and halves.norms_behind:  # whose norm takes what ranks have summed
             halves = None
         if divided or not halves:
-            attention.forward = GroupedBlock(attention, how, _kind_of(how))
+            attention.forward = GroupedBlock(how, _kind_of(how))
         attention.register_forward_pre_hook(_enters, with_kwargs=True)
         if halves:
-            first = FirstHalf(halves, layer, how, _kind_of(how, together=True))
-            layer.forward = TwoHalves(layer, halves, first)
+            first = GroupedBlock(how, _kind_of(how, together=True), halves)
+            layer.forward = TwoHalves(halves, first)
             layer.register_forward_pre_hook(with_gradient)
         setattr(layer if halves else attention, WHOLE, True)
 
@@ -103,36 +96,31 @@ class TwoHalves:
     attention gives, the first half runs as it is, with groups inside attention.
     """
 
-    def __init__(self, layer: Any, halves: Halves, first: GroupedBlock) -> None:
-        self._layer, self._first = layer, first
-        self._second = partial(second_half, layer, halves, first.run)
-        self._parts = nn.ModuleList(layer.get_submodule(name) for name in halves.rest)
+    def __init__(self, halves: Halves, first: GroupedBlock) -> None:
+        self._halves, self._first = halves, first
+        self._parts = nn.ModuleList(halves.rest)
         routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
         self._tile = None if routed else first.how.tile
-        self._halves = halves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._layer
-        if layer.gradient_checkpointing and layer.training:
-            return layer._gradient_checkpointing_func(partial(self._run, **kwargs), *args)
-        return self._run(*args, **kwargs)
+        return run_as_layer(self._halves.layer, self._run, *args, **kwargs)
 
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         bound: Bound = kwargs["uspft"]
         if bound.ranks > 1 and self._first.how.some.gated:
-            between = up_to_second_half(self._layer, self._halves, hidden_states, kwargs)
+            between = self._halves.before_rest(hidden_states, kwargs)
         else:
             between = self._first.attend(hidden_states, kwargs)
         del hidden_states
         if not self._tile:
-            return self._second(between)
+            return self._halves.second(between)
         tile = max(1, self._tile // bound.ranks)
 
         def rest(x: Tensor) -> Tensor:
             # Backwards a tile's value is not asked for: ranks need not sum it once more.
-            again = torch.is_grad_enabled() and not self._halves.behind
+            again = torch.is_grad_enabled() and not self._halves.norms_behind
             with bound.in_tiles(summed=not again):
-                return self._second(x)
+                return self._halves.second(x)
 
         out: Tensor = Tiled(self._parts, tile, plain=rest, ranks=bound.ranks)(between)
         return out

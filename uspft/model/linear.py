@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from uspft.comm import said_by_all
-from uspft.parameters.shards import MatrixSplit, used_ranges
+from uspft.parameters.shards import MatrixSplit
 from uspft.sequence.states import Mixed, StateRule
 from uspft.tensor.parts import cut
 
@@ -46,10 +46,16 @@ def bind_linear_layers(model: nn.Module) -> None:
 
     Raises RuntimeError where its modelling file lacks one of the two functions.
     """
+    for modelling, module in _layers_with_a_state(model):
+        _bind(modelling)
+        module.register_forward_pre_hook(_named, with_kwargs=True)
+
+
+def _layers_with_a_state(model: nn.Module) -> Iterator[tuple[ModuleType, nn.Module]]:
+    """Yield each layer with a state of a model, with the module that has its code."""
     for module in model.modules():
         if hasattr(module, "conv1d") and hasattr(module, "A_log"):
-            _bind(sys.modules[type(module).__module__])
-            module.register_forward_pre_hook(_named, with_kwargs=True)
+            yield sys.modules[type(module).__module__], module
 
 
 def _named(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -155,11 +161,7 @@ def believe_linear_layers(
     told: returns what each rank says, by rank, and is collective. Raises RuntimeError on every rank
     where one of them found a kernel wrong.
     """
-    layers = {
-        sys.modules[type(module).__module__]: module
-        for module in model.modules()
-        if hasattr(module, "conv1d") and hasattr(module, "A_log")
-    }
+    layers = dict(_layers_with_a_state(model))
     if device.type == "cpu" or not layers:
         return
     wrong = ""
@@ -254,8 +256,8 @@ def divide_states(layer: Any, splits: Mapping[str, MatrixSplit], call: Call) -> 
         owned.setdefault(owner, {})[own] = split
     for owner, parts in owned.items():
         _use_parts(layer.get_submodule(owner), parts, call)
-    layer.uspft_heads = StateHeadCount(layer, call)
-    layer.register_forward_pre_hook(layer.uspft_heads.count)
+    layer.uspft_heads = partial(_count_heads, call, layer.num_k_heads, layer.num_v_heads)
+    layer.register_forward_pre_hook(layer.uspft_heads)
 
 
 def _use_parts(module: nn.Module, splits: Mapping[str, MatrixSplit], call: Call) -> None:
@@ -281,21 +283,12 @@ def _use_parts(module: nn.Module, splits: Mapping[str, MatrixSplit], call: Call)
     module.__class__ = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
 
-class StateHeadCount:
-    """The heads of a layer with a state, of which transformers asks the module."""
-
-    def __init__(self, layer: Any, call: Call) -> None:
-        self._keys, self._each = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
-        self._dims = layer.head_k_dim, layer.head_v_dim
-        self._call = call
-
-    def count(self, layer: Any, args: Any) -> None:
-        """Tell the layer how many heads this call has here, before it runs, unless it is to make
-        some of them alone."""
-        if "A_log" in layer.__dict__:
-            return
-        group, split = self._call.group, MatrixSplit(0, (self._keys,))
-        ((first, stop),) = used_ranges(split, group.index, group.size, self._call.ways(split))
-        layer.num_k_heads, layer.num_v_heads = stop - first, (stop - first) * self._each
-        layer.key_dim = layer.num_k_heads * self._dims[0]
-        layer.value_dim = layer.num_v_heads * self._dims[1]
+def _count_heads(call: Call, keys: int, values: int, layer: Any, args: Any) -> None:
+    """Tell a layer with a state, which transformers asks, how many heads a call has here, before it
+    runs, unless it is to make some of them alone. keys, values: heads of all ranks."""
+    if "A_log" in layer.__dict__:
+        return
+    ((first, stop),) = call.ranges(MatrixSplit(0, (keys,)))
+    layer.num_k_heads, layer.num_v_heads = stop - first, (stop - first) * (values // keys)
+    layer.key_dim = layer.num_k_heads * layer.head_k_dim
+    layer.value_dim = layer.num_v_heads * layer.head_v_dim

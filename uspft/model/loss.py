@@ -8,7 +8,7 @@ Shapes: T tokens with a target, d hidden size, V vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, max_over, sum_over
+from uspft.model.divided import wide
 
 
 class Logits(NamedTuple):
@@ -121,11 +122,15 @@ class How(NamedTuple):
     form: Logits
     vocabulary: Vocabulary | None
 
-    def here(self, weight: Tensor) -> tuple[int, int]:
-        """Return the first of the rows of the head's weight that make logits here, and how many
-        do."""
+    def used(self, held: Tensor) -> Tensor:
+        """Return what makes logits here of the head's weight, or of its bias."""
         found = self.vocabulary
-        return (found.offset, found.rows) if found else (0, len(weight))
+        return held.narrow(0, found.offset, found.rows) if found else held
+
+    def spans(self, rows: Tensor) -> Iterator[slice]:
+        """Yield where each tile's rows are."""
+        for start in range(0, len(rows), self.tile):
+            yield slice(start, start + self.tile)
 
     def own(self, target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of the targets' logits, [t, 1], and 0 for each that another rank has,
@@ -138,9 +143,11 @@ class How(NamedTuple):
         return own, hit
 
     def logits(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of a tile's rows, [t, V], in float32 or wider."""
-        products = nn.functional.linear(part, weight, bias)
-        return self.form.apply(products.to(torch.promote_types(part.dtype, torch.float32)))
+        """Return the logits of a tile's rows, [t, V], in float32 or wider. weight, bias: the head's
+        own."""
+        bias = None if bias is None else self.used(bias)
+        products = nn.functional.linear(part, self.used(weight), bias)
+        return self.form.apply(products.to(wide(part)))
 
 
 class _Softmax(NamedTuple):
@@ -184,25 +191,18 @@ class _TiledCrossEntropy(torch.autograd.Function):
         how: How,
         scale: float,
     ) -> Tensor:
-        here, form = how.here(weight), how.form
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=rows.device)
-        needed = ctx.needs_input_grad[:3]
-        grads = Gradients((rows, weight, bias), needed, wide, here) if any(needed) else None
-        weight, bias = weight.narrow(0, *here), None if bias is None else bias.narrow(0, *here)
-        for start in range(0, len(rows), how.tile):
-            part, target = rows[start : start + how.tile], labels[start : start + how.tile]
-            logits = how.logits(part, weight, bias)
-            bend = form.slope(logits) if grads else 1.0
-            found = _Softmax.of(logits, target, how)
+        loss = torch.zeros((), dtype=wide(rows), device=rows.device)
+        grads = Gradients((rows, weight, bias), ctx, how) if any(ctx.needs_input_grad[:3]) else None
+        for span in how.spans(rows):
+            logits = how.logits(rows[span], weight, bias)
+            bend = how.form.slope(logits) if grads else 1.0
+            found = _Softmax.of(logits, labels[span], how)
             loss += (found.log_total - found.chosen).sum()
             if grads:
                 # Scaled before it is rounded: a rounded scale would shift every gradient alike.
                 slope = logits.mul_(scale / found.total)
                 slope.scatter_add_(1, found.own, found.hit.mul_(-scale))
-                if form != PLAIN:
-                    slope.mul_(bend)
-                grads.add(start, part, slope.to(rows.dtype))
+                grads.add(span, slope, bend)
         if grads:
             ctx.save_for_backward(*grads.result())
         return loss * scale
@@ -227,14 +227,10 @@ class _TokenCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         how: How,
     ) -> Tensor:
-        here = how.here(weight)
-        used, shift = weight.narrow(0, *here), None if bias is None else bias.narrow(0, *here)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        log_totals = torch.empty(len(rows), dtype=wide, device=rows.device)
+        log_totals = torch.empty(len(rows), dtype=wide(rows), device=rows.device)
         losses = torch.empty_like(log_totals)
-        for start in range(0, len(rows), how.tile):
-            span = slice(start, start + how.tile)
-            found = _Softmax.of(how.logits(rows[span], used, shift), labels[span], how)
+        for span in how.spans(rows):
+            found = _Softmax.of(how.logits(rows[span], weight, bias), labels[span], how)
             log_totals[span] = found.log_total[:, 0]
             losses[span] = (found.log_total - found.chosen)[:, 0]
         ctx.save_for_backward(rows, weight, bias, labels, log_totals)
@@ -246,21 +242,14 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, labels, log_totals = ctx.saved_tensors
         how: How = ctx.how
-        here = how.here(weight)
-        needed = ctx.needs_input_grad[:3]
-        grads = Gradients((rows, weight, bias), needed, log_totals.dtype, here)
-        weight, bias = weight.narrow(0, *here), None if bias is None else bias.narrow(0, *here)
-        for start in range(0, len(rows), how.tile):
-            span = slice(start, start + how.tile)
-            part, factor = rows[span], factors[span, None]
-            logits = how.logits(part, weight, bias)
+        grads = Gradients((rows, weight, bias), ctx, how)
+        for span in how.spans(rows):
+            logits, factor = how.logits(rows[span], weight, bias), factors[span, None]
             bend = how.form.slope(logits)
             own, hit = how.own(labels[span], logits)
             slope = logits.sub_(log_totals[span, None]).exp_().mul_(factor)
             slope.scatter_add_(1, own, hit.mul_(-factor))
-            if how.form != PLAIN:
-                slope.mul_(bend)
-            grads.add(start, part, slope.to(rows.dtype))
+            grads.add(span, slope, bend)
         return *grads.result(), None, None
 
 
@@ -271,33 +260,31 @@ class Gradients:
     tokens that the logits leave out are 0.
     """
 
-    def __init__(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor | None],
-        needed: Sequence[bool],
-        wide: torch.dtype,
-        here: tuple[int, int],
-    ) -> None:
-        """here: the first of the vocabulary's tokens here that have logits, and how many do."""
-        rows, weight, bias = inputs
-        self._weight, self._here = weight.narrow(0, *here), here
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], ctx: Any, how: How) -> None:
+        """inputs: of a function whose first ones they are, with its context."""
+        needed, (rows, weight, bias) = ctx.needs_input_grad, inputs
+        self._rows, self._weight, self._how = rows, weight, how
         self._d_rows = torch.empty_like(rows) if needed[0] else None
-        self._d_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
-        self._d_bias = (
-            torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
-        )
+        self._d_weight = torch.zeros_like(weight, dtype=wide(rows)) if needed[1] else None
+        if bias is not None:
+            bias = torch.zeros_like(bias, dtype=wide(rows)) if needed[2] else None
+        self._d_bias = bias
 
-    def add(self, start: int, part: Tensor, slope: Tensor) -> None:
-        """Add the gradients of one tile, which starts at row `start`.
+    def add(self, span: slice, slope: Tensor, bend: Tensor | float) -> None:
+        """Add the gradients of one tile.
 
-        part [t, d]: the tile's rows. slope [t, V]: d loss / d products of the tile.
+        slope [t, V]: d loss / d logits of the tile, whose memory is used. bend: d logits / d
+        products.
         """
+        if self._how.form != PLAIN:
+            slope.mul_(bend)
+        slope, part, used = slope.to(self._rows.dtype), self._rows[span], self._how.used
         if self._d_rows is not None:
-            self._d_rows[start : start + len(part)] = slope @ self._weight
+            self._d_rows[span] = slope @ used(self._weight)
         if self._d_weight is not None:
-            self._d_weight.narrow(0, *self._here).add_(slope.t() @ part)
+            used(self._d_weight).add_(slope.t() @ part)
         if self._d_bias is not None:
-            self._d_bias.narrow(0, *self._here).add_(slope.sum(0))
+            used(self._d_bias).add_(slope.sum(0))
 
     def result(self) -> tuple[Tensor | None, ...]:
         kind = self._weight.dtype

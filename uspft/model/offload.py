@@ -12,7 +12,8 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,7 @@ class Copies:
     def to_device(self, host: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Return a copy on the device, and the function that lets what follows wait for it."""
         if self._stream is None:
-            return torch.cat(host), _nothing
+            return torch.cat(host), lambda: None
         current = torch.cuda.current_stream(self._device)
         number = sum(len(piece) for piece in host)
         flat = torch.empty(number, dtype=host[0].dtype, device=self._device)
@@ -176,25 +177,14 @@ class Copies:
         return flat, lambda: current.wait_event(come)
 
 
-def _nothing() -> None:
-    return None
-
-
 def offload_inputs(model: Any) -> None:
     """Make checkpointed layers keep their inputs on the host, where a call has a shelf for it."""
     for layer in model.base_model.layers:
-        layer.forward = Offloaded(layer.forward)
+        layer.forward = partial(offloaded, layer.forward)
 
 
-class Offloaded:
-    """What stands in for a layer's forward."""
-
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self._plain = plain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shelf: HostShelf | None = kwargs["uspft"].shelf
-        if shelf is None:
-            return self._plain(*args, **kwargs)
-        with shelf.hooks():
-            return self._plain(*args, **kwargs)
+def offloaded(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand in for a layer's forward, `plain`."""
+    shelf: HostShelf | None = kwargs["uspft"].shelf
+    with shelf.hooks() if shelf else nullcontext():
+        return plain(*args, **kwargs)

@@ -215,10 +215,10 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
     for layer in model.base_model.layers:
         call = Call(held)
         before_each_run(layer, call.begin)
-        here = {name for name, _ in layer.named_children()}
+        here: dict[str, Any] = dict(layer.named_modules())
         for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
-            owner: Any = _submodule(layer, block) if block else None
+            owner = here.get(block) if block else None  # none where other layers have experts
             if owner is None or last in STATE_OWN:
                 continue
             if last == "sinks":
@@ -228,8 +228,8 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
                 _divide_module(owner, (block, last), projection, splits, call)
         if copies:
             _in_copies(layer, table_of(model), call)
-        if STATE_LAYER in here:
-            state, own = layer.get_submodule(STATE_LAYER), (*STATE_OWN, "conv1d.weight")
+        if state := here.get(STATE_LAYER):
+            own = *STATE_OWN, "conv1d.weight"
             every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
             divide_states(state, every, call)
 
@@ -270,14 +270,6 @@ def _divide_module(
         enter_and_leave(owner, last, block, call)
     elif len(projection.blocks) > 1 and KV in projection.blocks:
         share_heads(owner, last, split, call)
-
-
-def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    """Return a module of a layer; None where it has none, as where others have experts."""
-    found: Any = layer
-    for word in path.split("."):
-        found = getattr(found, word, None)
-    return found
 
 
 def _used_sinks(call: Call, split: MatrixSplit, sinks: Tensor) -> Tensor:

@@ -188,15 +188,10 @@ def recompute_layers(model: Any, block: MemoryBlock, layers: Collection[int]) ->
             layer._gradient_checkpointing_func = partial(_checkpointed, layer, plain)
         else:
             layer.gradient_checkpointing = False
-            layer.forward = Once(layer.forward)
+            layer.forward = partial(_once, layer.forward)
     return "nothing" if block.recompute == "auto" else block.recompute
 
 
-class Once:
-    """What stands in for the forward of a layer that is not checkpointed, where others are."""
-
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self._plain = plain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain(*args, **{**kwargs, "uspft": kwargs["uspft"].once()})
+def _once(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand in for the forward of a layer that is not checkpointed, where others are."""
+    return plain(*args, **{**kwargs, "uspft": kwargs["uspft"].once()})

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from uspft.families.table import FAMILIES, LayerCut
+from uspft.comm import with_backward
+from uspft.families.table import FAMILIES
 from uspft.model.causal import CausalModel, ForwardPass, Layered
 from uspft.model.loss import Head
 
@@ -93,7 +94,13 @@ class StagedModel(nn.Module):
         if stage is None:
             return self.nothing()
         made = self._made(batch, scales, stage, x)
-        return _Beside.apply(made, self.idle) if stage in self._bare else made
+        if stage not in self._bare or self.idle is None:
+            return made
+        nothing = torch.zeros_like(self.idle)  # the gradient of what the stage does not use
+        found: Tensor = with_backward(
+            lambda made, _: made.view_as(made), lambda dmade: (dmade, nothing), made, self.idle
+        )
+        return found
 
     def _made(
         self, batch: Batch, scales: tuple[float | None, ...], stage: int, x: Tensor | None
@@ -133,19 +140,6 @@ class StagedModel(nn.Module):
         return self._named
 
 
-class _Beside(torch.autograd.Function):
-    """What a stage makes, as it is, with a gradient of 0 for a parameter that it does not use."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, idle: nn.Parameter) -> Tensor:
-        ctx.nothing = torch.zeros_like(idle)
-        return made.view_as(made)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, ctx.nothing
-
-
 class _OfStage:
     """A causal language model whose layers are those of one stage."""
 
@@ -172,10 +166,6 @@ def cut_layers(base: Any, layers: range) -> Any:
     needs = family.cut if family else None
     if needs is None:
         raise ValueError(f"stages of model_type `{base.config.model_type}` are not available yet")
-    return _cut(base, layers, needs)
-
-
-def _cut(base: Any, layers: range, needs: LayerCut) -> Any:
     found = copy.copy(base)
     for registered in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
         found.__dict__[registered] = copy.copy(base.__dict__[registered])

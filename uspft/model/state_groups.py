@@ -19,7 +19,7 @@ from torch import Tensor
 
 from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockBackward, BlockCall, GroupedBlock, put
-from uspft.model.halves import BlockInput, Hook, standing_in
+from uspft.model.halves import BlockInput, Hook
 from uspft.model.some_heads import joined
 from uspft.model.tiles import add_up
 from uspft.sequence import Heads
@@ -40,7 +40,7 @@ class StateCall(BlockCall):
         super().__init__(block, *of, keeps=keeps)
         layer = block.how.attention
         if counted := getattr(layer, "uspft_heads", None):
-            counted.count(layer, ())  # which else is told when it runs
+            counted(layer, ())  # which else is told when it runs
         self.heads = Heads(layer.num_v_heads, layer.num_k_heads, layer.head_v_dim)
         self.key_dim, self._each = layer.head_k_dim, self.heads.query // self.heads.kv
         self.groups = key_ranges(self.heads.kv, self.bound.world.layout.ulysses)
@@ -64,20 +64,13 @@ class StateCall(BlockCall):
 
     def made(self, x: Tensor, keys: HeadRange) -> list[Tensor]:
         """Return what the convolution takes [t, C], g and β [t, H] of a group."""
-        every, range_of = list[Tensor](), range(*keys)
-        some = self.block.how.some.projections(self.heads, [self.values(keys)], range_of, BEFORE)
-        with standing_in(some):
-            for tile, told in self.spans(x):
-                with told:
-                    found = self.before(x[:, tile], tile)
-                parts = [torch.cat([one.flatten(1) for one in found[:3]], dim=1), *found[3:]]
-                del found
-                if not every:
-                    every = [x.new_empty(x.shape[1], p.shape[1], dtype=p.dtype) for p in parts]
-                for whole, part in zip(every, parts, strict=True):
-                    whole[tile] = part
-                del parts
-        return every
+        values, some = [self.values(keys)], self.block.how.some
+        places = some.projections(self.heads, values, range(*keys), BEFORE)
+
+        def parts(found: list[Tensor]) -> list[Tensor]:
+            return [torch.cat([one.flatten(1) for one in found[:3]], dim=1), *found[3:]]
+
+        return self.made_of(x, places, form=parts)
 
     def mixed(self, made: Sequence[Tensor], keys: HeadRange) -> Mixed:
         """Return what the rule takes of a group; differentiable."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from uspft.comm import Group, sum_over
+from uspft.comm import sum_over, with_backward
 from uspft.config.algorithms import OBJECTIVES
 
 if TYPE_CHECKING:
@@ -123,7 +123,10 @@ def document_sums(values: Tensor, batch: Batch) -> Tensor:
     places = torch.from_numpy(share.document_of).to(values.device, non_blocking=True)
     here = values.new_zeros(len(share.documents))
     here = here.index_add(0, places.index_select(0, batch.chosen), values)
-    found: Tensor = _Summed.apply(here, batch.world.mesh.context)
+    group = batch.world.mesh.context
+    found: Tensor = with_backward(
+        lambda x: sum_over(x.clone(), group, "objective"), _unchanged, here
+    )
     return found
 
 
@@ -132,27 +135,12 @@ def once(whole: Tensor, batch: Batch) -> Tensor:
 
     It is all of it on the first of them, and 0 on the others; the gradient passes on every one.
     """
-    found: Tensor = _Once.apply(whole, batch.world.mesh.context.index == 0)
+    here = batch.world.mesh.context.index == 0
+    found: Tensor = with_backward(
+        lambda x: x.clone() if here else torch.zeros_like(x), lambda dx: dx, whole
+    )
     return found
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over a group's members, of which each takes its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return sum_over(x.clone(), group, "objective")
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, here: bool) -> Tensor:
-        return x.clone() if here else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+def _unchanged(gradient: Tensor) -> Tensor:
+    return gradient

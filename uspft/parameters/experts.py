@@ -170,7 +170,7 @@ def _three(block: str) -> list[str]:
 
 
 def _renamed(name: str, kind: str) -> str:
-    for own, stored in _RENAMED[kind].items():
+    for own, stored in _RENAMED.get(kind, {}).items():
         name = name.replace(own, stored)
     return name
 
@@ -212,29 +212,20 @@ def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
 
 def as_files(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors as which files of a model hold a parameter. config: its own."""
-    if config["model_type"] == "olmo_hybrid":
-        yield from _as_olmo(name, value, config)
-        return
     kind = config["model_type"]
     spelling = SPELLINGS.get(kind)
-    if spelling and (match := _FUSED.fullmatch(name)):
+    if kind == "olmo_hybrid" and (match := _CONVOLUTION.fullmatch(name)):
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        yield from zip(_three(match["block"]), value.split([keys, keys, values]), strict=True)
+    elif spelling and (match := _FUSED.fullmatch(name)):
         every = [spelling.matrices(match["block"], match["kind"], n) for n in range(len(value))]
         stored = Stored(list(chain.from_iterable(every)), len(every[0]))
         yield from zip(stored.parts, stored.split(value), strict=True)
     elif spelling and (match := _ROUTER.fullmatch(name)):
         yield f"{match['block']}.{spelling.module}.gate.weight", value
     else:
-        yield _renamed(name, kind) if kind in _RENAMED else name, value
-
-
-def _as_olmo(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    if match := _CONVOLUTION.fullmatch(name):
-        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-        parts = value.split([keys, keys, values])
-        yield from zip(_three(match["block"]), parts, strict=True)
-    else:
-        yield _renamed(name, "olmo_hybrid"), value
+        yield _renamed(name, kind), value
 
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:

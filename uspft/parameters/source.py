@@ -74,9 +74,7 @@ class FolderWeights:
         return False
 
     def read(self, name: str, part: Part) -> Tensor:
-        stored = self._find(name)
-        if stored is None:
-            raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
+        stored = self._required(name)
         if len(stored.parts) == 1:
             return self._read_part(name, stored.parts[0], part)
         if stored.quantised:
@@ -133,25 +131,30 @@ class FolderWeights:
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the type of each tensor of floating point by its name in the files, from headers
         alone. Raises WeightsError."""
-        found: dict[str, torch.dtype] = {}
+        types = ((stored, one.get_dtype()) for stored, one in self._slices())
+        return {stored: _FLOATS[one] for stored, one in types if one in _FLOATS}
+
+    def _slices(self) -> Iterator[tuple[str, Any]]:
+        """Yield each tensor's name in the files, and what has its header. Raises WeightsError."""
         for path in self.files:
             with _opened(path) as tensors:
-                names = tensors.keys()
-                types = {stored: tensors.get_slice(stored).get_dtype() for stored in names}
-                found |= {stored: _FLOATS[one] for stored, one in types.items() if one in _FLOATS}
-        return found
+                for stored in tensors.keys():  # noqa: SIM118
+                    yield stored, tensors.get_slice(stored)
 
     def _find(self, name: str) -> Stored | None:
         """Find the tensors that hold a parameter, by their names in the files."""
         stored = find(name, self._stored)
         return stored and stored._replace(parts=[self._stored[part] for part in stored.parts])
 
+    def _required(self, name: str) -> Stored:
+        if (stored := self._find(name)) is None:
+            raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
+        return stored
+
     def as_stored(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors as which these files hold a parameter. Raises WeightsError
         where they do not."""
-        stored = self._find(name)
-        if stored is None:
-            raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
+        stored = self._required(name)
         yield from zip(stored.parts, stored.split(value), strict=True)
 
     def others(self, written: Collection[str], layers: int) -> Iterator[tuple[str, Tensor]]:
@@ -188,11 +191,7 @@ class FolderWeights:
 
         Raises WeightsError.
         """
-        found: dict[str, tuple[int, ...]] = {}
-        for path in self.files:
-            with _opened(path) as tensors:
-                names = tensors.keys()
-                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        found = {stored: tuple(one.get_shape()) for stored, one in self._slices()}
         mine = self._stored.items()
         return fused_shapes({name: found[stored] for name, stored in mine if stored in found})
 
@@ -224,11 +223,8 @@ def _file_of_each(folder: Path) -> dict[str, str]:
     if not single.exists():
         remedy = "save the model with save_pretrained, or write model.config for random weights"
         raise WeightsError(f"{folder} holds no model.safetensors", remedy)
-    try:
-        with safe_open(single, "pt") as tensors:
-            return dict.fromkeys(tensors.keys(), single.name)
-    except Exception as error:
-        raise _unreadable(single, error) from error
+    with _opened(single) as tensors:
+        return dict.fromkeys(tensors.keys(), single.name)
 
 
 def _by_own_name(files: Iterable[str]) -> dict[str, str]:

@@ -8,9 +8,9 @@ beside them, and the convolution's arithmetic, are left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
-from typing import cast
 
 from uspft.families import NO_KEYS, ModelShape, StateSizes, state_sizes
 from uspft.layout import Layout
@@ -37,25 +37,21 @@ EXCHANGES = 2
 
 
 def wire_of(cost: Cost, layout: Layout, hardware: Hardware, rows: int = 1) -> dict[str, StepPart]:
-    """Return what one layer's attention of so many rows moves one way under a layout, by kind."""
-    tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
-    ring, gather, heads = (rows * one.bytes for one in (cost.ring, cost.gather, cost.all_to_all))
-    found = {
-        "ring": (hardware.messages_seconds(ring, cost.ring.messages, tokens, to_next=True), ring),
-        "gather": (
-            hardware.messages_seconds(gather, cost.gather.messages, tokens, to_next=False),
-            gather,
-        ),
-        "all_to_all": (exchanged_seconds(heads, layout, hardware), heads),
+    """Return what one layer of so many rows moves one way under a layout, by kind."""
+    host = hardware.ranks_per_host
+
+    def messages(name: str, each: Traffic, *axes: str, to_next: bool = False) -> StepPart:
+        of = rows * each.bytes, each.messages, Spread.of(layout, axes, host)
+        return StepPart(name, hardware.messages_seconds(*of, to_next=to_next), bytes=of[0])
+
+    heads, group = rows * cost.all_to_all.bytes, Spread.of(layout, ("ulysses",), host)
+    once = hardware.collective_seconds("all_to_all", heads / EXCHANGES, group)
+    return {
+        "ring": messages("ring", cost.ring, "ring", to_next=True),
+        "gather": messages("gather", cost.gather, "ring"),
+        "all_to_all": StepPart("all_to_all", EXCHANGES * once, bytes=heads),
+        "states": messages("states", cost.state, "ulysses", "ring"),
     }
-    return {name: StepPart(name, seconds, bytes=sent) for name, (seconds, sent) in found.items()}
-
-
-def exchanged_seconds(sent_bytes: float, layout: Layout, hardware: Hardware) -> float:
-    """Return the seconds in which tokens are exchanged for heads and back one way."""
-    heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
-    each = sent_bytes / EXCHANGES
-    return EXCHANGES * hardware.collective_seconds("all_to_all", each, heads)
 
 
 JOIN_BYTES = (18, 10)
@@ -108,20 +104,20 @@ def attention_one_way(
         able = moved[name].seconds * (1 - work.home_share / max(1, arrivals) if backward else 1)
         hidden = hardware.hide * min(able, computed * (1 - waits))
         moved[name] = moved[name]._replace(hidden=hidden)
-    return [StepPart("attention", computed + beside), *moved.values()]
+    wire = (moved[name] for name in ("ring", "gather", "all_to_all"))
+    return [StepPart("attention", computed + beside), *wire]
 
 
 def _work(
     step: StepShape, layout: Layout, algorithm: Algorithm, window: int | None
 ) -> AttentionWork:
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
-    frozen = cast("Hashable", algorithm)  # a dataclass that is
+    of = heads, step.element_bytes, window
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
-        found = attention_of_row(frozen, step.row, heads, step.element_bytes, window)
+        found = attention_of_row(algorithm, step.row, *of)
     else:
         rows = step.sample or DrawnRows((step.row,))
-        of = heads, step.element_bytes, window
-        found = attention_of_sample(frozen, rows, *of, dealt=step.dealt)
+        found = attention_of_sample(algorithm, rows, *of, dealt=step.dealt)
     if layout.pipeline > 1 and step.schedule.chunks > 1 and layout.ring > 1:
         found = in_chunks(found, step.schedule.chunks, _brought(step, window))
     if step.attention.at_once is None:
@@ -172,14 +168,10 @@ def state_parts(
     rule = (again.keys * (1 + summary) + BACKWARD_WORK) * one
     yield StepPart("states", layers * rule)
     forward, backward = _state_work(step, algorithm, mine)
-    spread = Spread.of(layout, ("ulysses", "ring"), hardware.ranks_per_host)
     for cost, heads, keys in ((forward, again.heads, again.keys), (backward, 1, 1)):
-        sent = step.rows * cost.state.bytes
-        seconds = hardware.messages_seconds(sent, cost.state.messages, spread, to_next=False)
-        yield StepPart("states", seconds, bytes=sent).times(layers * keys)
-        exchanged = step.rows * cost.all_to_all.bytes
-        seconds = exchanged_seconds(exchanged, layout, hardware)
-        yield StepPart("all_to_all", seconds, bytes=exchanged).times(layers * heads)
+        moved = wire_of(cost, layout, hardware, step.rows)
+        yield moved["states"].times(layers * keys)
+        yield moved["all_to_all"].times(layers * heads)
 
 
 def _rule_seconds(step: StepShape, sizes: StateSizes, heads: float, hardware: Hardware) -> float:
@@ -191,34 +183,29 @@ def _rule_seconds(step: StepShape, sizes: StateSizes, heads: float, hardware: Ha
 
 
 def _state_work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> tuple[Cost, Cost]:
-    frozen, of = cast("Hashable", algorithm), (sizes, step.element_bytes, step.attention.at_once)
+    of = sizes, step.element_bytes, step.attention.at_once
     if step.sample is None and (step.dealt or is_whole(step.row, None)):
-        return state_work(frozen, step.row, *of)
-    whole = state_work(frozen, Segments.single(step.row.length), *of)
+        return state_work(algorithm, step.row, *of)
+    whole = state_work(algorithm, Segments.single(step.row.length), *of)
     if step.sample is None or algorithm.ring == 1:
         return whole
     # A document of a share of the row meets so many of the ring's ranks.
-    others = 2 * algorithm.ring * step.sample.longest_share / (algorithm.ring - 1)
-    forward, backward = (_some(cost, min(1.0, others)) for cost in whole)
+    share = min(1.0, 2 * algorithm.ring * step.sample.longest_share / (algorithm.ring - 1))
+    forward, backward = (
+        replace(one, state=Traffic(*(round(share * n) for n in one.state))) for one in whole
+    )
     return forward, backward
-
-
-def _some(cost: Cost, share: float) -> Cost:
-    moved = Traffic(round(share * cost.state.bytes), round(share * cost.state.messages))
-    return Cost(cost.all_to_all, state=moved)
 
 
 @lru_cache(maxsize=4096)
 def state_work(
-    frozen: Hashable,
+    algorithm: Algorithm,
     row: Segments,
     sizes: StateSizes,
     element_bytes: int,
     at_once: int | None = None,
 ) -> tuple[Cost, Cost]:
-    """Return what one layer with a state sends for a row. frozen: the algorithm, a dataclass.
-    at_once: as of Forwards."""
-    algorithm = cast("Algorithm", frozen)
+    """Return what one layer with a state sends for a row. at_once: as of Forwards."""
     order = algorithm.token_order(row)
     return each_way(
         lambda often: state_cost(

@@ -9,10 +9,11 @@ deals nothing out but a few rows to a few ranks; dealing out a packed row is its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, cast
+from operator import add, mul, sub
+from typing import Any, cast
 
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
@@ -48,6 +49,11 @@ class AttentionWork:
     """What one forward sends."""
     backward: Cost
     """What the backward sends, keys that it needs again among it."""
+
+    @property
+    def arrivals(self) -> int:
+        """In how many steps the keys of other ranks come in the forward."""
+        return self.forward.arrivals
 
     @property
     def home_share(self) -> float:
@@ -116,13 +122,9 @@ def is_whole(row: Segments, window: int | None) -> bool:
 
 @lru_cache(maxsize=4096)  # a row of many documents takes half a second on 32 ranks
 def attention_of_row(
-    frozen: Hashable, row: Segments, heads: Heads, element_bytes: int, window: int | None
+    algorithm: Algorithm, row: Segments, heads: Heads, element_bytes: int, window: int | None
 ) -> AttentionWork:
-    """Return the work of a row under an algorithm, exactly.
-
-    frozen: the algorithm, a dataclass. window: the layer's, in keys.
-    """
-    algorithm = cast("Algorithm", frozen)
+    """Return the work of a row under an algorithm, exactly. window: the layer's, in keys."""
     if is_whole(row, window):
         return _closed(algorithm, DrawnRows((row,)), heads, element_bytes, None)
     return _dealt(algorithm, row, heads, element_bytes, window)
@@ -130,7 +132,7 @@ def attention_of_row(
 
 @lru_cache(maxsize=4096)
 def attention_of_sample(
-    frozen: Hashable,
+    algorithm: Algorithm,
     sample: DrawnRows,
     heads: Heads,
     element_bytes: int,
@@ -138,17 +140,13 @@ def attention_of_sample(
     *,
     dealt: bool,
 ) -> AttentionWork:
-    """Return the mean work of the rows of a sample by closed forms.
-
-    frozen: the algorithm, a dataclass. dealt: whether a few of them are dealt out, and all
-    corrected by as much as closed forms are off for those.
-    """
-    algorithm = cast("Algorithm", frozen)
+    """Return the mean work of the rows of a sample by closed forms. dealt: whether a few of them
+    are dealt out, and all corrected by as much as closed forms are off for those."""
     closed = _closed(algorithm, sample, heads, element_bytes, window)
     if not dealt or algorithm.ring == 1 or algorithm.ring > DEALT_RING:
         return closed
     few = sample.dealt
-    exact = [attention_of_row(frozen, row, heads, element_bytes, window) for row in few.rows]
+    exact = [attention_of_row(algorithm, row, heads, element_bytes, window) for row in few.rows]
     return _corrected(closed, _closed(algorithm, few, heads, element_bytes, window), exact)
 
 
@@ -157,23 +155,20 @@ def _corrected(
 ) -> AttentionWork:
     """Return what closed forms say of all rows times what they are off by for a few."""
 
-    def times(whole: float, said: float, found: Sequence[float]) -> float:
+    def times(whole: float, said: float, *found: float) -> float:
         mean = sum(found) / len(found)
         return whole * mean / said if said else mean
 
-    def traffic(way: str, kind: str) -> Traffic:
-        values = [getattr(getattr(one, way), kind) for one in (closed, of_few, *exact)]
-        return Traffic(*(round(times(a, b, c)) for a, b, *c in zip(*values, strict=True)))
+    def cost(*every: Cost) -> Cost:
+        sent = _of_each(lambda *numbers: round(times(*numbers)), *every)
+        return replace(sent, arrivals=every[2].arrivals)
 
-    def cost(way: str) -> Cost:
-        exchanged, ring, gather = (traffic(way, kind) for kind in ("all_to_all", "ring", "gather"))
-        return Cost(exchanged, ring, gather, getattr(exact[0], way).arrivals)
-
+    every = (closed, of_few, *exact)
     return AttentionWork(
-        times(closed.pairs, of_few.pairs, [one.pairs for one in exact]),
-        times(closed.joined, of_few.joined, [one.joined for one in exact]),
-        cost("forward"),
-        cost("backward"),
+        times(*(one.pairs for one in every)),
+        times(*(one.joined for one in every)),
+        cost(*(one.forward for one in every)),
+        cost(*(one.backward for one in every)),
     )
 
 
@@ -207,11 +202,8 @@ def in_groups(
 
 def _in_turns(plain: Cost, heads: Traffic, share: float, turns: int) -> Cost:
     """Return what is sent where keys and values come in so many turns, the share of them in all."""
-    ring, gather = (
-        Traffic(round(share * one.bytes), turns * one.messages)
-        for one in (plain.ring, plain.gather)
-    )
-    return Cost(heads, ring, gather, turns * plain.arrivals)
+    sent = _of_each(round, _times(plain, share, turns))
+    return replace(sent, all_to_all=heads, arrivals=turns * plain.arrivals)
 
 
 def each_way(cost: Callable[[Forwards], Cost], at_once: int | None = None) -> tuple[Cost, Cost]:
@@ -220,35 +212,25 @@ def each_way(cost: Callable[[Forwards], Cost], at_once: int | None = None) -> tu
     cost: what it sends in all, so many forwards among it. at_once: as of Forwards.
     """
     once, again = (cost(Forwards(n, n, at_once)) for n in (1, 2))
-    forward = _more(again, once)
-    return forward, _more(once, forward)
+    forward = _of_each(sub, again, once)
+    return forward, _of_each(sub, once, forward)
 
 
-def _more(cost: Cost, than: Cost) -> Cost:
-    def more(kind: str) -> Traffic:
-        (a, b), (c, d) = getattr(cost, kind), getattr(than, kind)
-        return Traffic(a - c, b - d)
-
-    parts = more("all_to_all"), more("ring"), more("gather")
-    return Cost(*parts, arrivals=than.arrivals, state=more("state"))
+KINDS = ("all_to_all", "ring", "gather", "state")
 
 
-class _Moved(NamedTuple):
-    """What a rank sends one way, in tokens and in messages."""
-
-    ring: float
-    ring_messages: float
-    gather: float
-    gather_messages: float
+def _of_each(number: Callable[..., Any], *costs: Cost) -> Cost:
+    """Return a cost whose every number is what a function makes of those of several costs."""
+    every = {kind: [getattr(one, kind) for one in costs] for kind in KINDS}
+    made: dict[str, Any] = {kind: Traffic(*map(number, *of)) for kind, of in every.items()}
+    return replace(costs[0], **made)
 
 
-class _OfFew(NamedTuple):
-    """The work of a row on a few ranks."""
-
-    joined: float
-    forward: _Moved
-    backward: _Moved
-    arrivals: int
+def _times(cost: Cost, of_bytes: float, of_messages: float) -> Cost:
+    """Return so many times the bytes of a cost, and its messages; what follows may be no whole
+    number."""
+    by = Traffic(of_bytes, of_messages)  # type: ignore[arg-type]
+    return _of_each(mul, cost, Cost(by, by, by, state=by))
 
 
 def _closed(
@@ -266,15 +248,13 @@ def _closed(
         return AttentionWork(mean, 0.0, Cost(there), Cost(back))
     alone = window is None and longest == length
     found = _drawn_out(algorithm, length // ring, None if alone else longest, window)
-    pair_bytes = 2 * widest_kv(heads, algorithm.ulysses) * heads.dim * element_bytes
+    key_bytes = widest_kv(heads, algorithm.ulysses) * heads.dim * element_bytes
 
-    def cost(exchanged: Traffic, moved: _Moved) -> Cost:
-        ring = Traffic(round(moved.ring * pair_bytes), round(moved.ring_messages))
-        gather = Traffic(round(moved.gather * pair_bytes), round(moved.gather_messages))
-        return Cost(exchanged, ring, gather, found.arrivals)
+    def cost(moved: Cost, exchanged: Traffic) -> Cost:
+        return replace(_of_each(round, _times(moved, key_bytes, 1)), all_to_all=exchanged)
 
     busiest = 1.0 if alone else PACKED_WORK
-    ways = cost(there, found.forward), cost(back, found.backward)
+    ways = cost(found.forward, there), cost(found.backward, back)
     return AttentionWork(mean * busiest, found.joined, *ways)
 
 
@@ -293,61 +273,50 @@ def _exchanged(
 
 def _drawn_out(
     algorithm: Algorithm, tokens: int, longest: float | None, window: int | None
-) -> _OfFew:
-    """Return the work on the whole ring.
+) -> AttentionWork:
+    """Return the work on the whole ring, but for the pairs, its bytes in keys or values of tokens.
 
     tokens: of each ring rank. longest: those of a row's longest document; None where that is all of
     the row and all of it is seen.
     """
     ring, few = algorithm.ring, min(FEW, algorithm.ring)
     size = SHARE_TOKENS if few > 4 else max(2, min(tokens - tokens % 2, SHARE_TOKENS))
-    small = cast("Hashable", _smaller(algorithm, few))
-    one = _on_few(small, size, 1)
-    arrivals = _steps(algorithm, one)
+    small = _smaller(algorithm, few)
+    one, arrivals = _on_few(small, size, 1), _steps(algorithm, _on_few(small, size, 1))
     far, wide = (ring - 1) / (few - 1), tokens / size
     joined = one.joined * wide * arrivals / max(1, one.arrivals)
     forward, backward = (
-        _Moved(*(far * n * (1 if place % 2 else wide) for place, n in enumerate(moved)))
-        for moved in (one.forward, one.backward)
+        replace(_times(_times(cost, far, far), wide, 1), arrivals=arrivals)
+        for cost in (one.forward, one.backward)
     )
     if longest is None:
-        return _OfFew(joined, forward, backward, arrivals)
+        return replace(one, joined=joined, forward=forward, backward=backward)
     # A rank's tokens lie in two places at least, each of which sees a window before it.
     seen = longest if window is None else min(longest, 2 * window)
     reach = min(1.0, seen / tokens / (ring - 1))
-    packed = _on_few(small, size, DOCUMENTS)
-    keys = _trimmed(one.forward, packed.forward)
-    home = keys or _trimmed(_less(one), _less(packed))
-    there = _reaching(forward, reach) if keys else forward
-    gone = _Moved(*(b - a for a, b in zip(forward, backward, strict=True)))
-    if keys:  # under a window no rank sends least back, as that does which ends a document
-        most = backward if window is None else _Moved(*map(max, forward, backward))
-        back = _reaching(most, reach)
-    elif home:  # keys go round once more, gradients where keys were seen
-        parts = zip(forward, _reaching(gone, reach), strict=True)
-        back = _Moved(*(a + b for a, b in parts))
-    else:
-        back = backward
-    return _OfFew(joined * reach, there, back, arrivals)
+    packed, there, back = _on_few(small, size, DOCUMENTS), forward, backward
+    if _trimmed(one.forward, packed.forward):
+        there = _reaching(forward, reach)
+        # Under a window no rank sends least back, as that does which ends a document.
+        back = _reaching(back if window is None else _of_each(max, forward, back), reach)
+    elif _trimmed(*(_of_each(sub, each.backward, each.forward) for each in (one, packed))):
+        # Keys go round once more, gradients where keys were seen.
+        back = _of_each(add, forward, _reaching(_of_each(sub, backward, forward), reach))
+    return replace(one, joined=joined * reach, forward=there, backward=back)
 
 
-def _reaching(moved: _Moved, reach: float) -> _Moved:
+def _reaching(moved: Cost, reach: float) -> Cost:
     """Return what is sent where a part of keys is needed; messages to more ranks are smaller."""
-    shares = (reach, min(1.0, 2 * reach)) * 2
-    return _Moved(*(n * share for n, share in zip(moved, shares, strict=True)))
+    return _times(moved, reach, min(1.0, 2 * reach))
 
 
-def _trimmed(one: Sequence[float], packed: Sequence[float]) -> bool:
+def _trimmed(one: Cost, packed: Cost) -> bool:
     """Tell whether less is sent of a row of several documents."""
-    return packed[0] + packed[2] < 0.9 * (one[0] + one[2])
+    few, all_of_it = (cost.ring.bytes + cost.gather.bytes for cost in (packed, one))
+    return few < 0.9 * all_of_it
 
 
-def _less(work: _OfFew) -> list[float]:
-    """Return what the backward sends more than the forward."""
-    return [b - a for a, b in zip(work.forward, work.backward, strict=True)]
-
-
-def _steps(algorithm: Algorithm, one: _OfFew) -> int:
+def _steps(algorithm: Algorithm, one: AttentionWork) -> int:
     """Return in how many steps keys come, of which a few ranks tell."""
     if stages := getattr(algorithm, "stages", 0):
         return int(stages)
@@ -369,23 +338,15 @@ def _smaller(algorithm: Algorithm, ring: int) -> Algorithm:
 
 
 @lru_cache(maxsize=1024)
-def _on_few(frozen: Hashable, tokens: int, documents: int) -> _OfFew:
-    """Return the work of a row of equal documents on all ranks of a short ring, its traffic in
-    tokens.
+def _on_few(algorithm: Algorithm, tokens: int, documents: int) -> AttentionWork:
+    """Return the work of a row of equal documents on all ranks of a short ring, its bytes in keys
+    or values of tokens.
 
     tokens: of each rank.
     """
-    algorithm = cast("Algorithm", frozen)
     length = algorithm.ring * tokens
     row = Segments(tuple(n * length // documents for n in range(documents + 1)), length)
-    work = _dealt(algorithm, row, Heads(1, 1, 1), 1, None)
-
-    def moved(cost: Cost) -> _Moved:
-        each = ((one.bytes / 2, float(one.messages)) for one in (cost.ring, cost.gather))
-        return _Moved(*(value for pair in each for value in pair))
-
-    ways = moved(work.forward), moved(work.backward)
-    return _OfFew(work.joined, *ways, work.forward.arrivals)
+    return _dealt(algorithm, row, Heads(1, 1, 1), 1, None)
 
 
 def _dealt(

@@ -262,7 +262,7 @@ def peak_flops(device_name: str) -> float | None:
 
 _SUM_BYTES = 4
 """Of an element of a sum of products."""
-_FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
+PAIR_FLOPS = (4, 10)
 """FLOPs of a pair of query and key for each element of a head: two products forward and five
 backward, 2 each, as FlashAttention's papers count them."""
 POSTED = 2
@@ -386,10 +386,9 @@ class Hardware(RecipeBlock):
 
         They are those of the forward alone, or of the backward alone.
         """
-        speed, of_pair = self.attention.forward_flops, _FORWARD_FLOPS
-        if backward:
-            speed, of_pair = self.attention.backward_flops, _BACKWARD_FLOPS
-        return self.attention.launch_seconds + of_pair * pairs * heads * dim / speed
+        known = self.attention
+        speed = known.backward_flops if backward else known.forward_flops
+        return known.launch_seconds + PAIR_FLOPS[backward] * pairs * heads * dim / speed
 
     def memory_seconds(self, moved_bytes: float) -> float:
         """Return the seconds that the device's memory takes to read and write so many bytes

@@ -87,7 +87,8 @@ def memory_of(
         )
         return max(every, key=lambda one: one.peak_bytes)
     state = state or state_in(shape, layout, options)
-    device, waits = activations_in(*(one or pass_bytes(shape, layout, row_tokens, options)))
+    one = one or pass_bytes(shape, layout, row_tokens, options)
+    device, waits = activations_in(*one, state.at_loss)
     return Memory(
         state.beside(device),
         int(sum(state.host.values()) + waits),
@@ -160,7 +161,9 @@ def state_in(
         crossing=2 if options.gradient_reduction == "bfloat16" else 4,
         bucket=options.bucket,
         live=options.live,
-        reuse=options.reuse,
+        # Stages run in another order each time: DeepSpeed knows none by which to fetch or keep.
+        prefetch=options.prefetch if layout.pipeline == 1 else 0,
+        reuse=options.reuse if layout.pipeline == 1 else 0,
         again=options.checkpointing,
         two_buckets=options.two_buckets,
         matrix=shape.hidden_size * shape.intermediate_size,
@@ -188,17 +191,22 @@ def unpredicted(shape: ModelShape) -> tuple[str, ...]:
     return tuple(what for what, here in found.items() if here)
 
 
-def activations_in(one: PassBytes, batch: float) -> tuple[dict[str, float], float]:
+def activations_in(
+    one: PassBytes, batch: float, at_loss: Mapping[str, float]
+) -> tuple[dict[str, float], float]:
     """Return the bytes of activations by part at their peak, and those that wait on the host. one,
-    batch: what one micro-batch takes, and its batch, where all layers are one stage."""
+    batch: what one micro-batch takes, and its batch, where all layers are one stage. at_loss: what
+    the state takes beyond that of layers while the loss is made; parts too, if the peak is there.
+    """
     layers = list(zip(one.layers, one.routers, strict=True))
     waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]
     every = zip(below, layers, strict=False)
-    peaks = [(kept + own + each.most, kept) for kept, (each, own) in every]
-    peaks.append((below[-1] + one.head.most, below[-1]))
-    peak, kept = max(peaks)
-    parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
+    peak, kept = max((kept + own + each.most, kept) for kept, (each, own) in every)
+    loss, beside = below[-1] + one.head.most, dict[str, float]()
+    if loss + sum(at_loss.values()) > peak:
+        peak, kept, beside = loss, below[-1], dict(at_loss)
+    parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles, **beside}
     return parts, sum(each.kept - each.held for each in one.layers) if one.offloads else 0.0
 
 

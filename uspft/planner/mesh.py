@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Literal, NamedTuple
 
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.products import (
@@ -22,6 +22,7 @@ from uspft.planner.products import (
     gathered_elements,
     head_projection,
     layer_projections,
+    why_not_split,
 )
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.tensor.meshslice import MeshSlice
@@ -147,17 +148,12 @@ class MeshProduct:
             if slices > 1:
                 copied = row_bytes / in_row.ranks + column_bytes / in_column.ranks
                 computed += hardware.memory_seconds(2 * copied)
-            one = Slice(
-                0.0
-                if there
-                else hardware.collective_seconds(
-                    "reduce_scatter" if flow == "left" else "all_gather", row_bytes, in_row
-                ),
-                hardware.collective_seconds(
-                    "reduce_scatter" if flow == "right" else "all_gather", column_bytes, in_column
-                ),
-                computed,
-            )
+            kinds: list[Collective] = [
+                "reduce_scatter" if flow == way else "all_gather" for way in ("left", "right")
+            ]
+            row = 0.0 if there else hardware.collective_seconds(kinds[0], row_bytes, in_row)
+            column = hardware.collective_seconds(kinds[1], column_bytes, in_column)
+            one = Slice(row, column, computed)
             moved = slices * (one.along_row + one.along_column)
             both = flow_seconds(flow, one, slices, shared=shared)
             crosses = (in_row.ranks > 1) * row_bytes + (in_column.ranks > 1) * column_bytes
@@ -233,7 +229,9 @@ def mesh_parts(
         product_part(step, product, count, layout, hardware)
         for product, count in zip(products, slices, strict=True)
     ]
-    return [*found, *_sums(step, layout, hardware), *_tables(step, layout, hardware)]
+    norms = NORMS * step.model.layers * (step.forwards + 1) + 2
+    sums = token_sums(step, layout, hardware, norms)
+    return [*found, *sums, *_tables(step, layout, hardware)]
 
 
 def product_part(
@@ -252,19 +250,20 @@ def product_part(
     )
 
 
-def _sums(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
-    """Yield the sums over mesh columns of a number a token: of the norms, and of the loss; and what
-    ranks gather that share a head of a fused projection."""
+def token_sums(
+    step: StepShape, layout: Layout, hardware: Hardware, norms: int = 0
+) -> Iterator[MeshPart]:
+    """Yield the sums over tensor ranks of a number a token: so many of norms, and those of the
+    loss; and what ranks gather that share a head of a fused projection."""
     spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
+    tokens = step.tokens(layout)
     if spread.ranks == 1:
         return
-    sent = NUMBER_BYTES * step.tokens(layout)
-    each = hardware.collective_seconds("all_reduce", sent, spread)
-    norms = NORMS * step.model.layers * (step.forwards + 1) + 2
+    each = hardware.collective_seconds("all_reduce", NUMBER_BYTES * tokens, spread)
     for name, count in (("norms", norms), ("loss", LOSS_SUMS)):
-        yield MeshPart(name, count * each, bytes=count * sent)
+        yield MeshPart(name, count * each, bytes=count * NUMBER_BYTES * tokens)
     elements = gathered_elements(step.model, layout.mesh_columns)
-    if heads := step.element_bytes * step.tokens(layout) * elements:
+    if heads := step.element_bytes * tokens * elements:
         seconds = hardware.collective_seconds("all_to_all", heads, spread)
         count = step.model.layers * (step.forwards + 1)
         yield MeshPart("heads", count * seconds, bytes=count * heads)
@@ -313,7 +312,7 @@ def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Mes
 MIN_BLOCK = 8
 """Features of the least contiguous block that a slice is made of."""
 
-WhyNoMesh = Callable[[int, int], str | None]
+WhyNoMesh = Callable[[tuple[int, int]], str | None]
 """A function that says what speaks against so many mesh rows and mesh columns, or None."""
 
 
@@ -338,7 +337,7 @@ class TunedMesh:
 
     @property
     def name(self) -> str:
-        return _name(self.shape)
+        return "{} × {}".format(*self.shape)
 
 
 @dataclass(frozen=True)
@@ -349,10 +348,6 @@ class Tuning:
     refused: tuple[str, ...]
     not_kept: tuple[str, ...]
     """What the rule of the largest matrix would have kept otherwise."""
-
-    def on(self, shape: tuple[int, int]) -> TunedMesh | None:
-        """Return what was found for so many mesh rows and mesh columns."""
-        return next((one for one in self.tried if one.shape == shape), None)
 
 
 def tune(
@@ -371,62 +366,47 @@ def tune(
     """
     degree, context, data = degrees
     tried, refused = [], []
-    for rows, columns in shapes_of(degree):
-        why = why_no_mesh(step.model, rows, columns, slices or (1,) * 4)
-        if why or (why_not and (why := why_not(rows, columns))):
-            refused.append(f"{_name((rows, columns))}: {why}")
+    for rows in (n for n in range(1, degree + 1) if degree % n == 0):
+        shape = rows, degree // rows
+        why = why_no_mesh(step.model, shape, slices or (1,) * 4)
+        if why or (why_not and (why := why_not(shape))):
+            refused.append(f"{rows} × {shape[1]}: {why}")
             continue
-        layout = Layout(columns, ring=rows * context, data=data, mesh_rows=rows)
-        tried.append(_tuned(step, layout, hardware, slices))
+        layout = Layout(shape[1], ring=rows * context, data=data, mesh_rows=rows)
+        tried.append(tuned(step, layout, hardware, slices))
     tokens = step.rows * step.row.length / context
     fastest = sorted(tried, key=lambda mesh: mesh.seconds)
     not_kept = why_not_kept(mesh_products(step.model), tokens) if tried else []
     return Tuning(tuple(fastest), tuple(refused), tuple(not_kept))
 
 
-def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:
-    """Return the slices of each product that suit the mesh of a layout."""
-    rows = layout.mesh_rows
-    if why_no_mesh(step.model, rows, layout.mesh_columns):
-        return (1,) * 4
-    ring = Layout(layout.mesh_columns, ring=layout.context, data=layout.data, mesh_rows=rows)
-    return _tuned(step, ring, hardware, None).slices
-
-
-def shapes_of(degree: int) -> list[tuple[int, int]]:
-    """Return every pair of mesh rows and mesh columns of so many ranks."""
-    return [(rows, degree // rows) for rows in range(1, degree + 1) if degree % rows == 0]
-
-
 def why_no_mesh(
-    model: ModelShape, rows: int, columns: int, slices: Sequence[int] = (1, 1, 1, 1)
+    model: ModelShape, shape: tuple[int, int], slices: Sequence[int] = (1, 1, 1, 1)
 ) -> str | None:
     """Return why a model's matrices cannot be split over a mesh, or None where they can."""
-    family = FAMILIES[model.model_type]
-    if model.routed:
-        return "experts are not split"
-    if family.states:
-        return "layers with a state are not split on a mesh"
-    if model.seeing_all:
-        return "heads of two sizes are not split on a mesh"
-    qkv, out, gate_up, down = slices
-    algorithm = MeshSlice(rows * columns, (rows, columns), (qkv, out, gate_up, down))
+    if reason := why_not_split(model, mesh=True):
+        return reason
+    algorithm = MeshSlice(prod(shape), shape, tuple(slices))  # type: ignore[arg-type]
     wrong = algorithm.problems(model.heads, model.kv_heads, model.hidden_size)
     return wrong[0][1] if wrong else None
 
 
-def _tuned(
-    step: StepShape, layout: Layout, hardware: Hardware, asked: Sequence[int] | None
+def tuned(
+    step: StepShape, layout: Layout, hardware: Hardware, asked: Sequence[int] | None = None
 ) -> TunedMesh:
-    slices = tuple(
-        asked
-        or (best_slices(step, product, layout, hardware) for product in mesh_products(step.model))
-    )
+    """Return a layout's mesh with the slices that suit it, or those that are asked for."""
+    slices = tuple(asked or slices_on(step, layout, hardware))
 
     def seconds(counts: tuple[int, ...]) -> float:
         return sum(part.seconds for part in mesh_parts(step, layout, counts, hardware))
 
     return TunedMesh(layout, slices, seconds(slices), seconds((1,) * len(slices)))
+
+
+def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:
+    """Return the slices of each product that suit the mesh of a layout."""
+    products = mesh_products(step.model)
+    return tuple(best_slices(step, one, layout, hardware) for one in products)
 
 
 def best_slices(step: StepShape, product: MeshProduct, layout: Layout, hardware: Hardware) -> int:
@@ -439,7 +419,3 @@ def best_slices(step: StepShape, product: MeshProduct, layout: Layout, hardware:
         key=lambda count: product_part(step, product, count, layout, hardware).seconds,
         default=0,
     )
-
-
-def _name(shape: tuple[int, int]) -> str:
-    return f"{shape[0]} × {shape[1]}"

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.config.deepspeed_fields import REDUCE_BUCKET, live_parameters, reuse_distance
+from uspft.config.deepspeed_fields import (
+    REDUCE_BUCKET,
+    live_parameters,
+    prefetch_bucket,
+    reuse_distance,
+)
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each
@@ -41,6 +46,8 @@ class Options:
     """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
     live: int = live_parameters({})
     """The gathered elements up to which ZeRO-3 fetches weights ahead."""
+    prefetch: int = prefetch_bucket({})
+    """The elements that ZeRO-3 fetches ahead together."""
     reuse: int = reuse_distance({})
     """The elements of weights within which ZeRO-3 keeps those that come again."""
     two_buckets: bool = False
@@ -107,6 +114,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         zero_stage=int(zero.get("stage", 1)),
         bucket=int(zero.get("reduce_bucket_size") or REDUCE_BUCKET),
         live=live_parameters(zero),
+        prefetch=prefetch_bucket(zero),
         reuse=reuse_distance(zero),
         two_buckets=bool(zero.get("overlap_comm")),
         offload_optimizer=away("offload_optimizer"),

@@ -64,6 +64,18 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
+def why_not_split(model: ModelShape, *, mesh: bool) -> str | None:
+    """Return why no ranks can have parts of the matrices of models like this; None where they can.
+    mesh: whether in blocks over a mesh."""
+    states = FAMILIES[model.model_type].states
+    if model.routed and (states or mesh):
+        where = "on a mesh" if mesh else "beside layers with a state"
+        return f"matrices of experts are not split {where}"
+    if states and mesh:
+        return "layers with a state are not split on a mesh"
+    return "heads of two sizes are not split on a mesh" if model.seeing_all and mesh else None
+
+
 def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
     MLP, or of the router and the experts; keys and values that a layer does not make have no

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
@@ -69,7 +69,6 @@ class Ranked:
     """Whether it is the recipe's."""
     closely: bool = False
     """Whether a pipeline's schedule is run action by action."""
-    algorithm: Algorithm | None = field(default=None, repr=False, compare=False)
     memo: price.Memo = field(default_factory=dict, repr=False, compare=False)
     """What has been worked out of other ways' steps."""
 
@@ -86,9 +85,9 @@ class Ranked:
             return self.seconds
         return price.least_seconds(self.step, *self._priced, self.memo)
 
-    @property
+    @cached_property
     def _priced(self) -> tuple[Layout, Algorithm, Hardware]:
-        algorithm = self.algorithm or self.way.algorithm(self.step, self.hardware.ranks_per_host)
+        algorithm = self.way.algorithm(self.step, self.hardware.ranks_per_host)
         return self.layout, algorithm, self.hardware
 
     @cached_property
@@ -183,6 +182,8 @@ class Ranking:
     own: Ranked | None = None
     """The recipe's."""
     left_out: Counter[str] = field(default_factory=Counter)
+    ways: Sequence[Way] = ()
+    """All that they are the best of."""
 
     def is_tie(self, one: Ranked) -> bool:
         """Tell whether the machine's error does not tell a layout from the first."""
@@ -218,8 +219,7 @@ def ranked(
     if shape.slices is not None:
         asked = replace(asked, slices=tuple(shape.slices))
     needs = needs_of or Needs(step.model, step.row.length)
-    algorithm = way.algorithm(step, hardware.ranks_per_host)
-    return Ranked(way, shape, hardware, needs, asked, own, closely, algorithm, memo)
+    return Ranked(way, shape, hardware, needs, asked, own, closely, memo)
 
 
 def ranking(
@@ -261,56 +261,44 @@ def ranking(
         order = chain(sorted(first, key=attrgetter("place")), order)
         marked = [one for one in first if one.own] or marked
     names = {way.name for way in listed}
-    return Ranking(_Listed(order, len(names)), next(iter(marked), None), found.left_out)
+    own_one = next(iter(marked), None)
+    return Ranking(_Listed(order, len(names)), own_one, found.left_out, listed)
 
 
 def _in_order(every: Sequence[Ranked]) -> Iterator[Ranked]:
     """Yield the layouts of many ways in their order, each as the fastest of its ways that fits, or
     else as what needs least; no more is priced, and of memory worked out, than that takes."""
-    waiting: dict[str, list[int]] = {}
-    seen = set[str]()
-    hopeful = []
-    for number, one in enumerate(every):
-        waiting.setdefault(one.name, []).append(number)
-        if not one.hopeless:
-            hopeful.append(number)
-    for one in _by_price(every, hopeful):
-        if one.name not in seen and one.fits:
-            seen.add(one.name)
+    waiting: dict[str, list[Ranked]] = {}
+    for one in every:
+        waiting.setdefault(one.name, []).append(one)
+    hopeful = [[one] for one in every if not one.hopeless]
+    for one in _by_price(hopeful, lambda ways: ways[0]):
+        if one.name in waiting and one.fits:
+            del waiting[one.name]
             yield one
+
+    def least(ways: Sequence[Ranked]) -> Ranked:
+        return min(ways, key=lambda one: (one.memory.peak_bytes, _by_seconds(one)))
+
     # What needs least of a layout may be slower than its first: it is looked for when that comes.
-    least: dict[str, Ranked] = {}
-    heap = [
-        (min(_least(every[n]) for n in numbers), numbers[0], name)
-        for name, numbers in waiting.items()
-        if name not in seen
-    ]
-    heapify(heap)
-    later = count(len(every))
-    while heap:
-        (_, priced, _), _, name = heappop(heap)
-        ways = waiting[name]
-        if not priced:
-            first = min(ways, key=lambda n: (_by_seconds(every[n]), n))
-            heappush(heap, (_by_seconds(every[first]), first, name))
-        elif name not in least and len(ways) > 1:
-            ways.sort(key=lambda n: (_by_seconds(every[n]), n))
-            least[name] = min((every[n] for n in ways), key=lambda one: one.memory.peak_bytes)
-            heappush(heap, (_by_seconds(least[name]), next(later), name))
-        else:
-            yield least.get(name, every[ways[0]])
+    yield from _by_price([*waiting.values()], lambda ways: least(ways) if ways[1:] else ways[0])
 
 
-def _by_price(every: Sequence[Ranked], numbers: Sequence[int]) -> Iterator[Ranked]:
-    """Yield some ways, the fastest first; none is priced before its turn may have come."""
-    heap = [(_least(every[number]), number) for number in numbers]
+def _by_price(
+    every: Sequence[Sequence[Ranked]], of: Callable[[Sequence[Ranked]], Ranked]
+) -> Iterator[Ranked]:
+    """Yield one of each of many sets of ways, the fastest first; none is priced, nor taken out of
+    its set, before its turn may have come."""
+    heap = [(min(map(_least, ways)), number) for number, ways in enumerate(every)]
     heapify(heap)
+    taken: dict[int, Ranked] = {}
     while heap:
-        (_, priced, _), number = heappop(heap)
-        if priced:
-            yield every[number]
+        _, number = heappop(heap)
+        if number in taken:
+            yield taken.pop(number)
         else:
-            heappush(heap, (_by_seconds(every[number]), number))
+            one = taken[number] = of(every[number])
+            heappush(heap, (_by_seconds(one), number))
 
 
 Place = tuple[float, bool, bool]
@@ -406,7 +394,8 @@ class Needs:
         return self._states[key]
 
     def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
-        layout = _sharing_rows(layout)
+        # What rows take depends on no more replicas than divide experts.
+        layout = replace(layout, data=layout.experts)
         options = replace(options, zero_stage=1, step_rows=None)
         if options.first_layers is None:  # stages say which layers are checkpointed
             layout = replace(layout, pipeline=1)
@@ -414,12 +403,6 @@ class Needs:
         if (key := (layout, tokens, options)) not in self._passes:
             self._passes[key] = pass_bytes(self._model, layout, tokens, options)
         return self._passes[key]
-
-
-def _sharing_rows(layout: Layout) -> Layout:
-    """Return a layout with the least replicas, on which what rows take does not depend, among which
-    ranks can divide experts as they do."""
-    return replace(layout, data=layout.experts)
 
 
 def options_under(way: Way, options: Options) -> Options:
@@ -485,8 +468,8 @@ def recommend(
     if not rows:
         return None
     given = replace(step, row=rows[0], sample=DrawnRows(tuple(rows)))
-    found = ranking(given, ranks, space, hardware, options, why_not=why_not).layouts
-    if not found:
+    order = ranking(given, ranks, space, hardware, options, why_not=why_not)
+    if not (found := order.layouts):
         return None
     # Where keys ask for reasons, the best way with another value of one may stand far below.
     first, *others = found[:LOOKED] if asked else found[: NAMED + 1]
@@ -496,30 +479,12 @@ def recommend(
         for one in others[:NAMED]
     ]
     why = f"{first.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
-    legal = legal_for(step, hardware.ranks_per_host, why_not)
-    alike = ways(ranks, _only(space, first.way), legal).legal if asked else []
-    for way in alike:
-        if way == first.way or way.name != first.name:
-            continue
-        others.append(ranked(given, way, hardware, options))
+    alike = [way for way in order.ways if way.name == first.name] if asked else []
+    others += [ranked(given, way, hardware, options) for way in alike if way != first.way]
     more = len(found) > LOOKED
     closed = {"parallel_config.expert_parallel"} if space.experts == {1} else set[str]()
     reasons = {key: _reason(key, first, others, more and key not in closed) for key in asked}
     return Choice(first.way, why, reasons)
-
-
-def _only(space: Space, way: Way) -> Space:
-    """Return the space of the ways to run one layout."""
-    layout = way.layout
-    return replace(
-        space,
-        tensor={layout.tensor},
-        context={layout.context // layout.mesh_rows},
-        data={layout.data},
-        ulysses={layout.ulysses},
-        algorithms={way.row.name},
-        experts={layout.experts},
-    )
 
 
 def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> str:

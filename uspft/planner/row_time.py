@@ -13,7 +13,7 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.machine import Hardware
 from uspft.planner.step import forward_and_backward, hidden_behind, zero_in_each_pass
-from uspft.planner.step_shape import StepPart, StepShape
+from uspft.planner.step_shape import StepShape, seconds_of
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
 from uspft.sequence.rows.spans import pairs
@@ -42,7 +42,7 @@ def row_time(
     """
     shapes = (replace(step, row=row, rows=n, sample=None) for n in (1, 2))
     one, two = (
-        _seconds(forward_and_backward(shape, layout, algorithm, hardware)) / layout.pipeline
+        seconds_of(forward_and_backward(shape, layout, algorithm, hardware)) / layout.pipeline
         for shape in shapes
     )
     own = min(one, two - one)
@@ -57,11 +57,7 @@ def micro_step_seconds(
     stored: the layout in which ranks store the parameters. behind: seconds of products that hide
     transfers under overlap_comm.
     """
-    return _seconds([*hidden_behind(step, zero_in_each_pass(step, stored, hardware), behind)])
-
-
-def _seconds(parts: list[StepPart]) -> float:
-    return sum(part.seconds - part.hidden for part in parts)
+    return seconds_of(hidden_behind(step, zero_in_each_pass(step, stored, hardware), behind))
 
 
 def chunk_prices(

@@ -41,6 +41,8 @@ class Zero:
     """Whether one is filled while another crosses, at stages 1 and 2."""
     live: int
     """The gathered elements up to which stage 3 fetches weights ahead."""
+    prefetch: int
+    """The elements that stage 3 fetches ahead together; 0: none."""
     reuse: int
     """The elements of weights within which stage 3 keeps those that come again."""
     again: bool
@@ -73,12 +75,20 @@ class State:
     beyond: dict[str, float] = field(default_factory=dict)
     """What the device has beyond that where no row is there: as gradients are summed over ranks
     when a backward has ended, and in the update."""
+    between: dict[str, float] = field(default_factory=dict)
+    """The same between the layers and the loss, where rows have what layers keep."""
+    at_loss: dict[str, float] = field(default_factory=dict)
+    """By part of `device`, what that has beyond it while the loss is made; below 0 for less."""
 
     def beside(self, rows: Mapping[str, float]) -> dict[str, int]:
         """Return the bytes on the device by part, of the moment that takes most. rows: of what rows
-        need; what another moment takes beyond them is a part too."""
-        parts = {name: int(size) for name, size in (self.device | dict(rows)).items()}
-        moment, most = max(self.beyond.items(), key=lambda one: one[1], default=("", 0.0))
+        need, and what `device` has beyond itself at their peak; what another moment takes beyond
+        them is a part too."""
+        names = dict.fromkeys((*self.device, *rows))
+        parts = {name: int(self.device.get(name, 0) + rows.get(name, 0)) for name in names}
+        kept = rows["activations"] + rows["batch"]
+        moments = [*self.beyond.items(), *((n, size + kept) for n, size in self.between.items())]
+        moment, most = max(moments, key=lambda one: one[1], default=("", 0.0))
         over = most - sum(rows.values())
         return parts | {moment: int(over)} if over > 0 else parts
 
@@ -169,37 +179,80 @@ def _summed(zero: Zero, counts: ParameterCounts) -> float:
 
 
 def _gathered(zero: Zero, counts: ParameterCounts) -> State:
-    """Stage 3: the bucket is in the type that crosses ranks, laid out once more by rank as it is
-    summed. Weights are gathered ahead up to DeepSpeed's bound of those, a layer or the head and one
-    more parameter in any case; the last layers of a forward stay for their backward as far as its
-    reuse distance reaches, which no bound limits. When the bucket is full, those are not there any
-    more whose gradients fill it.
+    """Stage 3.
+
+    DeepSpeed gathers weights ahead up to its bound of those and one parameter more, a layer in any
+    case; the last layers of a forward stay for their backward as far as its reuse distance reaches,
+    which no bound limits. What it fetches ahead together it gathers into one flat buffer. As the
+    first of it is needed, all is copied out, and the buffer stays until the last is (0.19.8,
+    AllGatherCoalescedHandle.wait). The head comes with what is before it, and so lies there twice
+    before the last norm; while the loss is made it lies there once.
 
     Where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
     grad_partitions_flat_buffer), and stay there once more as the update takes them.
     """
-    e, own = zero.element, zero.over(counts.trained, counts.experts_trained)
-    bucket = float(zero.crossing * min(zero.bucket, counts.trained))
-    live = min(counts.every, max(zero.live, max(counts.layer, counts.head) + counts.largest))
-    kept = min(counts.every, _kept(zero, counts))
-    gone = counts.every * min(1.0, zero.bucket / max(1, counts.trained))
-    beside = max(min(live, counts.every - gone), kept - gone)
+    e, own, every = zero.element, zero.over(counts.trained, counts.experts_trained), counts.every
+    at_once = min(zero.live, zero.prefetch)
+    ahead, together = (n + counts.largest if at_once else 0 for n in (zero.live, at_once))
+    live, kept = min(every, max(ahead, counts.layer)), min(every, _kept(zero, counts))
+    in_layers = e * float(max(live + min(every, together), kept))
+    at_head = max(counts.head, min(every, ahead))
+    at_loss = e * float(max(at_head, kept))
+    # Where more is kept than is gathered ahead, the head is fetched when it is needed, alone.
+    with_others = at_once and zero.live > kept - counts.head
+    twice = min(every, max(zero.prefetch, counts.head)) if with_others else 0
+    between = {"head": e * float(at_head + twice)}
+    head, waits = e * float(counts.head), e * float(counts.head * counts.tied)
+    largest = counts.largest_trained
+    beyond = {"reduction": head + max(_crossing(zero, counts, largest), 3 * waits)}
+    if zero.bucket < counts.trained:
+        # When the bucket is full, those are not there any more whose gradients fill it.
+        gone = every * zero.bucket / counts.trained
+        beside = max(min(live, every - gone), kept - gone)
+        crossing = _crossing(zero, counts, min(largest, counts.largest))
+        in_layers = max(in_layers, e * beside + crossing)
+        if largest > zero.bucket:  # as that of a head, before the layers'
+            between["reduction"] = e * live + _crossing(zero, counts, largest)
     device = {
-        "weights": e * zero.over(counts.every, counts.experts),
+        "weights": e * zero.over(every, counts.experts),
         "gradients": WIDE * own,
         "optimizer": (WIDE + ADAM) * own,
-        "gathered": max(e * float(live), e * float(kept), bucket + e * beside),
-        "buckets": bucket,
+        "gathered": in_layers,
+        "waiting": waits,
+        "buckets": float(zero.crossing * min(zero.bucket, counts.trained)),
     }
     host: dict[str, float] = {}
     if zero.optimizer_away:
         host |= {name: device.pop(name) for name in ("gradients", "optimizer")}
         host["update"] = WIDE * own
+    else:  # the gradients of one of DeepSpeed's groups of parameters
+        beyond["update"] = WIDE * min(own, SUB_GROUP)
     if zero.weights_away:
         host["weights"] = device.pop("weights")
-    # The gradients of one of DeepSpeed's groups of parameters, as wide as the optimizer's.
-    group = WIDE * min(own, SUB_GROUP) if e < WIDE and not zero.optimizer_away else 0.0
-    return State(device, host, {"update": group - device["gathered"]})
+    there = in_layers + waits
+    beyond, between = ({n: size - there for n, size in one.items()} for one in (beyond, between))
+    return State(
+        device, host, beyond, between, {"gathered": at_loss - in_layers, "waiting": -waits}
+    )
+
+
+def _crossing(zero: Zero, counts: ParameterCounts, largest: int) -> float:
+    """Return what stage 3 has beside its bucket as gradients cross: the bucket laid out once more
+    by rank while the next gradient waits, or one that is larger than the bucket. largest: the
+    elements of a gradient.
+
+    Shares that cross in 16 bits are widened to be added up; on their way to the host their norms
+    are taken.
+    """
+    e, bucket = zero.element, min(zero.bucket, counts.trained)
+    share, norm = (
+        WIDE * (zero.crossing < WIDE) / zero.ranks,
+        NORM * zero.optimizer_away / zero.ranks,
+    )
+    laid = (zero.crossing + share) * bucket + norm * min(bucket, largest)
+    if largest > bucket:
+        laid = max(laid, (zero.cast(e) + share + norm) * largest)
+    return laid + e * largest * (zero.bucket < counts.trained)
 
 
 def _kept(zero: Zero, counts: ParameterCounts) -> float:

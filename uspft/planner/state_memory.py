@@ -137,7 +137,7 @@ def convolved(tape: LayerTape, x: Tensor, of: StateHeads, trains: bool) -> Tenso
 
 
 def _with_halo(tape: LayerTape, x: Tensor, of: StateHeads) -> Tensor:
-    """Return tokens with those before each fragment (sequence/mixing.py, WithHalo)."""
+    """Return tokens with those before each fragment (sequence/mixing.py, laid_out)."""
     size, wide = x.size, x.size * WIDE / of.element
 
     def backward(grads: GradientStorages) -> GradientStorages:
@@ -233,6 +233,5 @@ def _over_heads(
         return inner(parts)
     inside = inside_heads(tape, parts, of)
     made = inner(inside)
-    out = at_home(tape, made, of)
-    del inside  # which sequence/mixing.py holds so long
-    return out
+    del inside
+    return at_home(tape, made, of)

@@ -17,17 +17,14 @@ from uspft.layout import ALIKE, COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.attention_step import attention_parts, state_parts
-from uspft.planner.attention_work import (
-    DrawnRows,
-)
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.machine import Collective, Hardware, Spread
-from uspft.planner.mesh import mesh_parts
+from uspft.planner.mesh import mesh_parts, token_sums
 from uspft.planner.products import (
     SHARED_EXPERT,
     ProductShape,
-    gathered_elements,
     head_projection,
     met_parameters,
     parameters_of,
@@ -43,7 +40,7 @@ from uspft.planner.stages import (
     stage_layers,
     stages_of,
 )
-from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime
+from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime, seconds_of
 from uspft.sequence import Algorithm
 
 Priced = TypeVar("Priced")
@@ -83,7 +80,7 @@ def step_time(
         return _pipeline_time(step, layout, algorithm, hardware, waits_of, memo)
     passes = step.passes(layout)
     one = forward_and_backward(step, layout, algorithm, hardware)
-    behind = sum(part.seconds for part in one if part.name in HIDING)
+    behind = _hiding_seconds(one)
     each = hidden_behind(step, zero_in_each_pass(step, layout, hardware), behind)
     parts = [part.times(passes) for part in (*one, *each)]
     summed, *others = zero_once(step, layout, hardware)
@@ -210,9 +207,8 @@ def _tensor(
     """Yield the transfers of Megatron's tensor parallelism. behind: seconds of layers' products.
 
     Each layer sums activations over the tensor ranks as `_sums_of` says, the embedding once
-    forward, the head's input gradient once; the loss makes three sums of a number for each token.
-    Under use_seq_parallel a sum is a reduce-scatter and an all-gather of the same bytes. Ranks that
-    share a head of a fused projection gather it.
+    forward, the head's input gradient once. Under use_seq_parallel a sum is a reduce-scatter and an
+    all-gather of the same bytes.
 
     Of n copies by turns all but one pass behind products, or products behind them: that a layer's
     blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
@@ -220,9 +216,8 @@ def _tensor(
     """
     if layout.tensor == 1:
         return
-    model, tokens = step.model, step.tokens(layout)
-    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    activations, copies = tokens * model.hidden_size * step.element_bytes, step.copies
+    spread, copies = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host), step.copies
+    activations = step.tokens(layout) * step.model.hidden_size * step.element_bytes
 
     def sum_seconds(of_bytes: float) -> float:
         ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
@@ -235,13 +230,9 @@ def _tensor(
     apart = not (step.use_seq_parallel and spread.by_host)
     hidden = apart * hardware.hide * (1 - 1 / copies) * min(blocks, behind)
     yield StepPart("tensor", blocks, hidden, count * activations)
-    of_loss = hardware.collective_seconds("all_reduce", 4 * tokens, spread)
-    outside = 2 * sum_seconds(activations) + 3 * of_loss
-    yield StepPart("tensor", outside, bytes=2 * activations + 12 * tokens)
-    if heads := tokens * step.element_bytes * gathered_elements(model, layout.tensor):
-        seconds = hardware.collective_seconds("all_to_all", heads, spread)
-        times = model.layers * (step.forwards + 1)
-        yield StepPart("tensor", times * seconds, bytes=times * heads)
+    yield StepPart("tensor", 2 * sum_seconds(activations), bytes=2 * activations)
+    for part in token_sums(step, layout, hardware):
+        yield StepPart("tensor", part.moved, bytes=part.bytes)
 
 
 def _sums_of(step: StepShape, blocks: Blocks) -> float:
@@ -280,14 +271,13 @@ def _pipeline_time(
     sent = 2 * passes * costs.virtual
     seconds = max(sent * max(costs.links), waits.messages)
     messages = sent * message_bytes(step, layout)
-    behind = sum(part.seconds for part in most if part.name in HIDING)
     summed, *others = zero_once(step, layout, hardware, stored)
     return StepTime(
         (
             *(part.times(passes) for part in most),
             StepPart("bubble", waits.bubble),
             StepPart("stage_messages", seconds, seconds - waits.messages, messages),
-            *hidden_behind(step, [summed], passes * behind),
+            *hidden_behind(step, [summed], passes * _hiding_seconds(most)),
             *others,
         )
     )
@@ -299,7 +289,7 @@ def pipeline_costs(
     algorithm: Algorithm,
     hardware: Hardware,
     memo: Memo | None = None,
-) -> tuple[PipelineCosts, list[StepPart], StoredBytes]:
+) -> tuple[PipelineCosts, list[StepPart], StoredParts]:
     """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
     do, and what the rank holds that has most parameters.
 
@@ -310,34 +300,24 @@ def pipeline_costs(
     stages = dealt_stages(step, layout, step.recompute, memo)
     one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, step.layers))
-    ranks = dict[_LayersOfRank, tuple[list[StepPart], StoredBytes]]()
+    held = layout.mesh_rows, layout.mesh_columns, layout.experts, stages
+    ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
-        parts = [part.times(n) for layer, n in kind.layers for part in one_of[layer]]
-        parts += outside * kind.last
-        stored = _once(
-            memo,
-            (
-                "stored",
-                layout.mesh_rows,
-                layout.mesh_columns,
-                layout.experts,
-                stages,
-                rank,
-                step.gradient_bytes,
-            ),
-            partial(stored_bytes, step, layout, stages, rank),
-        )
-        behind = sum(part.seconds for part in parts if part.name in HIDING)
-        moved = zero_in_each_pass(step, layout, hardware, stored)
-        soon = hidden_behind(step, [one for one in moved if one.name != "weights"], behind)
-        parts += [*soon, *(one for one in moved if one.name == "weights")]
-        ranks[kind] = parts, stored
-    of_layer = {layer: _seconds(parts) for layer, parts in one_of.items()}
+        layers, _, last = kind
+        parts = [part.times(n) for layer, n in layers for part in one_of[layer]] + outside * last
+        key = "stored", *held, rank, step.gradient_bytes
+        stored = _once(memo, key, partial(stored_bytes, step, layout, stages, rank))
+        moved, fetched = list[StepPart](), list[StepPart]()
+        for part in zero_in_each_pass(step, layout, hardware, stored):
+            (fetched if part.name == "weights" else moved).append(part)
+        moved = [*hidden_behind(step, moved, _hiding_seconds(parts))]
+        ranks[kind] = [*parts, *moved, *fetched], stored
+    of_layer = {layer: seconds_of(parts) for layer, parts in one_of.items()}
     plain = [sum(of_layer[layer] * n for layer, n in layers) for layers in by_stage]
-    plain[-1] += _seconds(outside)
-    seconds = {kind: _seconds(parts) for kind, (parts, _) in ranks.items()}
+    plain[-1] += seconds_of(outside)
+    seconds = {kind: seconds_of(parts) for kind, (parts, _) in ranks.items()}
     whole = [seconds[kind] for kind in by_rank]
     # What ZeRO moves is spread over a rank's stages as the rest is.
     scale = [all_of_it / sum(plain[r :: stages.ranks]) for r, all_of_it in enumerate(whole)]
@@ -347,8 +327,12 @@ def pipeline_costs(
         1 / (2 + step.forwards),
         stages.ranks,
     )
-    most = ranks[by_rank[whole.index(max(whole))]][0]
-    return costs, most, max((stored for _, stored in ranks.values()), key=lambda one: one.gradients)
+    most, _ = ranks[by_rank[whole.index(max(whole))]]
+    return (
+        costs,
+        most,
+        max((held for _, held in ranks.values()), key=lambda held: held[0].gradients),
+    )
 
 
 def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
@@ -367,25 +351,18 @@ _Layers = tuple[tuple[StepLayer, int], ...]
 """How many layers there are of each kind."""
 
 
-class _LayersOfRank(NamedTuple):
-    """What a rank along a pipeline has of the model, as far as time is concerned."""
-
-    layers: _Layers
-    first: bool
-    last: bool
-
-
 def _layers_of(
     stages: Stages, layers: Sequence[StepLayer]
-) -> tuple[list[_LayersOfRank], list[_Layers]]:
-    """Return what each rank along a pipeline has, and each stage."""
+) -> tuple[list[tuple[_Layers, bool, bool]], list[_Layers]]:
+    """Return what each rank along a pipeline has of the model, as far as time is concerned, with
+    whether it is the first and whether the last, and what each stage has."""
     by_stage = [Counter(layers[n] for n in stages.layers(s)) for s in range(stages.count)]
     by_rank = [sum(by_stage[r :: stages.ranks], Counter()) for r in range(stages.ranks)]
-    last = stages.ranks - 1
-    return [
-        _LayersOfRank(tuple(sorted(one.items(), key=str)), rank == 0, rank == last)
-        for rank, one in enumerate(by_rank)
-    ], [tuple(one.items()) for one in by_stage]
+    ends = [(rank == 0, rank == stages.ranks - 1) for rank in range(stages.ranks)]
+    each = [tuple(sorted(one.items(), key=str)) for one in by_rank]
+    return [(one, *end) for one, end in zip(each, ends, strict=True)], [
+        tuple(one.items()) for one in by_stage
+    ]
 
 
 def least_seconds(
@@ -397,16 +374,15 @@ def least_seconds(
     micro-batch goes through the others. memo: as of step_time.
     """
     one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
-    key = "whole", id(one_of)
-    whole = _once(
-        memo,
-        key,
-        lambda: sum(_seconds(one_of[layer]) for layer in step.layers) + _seconds(outside),
-    )
+
+    def every() -> float:
+        return sum(seconds_of(one_of[layer]) for layer in step.layers) + seconds_of(outside)
+
+    whole = _once(memo, ("whole", id(one_of)), every)
     if step.stage == 3:  # nothing hides what fetches the weights
         stored = parameters_of(step.model, layout.mesh_columns)
-        every = stored.layers / layout.mesh_rows - (layout.experts > 1) * stored.experts
-        layer = every / step.model.layers
+        rest = stored.layers / layout.mesh_rows - (layout.experts > 1) * stored.experts
+        layer = rest / step.model.layers
         spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
         fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
         whole += 2 * step.model.layers * fetched
@@ -449,26 +425,21 @@ def _apart(
         model = replace(step.model, layers=len(layers))
         experts = [one.experts for one in layers]
         few = replace(step, model=model, windows=[one.window for one in layers], experts=experts)
-        found: dict[str, StepPart] = {}
-        for part in forward_and_backward(few, layout, algorithm, hardware):
-            found[part.name] = found.get(part.name, StepPart("", 0.0)).plus(part)
-        return found
+        return StepTime(tuple(forward_and_backward(few, layout, algorithm, hardware))).by_name
 
     without = whole()
+    less = {name: part.times(-1) for name, part in without.items()}
+    each = {layer: whole(layer).values() for layer in dict.fromkeys(step.layers)}
     none = StepPart("", 0.0)
     return {
-        layer: [
-            StepPart(
-                name, *(a - b for a, b in zip(p[1:], without.get(name, none)[1:], strict=True))
-            )
-            for name, p in whole(layer).items()
-        ]
-        for layer in dict.fromkeys(step.layers)
+        layer: [part.plus(less.get(part.name, none)) for part in parts]
+        for layer, parts in each.items()
     }, [*without.values()]
 
 
-def _seconds(parts: Sequence[StepPart]) -> float:
-    return sum(part.seconds - part.hidden for part in parts)
+def _hiding_seconds(parts: Sequence[StepPart]) -> float:
+    """Return the seconds behind which ZeRO's transfers pass."""
+    return sum(part.seconds for part in parts if part.name in HIDING)
 
 
 UPDATE_BYTES = 30
@@ -483,28 +454,26 @@ class StoredBytes(NamedTuple):
     weights: float
     pieces: int
     """In which it is gathered and summed: layers, and what is outside of them."""
-    experts: StoredBytes | None = None
-    """The experts that are here, which are then not among the rest, where ranks divide them."""
+    axes: tuple[str, ...]
+    """Along which ranks hold the same of it."""
 
-    def over(self, layout: Layout, hardware: Hardware) -> Iterator[tuple[StoredBytes, Spread]]:
-        """Yield the rest, and experts, each with the ranks that hold the same of it."""
-        yield self, Spread.of(layout, COPIES, hardware.ranks_per_host)
-        if self.experts:
-            yield self.experts, Spread.of(layout, ALIKE, hardware.ranks_per_host)
+
+StoredParts = tuple[StoredBytes, ...]
+"""What a rank holds; where ranks divide experts, these by themselves behind the rest."""
 
 
 def zero_in_each_pass(
-    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredBytes | None = None
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredParts = ()
 ) -> list[StepPart]:
     """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
 
     Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
     gathers each layer's weights forward and backward, and reduce-scatters its gradients. stored: by
-    a rank of a pipeline; None: all layers.
+    a rank of a pipeline; none: all layers.
     """
     found = []
-    for own, spread in (stored or stored_bytes(step, layout)).over(layout, hardware):
-        gradients, weights, pieces, _ = own
+    for gradients, weights, pieces, axes in stored or stored_bytes(step, layout):
+        spread = Spread.of(layout, axes, hardware.ranks_per_host)
         if spread.ranks == 1 or step.stage < 2:
             continue
         if step.stage == 2:
@@ -519,16 +488,16 @@ def zero_in_each_pass(
 
 
 def zero_once(
-    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredBytes | None = None
+    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredParts = ()
 ) -> list[StepPart]:
     """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
 
     These are the update, and at stages 1 and 2 the gathering of the new weights. stored: by a
-    rank of a pipeline; None: all layers.
+    rank of a pipeline; none: all layers.
     """
-    summed = update = StepPart("gradients", 0.0)
-    gathered = []
-    for own, spread in (stored or stored_bytes(step, layout)).over(layout, hardware):
+    summed, update, gathered = StepPart("gradients", 0.0), StepPart("update", 0.0), []
+    for own in stored or stored_bytes(step, layout):
+        spread = Spread.of(layout, own.axes, hardware.ranks_per_host)
         mine = own.gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
         if spread.ranks > 1 and step.stage < 2:
             kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
@@ -544,7 +513,7 @@ def zero_once(
 
 def stored_bytes(
     step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
-) -> StoredBytes:
+) -> StoredParts:
     """Return what a rank holds of the gradients and the weights.
 
     place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
@@ -561,13 +530,13 @@ def stored_bytes(
     rest = outside + every.layers - divided
     whole, own = ((rest - less) / layout.mesh_rows for less in (0, copied))
 
-    def stored(weights: float, trained: float, pieces: int) -> StoredBytes:
+    def stored(weights: float, trained: float, *how: Any) -> StoredBytes:
         gradients = step.gradient_bytes * trained * step.trained
-        return StoredBytes(gradients, step.element_bytes * weights, pieces)
+        return StoredBytes(gradients, step.element_bytes * weights, *how)
 
-    found = stored(whole, own, layers + bool(outside))
-    here, pieces = divided / layout.experts, every.with_experts
-    return found._replace(experts=stored(here, here, pieces)) if divided else found
+    found = stored(whole, own, layers + bool(outside), COPIES)
+    here = divided / layout.experts
+    return (found, stored(here, here, every.with_experts, ALIKE)) if divided else (found,)
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:

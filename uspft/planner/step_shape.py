@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,8 +31,13 @@ class StepPart(NamedTuple):
         return StepPart(self.name, *(count * value for value in self[1:]))
 
     def plus(self, other: StepPart) -> StepPart:
-        """Return the sum of both, under the other's name."""
-        return StepPart(other.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
+        """Return the sum of both, under this one's name."""
+        return StepPart(self.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
+
+
+def seconds_of(parts: Iterable[StepPart]) -> float:
+    """Return the seconds of parts, less what is hidden."""
+    return sum(part.seconds - part.hidden for part in parts)
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the step: those of every part, less what is hidden."""
-        return sum(part.seconds - part.hidden for part in self.parts)
+        """The seconds of the step, less what is hidden."""
+        return seconds_of(self.parts)
 
     @property
     def hidden(self) -> float:
@@ -58,12 +63,17 @@ class StepTime:
         return sum(part.bytes for part in self.parts if part.name in names)
 
     @property
+    def by_name(self) -> dict[str, StepPart]:
+        """The sum of the parts of each name."""
+        found: dict[str, StepPart] = {}
+        for part in self.parts:
+            found[part.name] = found[part.name].plus(part) if part.name in found else part
+        return found
+
+    @property
     def by_part(self) -> dict[str, float]:
         """The seconds of the parts of each name, hidden ones not counted."""
-        return {
-            name: sum(part.seconds - part.hidden for part in self.parts if part.name == name)
-            for name in dict.fromkeys(part.name for part in self.parts)
-        }
+        return {name: part.seconds - part.hidden for name, part in self.by_name.items()}
 
 
 class StepLayer(NamedTuple):

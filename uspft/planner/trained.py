@@ -238,6 +238,8 @@ class ParameterCounts:
     experts_trained: int = 0
     vectors: bool = False
     """Whether any of one dimension trains."""
+    tied: bool = False
+    """Whether the head's gradient waits for that of the embedding, which is one parameter."""
 
     def divided(self, ways: int) -> ParameterCounts:
         """Return what a mesh row holds of it."""
@@ -297,6 +299,7 @@ def counts_of(
         sum(number * here.of_experts for _, here, number in divided),
         sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
         any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
+        shape.tied and mine.first and mine.last and outside[EMBEDDING],
     )
 
 

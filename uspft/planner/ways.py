@@ -32,6 +32,7 @@ from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of, ring_ranks_of_a_host
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.attention_step import local_heads
+from uspft.planner.products import why_not_split
 from uspft.planner.stages import as_many, schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm
@@ -296,17 +297,11 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
     """Return why a model's matrices cannot be split as a layout does, or None where they can."""
     if layout.tensor == 1:
         return None
-    family = FAMILIES[model.model_type]
-    if model.routed and (family.states or layout.is_mesh):
-        where = "on a mesh" if layout.is_mesh else "beside layers with a state"
-        return f"matrices of experts are not split {where}"
+    if reason := why_not_split(model, mesh=layout.is_mesh):
+        return reason
     states = state_sizes(model)
-    if states and layout.is_mesh:
-        return "layers with a state are not split on a mesh"
     if states and layout.tensor > states.keys:
         return "more tensor ranks than key heads of layers with a state"
-    if model.seeing_all and layout.is_mesh:
-        return "heads of two sizes are not split on a mesh"
     for one in model.of_each_size:
         if not divide_heads(one.heads, one.kv_heads, layout.mesh_columns):
             return "the heads do not divide by the tensor ranks"

@@ -22,11 +22,10 @@ from uspft.planner.mesh import Tuning
 from uspft.prepare.files import file_findings, find_paths, in_the_way
 from uspft.prepare.host import gpu_count, gpu_name, tracker_findings
 from uspft.prepare.known import Known, cluster_of
-from uspft.prepare.layout_findings import host_findings, run_findings
+from uspft.prepare.layout_findings import exchange_findings, host_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
-from uspft.prepare.memory import exchange_findings, memory_sentence, memory_unknown
 from uspft.prepare.model import shape_of
-from uspft.prepare.pipelines import stages_sentence
+from uspft.prepare.remarks import memory_sentence, memory_unknown, stages_sentence, wasted
 from uspft.prepare.resolve import on_device, resolved, tuning
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
@@ -160,6 +159,11 @@ class Examined:
             ("hardware", self.hardware),
         ]
         return [f"{of}: {what}" for of, what in told if what]
+
+    @property
+    def wasted(self) -> list[str]:
+        """A line `key: what; remedy` for each thing that leaves ranks without work."""
+        return [*wasted(self.recipe, self.layout, self.each_layout, self.shape)]
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
         """Return the examination of another recipe, which `change` makes from the user's own."""

@@ -22,7 +22,8 @@ from uspft.called import to_install, to_type
 from uspft.config import Fault, Finding, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import counted
-from uspft.launcher import Loss, Meeting
+from uspft.launcher.meeting import Meeting
+from uspft.launcher.supervise import Loss
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The folder beside the package that holds shapes of hub models and fragments of recipes."""
@@ -41,6 +42,10 @@ class Invocation:
     """The line to the other hosts of the run."""
     losses: tuple[Loss, ...] = ()
     """How earlier starts of the run were lost, where this one follows them."""
+
+    def data_cache(self, recipe: Recipe) -> Path:
+        """Return the folder in which tokenised data is kept."""
+        return Path(recipe.data.cache_dir or self.cache / "data")
 
     def to_type(self, *words: str) -> str:
         """Return a command of uspft with these words, to be typed where the user stands."""

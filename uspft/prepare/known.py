@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 from uspft.config import Finding, ParallelBlock, Recipe, RecipeError
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
-from uspft.families import ModelShape, layer_windows
+from uspft.config.recipe import MemoryBlock
+from uspft.families import FAMILIES, ModelShape, layer_windows
+from uspft.layout import Layout
+from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.machine import Hardware, device_of, read_hardware
-from uspft.planner.options import RECOMPUTES, lora_of
+from uspft.planner.options import RECOMPUTES, Options, lora_of
+from uspft.planner.products import layer_projections
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import counts_of
 from uspft.prepare.host import CONFIGS
@@ -193,3 +197,39 @@ def _overlaps(recipe: Recipe) -> bool | None:
         return False
     asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
     return None if asked is None else bool(asked)
+
+
+def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
+    """Return the recipe with the tiles settled that are `auto`."""
+    block = recipe.memory
+    found: dict[str, Any] = {}
+    if block.loss_tile_tokens == AUTO:
+        found["loss_tile_tokens"] = tile_tokens(AUTO, shape.vocab_size)
+    if block.mlp_tile_tokens == AUTO:
+        last = layer_projections(shape)[-1]
+        found["mlp_tile_tokens"] = mlp_tile_tokens(AUTO, last.per_token * last.inputs)
+    return recipe.model_copy(update={"memory": block.model_copy(update=found)})
+
+
+def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: Options) -> Options:
+    """Return options under which rows are the longest: of what a recipe leaves open, the most of
+    attention is made again, in the smallest groups of heads."""
+    if asked.recompute == AUTO and options.checkpointing:
+        options = replace(options, recompute=RECOMPUTES[-1])
+    grouped = asked.attention_heads == AUTO and options.recompute != "exchange"
+    if grouped and has_groups(shape, layout):
+        options = replace(options, at_once=1)
+    return options
+
+
+def has_groups(shape: ModelShape, layout: Layout) -> bool:
+    """Return whether `auto` may have attention of a model in groups of heads under a layout."""
+    alike = not shape.seeing_all and not layout.is_mesh
+    return alike and not shares_rows(shape, layout.mesh_columns)
+
+
+def shares_rows(shape: ModelShape, tensor: int) -> bool:
+    """Return whether ranks hold parts of KV heads, as where these stand in one matrix with others
+    (Phi-3) and are fewer."""
+    fused = "self_attn.qkv_proj" in FAMILIES[shape.model_type].projections
+    return fused and tensor > shape.kv_heads

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from uspft.config import Finding, Recipe
+from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, strategies_of, under
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of
-from uspft.prepare.memory import group_findings, tile_findings
-from uspft.prepare.pipelines import stage_findings
+from uspft.pipeline.stages import Stages, fits, offset, stated
+from uspft.planner.stages import chunk_multiple
+from uspft.prepare.known import shares_rows
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
 
@@ -148,3 +150,125 @@ def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
         remedy = "write stage 3, or leave offload_optimizer out, or write model.dtype float32"
         return [(f"{place}.offload_optimizer", f"at stage {stage} {what}", remedy)]
     return []
+
+
+def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
+    """Return what is wrong with making the exchange of heads again where there is none."""
+    strategies = [under(recipe, n) for n in range(len(strategies_of(recipe)))]
+    found = [layout_of(one.parallel_config, layout.ranks) for one in strategies] or [layout]
+    exchanges = any(isinstance(one, Layout) and one.ulysses > 1 for one in found)
+    if recipe.memory.recompute != "exchange" or exchanges:
+        return []
+    what = "is exchange, and no heads are exchanged: the Ulysses degree is 1"
+    return [("memory.recompute", what, f"write {AUTO}, nothing or attention")]
+
+
+def tile_findings(recipe: Recipe) -> list[Finding]:
+    """Return why MLPs whose matrices lie on a mesh cannot work in tiles, nor attention in groups of
+    heads."""
+    algorithm = recipe.parallel_config.tensor_parallel_algo
+    memory = recipe.memory
+    found: list[Finding] = []
+    ways = (
+        ("mlp_tile_tokens", memory.mlp_tile_tokens, "none", "tile"),
+        ("attention_heads", memory.heads_at_once or "all", "all", "group of heads"),
+    )
+    for key, asked, off, part in ways if recipe.parallel_config.on_a_mesh else ():
+        if asked != off:
+            what = f"is {asked}, and {algorithm} would move its matrices again for every {part}"
+            found.append((f"memory.{key}", what, f"write {off}, or tensor_parallel_algo: megatron"))
+    return found
+
+
+def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) -> list[Finding]:
+    """Return why a model's attention cannot work in groups of heads. tensor: over how many ranks
+    its heads are divided."""
+    asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
+    if asked is None or shape is None:
+        return []
+    if shape.seeing_all:
+        what = f"is {asked}, and layers of `{shape.model_type}` have heads of two sizes"
+        return [(key, what, "write all")]
+    if shares_rows(shape, tensor):
+        what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
+        return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]
+    per_kv = shape.heads // shape.kv_heads
+    if asked <= per_kv:
+        return []
+    what = f"is {asked}, and {per_kv} query heads of the model share a KV head"
+    return [(key, what, f"write {per_kv} or fewer, or all")]
+
+
+def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
+    """Return the stages with the layers that a recipe states, or what is wrong with them.
+
+    None where there is one stage, or where the recipe leaves open which layers each has.
+    """
+    parallel, place = recipe.parallel_config, "parallel_config"
+    ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
+    if ranks == 1:
+        return None
+    if FAMILIES[shape.model_type].cut is None:
+        able = ", ".join(name for name, family in FAMILIES.items() if family.cut)
+        what = f"is {ranks}, and stages of `{shape.model_type}` are not available yet"
+        return f"{place}.pipeline_stage", what, f"write 1, or name a model of type {able}"
+    if shape.joined_layers:
+        what = f"is {ranks}, and stages of {shape.joined_layers} are not available yet"
+        return f"{place}.pipeline_stage", what, "write 1"
+    if wrong := fits(shape.layers, ranks, virtual):
+        return wrong[0]
+    if parallel.layers_per_stage is not None:
+        given = parallel.layers_per_stage
+        return stated(f"{place}.layers_per_stage", given, shape.layers, ranks, virtual)
+    if parallel.offset is not None:
+        return offset(f"{place}.offset", parallel.offset, shape.layers, ranks, virtual)
+    return None
+
+
+def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return findings against a recipe's pipeline stages and its number of micro-batches."""
+    findings: list[Finding] = []
+    parallel, training = recipe.parallel_config, recipe.training
+    asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
+    if asked not in (AUTO, passes) and (asked != 1 or layout.pipeline > 1):
+        of = f"micro_batch_size {training.micro_batch_size} × data_parallel {layout.data}"
+        batch = f"training.global_batch_size {training.global_batch_size}"
+        what = f"is {asked}, and {batch} ÷ ({of}) makes {passes}"
+        one = "" if layout.pipeline > 1 else ", or 1"
+        remedy = f"write {AUTO} or {passes}{one}, or change the batch"
+        findings.append(("parallel_config.micro_batch_num", what, remedy))
+    found = stages_said(recipe, shape) if shape else None
+    if isinstance(found, tuple):
+        findings.append(found)
+    if layout.pipeline > 1 and parallel.seq_split_num > 1:
+        findings += _chunk_findings(recipe, layout, shape)
+    if shape and layout.pipeline > 1 and shape.raw.get("output_router_logits"):
+        beside = f"parallel_config.pipeline_stage {layout.pipeline}"
+        what = f"is true, which is not available beside {beside}"
+        findings.append(("model.overrides.output_router_logits", what, "write false"))
+    return findings
+
+
+def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return findings against the chunks in which a recipe's rows go through the stages."""
+    parallel, row = recipe.parallel_config, recipe.data.sequence_length
+    chunks = parallel.seq_split_num
+    findings: list[Finding] = []
+    if shape and FAMILIES[shape.model_type].states and layout.context > 1:
+        what = (
+            f"is {chunks}, and layers with a state of `{shape.model_type}` carry it from chunk to "
+            f"chunk on one rank, where {layout.context} share a row"
+        )
+        findings.append(("parallel_config.seq_split_num", what, "write 1, or share no rows"))
+    if row < chunks * (multiple := chunk_multiple(layout, parallel.use_seq_parallel)):
+        what = (
+            f"{row} tokens do not make {chunks} chunks (parallel_config.seq_split_num), each of a "
+            f"multiple of {multiple}"
+        )
+        remedy = f"write at least {chunks * multiple}, or fewer chunks"
+        findings.append(("data.sequence_length", what, remedy))
+    elif row % multiple:
+        what = f"{row} tokens are no multiple of {multiple}, of which chunks have multiples"
+        remedy = f"the next length that is one is {-(-row // multiple) * multiple}"
+        findings.append(("data.sequence_length", what, remedy))
+    return findings

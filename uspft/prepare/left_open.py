@@ -22,14 +22,20 @@ from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import unpredicted
-from uspft.planner.mesh import tune
+from uspft.planner.mesh import tuned
 from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
-from uspft.prepare.known import Known, recomputes_of, slices_of, stage_of, step_shape
+from uspft.prepare.known import (
+    Known,
+    recomputes_of,
+    settled_memory,
+    slices_of,
+    stage_of,
+    step_shape,
+)
 from uspft.prepare.layout_findings import layout_findings
-from uspft.prepare.memory import settled_memory
 
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"
@@ -277,8 +283,8 @@ def wrong_in(
         more = (ROWS in asked and way.rows > 1) or (STAGE in asked and way.stage != 3)
         if more and hardware.device and unpredicted(shape):
             return "nothing predicts its memory, and more rows or a lower stage need more"
-        if way.layout.pipeline > 1 and (beside := beside_stages(tried)):
-            return " ".join(beside[0][:2])
+        if way.layout.pipeline > 1 and (beside := next(beside_stages(tried), None)):
+            return " ".join(beside[:2])
         found = [*experts(tried), *layout_findings(tried, way.layout, shape)]
         return found[0][1] if found else None
 
@@ -336,13 +342,10 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        layout = found.way.layout
-        degrees = layout.tensor, layout.context // layout.mesh_rows, layout.data
-        tuned = tune(found.way.step(step), degrees, hardware).on(_mesh(layout))
-        longer = tuned.whole_seconds / tuned.seconds if tuned else 1.0
-        why = f"in one slice matrices take {longer:.3g} × as long"
+        mesh = tuned(found.way.step(step), found.way.layout, hardware)
+        why = f"in one slice matrices take {mesh.whole_seconds / mesh.seconds:.3g} × as long"
         found = found._replace(reasons={**found.reasons, SLICES: why})
-        values[SLICES] = tuned.slices if tuned else (1,) * 4
+        values[SLICES] = mesh.slices
     return Decision(found, by, values)
 
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from uspft.config import Fault, Finding, Recipe
 from uspft.config.algorithms import AUTO, OBJECTIVES
 from uspft.config.layout_rules import beside_stages
-from uspft.config.problems import UsageError
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of
@@ -25,14 +24,13 @@ from uspft.planner.memory import USABLE_SHARE, memory_of
 from uspft.planner.options import Options, options_of
 from uspft.planner.ways import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.prepare.examine import Examined
+from uspft.prepare.files import output_of
 from uspft.prepare.host import Invocation, require_here
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.make_job import job_of, with_data, with_model
 from uspft.prepare.model import examine_model
-from uspft.prepare.output import output_of
-from uspft.prepare.pipelines import with_stages
-from uspft.verify.inject import FAULTS
+from uspft.prepare.resolve import with_stages
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
 
 if TYPE_CHECKING:
@@ -174,30 +172,18 @@ STEPS = 3
 """How many steps are compared where the command does not say."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options of the command `verify`."""
-
-    steps: int | None = None
-    inject: str | None = None
-    """The name of the fault that every layout is to show."""
-    every: bool = False
-    """Whether layouts beyond MAX_LAYOUTS are run too."""
-
-    def require_known(self) -> None:
-        """Check that the fault is one that can be injected. Raises InputError where it is not."""
-        if self.inject is not None and self.inject not in FAULTS:
-            what = f"unknown fault `{self.inject}`"
-            raise UsageError("--inject", what, f"write one of {', '.join(FAULTS)}")
-
-
 def prepare_verify(
-    found: Examined, place: Invocation, screen: Console, asked: Asked
+    found: Examined,
+    place: Invocation,
+    screen: Console,
+    steps: int,
+    inject: str | None,
+    every: bool,
 ) -> tuple[VerifyJob, list[Candidate], dict[str, Any]]:
     """Make model and data ready, and return what ranks run, every layout, and facts for the report.
 
-    Layouts that are not run have a reason. Raises Fault where this host, the model or the data
-    cannot be verified.
+    steps, inject, every: as of the command. Layouts that are not run have a reason. Raises Fault
+    where this host, the model or the data cannot be verified.
     """
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = found.asking(without_extras)
@@ -222,22 +208,26 @@ def prepare_verify(
     if found.why_strategies:
         screen.print(f"strategies: {found.why_strategies}", markup=False)
     job = job_of(found, place, {})
-    every = _candidates(found, None if asked.every else MAX_LAYOUTS)
+    layouts = _candidates(found, None if every else MAX_LAYOUTS)
     work = VerifyJob(
         job,
-        tuple(one.parallel for one in every if one.reason is None),
-        min(asked.steps or STEPS, job.steps),
+        tuple(one.parallel for one in layouts if one.reason is None),
+        min(steps, job.steps),
         output_of(found.recipe) / FOLDER,
         with_plain=why_not is None,
-        inject=asked.inject,
+        inject=inject,
     )
-    return work, every, {**_facts(work, found.layout.ranks), "layers": {"kept": kept, "of": whole}}
+    return (
+        work,
+        layouts,
+        {**_facts(work, found.layout.ranks), "layers": {"kept": kept, "of": whole}},
+    )
 
 
 def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
     def problems(recipe: Recipe, layout: Layout) -> list[Finding]:
-        wrong = beside_stages(recipe) if layout.pipeline > 1 else []
-        return wrong + run_findings(recipe, layout, found.shape)
+        wrong = beside_stages(recipe) if layout.pipeline > 1 else ()
+        return [*wrong, *run_findings(recipe, layout, found.shape)]
 
     every = chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
     return [with_layers(found.recipe, one, found.known) for one in every]

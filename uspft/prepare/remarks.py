@@ -1,28 +1,38 @@
 """What a person is told of a legal recipe before its ranks start: how long the run is, how its
-learning rate goes on, where its experts are, and which parts of the layout leave ranks idle."""
+learning rate goes on, where its experts and its stages' layers are, how much memory a rank needs,
+and which parts of the layout leave ranks idle."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe
+from uspft.config.messages import as_written
 from uspft.config.problems import counted
+from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data import training_rows
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import ModelShape, expert_layers
+from uspft.families import FAMILIES, NO_KEYS, ModelShape, expert_layers, layer_windows
 from uspft.layout import Layout
-from uspft.metrics import Journal
+from uspft.metrics import Journal, as_size
+from uspft.pipeline.schedules import forward_and_backward
+from uspft.pipeline.simulator import simulate
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
-from uspft.planner.options import lora_of
+from uspft.planner.machine import Hardware
+from uspft.planner.memory import fits, longest_row, memory_of
+from uspft.planner.options import lora_of, options_of
+from uspft.planner.stages import chunk_multiple, cut_by_flops
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import EXPERTS, trained_layers
-from uspft.prepare.examine import Examined
-from uspft.prepare.known import stage_of, step_shape
+from uspft.prepare.known import Known, saving_most, stage_of, step_shape
+from uspft.segments import Segments
+from uspft.sequence.chunked import Cut
 from uspft.training.learning_rate import learning_rate
 from uspft.written import METRICS
 
@@ -79,31 +89,34 @@ def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
     return (2 * gradient + once if step.stage == 2 else 2 * gradient / passes + once) * trained
 
 
-def wasted(found: Examined) -> list[str]:
-    """Return a line `key: what; remedy` for each thing that leaves ranks without work."""
-    lines, several = [*_prefetch(found.recipe, found.layout)], strategies_of(found.recipe)
-    for number, (recipe, layout) in enumerate(found.each_layout):
-        at = f"{KEY}[{number}]" if several else "parallel_config"
-        lines += _heads(recipe, layout, found, at)
-    if not (found.is_open or several):  # else samples are dealt out by what they cost
-        lines += _rows(found.recipe, found.layout)
-    return lines
+def wasted(
+    recipe: Recipe,
+    layout: Layout,
+    each_layout: Sequence[tuple[Recipe, Layout]],
+    shape: ModelShape | None,
+) -> Iterator[str]:
+    """Yield a line `key: what; remedy` for each thing that leaves ranks without work.
 
-
-def _prefetch(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Where layers are split in stages, ZeRO-3 fetches no weights ahead: ranks run their stages in
-    another order each time, and DeepSpeed knows what comes next from one order alone."""
+    each_layout: those of the strategies, or the only one, as of `Examined`.
+    """
+    # Where layers are split in stages, ZeRO-3 fetches no weights ahead: ranks run their stages in
+    # another order each time, and DeepSpeed knows what comes next from one order alone.
     if layout.pipeline > 1 and stage_of(recipe) == 3:
         yield (
             "deepspeed.zero_optimization.stage: is 3, beside parallel_config.pipeline_stage "
             f"{layout.pipeline}: weights are not fetched ahead there, so each layer waits for its "
             "own; write 1 or 2 where a stage's weights fit"
         )
+    for number, (alone, own) in enumerate(each_layout):
+        at = f"{KEY}[{number}]" if strategies_of(recipe) else "parallel_config"
+        yield from _heads(alone, own, shape, at)
+    if recipe.parallel_config.strategies is None:  # else samples are dealt out by what they cost
+        yield from _rows(recipe, layout)
 
 
-def _heads(recipe: Recipe, layout: Layout, found: Examined, at: str) -> Iterator[str]:
+def _heads(recipe: Recipe, layout: Layout, shape: ModelShape | None, at: str) -> Iterator[str]:
     """Where Ulysses has more ranks than there are query heads, some of them attend with none."""
-    heads = found.shape.heads // layout.mesh_columns if found.shape else layout.ulysses
+    heads = shape.heads // layout.mesh_columns if shape else layout.ulysses
     if layout.ulysses > heads:
         named = recipe.parallel_config.ulysses_degree_in_cp is not None
         key = f"{at}.{'ulysses_degree_in_cp' if named else 'context_parallel'}"
@@ -177,3 +190,126 @@ def _recorded(checkpoint: Checkpoint) -> tuple[int, float] | None:
             if "learning_rate" in record and record["step"] <= checkpoint.step:
                 found = record["step"], record["learning_rate"]
     return found
+
+
+def memory_sentence(
+    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, asked: MemoryBlock
+) -> str | None:
+    """Return what a rank needs beside what its card has, for a person; None where the formula
+    does not know. asked: what the recipe leaves open, which longer rows may have otherwise."""
+    options = options_of(recipe, layout)
+    predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
+    if predicted.unpredicted:
+        return None
+    parts = (
+        f"activations {_gib(predicted.activation_bytes)}, "
+        f"weights, gradients and optimizer {_gib(predicted.state_bytes)}"
+    )
+    if predicted.host_bytes:
+        parts += f"; on the host {_gib(predicted.host_bytes)}"
+    if FAMILIES[shape.model_type].states and hardware.device:
+        parts += "; states with fla's kernels, without which they take more"
+    if not hardware.device:
+        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})"
+    card = hardware.memory.bytes
+    lacking = "" if fits(predicted, card) else ", which is too much"
+    said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
+    options = saving_most(asked, shape, layout, options)
+    longest = longest_row(shape, layout, card, options=options)
+    said.append(f"the longest row that fits is {_tokens(longest)}")
+    if options.checkpointing and not options.offload_activations and options.schedule.chunks == 1:
+        away = replace(options, offload_activations=True)
+        more = longest_row(shape, layout, card, options=away)
+        if more != longest:
+            said.append(f"with offload_activations: cpu {_tokens(more)}")
+    return "; ".join(said)
+
+
+def memory_unknown(recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware) -> str:
+    """Return why the formula does not know what a rank needs, and what is known all the same."""
+    options, row = options_of(recipe, layout), recipe.data.sequence_length
+    predicted = memory_of(shape, layout, row, options=options)
+    why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
+    of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
+    return f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
+
+
+def _gib(byte_count: float) -> str:
+    return f"{byte_count / (1 << 30):.3g}"
+
+
+def _tokens(count: int) -> str:
+    """Return a number of tokens with a recipe's suffix."""
+    if not count:
+        return "none"
+    return f"{count / (1 << 20):.3g}m" if count >= 1 << 20 else f"{count >> 10}k"
+
+
+def says_layers(asked: Recipe) -> bool:
+    """Return whether a user's recipe says which layers each stage has."""
+    parallel = asked.parallel_config
+    return (parallel.layers_per_stage, parallel.offset) != (None, None)
+
+
+def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known) -> str | None:
+    """Return for a person which layers the stages of a resolved recipe have, and how long ranks
+    wait; None where there is one stage, or where the model's layers are not known. asked: the
+    recipe as the user wrote it."""
+    parallel = recipe.parallel_config
+    if layout.pipeline == 1 or parallel.layers_per_stage is None or strategies_of(recipe):
+        return None
+    order, virtual = parallel.pipeline_scheduler, parallel.pp_interleave_num
+    assert order and order != "auto"  # the recipe is resolved
+    passes, chunks = micro_batches(recipe, layout), parallel.seq_split_num
+    lists = forward_and_backward(order, layout.pipeline, passes, virtual, chunks)
+    waits = simulate(lists, lambda action: 2.0 if action.kind == "backward" else 1.0).bubble
+    named = f"interleaved {order}" if virtual > 1 and order != "gpipe" else order
+    if order == "seqpipe" and chunks == 1:
+        named += " of 1 chunk (seq_split_num), which is 1f1b,"
+    many = counted(passes, "micro-batch", "es")
+    if chunks > 1:
+        many += f" in {chunks} chunks of equal {parallel.sequence_chunks}"
+        many += _unequal(recipe, layout, known.shape)
+        many += _brought(recipe, layout, known.shape)
+    later = ""
+    if recipe.data.packing != "none" and not (known.rows or says_layers(asked)):
+        later = "; layers are dealt out for rows of one document, which the data may change"
+    return (
+        f"{as_written(parallel.layers_per_stage)} layers, {named} over {many}: ranks wait "
+        f"{waits:.0%} of a step where stages take equal time{later}"
+    )
+
+
+UNEQUAL = 1.1
+"""How much more than the mean a chunk of equal time may take without a word."""
+
+
+def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
+    """Say by how much chunks of equal time differ where rounding to their multiple makes them."""
+    if not shape or recipe.parallel_config.sequence_chunks != "time":
+        return ""
+    cut = _cut(recipe, layout, shape)
+    costs = cut.costs(Segments.single(recipe.data.sequence_length))
+    if (most := costs.max() / costs.mean()) <= UNEQUAL:
+        return ""
+    return f" (one takes {most:.2f} of the mean, since all have multiples of {cut.multiple} tokens)"
+
+
+def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
+    """Return how rows are cut, as near as can be told before the run prices them."""
+    parallel = recipe.parallel_config
+    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
+    cut = cut_by_flops(shape, layer_windows(shape), parallel.seq_split_num, multiple)
+    return cut.of_tokens if parallel.sequence_chunks == "tokens" else cut
+
+
+def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
+    """Say how often ranks that split a row's tokens send its keys: for each chunk, all keys up to
+    the chunk's end."""
+    if layout.ring == 1 or not shape:
+        return ""
+    row = Segments.single(recipe.data.sequence_length)
+    cut, windows = _cut(recipe, layout, shape), [w for w in layer_windows(shape) if w != NO_KEYS]
+    times = sum(cut.brought(row, window) for window in windows) / max(1, len(windows))
+    algorithm = recipe.parallel_config.context_parallel_algo
+    return f" ({algorithm} sends keys {times:.2f} times as often as for whole rows of one document)"

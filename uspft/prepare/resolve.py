@@ -8,8 +8,9 @@ options for whose meaning there is no other value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,15 +28,30 @@ from uspft.config.algorithms import (
 from uspft.config.recipe import Strategy
 from uspft.config.strategies import degrees_of, strategies_of, under, weights_move
 from uspft.config.types import Open
-from uspft.families import with_factor
+from uspft.engine.deepspeed_config import micro_batches
+from uspft.families import ModelShape, layer_windows, with_factor
 from uspft.layout import Layout, context_degrees, layout_of
+from uspft.pipeline.schedules import Schedule
+from uspft.pipeline.stages import Stages
+from uspft.planner.attention_work import DrawnRows
+from uspft.planner.machine import Hardware
+from uspft.planner.memory import fits, memory_of
 from uspft.planner.mesh import Tuning, tune
+from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE
-from uspft.prepare.known import Known, Weighed, recomputes_of, slices_of, step_shape
+from uspft.planner.stages import stages_of
+from uspft.prepare.known import (
+    Known,
+    Weighed,
+    has_groups,
+    recomputes_of,
+    settled_memory,
+    slices_of,
+    step_shape,
+)
+from uspft.prepare.layout_findings import stages_said
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
-from uspft.prepare.memory import fitting_heads, settled_memory
 from uspft.prepare.model import with_vocabulary
-from uspft.prepare.pipelines import with_stages
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
 
@@ -113,7 +129,7 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
         (*degrees, max(1, ranks // prod(degrees))),
         known.hardware_on(ranks),
         slices=slices_of(parallel),
-        why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
+        why_not=partial(_why_not, recipe, known),
     )
 
 
@@ -266,6 +282,65 @@ def _head_groups(recipe: Recipe, known: Known) -> Recipe:
 def _stages(recipe: Recipe, known: Known) -> Recipe:
     layout = _layout(recipe, known)
     return with_stages(recipe, layout, known) if layout else recipe
+
+
+def fitting_heads(
+    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware
+) -> int | str:
+    """Return what `memory.attention_heads: auto` stands for: the least on the wire that fits.
+
+    All heads send least; then all query heads of a KV head, and the fewer the more. On a CPU, and
+    where attention cannot work in groups, it is all.
+    """
+    options = options_of(recipe, layout)
+    able = bool(hardware.device) and has_groups(shape, layout)
+    if not able or recipe.memory.recompute == "exchange":
+        return "all"
+    at_once: int | None = None
+    for at_once in (None, *range(shape.heads // shape.kv_heads, 0, -1)):
+        groups = replace(options, at_once=at_once)
+        predicted = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
+        if predicted.unpredicted or fits(predicted, hardware.memory.bytes):
+            break
+    return at_once or "all"
+
+
+def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
+    """Return the recipe with the keys of its pipeline stages settled, as far as they can be.
+
+    `micro_batch_num` becomes 1 where there are no stages, as MindSpore Transformers has it. With
+    strategies each of them has its own stages, and a step's samples decide how many micro-batches.
+    """
+    parallel, listed = recipe.parallel_config, strategies_of(recipe)
+    several = any(one.pipeline_stage > 1 for one in listed or (parallel,))
+    virtual = parallel.pp_interleave_num > 1
+    settled: dict[str, Any] = {}
+    if parallel.micro_batch_num == AUTO and not (listed and several):
+        settled["micro_batch_num"] = micro_batches(recipe, layout) if several else 1
+    if parallel.pipeline_scheduler == AUTO or not several:
+        order = "seqpipe" if parallel.seq_split_num > 1 else "1f1b"
+        settled["pipeline_scheduler"] = order if several else None
+    if parallel.pipeline_interleave == AUTO or not several:
+        settled["pipeline_interleave"] = virtual if several else None
+    if several and known.shape and not listed:
+        found = stages_said(recipe, known.shape) or _dealt(recipe, known.shape, known.rows)
+        if isinstance(found, Stages):
+            dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
+            settled |= {"layers_per_stage": dealt, "offset": None}
+    return recipe.model_copy(update={"parallel_config": parallel.model_copy(update=settled)})
+
+
+def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stages:
+    """Return stages in which layers are dealt out by their FLOPs and those of the head.
+
+    rows: the documents of the run's first rows; none where they are not known, when each row counts
+    as one document.
+    """
+    parallel, again = recipe.parallel_config, recipe.memory.gradient_checkpointing is True
+    whole = replace(shape, raw=shape.full)
+    seen = DrawnRows(tuple(rows)) if rows else DrawnRows.whole(recipe.data.sequence_length)
+    ranks, schedule = parallel.pipeline_stage, Schedule(virtual=parallel.pp_interleave_num)
+    return stages_of(whole, layer_windows(whole), seen, ranks, schedule, again=again)
 
 
 Settle = Callable[[Recipe, Known], Recipe]

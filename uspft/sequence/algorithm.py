@@ -80,8 +80,8 @@ class Passes(Protocol):
 class Algorithm(Protocol):
     """One way to split a row over ulysses × ring ranks.
 
-    An implementation is a dataclass whose fields are its degrees, its options and what it must know
-    of the run; `make_algorithm` fills them.
+    An implementation is a frozen dataclass whose fields are its degrees, its options and what it
+    must know of the run; `make_algorithm` fills them.
     """
 
     @property
@@ -89,6 +89,8 @@ class Algorithm(Protocol):
 
     @property
     def ring(self) -> int: ...
+
+    def __hash__(self) -> int: ...
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         """Return why the algorithm cannot split rows of so many tokens with these heads.

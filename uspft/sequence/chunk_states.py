@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from uspft.kernels.varlen import put
 from uspft.sequence.chunked import ChunkShare
 from uspft.sequence.kept_keys import LayerStates, leave
-from uspft.sequence.mixing import Convolution
-from uspft.sequence.rows.fragments import NOBODY, Fragment
+from uspft.sequence.mixing import Convolution, Places, laid_out, put_on
+from uspft.sequence.rows.fragments import NOBODY, Fragment, laid_places
 from uspft.sequence.states import Mixed, StateRule, laid, part_of
 
 
 def mix_over_chunks(x: Mixed, share: ChunkShare, rule: StateRule, states: LayerStates) -> Tensor:
     """Return the rule's out [t, H, V] of a chunk's tokens, each document from its own first token
     on; zeros for padding. Differentiable."""
-    out: Tensor = _OverChunk.apply(*x, share, rule, states)
+    out: Tensor = _OverChunk.apply(share, rule, states, *x)
     return out
 
 
@@ -48,17 +47,9 @@ class _OverChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q_tGK: Tensor,
-        k_tGK: Tensor,
-        v_tHV: Tensor,
-        g_tH: Tensor,
-        beta_tH: Tensor,
-        share: ChunkShare,
-        rule: StateRule,
-        states: LayerStates,
+        ctx: Any, share: ChunkShare, rule: StateRule, states: LayerStates, *every: Tensor
     ) -> Tensor:
-        x = Mixed(q_tGK, k_tGK, v_tHV, g_tH, beta_tH)
+        x = Mixed(*every)
         real, enters, leaves = _crossing(share)
         before = share.number - 1
         entering = {f: states["rule", before, f.document].value for f in real if f in enters}
@@ -69,7 +60,7 @@ class _OverChunk(torch.autograd.Function):
                 leave(states, ("rule", share.number, fragment.document), end)
         ctx.save_for_backward(*x, *entering.values())
         ctx.of = share, rule, states
-        return laid(v_tHV, out)
+        return laid(x.v, out)
 
     @staticmethod
     @once_differentiable
@@ -97,7 +88,7 @@ class _OverChunk(torch.autograd.Function):
         )
         for fragment, gradient in zip(first, grads[5:], strict=True):
             states["rule", share.number - 1, fragment.document].found = gradient
-        return *grads[:5], None, None, None
+        return None, None, None, *grads[:5]
 
 
 @dataclass(frozen=True)
@@ -105,39 +96,32 @@ class _Places:
     """How a convolution's input is laid out of a chunk's tokens, those that entered it, and a row
     of zeros, one after another."""
 
-    laid: np.ndarray[Any, np.dtype[np.int64]]
+    laid: Places
     """What stands at each place."""
-    own: np.ndarray[Any, np.dtype[np.int64]]
+    own: Places
     """Where each of the chunk's tokens stands."""
     enters: tuple[tuple[int, int], ...]
     """(document, tokens) of what entered."""
-    leaves: tuple[tuple[int, np.ndarray[Any, np.dtype[np.int64]]], ...]
+    leaves: tuple[tuple[int, Places], ...]
     """(document, places among tokens and what entered) of what the next chunk sees."""
 
 
 def _places(share: ChunkShare, taps: int) -> _Places:
     _, enters, leaves = _crossing(share)
-    tokens, reach = share.holding.tokens, taps - 1
-    come, at = list[tuple[int, int]](), 0
-    places, left = list[np.ndarray[Any, Any]](), list[tuple[int, np.ndarray[Any, Any]]]()
-    before = {f: min(reach, f.start - share.documents[f.document][0]) for f in enters}
-    nothing = tokens + sum(before.values())
-    own = np.empty(tokens, np.int64)
-    arrived = tokens
+    tokens, arrived, seen = share.holding.tokens, share.holding.tokens, dict[Fragment, range]()
+    left = list[tuple[int, Places]]()
     for fragment in share.chains.mine:
-        near = before.get(fragment, 0)
-        seen = np.arange(arrived, arrived + near)
+        near = 0
+        if fragment in enters:
+            near = min(taps - 1, fragment.start - share.documents[fragment.document][0])
+        seen[fragment] = range(arrived, arrived + near)
         arrived += near
-        if near:
-            come.append((fragment.document, near))
-        here = np.arange(fragment.own.start, fragment.own.stop)
-        places += [np.full(reach - near, nothing), seen, here]
-        own[fragment.own] = np.arange(len(here)) + at + reach
-        at += reach + len(here)
         if fragment in leaves:
-            both = np.concatenate([seen, here])
-            left.append((fragment.document, both[max(0, len(both) - reach) :]))
-    return _Places(np.concatenate([own[:0], *places]), own, tuple(come), tuple(left))
+            both = np.array([*seen[fragment], *range(fragment.own.start, fragment.own.stop)])
+            left.append((fragment.document, both[max(0, len(both) - taps + 1) :]))
+    come = tuple((fragment.document, len(near)) for fragment, near in seen.items() if near)
+    laid, own = laid_places(share.chains.mine, seen, tokens, taps, arrived)
+    return _Places(laid, own, come, tuple(left))
 
 
 def convolve_chunk(
@@ -146,41 +130,22 @@ def convolve_chunk(
     """Return a causal convolution [1, C, t] of a chunk's tokens [1, C, t], each document by itself;
     differentiable."""
     places = share.once(("places", taps), lambda: _places(share, taps))
-    laid_NC = _WithEarlier.apply(x_Ct[0].t(), places, share.number, states)
-    own = put(torch.from_numpy(places.own), x_Ct.device)
-    return convolution(laid_NC.t()[None]).index_select(2, own)
+    number, tokens, sizes = share.number, len(places.own), [size for _, size in places.enters]
 
+    def come(_: Tensor) -> list[Tensor]:
+        return [states["taps", number - 1, document].value for document, _ in places.enters]
 
-class _WithEarlier(torch.autograd.Function):
-    """A chunk's tokens with those of earlier chunks before each of its fragments."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_tC: Tensor, places: _Places, number: int, states: LayerStates
-    ) -> Tensor:
-        ctx.of = places, number, states
-        earlier = [states["taps", number - 1, document].value for document, _ in places.enters]
-        rows = torch.cat([x_tC, *earlier, x_tC.new_zeros(1, x_tC.shape[1])])
+    def pass_on(rows: Tensor) -> None:
         for document, left in places.leaves:
-            leave(states, ("taps", number, document), rows[_on(left, rows)])
-        return rows.index_select(0, _on(places.laid, rows))
+            leave(states, ("taps", number, document), rows[put_on(left, rows)])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlaid_NC: Tensor) -> tuple[Tensor | None, ...]:
-        places, number, states = ctx.of
-        tokens, sizes = len(places.own), [size for _, size in places.enters]
-        wide = torch.promote_types(dlaid_NC.dtype, torch.float32)
-        drows = dlaid_NC.new_zeros(tokens + sum(sizes) + 1, dlaid_NC.shape[1], dtype=wide)
-        drows.index_add_(0, _on(places.laid, drows), dlaid_NC.to(wide))
+    def home(drows: Tensor, dtype: torch.dtype) -> None:
         for document, left in places.leaves:
             found = states.pop(("taps", number, document)).gradient
-            drows.index_add_(0, _on(left, drows), found.to(wide))
+            drows.index_add_(0, put_on(left, drows), found.to(drows.dtype))
         parts = drows[tokens:-1].split(sizes) if sizes else ()
         for (document, _), part_nC in zip(places.enters, parts, strict=True):
             states["taps", number - 1, document].found = part_nC.clone()
-        return drows[:tokens].to(dlaid_NC.dtype), None, None, None
 
-
-def _on(places: np.ndarray[Any, np.dtype[np.int64]], like: Tensor) -> Tensor:
-    return put(torch.from_numpy(places), like.device)
+    laid_NC = laid_out(x_Ct[0].t(), places.laid, sum(sizes), come, home, pass_on)
+    return convolution(laid_NC.t()[None]).index_select(2, put_on(places.own, x_Ct))

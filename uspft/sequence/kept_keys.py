@@ -61,8 +61,5 @@ class RowKeys:
 
     def __init__(self) -> None:
         self.layers: defaultdict[int, LayerKeys] = defaultdict(dict)
+        """By a number that is a layer's own; so are states."""
         self.states: defaultdict[int, LayerStates] = defaultdict(dict)
-
-    def of_layer(self, layer: int) -> LayerKeys:
-        """Return what is kept in a layer. layer: a number that is its own."""
-        return self.layers[layer]

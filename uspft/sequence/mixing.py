@@ -11,25 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, all_to_all, with_backward
 from uspft.kernels.varlen import put
 from uspft.sequence.algorithm import Inside
 from uspft.sequence.rows.fragments import Halo
-from uspft.sequence.rows.heads import HeadSplit, split_heads
+from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Share
 from uspft.sequence.states import Mixed, StateRule, mix_over_states
-from uspft.sequence.ulysses import (
-    both_ways,
-    exchange_back,
-    exchange_heads,
-    gather_heads,
-)
+from uspft.sequence.ulysses import HeadExchange, exchange_back, exchange_heads
 
 STATE = "state"
 """The kind as which transfers of layers with a state are counted, but for those of heads."""
@@ -43,25 +38,22 @@ class StateExchange:
     """
 
     def __init__(self, values: int, keys: int, share: Share, ulysses: Group) -> None:
-        first = share.ring_index * ulysses.size
-        self._tokens = share.tokens[first : first + ulysses.size]
         self._heads, self._per_key = split_heads(values, keys, ulysses.size), values // keys
-        self._share, self._ulysses = share, ulysses
+        self._exchange, self._member = HeadExchange(share, ulysses), ulysses.index
 
     @property
     def own(self) -> int:
         """How many value heads this member has: none where the whole ring has none in its place,
         and nothing to exchange."""
-        first, last = self._heads.query[self._ulysses.index]
+        first, last = self._heads.query[self._member]
         return last - first
 
     def there(self, x: Mixed) -> Mixed:
         """Return this member's heads of the tokens of all its group, in the order of the row."""
-        if self._ulysses.size == 1:
+        if not self._exchange.moves:
             return x
-        inside = _to_heads(x, self._heads, self._tokens, self._ulysses)
-        inside = Mixed(*map(self._sorted, inside))
-        (a, b), (c, d) = (of[self._ulysses.index] for of in (self._heads.query, self._heads.kv))
+        inside = Mixed(*map(self._exchange.in_order, self._to_heads(x)))
+        (a, b), (c, d) = self._heads.query[self._member], self._heads.kv[self._member]
         if b > a and b - a != (d - c) * self._per_key:
             each = [head // self._per_key - c for head in range(a, b)]
             keys = torch.tensor(each, device=x.v.device)
@@ -69,33 +61,31 @@ class StateExchange:
             inside = inside._replace(q=q, k=k)
         return inside
 
+    def _to_heads(self, x: Mixed) -> tuple[Tensor, ...]:
+        """Exchange tokens for heads in one all-to-all; gates go with their value heads, as wide as
+        they are. Differentiable."""
+        parts = (*[self._heads.kv] * 2, *[self._heads.query] * 3)
+        dtypes = x.g.dtype, x.beta.dtype
+
+        def exchanged(way: Callable[..., tuple[Tensor, ...]], *x: Tensor) -> tuple[Tensor, ...]:
+            # A gate's bits as elements [t, H, n] of the others' type.
+            gates = [gate[..., None].contiguous().view(x[2].dtype) for gate in x[3:]]
+            found = way((*x[:3], *gates), parts, self._exchange.tokens, self._exchange.group)
+            came = zip(found[3:], dtypes, strict=True)
+            return *found[:3], *(one.contiguous().view(dtype).squeeze(-1) for one, dtype in came)
+
+        there, back = (partial(exchanged, way) for way in (exchange_heads, exchange_back))
+        found: tuple[Tensor, ...] = with_backward(there, back, *x)
+        return found
+
     def slope_there(self, dout_tHV: Tensor) -> Tensor:
         """Return this member's heads of the gradient of what came back, without one of its own."""
-        if self._ulysses.size == 1:
-            return dout_tHV
-        of = (self._heads.query,), self._tokens, self._ulysses
-        return self._sorted(exchange_heads((dout_tHV,), *of)[0])
+        return self._exchange.start_there(dout_tHV, self._heads.query)()
 
     def back(self, out_ThV: Tensor) -> Tensor:
         """Return all heads of this rank's tokens."""
-        if self._ulysses.size == 1:
-            return out_ThV
-        if (both := self._both_ways(out_ThV.device)) is not None:
-            out_ThV = out_ThV.index_select(0, both[1])
-        return gather_heads(out_ThV, self._heads, self._tokens, self._ulysses)
-
-    def _sorted(self, x: Tensor) -> Tensor:
-        both = self._both_ways(x.device)
-        return x if both is None else x.index_select(0, both[0])
-
-    def _both_ways(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        sorting = self._share.sorting
-        if sorting is None:
-            return None
-        found: tuple[Tensor, Tensor] = self._share.once(
-            ("sorting", device), lambda: both_ways(sorting, device)
-        )
-        return found
+        exchange = self._exchange
+        return exchange.back(out_ThV, self._heads.query) if exchange.moves else out_ThV
 
 
 def mix(
@@ -122,35 +112,14 @@ def mix(
     def run(inputs: tuple[Tensor, ...]) -> Tensor:
         return mix_over_states(Mixed(*inputs), share.chains, rule, ring)
 
-    return exchange.back(around(run, inside) if around else run(inside))
-
-
-def _to_heads(x: Mixed, heads: HeadSplit, tokens: tuple[int, ...], group: Group) -> Mixed:
-    """Exchange tokens for heads in one all-to-all; gates go with their value heads, as wide as they
-    are. Differentiable."""
-    parts = (heads.kv, heads.kv, heads.query, heads.query, heads.query)
-    dtypes = x.g.dtype, x.beta.dtype
-
-    def exchanged(exchange: Callable[..., tuple[Tensor, ...]], *x: Tensor) -> tuple[Tensor, ...]:
-        gates = [_carried(gate, x[2].dtype) for gate in x[3:]]
-        found = exchange((*x[:3], *gates), parts, tokens, group)
-        return *found[:3], *(_unpacked(one, d) for one, d in zip(found[3:], dtypes, strict=True))
-
-    there, back = (partial(exchanged, way) for way in (exchange_heads, exchange_back))
-    return Mixed(*with_backward(there, back, *x))
-
-
-def _carried(gate_tH: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gate's bits as elements [t, H, n] of another type."""
-    return gate_tH[..., None].contiguous().view(dtype)
-
-
-def _unpacked(carried_tHn: Tensor, dtype: torch.dtype) -> Tensor:
-    return carried_tHn.contiguous().view(dtype).squeeze(-1)
+    out = around(run, inside) if around else run(inside)
+    del inside  # what the backward takes of it is kept elsewhere
+    return exchange.back(out)
 
 
 Convolution = Callable[[Tensor], Tensor]
 """A causal depthwise convolution [1, C, N] → [1, C, N], zeros before its first place."""
+Places = NDArray[np.int64]
 
 
 def convolve(x_Ct: Tensor, halo: Halo, convolution: Convolution, context: Group) -> Tensor:
@@ -158,42 +127,60 @@ def convolve(x_Ct: Tensor, halo: Halo, convolution: Convolution, context: Group)
     itself; differentiable."""
     if halo.whole:
         return convolution(x_Ct)
-    laid_NC = WithHalo.apply(x_Ct[0].t(), halo, context)
-    own = put(torch.from_numpy(halo.own), x_Ct.device)
-    return convolution(laid_NC.t()[None]).index_select(2, own)
+    counts, tokens = [*map(len, halo.gives)], len(halo.own)
 
+    def come(x_tC: Tensor) -> list[Tensor]:
+        if not halo.crossing:
+            return []
+        send = torch.cat([x_tC.index_select(0, put_on(one, x_tC)) for one in halo.gives])
+        return [_moved(send, counts, halo.takes, context)]
 
-class WithHalo(torch.autograd.Function):
-    """A rank's tokens with those before each of its fragments; one function has both transfers, so
-    that ranks that need nothing take part in the backward's."""
-
-    @staticmethod
-    def forward(ctx: Any, x_tC: Tensor, halo: Halo, group: Group) -> Tensor:
-        ctx.halo, ctx.group = halo, group
-        rows = [x_tC]
+    def home(drows: Tensor, dtype: torch.dtype) -> None:
         if halo.crossing:
-            gives = [put(torch.from_numpy(one), x_tC.device) for one in halo.gives]
-            send = torch.cat([x_tC.index_select(0, one) for one in gives])
-            rows.append(_moved(send, list(map(len, gives)), halo.takes, group))
-        rows.append(x_tC.new_zeros(1, x_tC.shape[1]))
-        places = put(torch.from_numpy(halo.places), x_tC.device)
-        return torch.cat(rows).index_select(0, places)
+            back = _moved(drows[tokens:-1].to(dtype), halo.takes, counts, context)
+            gives = torch.cat([put_on(one, drows) for one in halo.gives])
+            drows[:tokens].index_add_(0, gives, back.to(drows.dtype))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlaid_NC: Tensor) -> tuple[Tensor | None, ...]:
-        halo, device = ctx.halo, dlaid_NC.device
-        tokens, come, channels = len(halo.own), sum(halo.takes), dlaid_NC.shape[1]
+    laid_NC = laid_out(x_Ct[0].t(), halo.places, sum(halo.takes), come, home)
+    return convolution(laid_NC.t()[None]).index_select(2, put_on(halo.own, x_Ct))
+
+
+def laid_out(
+    x_tC: Tensor,
+    places: Places,
+    others: int,
+    come: Callable[[Tensor], Sequence[Tensor]],
+    home: Callable[[Tensor, torch.dtype], None],
+    leave: Callable[[Tensor], None] = lambda _: None,
+) -> Tensor:
+    """Return a convolution's input [N, C], laid out of tokens, others that come and a row of zeros.
+
+    One function has both transfers, so that ranks that need nothing take part in the backward's.
+    places: which of all these rows stands at each place. others: how many come. come: returns them.
+    home: takes the gradients of all rows, in float32 or wider, and the type in which those of
+    others go home; adds to those of tokens. leave: is shown all rows.
+    """
+
+    def there(x_tC: Tensor) -> Tensor:
+        rows = torch.cat([x_tC, *come(x_tC), x_tC.new_zeros(1, x_tC.shape[1])])
+        leave(rows)
+        return rows.index_select(0, put_on(places, rows))
+
+    def back(dlaid_NC: Tensor) -> Tensor:
         wide = torch.promote_types(dlaid_NC.dtype, torch.float32)
-        drows = dlaid_NC.new_zeros(tokens + come + 1, channels, dtype=wide)
-        drows.index_add_(0, put(torch.from_numpy(halo.places), device), dlaid_NC.to(wide))
-        dx = drows[:tokens]
-        if halo.crossing:
-            gives = [put(torch.from_numpy(one), device) for one in halo.gives]
-            send = drows[tokens : tokens + come].to(dlaid_NC.dtype)
-            back = _moved(send, halo.takes, list(map(len, gives)), ctx.group)
-            dx.index_add_(0, torch.cat(gives), back.to(wide))
-        return dx.to(dlaid_NC.dtype), None, None
+        drows = dlaid_NC.new_zeros(tokens + others + 1, dlaid_NC.shape[1], dtype=wide)
+        drows.index_add_(0, put_on(places, drows), dlaid_NC.to(wide))
+        home(drows, dlaid_NC.dtype)
+        return drows[:tokens].to(dlaid_NC.dtype)
+
+    tokens = len(x_tC)
+    found: Tensor = with_backward(there, back, x_tC)
+    return found
+
+
+def put_on(places: Places, like: Tensor) -> Tensor:
+    """Return places as an index on another tensor's device."""
+    return put(torch.from_numpy(places), like.device)
 
 
 def _moved(rows: Tensor, sends: Sequence[int], takes: Sequence[int], group: Group) -> Tensor:

@@ -51,7 +51,7 @@ def mix_over_states(x: Mixed, chains: Chains, rule: StateRule, group: Group) -> 
 
     The layer of arXiv 2412.06464 over sequence pieces, as LASP-2 exchanges states (2502.07563).
     """
-    out: Tensor = _OverStates.apply(*x, chains, rule, group)
+    out: Tensor = _OverStates.apply(chains, rule, group, *x)
     return out
 
 
@@ -66,19 +66,8 @@ class _OverStates(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        g_TH: Tensor,
-        beta_TH: Tensor,
-        chains: Chains,
-        rule: StateRule,
-        group: Group,
-    ) -> Tensor:
-        x = Mixed(q_TGK, k_TGK, v_THV, g_TH, beta_TH)
-        out, kept = mixed_forward(x, chains, rule, group)
+    def forward(ctx: Any, chains: Chains, rule: StateRule, group: Group, *x: Tensor) -> Tensor:
+        out, kept = mixed_forward(Mixed(*x), chains, rule, group)
         ctx.save_for_backward(*x, *kept)
         ctx.of = chains, rule, group
         return out
@@ -88,7 +77,7 @@ class _OverStates(torch.autograd.Function):
     def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, *kept = ctx.saved_tensors
         of = Mixed(q, k, v, g, beta), kept, dout_THV, *ctx.of
-        return *mixed_backward(*of), None, None, None
+        return None, None, None, *mixed_backward(*of)
 
 
 def mixed_forward(
@@ -108,7 +97,7 @@ def mixed_forward(
     like = _state_like(x)
     ways = chains.sends, chains.takes, chains.first
     every = summaries | _exchanged(summaries, ways, group, like, crossing=chains.crossing)
-    entering = entering_states(chains, every)
+    entering = carried(chains, every)
     for fragment, state in entering.items():
         out[fragment] = rule(part_of(x, fragment), state)[0]
     passes = [summaries[f].passes for f in _entered(chains) if f not in chains.last]
@@ -143,7 +132,7 @@ def mixed_backward(
     mine = {f: _Summary(passes.get(f), d) for f, d in zip(state_of, local, strict=True)}
     ways = chains.sends_back, chains.takes_back, chains.last
     every = mine | _exchanged(mine, ways, group, like, crossing=chains.crossing)
-    dleaving = leaving_gradients(chains, every)
+    dleaving = carried(chains, every, back=True)
     ends = [f for f in leaving if f in dleaving]
     return torch.autograd.grad(
         [whole, *(leaving[f] for f in ends)],
@@ -238,22 +227,13 @@ def _exchanged(
     return found
 
 
-def entering_states(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
-    """Return the state that enters each of this rank's fragments that do not begin a document."""
-    return _carried(chains, every, back=False)
-
-
-def leaving_gradients(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
-    """Return the gradient of the state that leaves each of this rank's fragments that do not end a
-    document."""
-    return _carried(chains, every, back=True)
-
-
-def _carried(
-    chains: Chains, every: Mapping[Fragment, _Summary], *, back: bool
+def carried(
+    chains: Chains, every: Mapping[Fragment, _Summary], *, back: bool = False
 ) -> dict[Fragment, Tensor]:
-    """Return what the fragments before each of this rank's make together; back: those behind it."""
-    holder = _holder(chains)
+    """Return the state that enters each of this rank's fragments that do not begin a document, of
+    what those before it make together; back: the gradient of the state that leaves each that does
+    not end one, of those behind it."""
+    holder = chains.mine[0].holder if chains.mine else NOBODY
     found: dict[Fragment, Tensor] = {}
     for chain in chains.documents:
         so_far: Tensor | None = None
@@ -273,10 +253,6 @@ def _carried(
             else:
                 so_far = (passes.mT if back else passes) @ so_far + adds
     return {f: found[f] for f in chains.mine if f in found}
-
-
-def _holder(chains: Chains) -> int:
-    return chains.mine[0].holder if chains.mine else NOBODY
 
 
 def _real(fragments: Sequence[Fragment]) -> list[Fragment]:

@@ -12,19 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from uspft.blocks import HeadRange
-from uspft.comm import Group, start_all_to_all, with_backward
+from uspft.comm import Group, Waited, start_all_to_all, with_backward
 from uspft.kernels import Grouped, Kernel, Qkv
 from uspft.kernels.varlen import put
 from uspft.sequence.algorithm import Passes, Rule, Split
 from uspft.sequence.chunk_attention import of_chunk
-from uspft.sequence.rows.heads import HeadSplit, split_heads
+from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Share
 
 
@@ -40,33 +38,23 @@ def attend_over_heads(passes: Passes, qkv: Qkv, share: Share, rule: Rule, split:
         out: Tensor = _ByPasses.apply(*qkv, rule.sinks, passes, rule, split.ring, kernel)
         return out
 
-    size, first = split.ulysses.size, split.ring.index * split.ulysses.size
-    if size == 1:
+    exchange = HeadExchange(share, split.ulysses)
+    if not exchange.moves:
         return inner(qkv, rule, split.kernel)
 
     def attend(inputs: tuple[Tensor, ...]) -> Tensor:
         q, k, v, *sinks = inputs
         return inner((q, k, v), replace(mine, sinks=sinks[0]) if sinks else mine, kernel)
 
-    tokens = share.tokens[first : first + size]
     query, kv = qkv[0].shape[1], qkv[1].shape[1]
-    heads = split_heads(query, kv, size)
+    heads = split_heads(query, kv, split.ulysses.size)
     groups = heads.groups(split.ulysses.index, query // kv)
     kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
     mine = rule.of_heads(heads.query[split.ulysses.index])
-    of = (heads.query, heads.kv, heads.kv), tokens, split.ulysses
-    received: tuple[Tensor, ...] = with_backward(
-        lambda *x: exchange_heads(x, *of), lambda *dx: exchange_back(dx, *of), *qkv
-    )
-    sorting, device = share.sorting, received[0].device
-    if sorting is not None:
-        index_T, received_T = share.once(("sorting", device), lambda: both_ways(sorting, device))
-        received = tuple(x_TnD.index_select(0, index_T) for x_TnD in received)
+    received = exchange.there(qkv, (heads.query, heads.kv, heads.kv))
     inputs = received if mine.sinks is None else (*received, mine.sinks)
     out_ThD = split.inside(attend, inputs) if split.inside else attend(inputs)
-    if sorting is not None:
-        out_ThD = out_ThD.index_select(0, received_T)
-    return gather_heads(out_ThD, heads, tokens, split.ulysses)
+    return exchange.back(out_ThD, heads.query)
 
 
 class _ByPasses(torch.autograd.Function):
@@ -100,21 +88,6 @@ class _ByPasses(torch.autograd.Function):
         del made
         found = ctx.passes.backward(qkv, saved, rule, ctx.ring, ctx.kernel)
         return *found, None, None, None, None
-
-
-def both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (index that sorts, index that undoes it), both on the device."""
-    index = put(torch.from_numpy(sorting), device)
-    return index, index.argsort()
-
-
-def gather_heads(out_ThD: Tensor, split: HeadSplit, tokens: Sequence[int], group: Group) -> Tensor:
-    """Exchange out [T, h, D] for out [t, H, D]: the way back of the query heads."""
-    of = (split.query,), tuple(tokens), group
-    out_tHD: Tensor = with_backward(
-        lambda x: exchange_back((x,), *of)[0], lambda dx: exchange_heads((dx,), *of), out_ThD
-    )
-    return out_tHD
 
 
 Parts = tuple[tuple[HeadRange, ...], ...]
@@ -214,3 +187,70 @@ def _joined(dim: int, pieces: Sequence[Tensor], heads: Sequence[HeadRange]) -> T
     for part_tnD, place in parts:
         whole_tND[:, place] += part_tnD
     return whole_tND.to(like.dtype)
+
+
+class HeadExchange:
+    """The exchange of tokens for heads in a Ulysses group, where a rank's tokens are in the order
+    of the row, and back. In a group of one nothing moves."""
+
+    def __init__(self, share: Share, group: Group) -> None:
+        first = share.ring_index * group.size
+        self.tokens, self.group = share.tokens[first : first + group.size], group
+        self._share = share
+
+    @property
+    def moves(self) -> bool:
+        return self.group.size > 1
+
+    def there(self, tensors_tND: Sequence[Tensor], parts: Parts) -> tuple[Tensor, ...]:
+        """Return this member's heads [T, n, D] of its group's tokens; differentiable."""
+        of = parts, self.tokens, self.group
+        found = with_backward(
+            lambda *x: exchange_heads(x, *of), lambda *dx: exchange_back(dx, *of), *tensors_tND
+        )
+        return tuple(map(self.in_order, found))
+
+    def back(self, x_TnD: Tensor, part: Sequence[HeadRange]) -> Tensor:
+        """Return all heads [t, N, D] of this rank's tokens; differentiable. part: as one of
+        Parts."""
+        of = (tuple(part),), self.tokens, self.group
+        x_TnD = self.as_received(x_TnD)
+        found: Tensor = with_backward(
+            lambda x: exchange_back((x,), *of)[0], lambda dx: exchange_heads((dx,), *of), x_TnD
+        )
+        return found
+
+    def start_there(self, x_tND: Tensor, part: tuple[HeadRange, ...]) -> Waited:
+        """Return what waits for this member's heads of its group's tokens [T, n, D]."""
+        if not self.moves:
+            return lambda: x_tND
+        wait = start_exchange((x_tND,), (part,), self.tokens, self.group)
+        return lambda: self.in_order(*wait())
+
+    def start_back(self, x_TnD: Tensor, part: tuple[HeadRange, ...]) -> Waited:
+        """Return what waits for all members' heads of this rank's tokens [t, N, D]."""
+        if not self.moves:
+            return lambda: x_TnD
+        wait = start_exchange_back((self.as_received(x_TnD),), (part,), self.tokens, self.group)
+        return lambda: wait()[0]
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return tokens as they came, in the order of the row."""
+        index = self._index(x.device)
+        return x if index is None else x.index_select(0, index[0])
+
+    def as_received(self, x: Tensor) -> Tensor:
+        index = self._index(x.device)
+        return x if index is None else x.index_select(0, index[1])
+
+    def _index(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return what sorts tokens and what undoes it; None where they come in order."""
+        sorting = self._share.sorting
+        if sorting is None:
+            return None
+
+        def both() -> tuple[Tensor, Tensor]:
+            index = put(torch.from_numpy(sorting), device)
+            return index, index.argsort()
+
+        return self._share.once(("sorting", device), both)

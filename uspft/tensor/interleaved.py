@@ -19,11 +19,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from uspft.comm import (
     Expected,
@@ -36,6 +34,7 @@ from uspft.comm import (
     start_sum_over,
     start_sum_parts,
     sum_parts,
+    with_backward,
 )
 from uspft.tensor.parts import Used, put_back
 from uspft.tensor.sums import KIND
@@ -52,7 +51,8 @@ class PutOff:
         """Return what takes a weight's place in the graph. Autograd comes to the weight when it has
         been to all that was made since."""
         sums = GradientSum(weight.detach(), self)
-        return PutOffWeight(_Stands.apply(weight, sums), sums)
+        stand = with_backward(lambda w: w.new_empty(0), lambda _: sums.whole(), weight)
+        return PutOffWeight(stand, sums)
 
     def add(self, product: Callable[[], None]) -> None:
         self.waiting.append(product)
@@ -101,18 +101,6 @@ class GradientSum:
         return None if self._sum is None else put_back(self._sum, self._held, self._used)
 
 
-class _Stands(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, sums: GradientSum) -> Tensor:
-        ctx.sums = sums
-        return weight.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, None]:
-        return ctx.sums.whole(), None
-
-
 class Passage(NamedTuple):
     """How a copy crosses between what lies between blocks and a block, one way."""
 
@@ -137,13 +125,19 @@ class Crossing:
 
     def begin(self, x: Tensor, copy: int) -> Tensor:
         """Begin the transfer of a copy x, and return what stands for it until it is awaited."""
-        found: Tensor = _Begun.apply(x, self, copy)
+        begin, end = partial(self._begun, copy), partial(self.finish, copy)
+        found: Tensor = with_backward(begin, lambda _: end(backward=True), x)
         return found
 
     def awaited(self, begun: Tensor, copy: int) -> Tensor:
         """Return what has come. begun: what `begin` returned."""
-        found: Tensor = _Awaited.apply(begun, self, copy)
+        begin, end = partial(self._begun, copy, backward=True), partial(self.finish, copy)
+        found: Tensor = with_backward(lambda _: end(backward=False), begin, begun)
         return found
+
+    def _begun(self, copy: int, x: Tensor, *, backward: bool = False) -> Tensor:
+        self.start(x.detach(), copy, backward=backward)
+        return x.new_empty(0)
 
     def start(self, x: Tensor, copy: int, *, backward: bool) -> None:
         """Start the transfer one way.
@@ -165,34 +159,6 @@ class Crossing:
         if backward:
             self._put_off.one()
         return self._waited.pop(copy)()
-
-
-class _Begun(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing, copy: int) -> Tensor:
-        ctx.of = crossing, copy
-        crossing.start(x.detach(), copy, backward=False)
-        return x.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        crossing, copy = ctx.of
-        return crossing.finish(copy, backward=True), None, None
-
-
-class _Awaited(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, begun: Tensor, crossing: Crossing, copy: int) -> Tensor:
-        ctx.of = crossing, copy
-        return crossing.finish(copy, backward=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        crossing, copy = ctx.of
-        crossing.start(gradient, copy, backward=True)
-        return gradient.new_empty(0), None, None
 
 
 def into_block(

@@ -98,7 +98,7 @@ class MeshSlice:
         weights: [o/C, d/R] each, or what such a part, `used`, is cut out of; the projections share
         what they gather of x. product: which of PRODUCTS it is.
         """
-        from uspft.tensor.sliced import SlicedProduct, inward
+        from uspft.tensor.flows import SlicedProduct, inward
 
         slices = self.slices[product]
         return inward(x, SlicedProduct(grid, slices, weights, used or [()] * len(weights)))
@@ -111,7 +111,7 @@ class MeshSlice:
         weight: [d/R, i/C], or what such a part, `used`, is cut out of. product: which of PRODUCTS
         it is.
         """
-        from uspft.tensor.sliced import SlicedProduct, outward
+        from uspft.tensor.flows import SlicedProduct, outward
 
         return outward(x, SlicedProduct(grid, self.slices[product], [weight], [used]))
 
@@ -119,7 +119,7 @@ class MeshSlice:
         """Return all features [v, d] of a weight [v, d/R] of embedding or head; differentiable."""
         if grid.rows.size == 1:
             return weight
-        from uspft.tensor.sliced import features_of_all
+        from uspft.tensor.flows import features_of_all
 
         return features_of_all(weight, grid.rows)
 
@@ -127,7 +127,7 @@ class MeshSlice:
         """Return all features [1, t, d] of x [1, t, d/C]; differentiable. group: mesh columns."""
         if group.size == 1:
             return x
-        from uspft.tensor.sliced import features_of_all
+        from uspft.tensor.flows import features_of_all
 
         return features_of_all(x[0], group)[None]
 
@@ -135,6 +135,6 @@ class MeshSlice:
         """Return this rank's features, [1, t, d/C], of the sum of x [1, t, d] over mesh columns."""
         if group.size == 1:
             return x
-        from uspft.tensor.sliced import own_features_of_sum
+        from uspft.tensor.flows import own_features_of_sum
 
         return own_features_of_sum(x[0], group)[None]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from uspft.comm import largest, total
 from uspft.engine.step import counts_here
 from uspft.metrics import Best, Journal, RunDisplay, finite
 
@@ -64,7 +63,6 @@ def evaluate(
 
 
 def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | None:
-    everyone, device = engine.holders.everyone, engine.device
     score = Score()
     for number in range(1, one.passes + 1):
         (batch,) = one.loader.batches(number)
@@ -74,8 +72,7 @@ def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | No
         terms, counts = engine.terms(batch), counts_here(engine.module.objective, batch)
         if not batch.world.mesh.counts:  # another rank has the same tokens
             terms = dict.fromkeys(terms, 0.0)
-        here = [*terms.values(), *counts.values(), float(stop())]
-        *every, stops = total(here, everyone, device)
+        *every, stops = engine.total(*terms.values(), *counts.values(), float(stop()))
         if stops:
             return None
         of_terms, of_counts = every[: len(terms)], map(int, every[len(terms) :])
@@ -113,9 +110,7 @@ class Evaluation:
     def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
         self._run, self._journal, self._display = run, journal, display
         self._is_main = run.engine.holders.rank == 0
-        known = journal.evaluations() if self._is_main else []
-        display.knows(known)
-        self._best = Best.of(known)
+        self._best = Best.of(journal.evaluations() if self._is_main else ())
         self.is_over = False
         """Whether as many evaluations as the recipe's patience have come since the best."""
         self.best_step: int | None = None
@@ -137,8 +132,7 @@ class Evaluation:
             return False
         records = self._journal.evaluations() if self._is_main else []
         stands = any(record["step"] == step for record in records)
-        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-        return largest([float(stands)], everyone, device) == [0.0]
+        return self._run.engine.largest(float(stands)) == [0.0]
 
     def run(self, step: int, stop: Callable[[], bool]) -> bool:
         """Evaluate after a step, and return True; where a rank asks to stop, write nothing and
@@ -154,9 +148,9 @@ class Evaluation:
         if self._is_main:
             objective = run.engine.module.objective
             record = record_of(step, scores, time.perf_counter() - started, objective)
-            self._best = self._best.after(record)
             self._journal.write(record)
-            self._display.evaluation(record)
+            self._display.evaluation(record, self._best)
+            self._best = self._best.after(record)
         self._conclude()
         return True
 
@@ -177,6 +171,5 @@ class Evaluation:
             self._display.say(f"training.patience: {count} without a better; {least}")
         best = self._best.step if recipe.checkpoint.keep_best else None
         known = [float(over), float(best or 0)] if self._is_main else [0.0, 0.0]
-        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-        over_on_all, step = largest(known, everyone, device)
+        over_on_all, step = self._run.engine.largest(*known)
         self.is_over, self.best_step = bool(over_on_all), int(step) or None

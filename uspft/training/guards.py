@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from uspft.checkpoint.folder import Checkpoint
-from uspft.comm import largest
 from uspft.engine.step import NotFinite
 from uspft.metrics import Journal, as_size, finite
 from uspft.written import INCIDENTS
@@ -80,7 +79,7 @@ class Guards:
             if part is None or gathered:
                 raise RuntimeError(f"{name} is whole on {world.mesh.who} under ZeRO-3")
             kept += part.numel() * part.element_size()
-        most, least = largest([kept, -kept], holders.everyone, world.device)
+        most, least = self._run.engine.largest(kept, -kept)
         self._say(
             f"parameters: {as_size(whole)}, {each(-least, most)} of {world.layout.ranks} ranks"
         )
@@ -139,8 +138,7 @@ class BadSteps:
         self._norms = deque(map(float, known.get("grad_norms", ())), KEPT)
         self.in_row: int = known.get("bad_steps", 0)
         """How many steps have been skipped since the last good one."""
-        assert recipe.output_dir is not None
-        self.journal = Journal(recipe.output_dir / INCIDENTS)
+        self.journal = Journal(run.job.output / INCIDENTS)
         """Where the steps that were refused are written down."""
 
     def most(self) -> float:

@@ -1,19 +1,20 @@
-"""The training loop, with the checkpoints, evaluations and records that belong to it."""
+"""The training loop, with the checkpoints that it saves, evaluations and records."""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from uspft.assemble import Run
-from uspft.checkpoint.folder import MODEL_FILES
+from uspft.checkpoint.folder import MODEL_FILES, delete_older
 from uspft.checkpoint.hf_folder import write_exports, write_model_files
+from uspft.checkpoint.save import Save
 from uspft.checkpoint.weights import WholeModel, export_order, multimodal_base
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
@@ -26,7 +27,6 @@ from uspft.training.evaluate import Evaluation
 from uspft.training.guards import BadSteps, Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
-from uspft.training.saving import Saving, writing
 from uspft.written import ADAPTER, INCIDENTS, METRICS, MODEL, new_exports, publish_exports
 
 if TYPE_CHECKING:
@@ -47,16 +47,15 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     """
     recipe, last = run.job.recipe, run.job.last_step
     first_rank = run.world.mesh.rank == 0
-    output = recipe.output_dir
-    assert output is not None
-    journal, step = Journal(output / METRICS), run.first_step
+    journal, step = Journal(run.job.output / METRICS), run.first_step
     if first_rank:
         _begin(run, journal)
     meter = Meter(run)
-    with (
-        RunDisplay(last, step, is_main=first_rank) as display,
-        _tracked(run, journal, display),
-    ):
+    with ExitStack() as until_the_end:
+        display = until_the_end.enter_context(RunDisplay(last, step, is_main=first_rank))
+        if first_rank:
+            tracked = tracking(recipe, run.job.output, step, display.say, display.waits)
+            journal.also = until_the_end.enter_context(tracked)
         guards = Guards(run, display.say)
         evaluation, bad_steps = Evaluation(run, journal, display), BadSteps(run)
         saving = Saving(run, evaluation, bad_steps, journal, display)
@@ -68,8 +67,11 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             guards.rows(step, batches)
             peak, schedule = recipe.optimizer.learning_rate, recipe.lr_schedule
             rate = learning_rate(step, run.job.steps, peak, schedule)
-            with saving.kept():
+            try:
                 result = _step(run, step, batches, rate, bad_steps, display.say, stop=stop())
+            except BadStep:  # on all ranks alike
+                saving.finish()
+                raise
             if not result.skipped:
                 guards.first_loss(step, result.loss)
             if step == run.first_step + 1:
@@ -97,26 +99,13 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
 
 def _begin(run: Run, journal: Journal) -> None:
     """Begin metrics.jsonl with the counts of the data, or cut it back to the resumed step."""
-    assert run.job.recipe.output_dir is not None
-    incidents = run.job.recipe.output_dir / INCIDENTS
+    incidents = run.job.output / INCIDENTS
     if run.first_step:
         if incidents.exists():
             Journal(incidents).cut_back(run.first_step)
         journal.cut_back(run.first_step)
     elif found := kept_and_dropped(read_report(run.job.corpus)):
         journal.write({"data": found})
-
-
-@contextmanager
-def _tracked(run: Run, journal: Journal, display: RunDisplay) -> Iterator[None]:
-    """Give each record of the journal to the recipe's trackers too, on the first rank."""
-    recipe, output = run.job.recipe, run.job.recipe.output_dir
-    if run.world.mesh.rank or output is None:
-        yield
-        return
-    with tracking(recipe, output, run.first_step, display.say, display.waits) as log:
-        journal.also = log
-        yield
 
 
 def _finish(
@@ -188,8 +177,7 @@ def export_run(run: Run, step: int) -> Path | None:
     step: the steps that its weights have had. What was exported before stays until both are whole;
     returns on the first rank where it then is, or None.
     """
-    recipe, output = run.job.recipe, run.job.recipe.output_dir
-    assert output is not None
+    recipe, output = run.job.recipe, run.job.output
     block, new, asked = recipe.model, new_exports(output), recipe.export.huggingface
     base, every = multimodal_base(run.job.here.model), list(run.engine.named)
     names = touched(every, run.engine.trained()) if base else every
@@ -204,3 +192,100 @@ def export_run(run: Run, step: int) -> Path | None:
                 hf = new / MODEL if asked else None
                 write_exports(whole, files, hf=hf, adapter=new / ADAPTER)
     return publish_exports(output) if run.world.mesh.rank == 0 else None
+
+
+class Saving:
+    """The saves of one run, of which one at most is under way; collective."""
+
+    def __init__(
+        self,
+        run: Run,
+        evaluation: Evaluation,
+        bad_steps: BadSteps,
+        journal: Journal,
+        display: RunDisplay,
+    ) -> None:
+        """journal: gets a record of each save. display: shows what is waited for."""
+        self._run, self._evaluation, self._bad_steps = run, evaluation, bad_steps
+        self._journal, self._display = journal, display
+        self._is_main = run.world.mesh.rank == 0
+        self._under_way: Save | None = None
+        self._good = run.first_step - bad_steps.in_row
+        """The last step that was no bad one, of those that are saved or being saved."""
+        self._began = self._waited = 0.0
+
+    def save(self, step: int) -> None:
+        """Save the checkpoint of a step; where saves overlap steps, its files are written beside
+        those that follow. Raises RunFailed where it cannot be written."""
+        self.finish()
+        job, overlap = self._run.job, self._run.job.recipe.checkpoint.overlap
+        self._began, what = time.perf_counter(), _name(step)
+        with self._display.waits(f"{what} to be saved"), writing(what):
+            self._under_way = Save(
+                self._run.engine,
+                job.output,
+                step,
+                course=self._bad_steps.state(),
+                beside=overlap,
+            )
+        self._good = step - self._bad_steps.in_row
+        self._waited = time.perf_counter() - self._began
+        if not overlap:
+            self.finish()
+
+    def look(self) -> None:
+        """Finish the save under way, if there is one, once all ranks have written their files."""
+        if self._under_way:
+            left = float(not self._under_way.is_written())
+            if self._run.engine.largest(left) == [0.0]:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one. Raises RunFailed."""
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return
+        what, began = _name(save.step), time.perf_counter()
+        with self._display.waits(f"{what} to be saved"), writing(what):
+            if self._is_main:
+                self._journal.sync()
+                self._bad_steps.journal.sync()
+            run, step = self._run, save.step
+            size = save.finish(
+                run.job.identity,
+                lambda place: write_model_files(place, run.config, run.job, step, run.model),
+            )
+            self.delete_older()
+        self._waited += time.perf_counter() - began
+        if self._is_main:
+            with writing(f"the record of {what}"):
+                self._journal.write(
+                    {
+                        "step": save.step,
+                        "save_seconds": time.perf_counter() - self._began,
+                        "save_waited_seconds": self._waited,
+                        "save_bytes": size,
+                    }
+                )
+
+    def delete_older(self) -> None:
+        """Delete the checkpoints that need not stay; the best and the last good one do."""
+        job = self._run.job
+        if self._is_main and not self._under_way:
+            keep, best = job.recipe.checkpoint.keep_last, self._evaluation.best_step
+            delete_older(job.output, keep, best, self._good)
+
+
+def _name(step: int) -> str:
+    return f"the checkpoint of step {step}"
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise RunFailed with one line where a disk is full or gone while `what` is written."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or said(error)
+        why = f"{error.filename}: {why}" if error.filename else why
+        raise RunFailed(f"{what} cannot be written ({why}); make room there") from error

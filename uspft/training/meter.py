@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from uspft.comm import KINDS, largest, total
+from uspft.comm import KINDS
 from uspft.config.strategies import layouts_of
 from uspft.metrics import finite, peak_memory_bytes
 from uspft.model.build import parameter_count
@@ -62,15 +62,15 @@ class Meter:
     ) -> dict[str, Any]:
         """Return the record of what the step moved and computed, whatever layouts its batches
         had."""
-        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-        worlds = self._worlds(batches)
+        engine, everyone = self._run.engine, self._run.engine.holders.everyone
+        here = {id(batch.world): batch.world for batch in batches}
+        worlds = self._run.loader.worlds or list(here.values())  # in one order on every rank
         moved = [Counter(world.books.close()) for world in worlds]
         sent = sum(moved, Counter(everyone.books.close()))
         work = sum(map(self._work, batches))
-        (pairs,) = total([work], everyone, device)
-        memory, busiest, *bytes_sent = largest(
-            [peak_memory_bytes(device), work, *(sent[kind] for kind in KINDS)], everyone, device
-        )
+        (pairs,) = engine.total(work)
+        peak = peak_memory_bytes(engine.device)
+        memory, busiest, *bytes_sent = engine.largest(peak, work, *(sent[k] for k in KINDS))
         sizes = self._run.loader.sizes(step)
         rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
         (_, *others), (counter, *_) = result.means, result.counts
@@ -105,11 +105,6 @@ class Meter:
         apart = every * -(-last // (every * LOADS))
         return step % apart == 0 or step == last
 
-    def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:
-        """Return the layouts of a step's rows, in the same order on every rank."""
-        found = list({id(batch.world): batch.world for batch in batches}.values())
-        return self._run.loader.worlds or found
-
     def _strategies(
         self,
         worlds: Sequence[World],
@@ -119,13 +114,12 @@ class Meter:
     ) -> list[dict[str, Any]]:
         """Return what ran under each strategy; seconds and bytes are those of the slowest rank and
         of the one that sends most."""
-        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         each = 1 + len(KINDS)
         told = [
             [took, *(sent[kind] for kind in KINDS)]
             for took, sent in zip(seconds, moved, strict=True)
         ]
-        most = largest(list(chain.from_iterable(told)), everyone, device)
+        most = self._run.engine.largest(*chain.from_iterable(told))
         found = []
         for number, (world, size) in enumerate(zip(worlds, sizes, strict=True)):
             took, *sent = most[number * each : (number + 1) * each]

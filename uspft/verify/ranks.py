@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uspft.assemble import Run, assemble
-from uspft.comm import deadline, largest
+from uspft.comm import deadline
 from uspft.data.rows.loader import in_chunks
 from uspft.engine.step import NotFinite
 from uspft.mesh import Groups
@@ -136,7 +136,7 @@ def measure(
 def _broken(run: Run, batches: list[Batch], fault: str) -> list[Batch]:
     """Return the micro-batches with a fault in them, on the ranks that it is meant for."""
     targets = float(sum(batch.targets for batch in batches))
-    here = [targets] == largest([targets], run.engine.holders.everyone, run.engine.device)
+    here = [targets] == run.engine.largest(targets)
     if not (here or fault in EVERYWHERE):
         return batches
     broken = (FAULTS[fault](one, one.world, run.loader.documents(one)) for one in batches)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from uspft.config import as_tree
+from uspft.metrics import finite
 from uspft.planner.ways import Candidate
 from uspft.verify.work import GROUPS, Measured, Result
 
@@ -200,7 +201,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         return {
             **self.facts,
-            "verdict": "equal" if self.ok and not self.inject else self._verdict(),
+            "verdict": self._verdict(),
             "injected": self.inject,
             "tolerance": asdict(self.tolerance),
             "one_process": asdict(self.reference),
@@ -209,9 +210,8 @@ class Report:
         }
 
     def _verdict(self) -> str:
-        if self.inject:
-            return "caught" if self.ok else "not caught"
-        return "differs"
+        right, wrong = ("caught", "not caught") if self.inject else ("equal", "differs")
+        return right if self.ok else wrong
 
     def _entry(self, line: LayoutLine) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": line.name, "verdict": line.verdict}
@@ -223,10 +223,10 @@ class Report:
             entry |= {
                 "wrong": line.wrong,
                 **asdict(line.result.measured),
-                "loss_difference": _finite(loss),
-                "grad_norm_difference": _finite(norm),
+                "loss_difference": finite(loss),
+                "grad_norm_difference": finite(norm),
                 "gradient_differences": {
-                    group: {"value": _finite(one.value), "parameter": one.parameter}
+                    group: {"value": finite(one.value), "parameter": one.parameter}
                     for group, one in line.result.differences.items()
                 },
                 "seconds": line.result.seconds,
@@ -245,10 +245,11 @@ class Report:
         rows.append(["rounding (layouts)", *ends, ""])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         shown = [
-            "  ".join([row[0].ljust(widths[0]), *_right(row[1:-1], widths[1:-1]), row[-1]])
-            for row in rows
+            [first.ljust(widths[0]), *map(str.rjust, cells, widths[1:]), verdict]
+            for first, *cells, verdict in rows
         ]
-        return "\n".join([line.rstrip() for line in shown] + self._left_out() + self._meaning())
+        told = ["  ".join(line).rstrip() for line in shown]
+        return "\n".join(told + self._left_out() + self._meaning())
 
     def _left_out(self) -> list[str]:
         """Return a line for each reason why layouts were not tried: how many, and one of them."""
@@ -336,11 +337,3 @@ def _hints(tried: Sequence[LayoutLine], scaled: bool) -> list[str]:
             "the loss is divided by, or the average over ranks; not attention",
         ]
     return [hint]
-
-
-def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no other number

@@ -7,7 +7,8 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from uspft.config import ParallelBlock, Recipe, as_tree
 from uspft.config.algorithms import CONTEXT, MESH_OPTIONS, every_option
@@ -74,28 +75,16 @@ class VerifyJob:
 
     def write(self, folder: Path) -> None:
         self.job.write(folder)
-        rest = {
-            "layouts": [as_tree(layout) for layout in self.layouts],
-            "steps": self.steps,
-            "folder": str(self.folder.resolve()),
-            "is_reference": self.is_reference,
-            "with_plain": self.with_plain,
-            "inject": self.inject,
-        }
+        layouts = [as_tree(layout) for layout in self.layouts]
+        rest = {**vars(self), "layouts": layouts, "folder": str(self.folder.resolve())}
+        del rest["job"]
         (folder / JOB).write_text(json.dumps(rest))
 
     @classmethod
     def read(cls, folder: Path) -> VerifyJob:
         rest = json.loads((folder / JOB).read_text())
-        return cls(
-            Job.read(folder),
-            tuple(ParallelBlock.model_validate(layout) for layout in rest["layouts"]),
-            rest["steps"],
-            Path(rest["folder"]),
-            rest["is_reference"],
-            rest["with_plain"],
-            rest["inject"],
-        )
+        layouts = tuple(map(ParallelBlock.model_validate, rest.pop("layouts")))
+        return cls(Job.read(folder), layouts, folder=Path(rest.pop("folder")), **rest)
 
 
 def without_extras(recipe: Recipe) -> Recipe:
@@ -168,9 +157,4 @@ class Result:
 def results(path: Path) -> list[Result]:
     """Return the results that were left in a file; none where there is no such file."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [_read(json.loads(line)) for line in lines]
-
-
-def _read(tree: dict[str, Any]) -> Result:
-    found = {group: Difference(**one) for group, one in tree["differences"].items()}
-    return Result(Measured(**tree["measured"]), found, tree["seconds"])
+    return [TypeAdapter(Result).validate_python(json.loads(line)) for line in lines]

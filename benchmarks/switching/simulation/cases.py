@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.lab.results import ROOT
 from benchmarks.switching.simulation.lengths import CORPORA, LIBRARY, Shape, lengths
 from uspft.families import ModelShape
+from uspft.layout import Layout
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.options import Options
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choose.choice import SwitchingChoice, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps
-from uspft.switching.choose.priced import Among, Setting, every_layout
+from uspft.switching.choose.priced import Setting
 
 A800 = read_hardware(ROOT / "configs" / "hardware" / "a800.yaml")
 SAMPLES = 512
@@ -32,11 +33,11 @@ MODELS = {
     "LLaMA-2 13B": _llama(40, 5120, 40, 13_824),
 }
 
-WAYS: Mapping[str, Among] = {
+WAYS: Mapping[str, Callable[[Layout], bool]] = {
     "matrices alone": lambda layout: layout.context == 1,
     "matrices and stages": lambda layout: layout.context == 1,
     "Ulysses alone": lambda layout: layout.ring == 1 and layout.tensor == 1,
-    "any layout": every_layout,
+    "any layout": lambda layout: True,
 }
 """Among which layouts one is chosen, or a mix: HotSPa's world without pipelines and with them,
 FlexSP's, ours."""
@@ -85,7 +86,7 @@ class Case:
     def chosen(self, way: str) -> SwitchingChoice:
         """This chooses among the layouts of one way."""
         stages = None if way == STAGED else (1,)
-        return choose(replace(self.setting, stages=stages), self.drawn, WAYS[way])
+        return choose(replace(self.setting, stages=stages, among=WAYS[way]), self.drawn)
 
 
 PAPERS = tuple(

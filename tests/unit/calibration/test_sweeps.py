@@ -11,7 +11,7 @@ import torch
 
 from tests.support.hardware import H100
 from tests.support.ranks import spawn
-from uspft.calibration.fits import LinkPoint, Points, fitted
+from uspft.calibration.fits import ATTENTION, PRODUCTS, LinkPoint, Points, fitted
 from uspft.calibration.sweeps import (
     SIZES,
     Bench,
@@ -42,7 +42,7 @@ def test_everything_is_measured_and_every_rank_says_the_same(world: int, per_hos
     found: list[Any] = spawn(world, measured, per_host)
     points, said = found[0]
     for one, _ in found:
-        for name in ("links", "products", "attention", "hiding"):
+        for name in ("links", "computed", "hiding"):
             assert getattr(one, name) == getattr(points, name)
     hosts = world // per_host
     assert (points.hosts, points.ranks_per_host, points.dtype) == (hosts, per_host, "float32")
@@ -57,12 +57,13 @@ def test_everything_is_measured_and_every_rank_says_the_same(world: int, per_hos
         wanted["point_to_point", "between"] *= 2
         for kind in SUMS:
             wanted[kind, "between"] *= 3
-        across = [one for one in points.links if one.kind in SUMS and one.senders == 2]
-        assert {(one.members, one.ranks) for one in across} == {(1, 2), (2, 4)}
+        across = [one for one in points.links if one.kind in SUMS and one.load.senders == 2]
+        assert {(one.load.members, one.ranks) for one in across} == {(1, 2), (2, 4)}
     assert Counter((one.kind, one.where) for one in points.links) == wanted
-    seconds = [one.seconds for one in (*points.links, *points.products, *points.attention)]
+    seconds = [one.seconds for one in (*points.links, *points.computed)]
     assert all(0 < one < 5 for one in seconds)
-    assert [one.backward for one in points.attention] == [False, True] * len(TINY.tokens)
+    attended = [*ATTENTION] * len(TINY.tokens)
+    assert [one.what for one in points.computed] == [PRODUCTS] * len(TINY.products) + attended
     assert len(points.hiding) == (world > 1)
     assert all(min(one.transfer, one.attention, one.both) > 0 for one in points.hiding)
     assert said[0] == "memory" and ("what a ring hides" in said) == (world > 1)
@@ -97,9 +98,9 @@ def test_groups_of_a_sweep_are_all_ranks_and_lie_over_hosts_as_it_says() -> None
                 on_host = Counter(rank // here for rank in group)
                 hosts = 1 if sweep.where == "inside" else 2
                 assert len(on_host) == hosts and len(set(on_host.values())) == 1
-                assert sweep.where == "inside" or on_host[0] == sweep.members
+                assert sweep.where == "inside" or on_host[0] == sweep.load.members
     widths = {len(one.every[0]) for one in sweeps_of_links(8, 1)}
-    members = {one.members for one in sweeps_of_links(8, 2) if one.kinds == SUMS}
+    members = {one.load.members for one in sweeps_of_links(8, 2) if one.kinds == SUMS}
     assert (widths, members) == ({2, 4, 8}, {1, 2, 4, 8})
     assert len(sweeps_of_links(1, 2)) == 1 and not sweeps_of_links(1, 1)
 

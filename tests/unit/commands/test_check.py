@@ -17,7 +17,7 @@ from uspft.__main__ import main
 from uspft.called import VARIABLE
 from uspft.checkpoint.folder import folder_of
 from uspft.families import FAMILIES
-from uspft.prepare import output
+from uspft.prepare import files
 
 GIB = 1 << 30
 PARALLEL = "parallel_config"
@@ -128,7 +128,7 @@ def test_a_disk_that_is_too_small_here_is_a_warning_until_the_run_is_here(
     assert check().about("disk") and not check().about("warning")
     unknown = check(model={"name_or_path": "org/name"}).about("not checked")
     assert "not checked: disk (the sizes of the model are not known here)" in unknown
-    monkeypatch.setattr(output, "space_free", lambda _: 1000)
+    monkeypatch.setattr(files, "space_free", lambda _: 1000)
     elsewhere = check()
     (line,) = elsewhere.about("warning")
     assert elsewhere.code == 0 and not elsewhere.about("disk")

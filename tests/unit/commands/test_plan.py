@@ -108,10 +108,24 @@ def test_the_recipes_own_is_printed_wherever_it_stands(planned: Run) -> None:
 
 def test_only_some_ways_to_split(planned: Run) -> None:
     page = planned(LLAMA, "--only", "tensor,ring", "--top", "100")
-    names = set(list(table(page))[1:])
-    assert {"tensor4-tokens-ring2", "ring8", "tensor8", "data8"} <= names
+    names = list(table(page))[1:]
+    assert {"tensor4-tokens-ring2", "ring8", "tensor8", "data8"} <= set(names)
     others = {name for name in names if "ulysses" in name or "planned" in name}
     assert others == {"ulysses4-ring2 (the recipe's)"}
+    assert re.search(r"^left out: \d+, since --only names other ways to split a step$", page, re.M)
+    assert "more (--top N)" not in page
+
+
+def test_what_only_leaves_out_stands_nowhere_on_the_page(planned: Run) -> None:
+    """The first of the table is the first by part, and the Nth that is taken."""
+    words = [LLAMA, "--only", "tensor,pipeline", "--top", "3"]
+    page = planned(*words)
+    first, *_ = names = [name.removesuffix(" (the recipe's)") for name in list(table(page))[1:]]
+    heads = re.findall(r"^by part \((.+?)\)", page, re.M)
+    assert heads == list(dict.fromkeys([first, "ulysses4-ring2"]))
+    assert table(page)[list(table(page))[1]][-1] == "the first"
+    data = json.loads(planned(*words, "--json"))
+    assert [one["name"] for one in data["layouts"]] == names and data["layouts"][0]["why"] is None
 
 
 def test_the_same_as_data(planned: Run) -> None:

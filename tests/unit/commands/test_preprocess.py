@@ -13,10 +13,9 @@ from rich.console import Console
 from tests.support.data_cases import CHAT, TOKENIZER, write_lines
 from tests.support.launch import ROOT
 from uspft.__main__ import main
-from uspft.prepare.data import cache_of
 from uspft.prepare.examine import examine
 from uspft.prepare.host import Invocation
-from uspft.prepare.make_job import prepare_job
+from uspft.prepare.make_job import cache_of, prepare_job
 
 
 def recipe_in(folder: Path) -> Path:
@@ -86,7 +85,7 @@ def test_the_cache_of_an_override_is_the_one_that_is_emptied(
 def test_a_log_is_told_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("uspft.prepare.data.TOLD_SECONDS", 0.0)
+    monkeypatch.setattr("uspft.prepare.make_job.TOLD_SECONDS", 0.0)
     mine = f"data.cache_dir={tmp_path / 'mine'}"
     assert main(["preprocess", str(recipe_in(tmp_path)), mine]) == 0
     said = capsys.readouterr().out.splitlines()

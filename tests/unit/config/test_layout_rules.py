@@ -90,7 +90,7 @@ def test_what_is_wrong_beside_stages_is_refused(
     ],
 )
 def test_what_is_right_beside_stages_passes(zero: dict[str, Any], virtual: int) -> None:
-    assert beside_stages(asked_of_stages(zero, pp_interleave_num=virtual)) == []
+    assert [*beside_stages(asked_of_stages(zero, pp_interleave_num=virtual))] == []
 
 
 @pytest.mark.parametrize(
@@ -157,3 +157,11 @@ def test_copies_by_turns_and_layouts_that_switch() -> None:
     plain = asked_of_stages({}, pipeline_stage=1, strategies=(one,))
     ((at, what, _),) = copies(plain)
     assert at == "parallel_config.strategies[0].fine_grain_interleave" and "switch" in what
+
+
+def test_strategies_without_stages_have_one_number_of_checkpointed_layers() -> None:
+    one = Strategy(max_length=8)
+    plain = asked_of_stages({}, pipeline_stage=1, strategies=(one,))
+    memory = plain.memory.model_copy(update={"gradient_checkpointing": ((1, 2), (3, 4))})
+    ((key, what, _),) = checkpointed(plain.model_copy(update={"memory": memory}))
+    assert key == "memory.gradient_checkpointing" and "there are 1 stages" in what

@@ -13,10 +13,10 @@ from tests.support.converted import EXAMPLES
 from tests.support.problems import lines
 from uspft.config import load
 from uspft.config.document import parse
+from uspft.config.loading import mappings
 from uspft.config.other_tools import FOLDER, TOOLS, hint_of, table_of, tool_of
 from uspft.config.problems import InputError
 from uspft.config.recipe import Recipe
-from uspft.config.unknown import mappings
 
 TABLES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
@@ -37,7 +37,7 @@ def test_a_row_leads_to_a_key_that_exists_or_says_why(name: str) -> None:
     leads = [row.to for row in rows if row.becomes in ("same", "translate")]
     assert [to for to in leads if to not in known] == []
     assert [row.key for row in rows if row.becomes == "same" and not row.to] == []
-    assert [row.key for row in rows if not row.here or row.here.endswith(".")] == []
+    assert [row.key for row in rows if row.hint.remedy[-1:] in ("", ".")] == []
     assert [row.key for row in rows if row.becomes != "refuse" and (row.but or row.unless)] == []
     assert [row.key for row in rows if row.unless and row.unless not in known] == []
 
@@ -50,11 +50,14 @@ def test_no_key_has_two_rows(name: str) -> None:
     assert [str(problem) for problem in problems if "duplicate" in problem.what] == []
 
 
-def test_a_row_that_says_more_than_a_row_does_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_says_more_than_a_row_does_is_no_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from uspft.config import other_tools as table
 
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
     for said in ('{same: seed, ignore: "no"}', "{same: seed, when: 1}", "{ignore: 3}", "{}"):
-        monkeypatch.setattr(table, "text_of_table", lambda tool, said=said: f'"":\n  key: {said}\n')
+        (tmp_path / "people.yaml").write_text(f'"":\n  key: {said}\n')
         table.table_of.cache_clear()
         with pytest.raises((ValueError, TypeError)):
             table.table_of("people")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from uspft.config import RecipeError, dump, load
+from uspft.config.loading import mappings
 from uspft.config.recipe import ParallelBlock, Recipe
 from uspft.config.reference import blocks, keys
-from uspft.config.unknown import mappings
 
 KEYS = mappings()
 GOOD = """\

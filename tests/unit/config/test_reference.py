@@ -16,12 +16,12 @@ from pydantic import Strict, create_model
 
 from uspft.config.algorithms import AUTO, CONTEXT
 from uspft.config.document import bare, parse, plain, token_count
+from uspft.config.loading import mappings
 from uspft.config.messages import words as allowed
 from uspft.config.problems import Fault
 from uspft.config.recipe import Recipe, TrainingBlock
 from uspft.config.reference import GROUPED, Key, blocks, keys, main, page, schema
 from uspft.config.types import Count, RecipeBlock, Text, validated
-from uspft.config.unknown import mappings
 
 ROOT = Path(__file__).parents[3]
 FILES = ("keys.md", "recipe.schema.json")

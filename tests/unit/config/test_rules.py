@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.problems import BASE, lines, load_over
+from uspft.config import rules
+from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
 from uspft.config.rules import RULES, broken
 
@@ -224,6 +228,43 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
     assert len(RULES) == 27
+
+
+ZERO, STAGE = "deepspeed.zero_optimization", "deepspeed.zero_optimization.stage"
+
+
+@pytest.mark.parametrize(
+    ("reads", "noted"),
+    [
+        (lambda zero: zero["stage"], STAGE),
+        (lambda zero: "stage" in zero, STAGE),
+        (lambda zero: zero.get("stage"), STAGE),
+        (lambda zero: [*zero.items()], ZERO),
+        (lambda zero: [*zero.values()], ZERO),
+        (lambda zero: {**zero}, ZERO),
+        (len, ZERO),
+        (lambda zero: zero == {}, ZERO),
+    ],
+)
+def test_however_a_rule_reads_a_mapping_it_has_read_it(
+    reads: Callable[[Mapping[str, Any]], object], noted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "model": {"name_or_path": "x"},
+            "data": {"train": "x", "sequence_length": 8},
+            "training": {"steps": 1, "global_batch_size": 1},
+            "deepspeed": {"zero_optimization": {"stage": 2}},
+        }
+    )
+
+    def rule(recipe: Recipe) -> Iterator[Finding]:
+        reads(recipe.deepspeed.zero_optimization)
+        yield "key", "what", "remedy"
+
+    monkeypatch.setattr(rules, "RULES", (rule,))
+    assert broken(recipe, {"deepspeed.aio"}) == [("key", "what", "remedy")]
+    assert broken(recipe, {noted}) == broken(recipe, {STAGE}) == []
 
 
 def test_a_rule_is_silent_only_about_what_it_has_read_of_a_fault(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from uspft.launcher import Waiting
 from uspft.launcher import terminal as room
-from uspft.metrics import RunDisplay
+from uspft.launcher.terminal import Waiting
+from uspft.metrics import Best, RunDisplay
 
 
 def terminal(*, live: bool, width: int = 80) -> tuple[Console, io.StringIO]:
@@ -64,8 +64,8 @@ def test_a_terminal_of_80_columns_shows_the_bar_the_step_and_what_is_waited_for(
         display.step(step(1))
         bar, facts = view()
         assert bar.startswith("step   1/150 ") and bar.endswith("left") and facts == FACTS
-        display.evaluation(evaluation(1, 2.0))
-        display.evaluation(evaluation(2, 2.5))
+        display.evaluation(evaluation(1, 2.0), Best())
+        display.evaluation(evaluation(2, 2.5), Best.of([evaluation(1, 2.0)]))
         with display.waits("the checkpoint of step 2 to be saved"):
             drawn = view()
         assert drawn[1:3] == [FACTS, "eval loss 2.5000 after step 2, best 2.0000 after step 1"]
@@ -77,9 +77,10 @@ def test_a_terminal_of_80_columns_shows_the_bar_the_step_and_what_is_waited_for(
 def test_the_best_evaluation_is_told_with_its_step() -> None:
     shown, seen = terminal(live=False)
     with RunDisplay(9, 3, is_main=True, terminal=shown) as display:
-        display.knows([evaluation(1, None), evaluation(2, 2.25)])
+        best = Best.of([evaluation(1, None), evaluation(2, 2.25)])
         for number, loss in ((4, 2.5), (5, None), (6, 2.0), (7, 2.0)):
-            display.evaluation(evaluation(number, loss))
+            display.evaluation(evaluation(number, loss), best)
+            best = best.after(evaluation(number, loss))
     ends = [line.partition("tokens")[2].strip() for line in seen.getvalue().splitlines()]
     before = "best 2.2500 after step 2"
     assert ends == [before, before, "best so far", "best 2.0000 after step 6"]
@@ -88,7 +89,7 @@ def test_the_best_evaluation_is_told_with_its_step() -> None:
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with RunDisplay(2, 0, is_main=False) as display, display.waits("something"):
         display.step(step(1))
-        display.evaluation(evaluation(1, 2.0))
+        display.evaluation(evaluation(1, 2.0), Best())
     assert capsys.readouterr().out == ""
 
 

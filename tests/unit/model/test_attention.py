@@ -79,7 +79,7 @@ def test_what_would_have_to_be_ignored_is_refused_by_name(asked: Any, name: str)
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_layer_without_a_backward_keeps_nothing(trains: bool) -> None:
     """Frozen first layers are not called again under recomputation: nothing would free it."""
-    world: Any = SimpleNamespace(attend=lambda qkv, share, rule, earlier: qkv[0] * 2)
+    world: Any = SimpleNamespace(attend=lambda qkv, *_: qkv[0] * 2)
     share: Any = None
     bound = Bound(world, share, tokens=torch.arange(6), recompute="nothing")
     q, kv = torch.ones(6, 4, 8, requires_grad=trains), torch.ones(6, 2, 8)
@@ -89,9 +89,7 @@ def test_a_layer_without_a_backward_keeps_nothing(trains: bool) -> None:
 
 @pytest.mark.parametrize("recompute", ["nothing", "attention"])
 def test_the_layer_below_comes_back_behind_attention(recompute: Any) -> None:
-    world: Any = SimpleNamespace(
-        attend=lambda qkv, share, rule, earlier: qkv[0] * sum(x.mean() for x in qkv)
-    )
+    world: Any = SimpleNamespace(attend=lambda qkv, *_: qkv[0] * sum(x.mean() for x in qkv))
     share: Any = None
     shelf = HostShelf(torch.device("cpu"))
     below, _ = (shelf.input(torch.ones(2)) for _ in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from uspft.model.offload import Copies, HostShelf, Offloaded
+from uspft.model.offload import Copies, HostShelf, offloaded
 from uspft.model.recompute import attend_once
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def run(layers: list[Any], shelf: HostShelf | None) -> list[Tensor]:
 def made(number: int, given: list[Any], *, offloads: bool) -> list[Layer]:
     layers = [Layer(n, given) for n in range(number)]
     for layer in layers if offloads else []:
-        layer.forward = Offloaded(layer.forward)  # type: ignore[method-assign]
+        layer.forward = partial(offloaded, layer.forward)  # type: ignore[method-assign]
     return layers
 
 

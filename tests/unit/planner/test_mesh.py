@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.hardware import H100, made, round_figures
 from tests.support.shapes import hub
+from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.mesh import (
@@ -26,8 +27,8 @@ from uspft.planner.mesh import (
     kept_of,
     mesh_parts,
     mesh_products,
-    shapes_of,
     tune,
+    tuned,
     why_no_mesh,
     why_not_kept,
 )
@@ -366,9 +367,10 @@ def test_slices_follow_the_launch(tmp_path: Path) -> None:
         )
         for launch in (free, dear)
     )
-    many, one = (tune(STEP, (8, 1, 1), cluster).on((2, 4)) for cluster in (fine, whole))
-    assert many and min(many.slices) >= 8
-    assert one and one.slices == (1, 1, 1, 1) and one.seconds == one.whole_seconds
+    layout = Layout(4, ring=2, mesh_rows=2)
+    many, one = (tuned(STEP, layout, cluster) for cluster in (fine, whole))
+    assert min(many.slices) >= 8
+    assert one.slices == (1, 1, 1, 1) and one.seconds == one.whole_seconds
 
 
 def test_what_is_asked_for_is_kept() -> None:
@@ -377,25 +379,25 @@ def test_what_is_asked_for_is_kept() -> None:
     assert {one.layout.context for one in found.tried} == {2, 4, 8}
     odd = tune(STEP, (4, 1, 1), H100, slices=(3, 1, 1, 1))
     assert odd.tried == () and len(odd.refused) == 3 and "is 3, which" in odd.refused[0]
-    half = tune(STEP, (4, 1, 1), H100, why_not=lambda rows, columns: "no" if rows > 1 else None)
+    half = tune(STEP, (4, 1, 1), H100, why_not=lambda shape: "no" if shape[0] > 1 else None)
     assert [one.shape for one in half.tried] == [(1, 4)]
     assert half.refused == ("2 × 2: no", "4 × 1: no")
 
 
 def test_heads_and_features_decide_which_meshes_there_are() -> None:
-    def legal(model: object, ranks: int) -> list[tuple[int, int]]:
-        every = shapes_of(ranks)
-        return [shape for shape in every if why_no_mesh(model, *shape) is None]  # type: ignore[arg-type]
+    def legal(model: ModelShape, ranks: int) -> list[tuple[int, int]]:
+        shapes = [(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
+        return [shape for shape in shapes if why_no_mesh(model, shape) is None]
 
     assert legal(LLAMA, 8) == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert legal(LLAMA, 64) == [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)]
     assert legal(QWEN, 8) == [(2, 4), (4, 2), (8, 1)]  # 28 heads
     assert legal(LLAMA, 3) == []
     assert legal(PHI, 16) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
-    assert why_no_mesh(MIXTRAL, 2, 2) == "experts are not split"
+    assert why_no_mesh(MIXTRAL, (2, 2)) == "matrices of experts are not split on a mesh"
     hybrid = replace(LLAMA, model_type="qwen3_5_text")
-    assert why_no_mesh(hybrid, 2, 2) == "layers with a state are not split on a mesh"
-    assert "hidden_size 4096 does not split over a mesh of 3 × 1" in str(why_no_mesh(LLAMA, 3, 1))
+    assert why_no_mesh(hybrid, (2, 2)) == "layers with a state are not split on a mesh"
+    assert "hidden_size 4096 does not split over a mesh of 3 × 1" in str(why_no_mesh(LLAMA, (3, 1)))
 
 
 def test_products_that_the_rule_would_keep_otherwise_are_named() -> None:

@@ -149,9 +149,9 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     shape = step(model=model, windows=windows, schedule=Schedule(sizes=(20, 26)))
     stages = dealt_stages(shape, layout, again=True, memo={})
     for place in range(2):
-        held = stored_bytes(shape, layout, stages, place)
+        held, *apart = stored_bytes(shape, layout, stages, place)
         mine = counts_of(model, 1, None, (), stage_layers(stages, place), experts)
-        divided = held.experts.weights if held.experts else 0.0
+        divided = sum(one.weights for one in apart)
         assert held.weights + divided == pytest.approx(2 * mine.every, rel=1e-5)
         assert divided == pytest.approx(2 * mine.experts)
         assert bool(divided) == (place == 1 < experts)

@@ -176,6 +176,13 @@ def test_an_exchange_of_heads_is_made_again_only_where_there_is_one(tmp_path: Pa
     examine(tmp_path / "r.yaml", [*chosen, "parallel_config.ulysses_degree_in_cp=null"], 1, None)
 
 
+def test_wrong_sizes_that_the_command_line_gives_are_told_of_it(tmp_path: Path) -> None:
+    assert said(tmp_path, {"model_type": "llama"}) == []
+    heads = "model.overrides.num_attention_heads"
+    with pytest.raises(RecipeError, match=f"^command line: {heads}: 9 attention heads are not"):
+        examine(tmp_path / "r.yaml", [f"{heads}=9"], 1, None)
+
+
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
 UNSPLIT = "data.sequence_length: 30 tokens"
 

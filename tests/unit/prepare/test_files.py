@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 from tests.support.models import make_documents, make_model
+from tests.support.multimodal import UNREAD, make_checkpoint, stored
 from uspft.commands.recipes import cards
 from uspft.config import Recipe, RecipeError, load
+from uspft.families.multimodal import own_name
 from uspft.prepare.examine import examine
+from uspft.prepare.files import passed_through
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -94,3 +97,15 @@ def test_a_shipped_recipe_works_from_any_folder(
     found = examine(path, cpu, 1, None if "quickstart" in path.name else ranks)
     for source in found.recipe.data.train:
         assert source.path == "python:stdlib" or os.path.exists(source.path)
+
+
+def test_what_goes_through_is_counted(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "whole", "qwen3_5")
+    through = {name: x for name, x in stored(folder).items() if own_name(name) is None}
+    assert through.keys() > UNREAD.keys() and any("visual" in name for name in through)
+    size = sum(x.numel() * x.element_size() for x in through.values())
+    assert passed_through(str(folder)) == size > 0
+    alone = make_model(tmp_path / "alone", "qwen3_5_text")
+    assert passed_through(str(alone)) == passed_through("org/name") == passed_through(None) == 0
+    (folder / "extra.safetensors").write_bytes(b"no header")
+    assert passed_through(str(folder)) == 0, "reading the weights says what is wrong"

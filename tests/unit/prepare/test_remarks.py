@@ -17,7 +17,7 @@ from uspft.config import Recipe, load
 from uspft.data import prepare
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.make_plan import ranking_of, step_of
-from uspft.prepare.remarks import expert_side, length_of_run, rate_after, wasted
+from uspft.prepare.remarks import expert_side, length_of_run, rate_after
 from uspft.training.learning_rate import learning_rate
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -137,7 +137,7 @@ def hybrid(ulysses: int, ring: int = 1, **more: Any) -> dict[str, Any]:
 def test_ulysses_ranks_without_heads(
     tmp_path: Path, parallel: dict[str, Any], told: list[str]
 ) -> None:
-    assert wasted(examined_over(tmp_path, 1, parallel_config=parallel)) == told
+    assert examined_over(tmp_path, 1, parallel_config=parallel).wasted == told
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_replicas_without_rows(tmp_path: Path, rows: int, micro: int, told: list
         tmp_path, rows, training={"micro_batch_size": micro}, parallel_config={"data_parallel": 4}
     )
     remedy = f"which compute padding; write a multiple of {4 * micro}, or use fewer processes"
-    assert wasted(found) == [f"training.global_batch_size: {line}, {remedy}" for line in told]
+    assert found.wasted == [f"training.global_batch_size: {line}, {remedy}" for line in told]
 
 
 def test_each_strategy_is_looked_at_and_its_samples_are_not(tmp_path: Path) -> None:
     strategies = [{"max_length": 16}, {"max_length": 64, **hybrid(16)}]
-    (line,) = wasted(examined_over(tmp_path, 1, parallel_config={"strategies": strategies}))
+    (line,) = examined_over(tmp_path, 1, parallel_config={"strategies": strategies}).wasted
     assert line.startswith("parallel_config.strategies[1].ulysses_degree_in_cp: Ulysses splits 8 ")
 
 

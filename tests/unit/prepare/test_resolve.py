@@ -22,7 +22,7 @@ from uspft.job import placed
 from uspft.layout import Layout
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE
 from uspft.prepare.known import Known, cluster_of
-from uspft.prepare.memory import memory_sentence
+from uspft.prepare.remarks import memory_sentence
 from uspft.prepare.resolve import FIRST, SETTLED, resolved, tuning
 from uspft.segments import Segments
 
@@ -297,8 +297,8 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     asked = long_rows(folder, "512k").memory
     said = memory_sentence(given, shape, layout, hardware.hardware, asked)
     assert said == (
-        "about 67.7 of 74.5 GiB a rank (activations 48.5, weights, gradients and optimizer 19.2); "
-        "the longest row that fits is 768k; with offload_activations: cpu 1.47m"
+        "about 67.8 of 74.5 GiB a rank (activations 48.5, weights, gradients and optimizer 19.3); "
+        "the longest row that fits is 768k; with offload_activations: cpu 1.46m"
     )
     page = (Path(__file__).parents[3] / "docs" / "long-context.md").read_text()
     assert f"\nmemory: {said}\n" in page

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from tests.support.data_cases import TOKENIZER, write_lengths, write_lines
-from uspft.commands.summary import summary
+from uspft.commands.train import summary
 from uspft.config import Recipe, load
 from uspft.config.inputs import DataBlock, Source
 from uspft.data import Corpus, DataError, prepare_sets
 from uspft.job import Job
-from uspft.metrics import Journal, RunDisplay
+from uspft.metrics import Best, Journal, RunDisplay
 from uspft.model import loss
 from uspft.model.loss import Head
 from uspft.objective.causal import Causal
@@ -72,8 +72,9 @@ def test_a_set_without_anything_that_is_counted_has_no_loss() -> None:
 
 def test_it_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with RunDisplay(9, 0, is_main=True) as display:
-        display.evaluation(record_of(7, SCORES, 1.5))
-        display.evaluation(record_of(8, {"a": score(math.nan, 1_000)}, 1.5))
+        first = record_of(7, SCORES, 1.5)
+        display.evaluation(first, Best())
+        display.evaluation(record_of(8, {"a": score(math.nan, 1_000)}, 1.5), Best.of([first]))
     assert capsys.readouterr().out.splitlines() == [
         "evaluation after step 7: loss 0.8500  perplexity 2.3396  40 tokens"
         "  (a.jsonl 3.0000, b.jsonl 0.1333)",

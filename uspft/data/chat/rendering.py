@@ -9,8 +9,9 @@ a conversation is an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from uspft.data.chat.spans import PLACEHOLDER, SpanUnknown, Turn, all_but, turn_spans
@@ -42,7 +43,10 @@ def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rend
         except SampleFault as fault:
             raise SampleFault(as_given(str(fault), record.system_added)) from fault
         unused += unread(fields["messages"], template)
-        lost = lost_thoughts(fields["messages"], template)
+        thinks = any(turn.get(name) for turn in fields["messages"] for name in _THOUGHTS)
+        if thinks and not template.writes_thoughts:
+            lost = "the chat template leaves out the thoughts of answers (reasoning_content)"
+            lost += "; name a data.chat_template that writes them"
     return Rendered(text, spans, record.format, record.origin, unused, lost)
 
 
@@ -164,16 +168,12 @@ def _told(
     turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
 ) -> Spans:
     """Return the spans of the answers asked for, found by rendering with and without each."""
-
-    def write(some: Sequence[Turn], prompt: bool = False) -> str:
-        return template.write(some, prompt, **more)
-
     if not asked:
         return []
     try:
         plain = more.keys() <= {"tools"}
         style = template.style if plain else replace(template.style, around=None)
-        return turn_spans(write, turns, text, asked, style)
+        return turn_spans(partial(template.write, **more), turns, text, asked, style)
     except SpanUnknown as reason:
         remedy = "name a template with {% generation %} marks in data.chat_template"
         what = "the chat template has no {% generation %} marks"
@@ -235,14 +235,6 @@ def _require_calls(answer: Turn, text: str) -> None:
 def _pieces(turn: Turn) -> list[str]:
     content = turn.get("content")
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
-
-
-def lost_thoughts(turns: list[Turn], template: ChatTemplate) -> str:
-    """Return a warning for answers with thoughts where the template writes none; else ""."""
-    if not any(turn.get(name) for turn in turns for name in _THOUGHTS) or template.writes_thoughts:
-        return ""
-    remedy = "name a data.chat_template that writes them"
-    return f"the chat template leaves out the thoughts of answers (reasoning_content); {remedy}"
 
 
 def unread(turns: list[Turn], template: ChatTemplate) -> tuple[str, ...]:

@@ -217,7 +217,9 @@ class ChatTemplate:
         inner = json.dumps({"a": PLACEHOLDER}, ensure_ascii=False)
         found: set[type] = set()
         for given in ({"a": PLACEHOLDER}, inner):
-            text = self._called(given)
+            some = (one for said in ("", None) for one in _calls(given, {"content": said}))
+            texts = (self.text_of(one) or "" for one in some)
+            text = next((text for text in texts if PLACEHOLDER in text), "")
             if text and (inner in text if given is inner else "{'a'" not in text):
                 found.add(type(given))
         return frozenset(found)
@@ -236,13 +238,6 @@ class ChatTemplate:
                     if text and without is not None and text.count("None") > without.count("None"):
                         found.add("content" in said)
         return frozenset(found)
-
-    def _called(self, arguments: Any) -> str:
-        """Return a conversation as text with the placeholder in the arguments of a call; empty
-        where no conversation does."""
-        some = [one for content in ("", None) for one in _calls(arguments, {"content": content})]
-        texts = (self.text_of(one) or "" for one in some)
-        return next((text for text in texts if PLACEHOLDER in text), "")
 
 
 def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
@@ -335,29 +330,20 @@ def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
     if lacking := _lacking(template, backend):
         what = f"the chat template's {', '.join(lacking)} are text"
         found.append(f"{what}: the tokenizer has no such tokens")
-    if end := _end_outside(template):
+    try:
+        text, spans = template.write_marked(_PROBE) if template.marked else ("", [])
+    except SampleFault:
+        spans = []
+    outside = spans and not text[slice(*spans[-1])].rstrip().endswith(template.tokens)
+    rest = text[spans[-1][1] :].lstrip() if outside else ""
+    ends = [token for token in template.tokens if token and rest.startswith(token)]
+    if end := max(ends, default="", key=len):  # the special token behind the marks
         what = f"the chat template's marks end before {end}, which does not train"
         found.append(f"{what}; put {{% endgeneration %}} behind it to train it")
     if template.writes_today:
         what = "the chat template writes the day (strftime_now), so that tokens are of today"
         found.append(f"{what}; tomorrow the data is tokenised anew")
     return found
-
-
-def _end_outside(template: ChatTemplate) -> str:
-    """Return the special token that ends an answer behind the marks; empty where none does."""
-    try:
-        text, spans = template.write_marked(_PROBE) if template.marked else ("", [])
-    except SampleFault:
-        return ""
-    if not spans or text[slice(*spans[-1])].rstrip().endswith(template.tokens):
-        return ""
-    rest = text[spans[-1][1] :].lstrip()
-    return max(
-        (token for token in template.tokens if token and rest.startswith(token)),
-        default="",
-        key=len,
-    )
 
 
 _MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")

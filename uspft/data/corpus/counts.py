@@ -13,7 +13,7 @@ from uspft.config.problems import counted
 from uspft.data.corpus.corpus import Corpus
 from uspft.data.faults import DataError, Faults, wrong_key
 from uspft.data.records.known_fields import ALPACA
-from uspft.data.records.other_fields import in_yaml
+from uspft.data.records.shapes import in_yaml
 from uspft.data.samples import NOT_TRAINED, Sample
 
 if TYPE_CHECKING:

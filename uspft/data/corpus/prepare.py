@@ -1,5 +1,6 @@
 """Training and evaluation data, tokenised once before the ranks start, and kept in folders; without
-evaluation data, a share of the samples is held out of training (`hold_out`)."""
+evaluation data, a share of the samples is held out of training (`hold_out`). Before anything is
+tokenised or written, `first_look` reads the first records of each file."""
 
 from __future__ import annotations
 
@@ -8,49 +9,65 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from uspft.config.problems import counted
-from uspft.data.corpus.cache import cache_key, hashed, made_aside
-from uspft.data.corpus.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
+from uspft.data.corpus.corpus import (
+    REPORT,
+    Corpus,
+    CorpusWriter,
+    SourceSpan,
+    cache_key,
+    hashed,
+    made_aside,
+    permutation,
+    read_report,
+)
 from uspft.data.corpus.counts import (
     Counts,
     SourceLimits,
     mix_lines,
     mixed,
     overlong,
+    refused,
     require_answers,
     require_instructions,
     require_lengths,
+    require_samples,
     require_targets,
     require_used,
+    total,
     unused_lines,
 )
 from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of, processes_for, tokenised
 from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
 from uspft.data.files.sources import (
+    STDLIB,
+    SourceFile,
     describing_files,
     is_hub_id,
     is_saved,
     list_files,
     source_problems,
 )
-from uspft.data.files.tables import load_saved, load_split
-from uspft.data.records.reader import first_record, pair_notes
+from uspft.data.files.tables import loaded
+from uspft.data.records.reader import first_record, pair_notes, read
 from uspft.data.records.values import Naming
+from uspft.data.samples import Record
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from uspft.config import Recipe
-    from uspft.config.inputs import DataBlock
+    from uspft.config.inputs import DataBlock, Source
 
 Progress = Callable[[int, int], None]
 """progress(done, total): bytes of files and records of hub data sets."""
@@ -64,8 +81,9 @@ _KEPT = ("shapes", "unused", "skipped", "untrained")
 
 @dataclass(frozen=True)
 class Reading:
-    """The parts that are read, in order, and how they become tokens."""
+    """The parts that are read, in order, how they become tokens, and the folder for these."""
 
+    folder: Path
     parts: list[SourcePart]
     encoder: Encoder
     contents: str
@@ -89,12 +107,10 @@ def prepare(
     """
     parts, workers = parts_of(data), data.workers or 1
     with processes_for(parts, workers) as processes:  # they make imports while this one does
-        name, reading = _reading(data, parts, tokenizer_path, vocab_size)
-        folder = Path(cache_dir) / name
-        if not os.path.exists(folder):
-            build(folder, data, reading, processes or workers, progress)
-    _require(folder, data)
-    return folder
+        reading = _reading(data, parts, tokenizer_path, vocab_size, cache_dir)
+        if not os.path.exists(reading.folder):
+            build(data, reading, processes or workers, progress)
+    return _required(reading.folder, data)
 
 
 def prepared(
@@ -104,27 +120,26 @@ def prepared(
     where hub data sets would be asked for. Nothing is written. Raises DataError."""
     if any(is_hub_id(source.path) for source in data.train):
         return None
-    name, _ = _reading(data, parts_of(data), tokenizer_path, vocab_size)
-    folder = Path(cache_dir) / name
-    if not os.path.exists(folder):
-        return None
-    _require(folder, data)
+    folder = _reading(data, parts_of(data), tokenizer_path, vocab_size, cache_dir).folder
+    return _required(folder, data) if os.path.exists(folder) else None
+
+
+def _required(folder: Path, data: DataBlock) -> Path:
+    """Return a folder after the rules that change no token, so that one corpus serves several
+    values of them. Raises DataError."""
+    require_lengths(Corpus.open(folder), data)
+    require_used(data, read_report(folder).get("unused", ()))
     return folder
 
 
-def _require(folder: Path, data: DataBlock) -> None:
-    """Check the rules that change no token, so that one corpus serves several values of them.
-
-    Raises DataError.
-    """
-    require_lengths(Corpus.open(folder), data)
-    require_used(data, read_report(folder).get("unused", ()))
-
-
 def _reading(
-    data: DataBlock, parts: list[SourcePart], tokenizer_path: str | None, vocab_size: int
-) -> tuple[str, Reading]:
-    """Return the name of the folder for the tokens of data.train's parts, and how they are made."""
+    data: DataBlock,
+    parts: list[SourcePart],
+    tokenizer_path: str | None,
+    vocab_size: int,
+    cache_dir: Path,
+) -> Reading:
+    """Return how the parts of data.train become tokens. Raises DataError."""
     first = [first_record(part.content, part.asked) for part in parts]
     known = [record for record in first if record]
     formats = {record.format for record in known}
@@ -136,9 +151,9 @@ def _reading(
     name, contents = cache_key(data, both, tokeniser, vocab_size)
     counts = Counter(record.shape for record in known)
     shapes = [f"{shape} ({n:,} files)" if n > 1 else shape for shape, n in counts.items()]
-    shapes += pair_notes(known, tokeniser is not None and tokeniser.has_template)
+    shapes += pair_notes(known, bool(tokeniser and tokeniser.template))
     shapes += describing_files(data) + (tokeniser.notes(formats) if tokeniser else [])
-    return name, Reading(parts, encoder, contents, shapes)
+    return Reading(Path(cache_dir) / name, parts, encoder, contents, shapes)
 
 
 def parts_of(data: DataBlock) -> list[SourcePart]:
@@ -150,10 +165,8 @@ def parts_of(data: DataBlock) -> list[SourcePart]:
         # What a source says of its records wins over what `data` says.
         fields = {**data.fields, **(source.fields or {})}
         asked = Naming(source.format or data.format, fields, data.prompt_template or "")
-        if is_hub_id(source.path):
-            parts.append(SourcePart(number, asked, load_split(source)))
-        elif is_saved(source.path):
-            parts.append(SourcePart(number, asked, load_saved(source)))
+        if is_hub_id(source.path) or is_saved(source.path):
+            parts.append(SourcePart(number, asked, loaded(source)))
         else:
             files = list_files(source.path, asked.format)
             parts += [SourcePart(number, asked, replace(file, eod=source.eod)) for file in files]
@@ -175,42 +188,21 @@ def formats_of(data: DataBlock) -> list[str]:
 
 
 def build(
-    folder: Path,
-    data: DataBlock,
-    reading: Reading,
-    workers: ProcessPool | int,
-    progress: Progress | None,
+    data: DataBlock, reading: Reading, workers: ProcessPool | int, progress: Progress | None
 ) -> None:
-    """Write the corpus aside and rename it to `folder`. Raises DataError."""
+    """Write the corpus aside and rename it to its folder. Raises DataError.
+
+    Its report has the counts, and lines by what they tell of: what was skipped, what is there and
+    trains nothing, fields that nothing uses, and the mix.
+    """
     started = time.perf_counter()
-    with made_aside(folder) as aside:
-        counts, lines = _write(
-            aside, data, reading, workers, progress or (lambda done, total: None)
-        )
-        seconds = round(time.perf_counter() - started, 3)
-        _write_report(aside, counts, {"seconds": seconds, "shapes": reading.shapes, **lines})
-
-
-def _write_report(folder: Path, counts: Counts, more: dict[str, Any]) -> None:
-    report = {**asdict(counts), "notes": counts.notes(), **more}
-    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
-
-
-def _write(
-    aside: Path,
-    data: DataBlock,
-    reading: Reading,
-    workers: ProcessPool | int,
-    progress: Progress,
-) -> tuple[Counts, dict[str, list[str]]]:
-    """Write the samples, and return the counts, and lines by what they tell of: what was skipped,
-    what is there and trains nothing, fields that nothing uses, and the mix."""
+    progress = progress or (lambda done, total: None)
     faults, left, untrained = Faults(), Faults(), Faults()
     unused: list[dict[str, None]] = [{} for _ in data.train]
     counts, taken = Counts(), SourceLimits(data.train)
     ends = [0] * len(data.train)
-    done, total = 0, sum(part.size for part in reading.parts)
-    with CorpusWriter(aside) as writer:
+    done, size_of_all = 0, sum(part.size for part in reading.parts)
+    with made_aside(reading.folder) as aside, CorpusWriter(aside) as writer:
         for samples, size in tokenised(reading.parts, reading.encoder, workers, taken.full):
             for sample in samples:
                 file = sample.file if isinstance(sample, BadRecord) else sample.origin.file
@@ -238,7 +230,7 @@ def _write(
                     taken.add(source, len(kept.ids))
                     ends[source] = len(writer)
             done += size
-            progress(done, total)
+            progress(done, size_of_all)
         if data.on_bad_sample == "error":
             faults.raise_any()
         require_targets(data, counts, faults.lines() + left.lines())
@@ -248,11 +240,21 @@ def _write(
         spans = [SourceSpan(*at, often) for at, often in zip(bounds, times, strict=True)]
         files = [part.content.shown for part in reading.parts]
         writer.finish(files, spans, data.overlong, reading.contents)
-    progress(total, total)
-    skipped = faults.lines() + left.lines()
-    mix = mix_lines(data.train, taken.tokens, times)
-    told = {"skipped": skipped, "untrained": untrained.lines(), "mix": mix}
-    return counts, {**told, "unused": unused_lines(data, unused)}
+        progress(size_of_all, size_of_all)
+        told = {
+            "seconds": round(time.perf_counter() - started, 3),
+            "shapes": reading.shapes,
+            "skipped": faults.lines() + left.lines(),
+            "untrained": untrained.lines(),
+            "mix": mix_lines(data.train, taken.tokens, times),
+            "unused": unused_lines(data, unused),
+        }
+        _write_report(aside, counts, told)
+
+
+def _write_report(folder: Path, counts: Counts, more: dict[str, Any]) -> None:
+    report = {**asdict(counts), "notes": counts.notes(), **more}
+    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 def prepare_sets(
@@ -270,26 +272,28 @@ def prepare_sets(
     sources, found = data.eval or (), {}
     for number, source in enumerate(sources):
         alone = data.model_copy(update={"train": (source,), "eval": None})
-        try:
+        with _as_set(number, len(sources)):
             folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
-        except DataError as error:
-            raise of_set(error, number, len(sources)) from error
         found[source.title] = folder
     return found
 
 
-def of_set(error: DataError, number: int, count: int) -> DataError:
-    """Return an error about a block whose `train` is evaluation set `number` of `count`, in the
+@contextmanager
+def _as_set(number: int, count: int) -> Iterator[None]:
+    """Raise a DataError about a block whose `train` is evaluation set `number` of `count` in the
     recipe's terms: a key in `data.train` becomes the set's own, of others the text names the set.
     """
     key = "data.eval" if count == 1 else f"data.eval[{number}]"
-    findings = [
-        (_TRAIN.sub(key, named), what, remedy)
-        if _TRAIN.match(named)
-        else (named, f"{what} (read for {key})", remedy)
-        for named, what, remedy in error.findings
-    ]
-    return DataError(error.beside, findings)
+    try:
+        yield
+    except DataError as error:
+        findings = [
+            (_TRAIN.sub(key, named), what, remedy)
+            if _TRAIN.match(named)
+            else (named, f"{what} (read for {key})", remedy)
+            for named, what, remedy in error.findings
+        ]
+        raise DataError(error.beside, findings) from error
 
 
 def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
@@ -305,10 +309,8 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
         of = counted(len(corpus), "sample")
         what = f"is {fraction:g}, which of {of} holds out {count:,}"
         raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
-    # Raw bits: numpy guarantees their stream over versions and machines.
-    bits = np.random.Philox(np.random.SeedSequence((recipe.seed, count))).random_raw(len(corpus))
     held = np.zeros(len(corpus), bool)
-    held[np.argsort(bits, kind="stable")[:count]] = True
+    held[permutation(len(corpus), recipe.seed, count)[:count]] = True
     whole = read_report(folder)
     found = []
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
@@ -353,3 +355,157 @@ def _copy(
         more = {"read": counts.samples + sum(lost.values()), "held_out": lost["held_out"]}
         more |= {"mix": mix_lines(data.train, tokens, times)} if whole else {}
         _write_report(aside, counts, more | {name: whole[name] for name in _KEPT if name in whole})
+
+
+# The first look.
+
+RECORDS = 100
+"""How many records of each file are looked at."""
+
+
+@dataclass
+class Look:
+    """What a look at the first records found, in lines for a person."""
+
+    shapes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What to know of them although nothing is wrong: how pairs train, fields that are not used."""
+    not_read: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of the first records of data.train, as far as they were tokenised."""
+
+
+@dataclass
+class _Seen:
+    """What the first records of one file are: their formats, counts, lengths and unused fields."""
+
+    source: Source
+    formats: set[str]
+    whole: bool
+    """Whether that is all of the file."""
+    shape: str = ""
+    """What the first record looks like, in words."""
+    counts: Counts = field(default_factory=Counts)
+    lengths: list[int] = field(default_factory=list)
+    unused: dict[str, None] = field(default_factory=dict)
+    """The fields that nothing uses."""
+
+
+def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -> Look:
+    """Read the first records of each file of data.train and data.eval; return what they are.
+
+    tokenizer: its folder on this machine, or None where it is not here: then records are read but
+    neither rendered nor tokenised. Hub data sets and Python's own library are left out. Raises
+    DataError with all that is wrong.
+    """
+    sources = tuple(s for s in data.train + (data.eval or ()) if not is_hub_id(s.path))
+    every = parts_of(data.model_copy(update={"train": sources, "eval": None}))
+    parts = [p for p in every if not (isinstance(p.content, SourceFile) and p.content.library)]
+    found = [list(islice(read(part.content, part.asked), RECORDS + 1)) for part in parts]
+    look, faults, lost, long = Look(), Faults(), Faults(), Faults()
+    good = [[item for item in items if isinstance(item, Record)] for items in found]
+    formats = {record.format for records in good for record in records}
+    first = [record for records in good for record in records if record.shape]
+    for part, records in zip(parts, good, strict=True):
+        look.shapes += [f"{part.content.shown}: {one.shape}" for one in records if one.shape]
+    look.shapes += describing_files(data)
+    encoder = None
+    if vocab_size is not None and (tokenizer is not None or not formats - {"tokenized"}):
+        encoder = encoder_of(formats, data, tokenizer, vocab_size)
+    tokeniser = encoder.tokeniser if encoder else None
+    look.notes += pair_notes(first, bool(tokeniser and tokeniser.template))
+    look.notes += tokeniser.notes(formats) if tokeniser else []
+    # Of the library, no more is known than that it is text.
+    seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
+    for part, items in zip(parts, found, strict=True):
+        source = sources[part.source]
+        seen.append(_seen(part, source, items, data, encoder, faults, lost, long))
+    look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
+    unused = [dict.fromkeys(n for one in _of(seen, (s,)) for n in one.unused) for s in sources]
+    of_all = data.model_copy(update={"train": sources})
+    look.notes += (told := unused_lines(of_all, unused))
+    lines = faults.lines()
+    if wrong := [*(lines if data.on_bad_sample == "error" else ()), *long.lines()]:
+        raise DataError(wrong)
+    _require(data, data.train, seen, encoder, lines)
+    for number, source in enumerate(data.eval or ()):
+        with _as_set(number, len(data.eval or ())):
+            _require(data, (source,), seen, encoder, lines)
+    require_used(data, told)
+    look.shapes += lines + lost.lines()
+    more = sum(len(items) > RECORDS for items in found)
+    if more:
+        look.not_read.append(f"data: records after the first {RECORDS} of {counted(more, 'file')}")
+    if encoder is None and formats:
+        look.not_read.append("data: tokens of the records (no tokenizer or vocabulary here)")
+    return look
+
+
+def _seen(
+    part: SourcePart,
+    source: Source,
+    items: Sequence[Record | BadRecord],
+    data: DataBlock,
+    encoder: Encoder | None,
+    faults: Faults,
+    lost: Faults,
+    long: Faults,
+) -> _Seen:
+    """Return what the first records of a part are, noting in `faults` what is wrong with them.
+
+    lost: notes what the chat template leaves out of good ones. long: those that a row is too short
+    for, where that is an error.
+    """
+    refuses = data.overlong == "error" and not (source.max_samples or source.max_tokens)
+    formats = {item.format for item in items if isinstance(item, Record)}
+    shape = next((item.shape for item in items if isinstance(item, Record)), "")
+    seen = _Seen(source, formats, len(items) <= RECORDS, shape)
+    for item in items[:RECORDS]:
+        made = encoder.tried(item, part.content.shown) if encoder else item
+        if isinstance(made, BadRecord):
+            faults.add(made.where, made.what)
+            seen.counts.skip()
+            continue
+        seen.unused.update(dict.fromkeys(made.unused))
+        if isinstance(made, Record):
+            seen.counts.samples += 1
+            continue
+        where = made.origin.place(part.content.shown)
+        seen.lengths.append(len(made.ids))
+        if refuses and len(made.ids) > data.sequence_length:  # a limited source may not come so far
+            long.add(where, refused(len(made.ids), data))
+        if made.lost:
+            lost.add(where, made.lost)
+        seen.counts.kept(made, data.overlong, data.sequence_length)
+    return seen
+
+
+def _of(seen: Sequence[_Seen], sources: tuple[Source, ...]) -> list[_Seen]:
+    """Return what was seen of the files of these sources."""
+    return [one for one in seen if any(one.source is source for source in sources)]
+
+
+def _require(
+    data: DataBlock,
+    sources: tuple[Source, ...],
+    seen: Sequence[_Seen],
+    encoder: Encoder | None,
+    lines: Sequence[str],
+) -> None:
+    """Check what a run checks of these sources together, as far as they were seen whole.
+
+    Raises DataError.
+    """
+    if any(is_hub_id(source.path) for source in sources):
+        return
+    alone = data.model_copy(update={"train": sources, "eval": None})
+    seen = _of(seen, sources)
+    require_answers(alone, {name for one in seen for name in one.formats})
+    require_instructions(alone, [one.shape for one in seen])
+    if not all(one.whole for one in seen):
+        return
+    counts = total(one.counts for one in seen)
+    if encoder:
+        require_targets(alone, counts, lines)
+    else:
+        require_samples(alone, counts, lines)

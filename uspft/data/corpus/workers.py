@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from uspft.config.problems import RunFailed
 from uspft.data.chat.rendering import render
-from uspft.data.corpus.tokenise import TextTokeniser, given, load_tokeniser, require_vocabulary
+from uspft.data.corpus.tokenise import TextTokeniser, given, load_tokeniser
 from uspft.data.faults import BadRecord, DataError, SampleFault
 from uspft.data.files.readers import pieces
 from uspft.data.files.sources import SourceFile
@@ -82,8 +82,20 @@ class Encoder:
         with self._rendering if record.format == "messages" else nullcontext():
             rendered = render(record, self.tokeniser.template, self.tokeniser.train_on)
         sample = self.tokeniser.sample(rendered)
-        require_vocabulary(sample, self._vocab_size)
+        largest = int(sample.ids.max())
+        if largest >= self._vocab_size:
+            what = f"the tokenizer gives id {largest}, the model has {self._vocab_size}"
+            raise SampleFault(f"{what}; set model.tokenizer to the model's own")
         return sample
+
+    def tried(self, record: Record | BadRecord, shown: str) -> Sample | BadRecord:
+        """Return what `sample` does, or a BadRecord. shown: the name of the file or split."""
+        if isinstance(record, BadRecord):
+            return record
+        try:
+            return self.sample(record)
+        except SampleFault as fault:
+            return BadRecord(record.origin.place(shown), str(fault), record.origin.file)
 
 
 def encoder_of(
@@ -128,22 +140,10 @@ class Bundle:
     def samples(self, encoder: Encoder) -> list[Sample | BadRecord]:
         """Return each entry as a sample, or as a BadRecord."""
         return [
-            _sample(reader, one, encoder)
+            encoder.tried(one if isinstance(one, Record) else reader.record(one), reader.shown)
             for reader, item in self.items
             for one in (item.entries() if isinstance(item, Columns) else (item,))
         ]
-
-
-def _sample(
-    reader: Reader, item: Entry | Record | BadRecord, encoder: Encoder
-) -> Sample | BadRecord:
-    record = item if isinstance(item, Record) else reader.record(item)
-    if isinstance(record, BadRecord):
-        return record
-    try:
-        return encoder.sample(record)
-    except SampleFault as fault:
-        return reader.refused(record.origin, str(fault))
 
 
 def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,86 +40,84 @@ _AT_ONCE = 1 << 20
 _AGAIN = "copy it again, or make it again with preprocess_data.py"
 
 
-@dataclass(frozen=True, eq=False)
-class IndexedDocuments:
-    """The documents of one index, memory-mapped; a document is one or more whole sequences.
+def documents(file: SourceFile) -> Iterator[Entry | BadRecord]:
+    """Yield the documents of an index in order, each of one or more whole sequences; behind each
+    `eod` of the file a new one begins.
 
-    tokens: all of them, of the index's dtype. lengths: int32, the tokens of each sequence.
-    pointers: int64, the byte at which each begins. documents: int64, the first sequence of each
-    document, and the end.
+    The place of a document is its number in the index; of one with several ends, of each part too.
+    Raises SampleFault, and OSError.
     """
+    tokens, lengths, pointers, bounds = _opened(file.path)
+    width = tokens.dtype.itemsize
+    for number in range(len(bounds) - 1):
+        first, stop = bounds[number : number + 2].tolist()
+        ids = np.array(tokens[:0])
+        if first < stop:
+            begin, last = int(pointers[first]) // width, int(pointers[stop - 1]) // width
+            ids = np.array(tokens[begin : last + int(lengths[stop - 1])])
+        if not len(ids):
+            what = "a document without tokens; leave it out of the index"
+            yield BadRecord(place(file.shown, number + 1), what)
+            continue
+        parts = [ids]
+        if file.eod is not None:
+            ends = np.flatnonzero(ids == file.eod) + 1
+            parts = [part for part in np.split(ids, ends) if len(part)]
+        for part, some in enumerate(parts, 1):
+            which = part if len(parts) > 1 else 0
+            yield Entry(number + 1, {"input_ids": some}, width * len(some), which)
 
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int32]
-    pointers: NDArray[np.int64]
-    documents: NDArray[np.int64]
 
-    @classmethod
-    def open(cls, index: Path) -> IndexedDocuments:
-        """Open PREFIX.idx with the PREFIX.bin beside it. Raises SampleFault, and OSError.
+def _opened(
+    index: Path,
+) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Return, memory-mapped, all tokens of PREFIX.bin, of the index's dtype, and of PREFIX.idx the
+    tokens of each sequence, the byte at which each begins, and the first sequence of each document
+    with the end.
 
-        A bit of the index that is not as it was written contradicts another, or the size of a file;
-        only where a document has several sequences can one move its bound unseen.
-        """
-        dtype, sequences, bounds = _head(index)
-        size, data = index.stat().st_size, index.with_suffix(".bin")
-        ends = _HEAD.size + 12 * sequences + 8 * bounds
-        if size == ends + sequences:
-            what = "has modes of sequences, as multimodal data has, and only text is trained"
-            raise SampleFault(f"{what}; make it without --multimodal")
-        if size != ends or not sequences or bounds < 2:
-            what = f"{size:,} bytes, and its head promises {ends:,}: it is cut or damaged"
-            raise SampleFault(f"{what}; {_AGAIN}")
-        at = [_HEAD.size, _HEAD.size + 4 * sequences, _HEAD.size + 12 * sequences]
-        width, held = np.dtype(dtype).itemsize, data.stat().st_size
-        if held % width:
-            what = f"{data.name} has {held:,} bytes, no whole number of tokens of {width}"
-            raise SampleFault(f"{what}: it is cut or damaged; {_AGAIN}")
-        found = cls(
-            np.memmap(data, dtype, mode="r") if held else np.zeros(0, dtype),
-            np.memmap(index, np.int32, "r", at[0], (sequences,)),
-            np.memmap(index, np.int64, "r", at[1], (sequences,)),
-            np.memmap(index, np.int64, "r", at[2], (bounds,)),
-        )
-        found._require_whole(data, width)
-        return found
-
-    def _require_whole(self, data: Path, width: int) -> None:
-        """Check that the parts of the index agree with one another and with the tokens' file."""
-        end = 0
-        for first in range(0, len(self.lengths), _AT_ONCE):
-            lengths = self.lengths[first : first + _AT_ONCE].astype(np.int64)
-            starts = end + np.cumsum(lengths) - lengths
-            wrong = (lengths < 0) | (starts * width != self.pointers[first : first + _AT_ONCE])
-            if wrong.any():
-                number = first + int(wrong.argmax()) + 1
-                what = f"sequence {number} does not begin where the one before it ends"
-                raise SampleFault(f"{what}: it is damaged; {_AGAIN}")
-            end = int(starts[-1] + lengths[-1])
-        if end != len(self.tokens):
-            what = f"{data.name} holds {len(self.tokens):,} tokens, and it promises {end:,}"
-            raise SampleFault(
-                f"{what}: one of them is cut, or they are not of one data set; copy both again"
-            )
-        for first in range(0, len(self.documents), _AT_ONCE):
-            some = self.documents[first : first + _AT_ONCE + 1]
-            if (np.diff(some) < 0).any():
-                raise SampleFault(f"the bounds of documents do not rise: it is damaged; {_AGAIN}")
-        if self.documents[0] != 0 or self.documents[-1] != len(self.lengths):
-            what = "the documents do not begin and end with the sequences"
+    A bit of the index that is not as it was written contradicts another, or the size of a file;
+    only where a document has several sequences can one move its bound unseen. Raises SampleFault.
+    """
+    dtype, sequences, bounds = _head(index)
+    size, data = index.stat().st_size, index.with_suffix(".bin")
+    ends = _HEAD.size + 12 * sequences + 8 * bounds
+    if size == ends + sequences:
+        what = "has modes of sequences, as multimodal data has, and only text is trained"
+        raise SampleFault(f"{what}; make it without --multimodal")
+    if size != ends or not sequences or bounds < 2:
+        what = f"{size:,} bytes, and its head promises {ends:,}: it is cut or damaged"
+        raise SampleFault(f"{what}; {_AGAIN}")
+    width, held = np.dtype(dtype).itemsize, data.stat().st_size
+    if held % width:
+        what = f"{data.name} has {held:,} bytes, no whole number of tokens of {width}"
+        raise SampleFault(f"{what}: it is cut or damaged; {_AGAIN}")
+    tokens = np.memmap(data, dtype, mode="r") if held else np.zeros(0, dtype)
+    lengths = np.memmap(index, np.int32, "r", _HEAD.size, (sequences,))
+    pointers = np.memmap(index, np.int64, "r", _HEAD.size + 4 * sequences, (sequences,))
+    rising = np.memmap(index, np.int64, "r", _HEAD.size + 12 * sequences, (bounds,))
+    end = 0
+    for first in range(0, len(lengths), _AT_ONCE):
+        counts = lengths[first : first + _AT_ONCE].astype(np.int64)
+        starts = end + np.cumsum(counts) - counts
+        wrong = (counts < 0) | (starts * width != pointers[first : first + _AT_ONCE])
+        if wrong.any():
+            number = first + int(wrong.argmax()) + 1
+            what = f"sequence {number} does not begin where the one before it ends"
             raise SampleFault(f"{what}: it is damaged; {_AGAIN}")
-
-    def __len__(self) -> int:
-        return len(self.documents) - 1
-
-    def document(self, number: int) -> NDArray[Any]:
-        """Return the tokens of a document, counted from 0, as a view."""
-        first, stop = self.documents[number : number + 2].tolist()
-        if first == stop:
-            return self.tokens[:0]
-        width, last = self.tokens.dtype.itemsize, stop - 1
-        begin, end = int(self.pointers[first]), int(self.pointers[last])
-        return self.tokens[begin // width : end // width + int(self.lengths[last])]
+        end = int(starts[-1] + counts[-1])
+    if end != len(tokens):
+        what = f"{data.name} holds {len(tokens):,} tokens, and it promises {end:,}"
+        raise SampleFault(
+            f"{what}: one of them is cut, or they are not of one data set; copy both again"
+        )
+    for first in range(0, len(rising), _AT_ONCE):
+        some = rising[first : first + _AT_ONCE + 1]
+        if (np.diff(some) < 0).any():
+            raise SampleFault(f"the bounds of documents do not rise: it is damaged; {_AGAIN}")
+    if rising[0] != 0 or rising[-1] != len(lengths):
+        what = "the documents do not begin and end with the sequences"
+        raise SampleFault(f"{what}: it is damaged; {_AGAIN}")
+    return tokens, lengths, pointers, rising
 
 
 def _head(index: Path) -> tuple[type[np.integer[Any]], int, int]:
@@ -143,25 +140,3 @@ def _head(index: Path) -> tuple[type[np.integer[Any]], int, int]:
     if code not in DTYPES:
         raise SampleFault(f"dtype {code} is none of the index's: it is damaged; {_AGAIN}")
     return DTYPES[code], sequences, bounds
-
-
-def documents(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the documents of an index in order; behind each `eod` of the file a new one begins.
-
-    The place of a document is its number in the index; of one with several ends, of each part too.
-    """
-    found = IndexedDocuments.open(file.path)
-    width = found.tokens.dtype.itemsize
-    for number in range(len(found)):
-        ids = np.array(found.document(number))
-        if not len(ids):
-            what = "a document without tokens; leave it out of the index"
-            yield BadRecord(place(file.shown, number + 1), what)
-            continue
-        parts = [ids]
-        if file.eod is not None:
-            ends = np.flatnonzero(ids == file.eod) + 1
-            parts = [part for part in np.split(ids, ends) if len(part)]
-        for part, some in enumerate(parts, 1):
-            which = part if len(parts) > 1 else 0
-            yield Entry(number + 1, {"input_ids": some}, width * len(some), which)

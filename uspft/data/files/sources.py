@@ -67,18 +67,15 @@ class SourceFile:
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files that hold its samples: of an index, that of the tokens too."""
-        return (self.path, tokens_of(self.path)) if self.kind == "megatron" else (self.path,)
+        return (
+            (self.path, self.path.with_suffix(".bin")) if self.kind == "megatron" else (self.path,)
+        )
 
     @property
     def packed(self) -> str:
         """The ending of the compression, or an empty string."""
         suffix = self.path.suffix.lower()
         return suffix if suffix in PACKED else ""
-
-
-def tokens_of(index: Path) -> Path:
-    """Return the file with an index's tokens."""
-    return index.with_suffix(".bin")
 
 
 def _suffix(path: Path) -> str:
@@ -244,7 +241,10 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     special = [place] if _is_special(place) else []
     if os.path.isdir(place):
         special += sorted(one for one in _below(place) if _is_special(one))
-        yield from _mixed_splits(path, files)
+        records = [file.path for file in files if _suffix(file.path) in KINDS]
+        if both := two_splits([file.relative_to(place).as_posix() for file in records]):
+            what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
+            yield what, "name the files that are meant, by their paths or by globs"
     elif glob.has_magic(path):
         named = (Path(name) for name in glob.glob(str(place), recursive=True))
         special += sorted(one for one in named if _is_special(one))
@@ -261,15 +261,6 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     yield from grouped(_unread(files, declared, alone=os.path.isfile(place)))
 
 
-def _mixed_splits(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a folder whose files are several splits by their names."""
-    records = [file.path for file in files if _suffix(file.path) in KINDS]
-    root = Path(path).expanduser()
-    if both := two_splits([file.relative_to(root).as_posix() for file in records]):
-        what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
-        yield what, "name the files that are meant, by their paths or by globs"
-
-
 def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tuple[str, str, str]]:
     """Yield each file that cannot be read, as its name says; why, and the remedy.
 
@@ -282,8 +273,8 @@ def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tup
             yield file.shown, "is no index of Megatron's", "name the .idx of it" + other
         elif indexed and declared not in ("auto", "megatron"):
             yield file.shown, f"is an index of token ids, not {declared}", "leave the format out"
-        elif indexed and not file.packed and not os.path.isfile(tokens_of(file.path)):
-            what = f"has no {tokens_of(file.path).name} beside it, which holds its tokens"
+        elif indexed and not file.packed and not os.path.isfile(file.path.with_suffix(".bin")):
+            what = f"has no {file.path.with_suffix('.bin').name} beside it, which holds its tokens"
             yield file.shown, what, "put it there" + other
         elif _BINARY.fullmatch(ending):
             convert = "convert it to JSON Lines (data/README.md shows the formats)"

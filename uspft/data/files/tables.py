@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.problems import said
 from uspft.data.faults import BadRecord, SampleFault, place, wrong_key
-from uspft.data.files.sources import saved_splits
+from uspft.data.files.sources import is_saved, saved_splits
 from uspft.data.samples import Entry
 
 if TYPE_CHECKING:
@@ -32,14 +32,6 @@ class HubSplit:
 
     dataset: Any  # datasets.Dataset
     shown: str
-
-    @property
-    def columns(self) -> list[str]:
-        return list(self.dataset.column_names)
-
-    def records(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Yield the records with these columns only, since a user cannot edit a hub data set."""
-        yield from self.dataset.select_columns(columns)
 
     def digest(self) -> str:
         """Return the blake2b hash of all records, taken from Arrow's stream format."""
@@ -69,37 +61,31 @@ class _HashSink:
         """Do nothing: nothing is buffered."""
 
 
-def load_saved(source: Source) -> HubSplit:
-    """Load a folder that `save_to_disk` wrote, or its split (default train). Raises DataError."""
-    from datasets import load_from_disk
-
-    split = source.split or "train"
-    try:
-        found = load_from_disk(Path(source.path).expanduser())
-        several = saved_splits(source.path)
-        dataset = found[split] if several else found
-    except Exception as error:  # datasets and pyarrow each raise their own kinds
-        what = f"the saved data set {source.path} cannot be read: {said(error)}"
-        raise wrong_key("data.train", what, "save it again with save_to_disk") from error
-    return HubSplit(dataset, f"{source.path}/{split}" if several else source.path)
-
-
-def load_split(source: Source) -> HubSplit:
-    """Load the split of `source.path` (default train) from the hub or from the cache of `datasets`.
+def loaded(source: Source) -> HubSplit:
+    """Load the split of `source` (default train): of a folder that `save_to_disk` wrote, else of a
+    data set of the hub, or from the cache of `datasets`.
 
     Raises DataError with what `datasets` said where it cannot be had.
     """
-    from datasets import load_dataset
+    from datasets import load_dataset, load_from_disk
 
-    split = source.split or "train"
+    path, split, saved = source.path, source.split or "train", is_saved(source.path)
+    whole = saved and not saved_splits(path)
     try:
-        _ask_hub(source.path)
-        dataset = load_dataset(source.path, source.name, split=split)
-    except Exception as error:  # datasets, hub and network each raise their own kinds
+        if saved:
+            found = load_from_disk(Path(path).expanduser())
+            dataset = found if whole else found[split]
+        else:
+            _ask_hub(path)
+            dataset = load_dataset(path, source.name, split=split)
+    except Exception as error:  # datasets, pyarrow, hub and network each raise their own kinds
+        what = f"hub data set {path} ({split})"
         remedy = "check the id, name and split, and the network, or use a local path"
-        what = f"hub data set {source.path} ({split}): {said(error)}"
-        raise wrong_key("data.train", what, remedy) from error
-    return HubSplit(dataset, f"{source.path}/{split}")
+        if saved:
+            what = f"the saved data set {path} cannot be read"
+            remedy = "save it again with save_to_disk"
+        raise wrong_key("data.train", f"{what}: {said(error)}", remedy) from error
+    return HubSplit(dataset, path if whole else f"{path}/{split}")
 
 
 def _ask_hub(name: str) -> None:
@@ -108,24 +94,19 @@ def _ask_hub(name: str) -> None:
     `datasets` alone tries for half a minute. Raises what the hub's client raises, unless the data
     set is cached here.
     """
-    from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub import CacheNotFound, HfApi, is_offline_mode, scan_cache_dir
 
     if is_offline_mode():
         return
     try:
         HfApi().dataset_info(name, timeout=_HUB_SECONDS)
     except Exception:
-        if not _is_cached(name):
+        try:
+            cached = any(repo.repo_id == name for repo in scan_cache_dir().repos)
+        except CacheNotFound:
+            cached = False
+        if not cached:
             raise
-
-
-def _is_cached(name: str) -> bool:
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        return any(repo.repo_id == name for repo in scan_cache_dir().repos)
-    except CacheNotFound:
-        return False
 
 
 RECORDS, BYTES = 256, 1 << 19
@@ -147,21 +128,19 @@ class Columns:
 
     def entries(self) -> Iterator[Entry | BadRecord]:
         """Yield the records, or a BadRecord where Python has no value for one."""
-        for line, fields in enumerate(self._records(), self.first):
-            if isinstance(fields, SampleFault):
-                yield BadRecord(place(self.shown, line), str(fields))
-            else:
-                yield Entry(line, fields, self.size)
-
-    def _records(self) -> list[dict[str, Any] | SampleFault]:
         import pyarrow as pa
 
         with pa.ipc.open_stream(self.stream) as stream:
             table = stream.read_all()
         try:
-            return list(table.to_pylist())
+            records = list(table.to_pylist())
         except (ValueError, OverflowError):  # of one record at least
-            return [_record(table.slice(row, 1)) for row in range(len(table))]
+            records = [_record(table.slice(row, 1)) for row in range(len(table))]
+        for line, fields in enumerate(records, self.first):
+            if isinstance(fields, SampleFault):
+                yield BadRecord(place(self.shown, line), str(fields))
+            else:
+                yield Entry(line, fields, self.size)
 
 
 def _record(row: pa.Table) -> dict[str, Any] | SampleFault:
@@ -272,9 +251,11 @@ def with_values(content: SourceFile | HubSplit, names: Sequence[str]) -> tuple[s
     if not names:
         return ()
     if isinstance(content, HubSplit):
-        nulls = {name: content.dataset.data.column(name).null_count for name in names}
-        return tuple(name for name in names if nulls[name] < len(content.dataset.data))
-    empty = (_empty_in_parquet if content.kind == "parquet" else _empty_in_arrow)(content, names)
+        table = content.dataset.data
+        empty = {name for name in names if table.column(name).null_count == len(table)}
+    else:
+        look = _empty_in_parquet if content.kind == "parquet" else _empty_in_arrow
+        empty = look(content, names)
     return tuple(name for name in names if name not in empty)
 
 

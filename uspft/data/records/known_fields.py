@@ -207,6 +207,15 @@ MASKS = (
 
 _PREFERENCE = f"is there, and {PREFERENCES}"
 _MEDIUM = "is there, and only text is trained"
+_MEDIA = {
+    "images": (f"{FACTORY}, {SWIFT}, {TRL}", SWIFT),
+    "image": (f"{AXOLOTL}, {TRL}", SWIFT),
+    "videos": (f"{FACTORY}, {SWIFT}", SWIFT),
+    "video": (TRL, SWIFT),
+    "audios": (f"{FACTORY}, {SWIFT}", SWIFT),
+    "audio": (TRL, f"{SWIFT}, {OPENAI}"),
+}
+"""The names of media, with the tools that have them as fields of records, and as keys of turns."""
 _ALONE = "leave such records out, or write data.fields: {{{name}: null}} to train on the text alone"
 _WANTED = (
     "data.on_bad_sample: skip trains on the others alone, "
@@ -272,14 +281,7 @@ REFUSED = (
     ),
     *(
         Refused(name, "refused", tools=(tool,), when=_is_medium, why=_MEDIUM, remedy=_ALONE)
-        for name, tool in (
-            ("images", f"{FACTORY}, {SWIFT}, {TRL}"),
-            ("image", f"{AXOLOTL}, {TRL}"),
-            ("videos", f"{FACTORY}, {SWIFT}"),
-            ("video", TRL),
-            ("audios", f"{FACTORY}, {SWIFT}"),
-            ("audio", TRL),
-        )
+        for name, (tool, _) in _MEDIA.items()
     ),
 )
 """Fields of records with which a sample is refused, unless `data.fields` says null for them."""
@@ -335,14 +337,7 @@ REFUSED_KEYS = (
             why=_MEDIUM,
             remedy="leave such records out, or take it out of the turn",
         )
-        for name, tool in (
-            ("images", SWIFT),
-            ("image", SWIFT),
-            ("videos", SWIFT),
-            ("video", SWIFT),
-            ("audios", SWIFT),
-            ("audio", f"{SWIFT}, {OPENAI}"),
-        )
+        for name, (_, tool) in _MEDIA.items()
     ),
     Refused(
         "train_detail",

@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any
 
 from uspft.data.faults import BadRecord, SampleFault
-from uspft.data.files.json_files import fields_of
-from uspft.data.files.readers import objects
+from uspft.data.files.readers import fields_of, objects
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import HubSplit, with_values
 from uspft.data.records.known_fields import FORMATS, RecordShape
-from uspft.data.records.other_fields import Others, left_alone, others_of
 from uspft.data.records.shapes import (
+    Others,
     columns,
     described,
     formed,
+    left_alone,
+    others_of,
     own_name,
     recognised,
     renamed,
@@ -76,11 +77,7 @@ class Reader:
             return self._shaped(item, origin)
         except SampleFault as fault:
             self._shape = self._shape if self.settled else None
-            return self.refused(origin, str(fault))
-
-    def refused(self, origin: Origin, what: str) -> BadRecord:
-        """Return the fault of a record that was read there."""
-        return BadRecord(origin.place(self.shown), what, origin.file)
+            return BadRecord(origin.place(self.shown), str(fault), self._number)
 
     def _shaped(self, item: Entry, origin: Origin) -> Record:
         own, asked = fields_of(item, self._file), self._asked

@@ -155,14 +155,8 @@ def as_json(name: str, value: Any) -> Any:
 
 _OFTEN = {key.name: key.often for key in (ROLE, CONTENT)}
 _RENDERING = {
-    "self",
-    "messages",
-    "conversations",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "return_assistant_tokens_mask",
+    *("self", "messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "return_assistant_tokens_mask"),
 }
 """Arguments of rendering itself, which are no settings of a template."""
 
@@ -263,10 +257,20 @@ def _check_turn(here: str, turn: Any) -> None:
         raise SampleFault(f"{here} has no {lacking[0]}, but {found}; {remedy}")
     if turn.get("weight") not in (None, 0, 1):
         raise SampleFault(f"{here}.weight is {turn['weight']!r:.40}; write 0 or 1")
-    _check_calls(here, turn.get("tool_calls"))
-    content = turn.get("content")
+    calls, content = turn.get("tool_calls"), turn.get("content")
+    if calls is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise SampleFault(f"{here}.tool_calls is no list of objects; write {{name, arguments}}")
+        if any(not isinstance(call.get("function", call), dict) for call in calls):
+            what = f"{here}.tool_calls holds no function"
+            raise SampleFault(f"{what}; write {{name, arguments}} there")
     if isinstance(content, list):
-        _check_parts(f"{here}.content", content)
+        for i, part in enumerate(content):
+            what = part.get("type", "text") if isinstance(part, dict) else kind(part)
+            if what != "text":
+                remedy = "only text is trained: write {type: text, text: ...}"
+                raise SampleFault(f"{here}.content[{i}] is a part of the type {what}; {remedy}")
+            check_text(f"{here}.content[{i}].text", part.get("text"))
     elif content is not None or not turn.get("tool_calls"):
         check_text(f"{here}.content", content)
     check_writable(here, turn)
@@ -277,24 +281,6 @@ def _name_here(key: str, turn: dict[str, Any]) -> str:
     often = [name for name in names if name.lower() in _OFTEN[key]]
     near = [*often, *get_close_matches(key, names, 1)]
     return near[0] if near else "its name here"
-
-
-def _check_calls(here: str, calls: Any) -> None:
-    if calls is None:
-        return
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise SampleFault(f"{here}.tool_calls is no list of objects; write {{name, arguments}}")
-    if any(not isinstance(call.get("function", call), dict) for call in calls):
-        raise SampleFault(f"{here}.tool_calls holds no function; write {{name, arguments}} there")
-
-
-def _check_parts(here: str, parts: list[Any]) -> None:
-    for i, part in enumerate(parts):
-        what = part.get("type", "text") if isinstance(part, dict) else kind(part)
-        if what != "text":
-            remedy = "only text is trained: write {type: text, text: ...}"
-            raise SampleFault(f"{here}[{i}] is a part of the type {what}; {remedy}")
-        check_text(f"{here}[{i}].text", part.get("text"))
 
 
 CHECKS: dict[str, Callable[[str, Any], None]] = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -63,6 +62,12 @@ def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
         mixed = (mixed + part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     return float(int(mixed.sum(dtype=np.uint64)) % DIGEST)
+
+
+def _digest_of(rows: Sequence[tuple[NDArray[np.int64], ...]]) -> float:
+    """Return the digest of whole rows, each given by the same arrays of its tokens."""
+    arrays = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+    return digest(np.arange(len(arrays[0])), arrays)
 
 
 REMEMBERED = 4096
@@ -200,10 +205,8 @@ class RowLoader(ABC):
 
     @abstractmethod
     def on_host(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step before they are copied to the device.
-
-        Where that is a GPU, they lie in pinned memory.
-        """
+        """Return this rank's micro-batches of a step before they are copied to the device; where
+        that is a GPU, they lie in pinned memory."""
 
     def _share(self, world: World, rows: Sequence[Segments]) -> Share:
         return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
@@ -236,30 +239,28 @@ class RowLoader(ABC):
         rows = [self.row(i) for i in indices]
         share = self._share(world, [row.segments for row in rows])
 
-        def kept(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-            whole = np.concatenate(arrays)
-            return np.concatenate([whole[start:stop] for start, stop in share.held] or [whole[:0]])
+        def mine(arrays: Iterable[NDArray[np.int64]]) -> torch.Tensor:
+            whole = np.concatenate(list(arrays))
+            held = [whole[start:stop] for start, stop in share.held] or [whole[:0]]
+            return pinned(torch.from_numpy(np.concatenate(held)), world.device)
 
-        def ready(values: NDArray[np.int64]) -> torch.Tensor:
-            return pinned(torch.from_numpy(values), world.device)
+        def row_of(number: int, row: Row) -> NDArray[np.int64]:
+            return np.where(np.arange(len(row.labels)) < row.segments.bounds[-1], number, -1)
 
-        def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
-            return ready(kept(arrays))
-
-        labels, stride = kept([row.labels for row in rows]), self._row_tokens
-        chosen = np.flatnonzero(labels != NOT_TRAINED)
+        labels, stride = mine(row.labels for row in rows), self._row_tokens
+        chosen = (labels != NOT_TRAINED).nonzero().squeeze(1)
         numbers = zip(indices, rows, strict=True)
         found = Batch(
             world=world,
             share=share,
-            input_ids=mine([row.input_ids for row in rows])[None],
-            position_ids=mine([row.positions for row in rows])[None],
-            labels=ready(labels),
-            chosen=ready(chosen),
-            tokens=mine([index * stride + np.arange(len(row.labels)) for index, row in numbers]),
+            input_ids=mine(row.input_ids for row in rows)[None],
+            position_ids=mine(row.positions for row in rows)[None],
+            labels=labels,
+            chosen=pinned(chosen, world.device),
+            tokens=mine(index * stride + np.arange(len(row.labels)) for index, row in numbers),
             targets=len(chosen),
             rows=tuple(indices),
-            row_of=mine([_place(row, number) for number, row in enumerate(rows)]),
+            row_of=mine(row_of(number, row) for number, row in enumerate(rows)),
         )
         return in_chunks(found) if share.chunks else found
 
@@ -273,11 +274,12 @@ class RowLoader(ABC):
         Raises RunFailed where they have not.
         """
         for batch in batches:
-            mesh, device = batch.world.mesh, batch.world.device
-            seen = float(self.fingerprint(batch))
-            highest, lowest = largest([seen, -seen], mesh.columns, device)
-            highest, lowest = largest([highest, lowest], mesh.context, device)
-            highest, lowest = largest([highest, lowest], mesh.pipeline, device)
+            mesh = batch.world.mesh
+            rows = [self.row(index) for index in batch.rows]
+            seen = _digest_of([(row.input_ids, row.labels, row.positions) for row in rows])
+            highest, lowest = seen, -seen
+            for group in (mesh.columns, mesh.context, mesh.pipeline):
+                highest, lowest = largest([highest, lowest], group, batch.world.device)
             if highest != -lowest:
                 here = f"{mesh.who}: {int(seen):x}"
                 raise RunFailed(
@@ -299,9 +301,9 @@ class RowLoader(ABC):
             tensors = (batch.input_ids[0], batch.labels, batch.position_ids[0])
             arrays = [x.cpu().numpy() for x in tensors]
             here = digest(np.concatenate(places or [arrays[0][:0]]), arrays)
-            each = [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
-            in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
-            whole = digest(np.arange(len(in_rows[0])), in_rows)
+            whole = _digest_of(
+                [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
+            )
             held, wrong = total(
                 [here, float(expected != batch.share.held)], world.mesh.context, world.device
             )
@@ -311,15 +313,6 @@ class RowLoader(ABC):
                     f"({world.row.name}, seen by {world.mesh.who}): "
                     "this is an error in uspft"
                 )
-
-    def fingerprint(self, batch: Batch) -> int:
-        """Return a 48-bit hash of a batch's whole rows, the same on all ranks that share them."""
-        digest = hashlib.blake2b(digest_size=6)
-        for index in batch.rows:
-            row = self.row(index)
-            for array in (row.input_ids, row.labels, row.positions):
-                digest.update(array.tobytes())
-        return int.from_bytes(digest.digest(), "little")
 
 
 class StepLoader(RowLoader):
@@ -349,8 +342,7 @@ class StepLoader(RowLoader):
 
     def _indices(self, step: int) -> list[list[int]]:
         """Return the rows of this replica's micro-batches, EMPTY where the step has no more."""
-        rows = self.rows_of(step)
-        each = self._rows_per_batch
+        rows, each = self.rows_of(step), self._rows_per_batch
         per_pass = each * self._world.layout.data
         passes = -(-self._rows_per_step // per_pass)
         firsts = [number * per_pass + self._world.replica * each for number in range(passes)]
@@ -404,11 +396,6 @@ def _on_device(batch: Batch) -> Batch:
     device = batch.world.device
     there: dict[str, Any] = {name: copied(x, device) for name, x in _tensors(batch).items()}
     return replace(batch, **there, chunks=tuple(map(_on_device, batch.chunks)))
-
-
-def _place(row: Row, number: int) -> NDArray[np.int64]:
-    """Return, for each token of a row, the row's number, or -1 for padding."""
-    return np.where(np.arange(len(row.input_ids)) < row.segments.bounds[-1], number, -1)
 
 
 @dataclass(frozen=True)

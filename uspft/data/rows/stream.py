@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from uspft.data.corpus.corpus import Corpus
+from uspft.data.corpus.corpus import Corpus, permutation
 from uspft.data.samples import NOT_TRAINED
 from uspft.segments import Segments
 
@@ -178,7 +178,22 @@ class RowStream:
 
         Raises IndexError below 0, and ValueError where they do not fit.
         """
-        return self._filled([one for index in indices for one in self._documents(index)], length)
+        documents = [one for index in indices for one in self._documents(index)]
+        input_ids = np.full(length, _PADDING_ID, np.int64)
+        labels = np.full(length, NOT_TRAINED, np.int64)
+        positions = np.zeros(length, np.int64)
+        bounds = [0]
+        for sample, start in documents:
+            tokens = self._corpus.sample(sample)
+            ids = tokens.ids[start : start + self._length]
+            begin, end = bounds[-1], bounds[-1] + len(ids)
+            input_ids[begin:end] = ids
+            # Shifted inside the document: its last position has no target.
+            labels[begin : end - 1] = tokens.labels[start + 1 : start + len(ids)]
+            positions[begin:end] = np.arange(len(ids))
+            bounds.append(end)
+        segments = Segments(tuple(bounds), length)
+        return Row(input_ids, labels, positions, segments, tuple(sample for sample, _ in documents))
 
     def tokens_of(self, index: int) -> int:
         """Return how many tokens the documents of a row have together, without reading them."""
@@ -201,23 +216,6 @@ class RowStream:
             self.rows_in(len(self.ends) + 1)
         epoch = bisect_right(self.ends, index)
         return epoch, index - (self.ends[epoch - 1] if epoch else 0)
-
-    def _filled(self, documents: Sequence[tuple[int, int]], length: int) -> Row:
-        input_ids = np.full(length, _PADDING_ID, np.int64)
-        labels = np.full(length, NOT_TRAINED, np.int64)
-        positions = np.zeros(length, np.int64)
-        bounds = [0]
-        for sample, start in documents:
-            tokens = self._corpus.sample(sample)
-            ids = tokens.ids[start : start + self._length]
-            begin, end = bounds[-1], bounds[-1] + len(ids)
-            input_ids[begin:end] = ids
-            # Shifted inside the document: its last position has no target.
-            labels[begin : end - 1] = tokens.labels[start + 1 : start + len(ids)]
-            positions[begin:end] = np.arange(len(ids))
-            bounds.append(end)
-        segments = Segments(tuple(bounds), length)
-        return Row(input_ids, labels, positions, segments, tuple(sample for sample, _ in documents))
 
     def _plan(self, epoch: int) -> Packing:
         """Return the packing of an epoch; two are kept, since a step may span two epochs."""
@@ -243,20 +241,10 @@ class RowStream:
             count = max(1, round(source.weight * samples))
             turn = np.arange(samples)
             if self._shuffle and count % samples:
-                turn = _permutation(samples, self._seed, number, 1)
+                turn = permutation(samples, self._seed, number, 1)
             parts.append(source.first + turn[(epoch * count + np.arange(count)) % samples])
         order = np.concatenate(parts)
-        return order[_permutation(len(order), self._seed, epoch)] if self._shuffle else order
-
-
-def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
-    """Return a permutation of `count` items that depends on the seed alone.
-
-    It comes from raw bits, whose stream numpy guarantees over versions and machines; the stream of
-    numpy's Generator is not guaranteed.
-    """
-    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
-    return np.argsort(bits, kind="stable")
+        return order[permutation(len(order), self._seed, epoch)] if self._shuffle else order
 
 
 def training_rows(

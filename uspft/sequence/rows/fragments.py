@@ -8,7 +8,7 @@ layer that has one enters each fragment from the one before it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -210,23 +210,37 @@ def halo_of(
     tokens = sum(stop - start for start, stop in held[rank])
     arrived = {p: tokens + n for n, p in enumerate(p for some in come for p in some)}
     nothing = tokens + len(arrived)
-    places: list[NDArray[np.int64]] = []
-    own, at = np.empty(tokens, np.int64), 0
-    for fragment in every[rank]:
-        near = [
-            arrived[p] if p in arrived else home(p)[1] for p in _before(fragment, documents, taps)
-        ]
-        length = fragment.stop - fragment.start
-        places += [
-            np.array([nothing] * (taps - 1 - len(near)) + near, np.int64),
-            np.arange(fragment.local, fragment.local + length),
-        ]
-        own[fragment.own] = np.arange(length) + at + taps - 1
-        at += taps - 1 + length
-    laid = np.concatenate([np.empty(0, np.int64), *places])
+
+    def before(fragment: Fragment) -> list[int]:
+        seen = _before(fragment, documents, taps)
+        return [arrived[p] if p in arrived else home(p)[1] for p in seen]
+
+    laid, own = laid_places(every[rank], {f: before(f) for f in every[rank]}, tokens, taps, nothing)
     crossing = any(map(len, wanted))
     whole = not crossing and len(every[rank]) <= 1
     return Halo(laid, own, tuple(gives), tuple(map(len, come)), crossing, whole)
+
+
+def laid_places(
+    mine: Sequence[Fragment],
+    before: Mapping[Fragment, Sequence[int]],
+    tokens: int,
+    taps: int,
+    nothing: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return what stands at each place of a convolution's input, and where each of a holder's
+    tokens does: taps − 1 places before each fragment, and the fragment, one after another.
+
+    before: what stands next before a fragment. nothing: what stands before that.
+    """
+    laid, at = [np.empty(0, np.int64)], 0
+    own = np.empty(tokens, np.int64)
+    for fragment in mine:
+        near, here = before.get(fragment, ()), np.arange(fragment.own.start, fragment.own.stop)
+        laid += [np.full(taps - 1 - len(near), nothing), np.array(near, np.int64), here]
+        own[fragment.own] = np.arange(len(here)) + at + taps - 1
+        at += taps - 1 + len(here)
+    return np.concatenate(laid), own
 
 
 def _of(fragments: Sequence[Fragment], wanted: set[Fragment]) -> tuple[Fragment, ...]:

@@ -82,11 +82,8 @@ class KeyGroup:
     @property
     def parts(self) -> tuple[HeadRange, ...]:
         """By member the place of its KV head among `heads`."""
-        heads = self.heads
-        places = (NO_HEADS if head is None else (heads.index(head),) * 2 for head in self.keys)
-        return tuple(
-            (a, b + (key is not None)) for (a, b), key in zip(places, self.keys, strict=True)
-        )
+        places = {head: (at, at + 1) for at, head in enumerate(self.heads)}
+        return tuple(NO_HEADS if head is None else places[head] for head in self.keys)
 
     def widths(self, turn: int) -> tuple[int, ...]:
         """Return by member how many query heads it has in a turn."""

@@ -84,42 +84,43 @@ def heads_traffic(
     Ulysses degree and H query heads, G KV heads of head dim D. forwards: how often the forward's
     are sent. In groups of heads the backward exchanges queries, keys, values and the output again.
     """
+    runs, (query, kv, dim) = forwards.heads, heads
+    moved: list[tuple[Sequence[int], int, int]]
     if forwards.at_once:
-        return _grouped_traffic(heads, ulysses, tokens * element_bytes * heads.dim, forwards)
-    shares, runs = split_heads(heads.query, heads.kv, ulysses), forwards.heads
-    own = [(b - a, 2 * (d - c)) for (a, b), (c, d) in zip(shares.query, shares.kv, strict=True)]
-    total, busy = sum(q + kv for q, kv in own), sum(1 for q, _ in own if q)
-    elements = max(
-        runs * ((total - q - kv) + (ulysses - 1) * q) + (ulysses - 1) * (q + kv) + (heads.query - q)
-        for q, kv in own
-    )
-    # To those that have heads, and from a rank that has some to all others; back the other way.
-    there = [(busy - 1, ulysses - 1) if q else (busy, 0) for q, _ in own]
-    messages = max((runs + 1) * (out + home) for out, home in there)
-    return Traffic(elements * tokens * heads.dim * element_bytes, messages)
+        groups = key_groups(query, kv, ulysses, forwards.at_once)
+        moved = [([b - a for a, b in one.parts], 2 * (runs + 1), 2) for one in groups]
+        # There: queries, again in the backward, and the output with its gradient.
+        turns = (one.widths(turn) for one in groups for turn in range(len(one.queries)))
+        moved += [(widths, runs + 3, runs + 1) for widths in turns]
+    else:
+        shares = split_heads(query, kv, ulysses)
+        of_query = [last - first for first, last in shares.query]
+        every = [q + 2 * (d - c) for q, (c, d) in zip(of_query, shares.kv, strict=True)]
+        moved = [(every, runs, 1), (of_query, 1, runs)]
+    ranks = [tokens * element_bytes * dim] * ulysses
+    return _busiest(_together(_exchanged(ranks, *one) for one in moved))
 
 
-def _grouped_traffic(heads: Heads, ulysses: int, head_bytes: int, forwards: Forwards) -> Traffic:
-    """Return what the busiest rank sends where each group of heads is exchanged by itself
-    (model/head_groups.py). head_bytes: of one head of a rank's tokens."""
-    query, kv, _ = heads
-    sent, messages = [0] * ulysses, [0] * ulysses
+def _exchanged(
+    tokens: Sequence[int], widths: Sequence[int], there: int, back: int
+) -> list[Traffic]:
+    """Return what each context rank sends where tokens are exchanged for heads, and heads for
+    tokens, so many times.
 
-    def exchange(widths: Sequence[int], there: int, back: int) -> None:
-        """Count tensors that go there so many times, and others that come back."""
-        for member, own in enumerate(widths):
-            others = sum(widths) - own
-            receivers = sum(width > 0 for width in widths) - (own > 0)
-            sent[member] += there * others + back * (ulysses - 1) * own
-            messages[member] += there * receivers + back * (ulysses - 1) * (own > 0)
-
-    runs = forwards.heads
-    for group in key_groups(query, kv, ulysses, forwards.at_once or query):
-        exchange([b - a for a, b in group.parts], 2 * (runs + 1), 2)
-        for turn in range(len(group.queries)):
-            # There: queries, again in the backward, and the output with its gradient.
-            exchange(group.widths(turn), runs + 3, runs + 1)
-    return Traffic(max(sent) * head_bytes, max(messages))
+    tokens: of each rank, members of a Ulysses group one after another. widths: by member, how much
+    of a token its heads are.
+    """
+    members, whole, busy = len(widths), sum(widths), sum(map(bool, widths))
+    found = []
+    for first in range(0, len(tokens), members):
+        group = tokens[first : first + members]
+        every, senders = sum(group), sum(map(bool, group))
+        for mine, width in zip(group, widths, strict=True):
+            sent = there * mine * (whole - width) + back * width * (every - mine)
+            messages = there * (busy - bool(width)) * bool(mine)
+            messages += back * (senders - bool(mine)) * bool(width)
+            found.append(Traffic(sent, messages))
+    return found
 
 
 def in_turns(heads: Heads, ulysses: int, at_once: int | None) -> tuple[int, int]:
@@ -207,24 +208,23 @@ def state_cost(
         numbers = [last - first for first, last in key_ranges(heads.keys, ulysses)]
         groups = [heads._replace(keys=n, values=n * each) for n in numbers]
         convolutions = halo(forwards.heads + 1)
-    moved, exchanged = ([NOTHING] * len(order) for _ in range(2))
+    moved, exchanged = list[list[Traffic]](), [[NOTHING] * len(order)]
     for some in groups:
         parts = split_heads(some.values, some.keys, ulysses).query
+        moved.append([])
         for place, convolution in enumerate(convolutions):
             first, last = parts[place % ulysses]
             own, state = last - first, states[place // ulysses]
             sent = convolution.bytes * some.channels * element_bytes
             sent += state.bytes * max(WIDE, element_bytes) * own
-            messages = convolution.messages + state.messages * (own > 0)
-            moved[place] = _sum(moved[place], Traffic(sent, messages))
-        if ulysses > 1:
-            of_group = _heads(tokens, ulysses, some, element_bytes, forwards)
-            exchanged = [*map(_sum, exchanged, of_group)]
-    return Cost(_busiest(exchanged), state=_busiest(moved))
+            moved[-1].append(Traffic(sent, convolution.messages + state.messages * (own > 0)))
+        exchanged += _heads(tokens, ulysses, some, element_bytes, forwards)
+    return Cost(_busiest(_together(exchanged)), state=_busiest(_together(moved)))
 
 
-def _sum(one: Traffic, other: Traffic) -> Traffic:
-    return Traffic(one.bytes + other.bytes, one.messages + other.messages)
+def _together(every: Iterable[Sequence[Traffic]]) -> list[Traffic]:
+    """Return what each rank sends in all."""
+    return [Traffic(*map(sum, zip(*each, strict=True))) for each in zip(*every, strict=True)]
 
 
 def _busiest(every: Sequence[Traffic]) -> Traffic:
@@ -290,29 +290,17 @@ def _heads(
     heads: StateSizes,
     element_bytes: int,
     forwards: Forwards,
-) -> list[Traffic]:
-    """Return what each context rank sends of tokens for heads and back, forward and backward.
+) -> list[list[Traffic]]:
+    """Return what each context rank sends of tokens for heads, and what of heads for tokens,
+    forward and backward.
 
     A gate's logarithm is in float32 or wider; the other gate has the type of the tokens.
     """
     split, gates = split_heads(heads.values, heads.keys, ulysses), max(WIDE, element_bytes)
-    values = [last - first for first, last in split.query]
-    keys = [last - first for first, last in split.kv]
-    outs = [n * heads.value_dim * element_bytes for n in values]
-    into = [
-        2 * g * heads.key_dim * element_bytes + o + h * (gates + element_bytes)
-        for g, h, o in zip(keys, values, outs, strict=True)
-    ]
-    found = []
-    for place, mine in enumerate(tokens):
-        own = place % ulysses
-        first = place - own
-        others = [(member, tokens[first + member]) for member in range(ulysses) if member != own]
-        there = [mine * into[m] for m, _ in others]
-        out = [n * outs[own] for _, n in others]
-        back = [n * into[own] for _, n in others] + [mine * outs[m] for m, _ in others]
-        runs = ((there, forwards.heads + bool(forwards.at_once)), (out, forwards.heads), (back, 1))
-        sent = sum(times * sum(every) for every, times in runs)
-        messages = sum(times * sum(map(bool, every)) for every, times in runs)
-        found.append(Traffic(sent, messages))
-    return found
+    outs, into = list[int](), list[int]()
+    for (first, last), (a, b) in zip(split.query, split.kv, strict=True):
+        outs.append((last - first) * heads.value_dim * element_bytes)
+        keys = 2 * (b - a) * heads.key_dim * element_bytes
+        into.append(keys + outs[-1] + (last - first) * (gates + element_bytes))
+    again = forwards.heads + bool(forwards.at_once)
+    return [_exchanged(tokens, into, again, 1), _exchanged(tokens, outs, 1, forwards.heads)]

@@ -5,18 +5,18 @@ Every static layout with packed rows is an alternative, and is taken where it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from operator import itemgetter
 
 from uspft.switching.choose.drawn_steps import DrawnSteps, lower_bounds
 from uspft.switching.choose.layout_set import LayoutSet, Static
 from uspft.switching.choose.priced import (
-    Among,
     PricedLayout,
     Setting,
     best_of_degrees,
-    every_layout,
     priced_layouts,
 )
 
@@ -29,10 +29,6 @@ LOWER_BUCKETS = 3
 """The most buckets below the longest rows'."""
 SHORTLIST = 4
 """How many sets of layouts of each kind have their steps scheduled: those of least work."""
-
-
-_Timed = tuple[float, LayoutSet | None]
-"""The seconds of a step, and the set of layouts that takes them."""
 
 
 @dataclass(frozen=True)
@@ -94,39 +90,32 @@ class SwitchingChoice:
         return f"{static}, and switching {self.switching_seconds:.3g} s, which is not clearly less"
 
 
-def choose(
-    setting: Setting,
-    drawn: DrawnSteps,
-    among: Among = every_layout,
-    *,
-    keeps: bool | None = None,
-) -> SwitchingChoice:
+def choose(setting: Setting, drawn: DrawnSteps, *, keeps: bool | None = None) -> SwitchingChoice:
     """Return the set of layouts with the least predicted seconds of a step, and those of every
     static layout.
 
-    among: which layouts count, static and in a set. keeps: whether a checkpoint's steps had several
-    layouts, or one: then the best layout alone is a set where there is no other.
+    keeps: whether a checkpoint's steps had several layouts, or one: then the best layout alone is a
+    set where there is no other.
     """
 
     def priced_at(length: int, most: int | None) -> list[PricedLayout]:
-        return priced_layouts(setting, length, drawn.typical(length), most, among)
+        return priced_layouts(setting, length, drawn.typical(length), most)
 
     longest = priced_at(drawn.row_tokens, None)
     options = {drawn.row_tokens: best_of_degrees(longest)}
-    for bound in lower_bounds(drawn):
-        options[bound] = best_of_degrees(priced_at(bound, 2))
-    best: _Timed = float("inf"), None
+    options |= {bound: best_of_degrees(priced_at(bound, 2)) for bound in lower_bounds(drawn)}
+    best, seconds = None, math.inf
     alike = drawn.packing == "none"
     for kind in _kinds(setting, options, alike):
         listed = sorted(kind, key=lambda layouts: layouts.least_seconds(drawn))[:SHORTLIST]
-        found = min(
-            ((layouts.seconds(drawn), layouts) for layouts in listed), key=_seconds, default=best
-        )
-        if found[0] < best[0] * (LESS if found[1] and found[1].moves else 1):
-            best = found
-    if best[1] is not None:
-        best = _refined(best[0], best[1], drawn, options, alike)
-    choice = SwitchingChoice(best[1], best[0], _static(setting, drawn, longest), keeps)
+        timed = [(layouts.seconds(drawn), layouts) for layouts in listed]
+        if timed:
+            took, found = min(timed, key=itemgetter(0))
+            if took < seconds * (LESS if found.moves else 1):
+                best, seconds = found, took
+    if best:
+        seconds, best = _refined(seconds, best, drawn, options, alike)
+    choice = SwitchingChoice(best, seconds, _static(setting, drawn, longest), keeps)
     if keeps and choice.layouts is None and choice.best_static:
         one = choice.best_static.priced
         layouts = LayoutSet(setting, (one,), one.layout.tensor)
@@ -147,13 +136,11 @@ def _static(
     setting: Setting, drawn: DrawnSteps, longest: Sequence[PricedLayout]
 ) -> tuple[StaticTime, ...]:
     """Return every layout of the longest rows as a static layout, the fastest first."""
-    every = [(one, Static(setting, one)) for one in longest]
-    found = [StaticTime(one, alone.seconds(drawn) if alone.fits else None) for one, alone in every]
+    every = [Static(setting, one) for one in longest]
+    found = [
+        StaticTime(one.layout, one.seconds(drawn) if one.alone.fits else None) for one in every
+    ]
     return tuple(sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0)))
-
-
-def _seconds(found: _Timed) -> float:
-    return found[0]
 
 
 def _kinds(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
@@ -93,10 +94,7 @@ def pairs_of(lengths: Iterable[int]) -> int:
 
 def segments_of(lengths: Sequence[int], tokens: int) -> Segments:
     """Return a row of documents of these lengths, padded to `tokens`."""
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    return Segments(tuple(bounds), tokens)
+    return Segments(tuple(accumulate(lengths, initial=0)), tokens)
 
 
 def lower_bounds(drawn: DrawnSteps) -> list[int]:

@@ -231,9 +231,10 @@ class Static:
     setting: Setting
     layout: PricedLayout
 
-    @property
-    def fits(self) -> bool:
-        return LayoutSet(self.setting, (self.layout,), self.layout.layout.tensor).fits
+    @cached_property
+    def alone(self) -> LayoutSet:
+        """The set of this layout alone."""
+        return LayoutSet(self.setting, (self.layout,), self.layout.layout.tensor)
 
     def seconds(self, drawn: DrawnSteps) -> float:
         """Return the seconds of a step of as many samples, on average over the drawn ones.
@@ -242,11 +243,10 @@ class Static:
         many rows a replica as are given, and a step as many passes as a run then makes; or else as
         many rows as take least time, of those that fit.
         """
-        setting, one = self.setting, self.layout
-        alone = LayoutSet(setting, (one,), one.layout.tensor)
+        one, alone = self.layout, self.alone
         rows = [one.row_seconds(pairs_of(row)) for row in drawn.pooled]
         most = min(int(alone.memory(one) / one.row_bytes), -(-len(rows) // one.layout.data))
-        steps, given = len(drawn.steps), setting.rows_at_once
+        steps, given = len(drawn.steps), self.setting.rows_at_once
         if given is not None:
             passes = -(-drawn.packed_rows // (given * one.layout.data))
             whole, count = self._passes(rows, given)
@@ -276,8 +276,7 @@ class Static:
         each = fmean(rows) * at_once
         limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
-            stored = LayoutSet(setting, (one,), one.layout.tensor).stored
-            zero = micro_step_seconds(setting.step, stored, setting.hardware, each)
+            zero = micro_step_seconds(setting.step, self.alone.stored, setting.hardware, each)
             limits = replace(limits, step_seconds=zero)
         ranks = setting.ranks // one.layout.pipeline
         return makespan(plan, works, [one.sharing_ranks], ranks, limits), len(plan)

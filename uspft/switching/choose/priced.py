@@ -37,6 +37,8 @@ class Setting:
     """Whether weights may move between layouts, where the stage lets them."""
     stages: Collection[int] | None = (1,)
     """How many pipeline stages layouts may have; None: as many as there are ranks."""
+    among: Callable[[Layout], bool] = lambda layout: True
+    """Which layouts count, static and in a set."""
 
     @property
     def lockstep(self) -> bool:
@@ -93,27 +95,18 @@ class PricedLayout:
         return (self.seconds[0] + self.beside) * self.group_ranks
 
 
-Among = Callable[[Layout], bool]
-"""A function that tells whether a layout is among those that may be chosen."""
-
-
-def every_layout(_: Layout) -> bool:
-    return True
-
-
 def priced_layouts(
     setting: Setting,
     length: int,
     typical: Segments,
     most: int | None,
-    among: Among = every_layout,
 ) -> list[PricedLayout]:
     """Return every layout in which rows of so many tokens can run, at each algorithm's degrees.
 
     Matrices are split in Megatron's way alone, and tokens between them, which costs nothing and
     saves memory. typical: a row with the documents that rows have. most: of each number of stages,
     tensor and context degree, how many ways to share a row are looked at closely, those that take
-    least for a single document; None: all. among: which layouts count.
+    least for a single document; None: all.
     """
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
@@ -122,7 +115,7 @@ def priced_layouts(
     legal = legal_for(shape, hardware.ranks_per_host)
 
     def why_not(way: Way) -> str | None:
-        return legal(way) or (None if among(way.layout) else "not among those asked for")
+        return legal(way) or (None if setting.among(way.layout) else "not among those asked for")
 
     alike: dict[tuple[int, int, int], list[tuple[float, Way]]] = {}
     space = Space(tokens=(True,), pipelines=setting.stages, virtual=(1,))

@@ -132,55 +132,43 @@ def _independent(
     1969), and once those of wide groups before others; the shorter step is taken. Wide groups run
     first: where every size divides the next, no rank then waits for another.
     """
+    widths = [group_ranks[row.bucket] for row in rows]
+
+    def dealt(order: Sequence[int]) -> list[_Taken]:
+        """Deal rows out in an order to blocks of ranks, each to the one that is free first."""
+        clocks, passes = [0.0] * ranks, dict[tuple[int, int], list[_Taken]]()
+        for number in order:
+            row, width = rows[number], widths[number]
+            firsts = range(0, ranks - width + 1, width)
+            end, first = min((max(clocks[at : at + width]), at) for at in firsts)
+            mine, most = passes.setdefault((row.bucket, first), []), limits.most_memory - row.memory
+            taken = next((one for one in reversed(mine) if one.memory <= most), None)
+            if taken is None:
+                taken = _Taken(row.bucket, first)
+                mine.append(taken)
+                end += limits.pass_seconds
+            taken.add(number, row)
+            clocks[first : first + width] = [end + row.seconds] * width
+        return [one for each in passes.values() for one in each]
+
+    def in_turn(found: Sequence[_Taken]) -> list[MicroStep]:
+        """Return micro-steps in which each rank finds its groups in turn, the widest first."""
+        steps, done = list[list[RankGroup]](), [0] * ranks
+        for one in sorted(
+            found, key=lambda one: (-group_ranks[one.bucket], one.bucket, one.first, -one.seconds)
+        ):
+            members = slice(one.first, one.first + group_ranks[one.bucket])
+            at = max(done[members])
+            done[members] = [at + 1] * group_ranks[one.bucket]
+            if at == len(steps):
+                steps.append([])
+            steps[at].append(one.group)
+        return [tuple(sorted(step, key=lambda group: group.first)) for step in steps]
+
     longest = _longest_first(rows)
-    widest = sorted(longest, key=lambda n: -group_ranks[rows[n].bucket])
-    tried = (
-        _in_turn(_dealt(order, rows, (group_ranks, ranks), limits), group_ranks, ranks)
-        for order in (longest, widest)
-    )
+    widest = sorted(longest, key=lambda number: -widths[number])
+    tried = (in_turn(dealt(order)) for order in (longest, widest))
     return min(tried, key=lambda plan: makespan(plan, rows, group_ranks, ranks, limits))
-
-
-def _dealt(
-    order: Sequence[int],
-    rows: Sequence[RowWork],
-    sizes: tuple[Sequence[int], int],
-    limits: Limits,
-) -> list[_Taken]:
-    """Deal rows out to blocks of ranks, each to the one that is free first.
-
-    order: the rows' numbers, in their order. sizes: the ranks of a group of each bucket, and all.
-    """
-    group_ranks, ranks = sizes
-    clocks, passes = [0.0] * ranks, dict[tuple[int, int], list[_Taken]]()
-    for number in order:
-        row, width = rows[number], group_ranks[rows[number].bucket]
-        firsts = range(0, ranks - width + 1, width)
-        end, first = min((max(clocks[at : at + width]), at) for at in firsts)
-        mine, most = passes.setdefault((row.bucket, first), []), limits.most_memory - row.memory
-        taken = next((one for one in reversed(mine) if one.memory <= most), None)
-        if taken is None:
-            taken = _Taken(row.bucket, first)
-            mine.append(taken)
-            end += limits.pass_seconds
-        taken.add(number, row)
-        clocks[first : first + width] = [end + row.seconds] * width
-    return [one for each in passes.values() for one in each]
-
-
-def _in_turn(found: Sequence[_Taken], group_ranks: Sequence[int], ranks: int) -> list[MicroStep]:
-    """Return micro-steps in which each rank finds its groups in turn, the widest first."""
-    steps, done = list[list[RankGroup]](), [0] * ranks
-    for one in sorted(
-        found, key=lambda one: (-group_ranks[one.bucket], one.bucket, one.first, -one.seconds)
-    ):
-        members = slice(one.first, one.first + group_ranks[one.bucket])
-        at = max(done[members])
-        done[members] = [at + 1] * group_ranks[one.bucket]
-        if at == len(steps):
-            steps.append([])
-        steps[at].append(one.group)
-    return [tuple(sorted(step, key=lambda group: group.first)) for step in steps]
 
 
 @dataclass(eq=False)

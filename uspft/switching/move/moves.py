@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,13 +62,6 @@ class Moves:
     stays: Sequence[Delivery]
     """What a rank has already and needs, whose sender and receiver are the same."""
 
-    def sent(self) -> Counter[int]:
-        """Return how many elements each rank sends."""
-        found: Counter[int] = Counter()
-        for delivery in self.deliveries:
-            found[delivery.sender] += delivery.elements
-        return found
-
 
 def plan_moves(
     before: Stock, after: Stock, hosts: Sequence[int], *, once_into_hosts: bool = False
@@ -79,7 +72,28 @@ def plan_moves(
     is sent there once, to the rank that has got least so far, which hands it on; else, as HotSPa
     does, to each rank that needs it. Raises ValueError where nobody has what a rank needs.
     """
-    planner = _Planner(hosts, once_into_hosts=once_into_hosts)
+    deliveries, stays = list[Delivery](), list[Delivery]()
+    # By whether it stays on the host: how many elements each rank has sent of all parameters.
+    sent = {True: Counter[int](), False: Counter[int]()}
+    got = Counter[int]()  # from other hosts, to hand on
+
+    def send(one: Delivery) -> None:
+        sent[hosts[one.sender] == hosts[one.receiver]][one.sender] += one.elements
+        deliveries.append(one)
+
+    def least(ranks: Sequence[int], *, here: bool) -> int:
+        """Return the rank that has sent least; the first of several."""
+        return min(ranks, key=lambda rank: sent[here][rank])
+
+    def send_into(name: str, cell: _Cell, host: int) -> int:
+        """Send a cell into a host; return the rank there that gets it and hands it on."""
+        here = [rank for rank in cell.needers if hosts[rank] == host]
+        first = min(here, key=lambda rank: got[rank])
+        delivery = Delivery(name, cell.box, least(cell.owners, here=False), first)
+        got[first] += delivery.elements
+        send(delivery)
+        return first
+
     cells: dict[tuple[tuple[Lot, ...], tuple[Lot, ...]], list[_Cell]] = {}
     for name, needed in after.items():
         key = before[name], needed  # layers are alike
@@ -88,8 +102,21 @@ def plan_moves(
         for cell in cells[key]:
             if not cell.owners:
                 raise ValueError(f"nobody has {name}{list(cell.box)}, which {cell.needers} need")
-            planner.place(name, cell)
-    return Moves(tuple(planner.deliveries), tuple(planner.stays))
+            into: dict[int, int] = {}
+            for needer in cell.needers:
+                host = hosts[needer]
+                near = [rank for rank in cell.owners if hosts[rank] == host]
+                if needer in cell.owners:
+                    stays.append(Delivery(name, cell.box, needer, needer))
+                elif near or not once_into_hosts:
+                    sender = least(near or cell.owners, here=bool(near))
+                    send(Delivery(name, cell.box, sender, needer))
+                else:
+                    if host not in into:
+                        into[host] = send_into(name, cell, host)
+                    if needer != into[host]:
+                        send(Delivery(name, cell.box, into[host], needer, handed_on=True))
+    return Moves(tuple(deliveries), tuple(stays))
 
 
 class _Cell(NamedTuple):
@@ -125,55 +152,3 @@ def _cells(before: Sequence[Lot], after: Sequence[Lot]) -> Iterator[_Cell]:
     for cell in sorted(needers):
         box = tuple((along[i], along[i + 1]) for along, i in zip(edges, cell, strict=True))
         yield _Cell(box, owners.get(cell, ()), needers[cell])
-
-
-@dataclass
-class _Planner:
-    """The choice of senders, which remembers how much each rank has sent of all parameters."""
-
-    hosts: Sequence[int]
-    once_into_hosts: bool
-    deliveries: list[Delivery] = field(default_factory=list)
-    stays: list[Delivery] = field(default_factory=list)
-    _sent: dict[bool, Counter[int]] = field(
-        default_factory=lambda: {True: Counter(), False: Counter()}
-    )
-    """By whether it stays on the host: how many elements each rank has sent."""
-    _got: Counter[int] = field(default_factory=Counter)
-    """How many elements each rank has got from other hosts, to hand on."""
-
-    def place(self, name: str, cell: _Cell) -> None:
-        """Plan how all who need a cell get it."""
-        into: dict[int, int] = {}
-        for needer in cell.needers:
-            host = self.hosts[needer]
-            near = [rank for rank in cell.owners if self.hosts[rank] == host]
-            if needer in cell.owners:
-                self.stays.append(Delivery(name, cell.box, needer, needer))
-            elif near:
-                self._send(Delivery(name, cell.box, self._least(near, here=True), needer))
-            elif not self.once_into_hosts:
-                self._send(Delivery(name, cell.box, self._least(cell.owners, here=False), needer))
-            else:
-                if host not in into:
-                    into[host] = self._into(name, cell, host)
-                if needer != into[host]:
-                    self._send(Delivery(name, cell.box, into[host], needer, handed_on=True))
-
-    def _into(self, name: str, cell: _Cell, host: int) -> int:
-        """Send a cell into a host; return the rank there that gets it and hands it on."""
-        here = [rank for rank in cell.needers if self.hosts[rank] == host]
-        first = min(here, key=lambda rank: self._got[rank])
-        delivery = Delivery(name, cell.box, self._least(cell.owners, here=False), first)
-        self._got[first] += delivery.elements
-        self._send(delivery)
-        return first
-
-    def _least(self, ranks: Sequence[int], *, here: bool) -> int:
-        """Return the rank that has sent least; the first of several."""
-        return min(ranks, key=lambda rank: self._sent[here][rank])
-
-    def _send(self, delivery: Delivery) -> None:
-        here = self.hosts[delivery.sender] == self.hosts[delivery.receiver]
-        self._sent[here][delivery.sender] += delivery.elements
-        self.deliveries.append(delivery)

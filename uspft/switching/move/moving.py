@@ -12,47 +12,43 @@ b·p/n and b·h. What is under way comes on top, of at most BATCH_ELEMENTS of th
 time. Bytes that a rank sends in a step on average, for each parameter of matrices that the tensor
 degrees t of the layouts divide: Σ_t (1/t − 1/n) · (b + 4), whichever links carry it. HotSPa's own
 way, from layout to layout, sends more (benchmarks/switching/straight.py).
+
+DeepSpeed's ZeRO is not used. Its gradients come from its own hooks on parameters of one shape;
+those that another puts into its buffers it ignores silently (stage 1 in bfloat16, 0.19.8).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from uspft.comm import total
+from uspft.engine.state import GRADIENT, adamw, start_moments
 from uspft.engine.step import (
     Engine,
-    Laps,
     LossModule,
     StageRunner,
-    StepResult,
-    allowed,
-    counted,
-    evaluated,
     in_turn,
-    means_of,
-    require_good,
-    scales_of,
 )
+from uspft.layout import StoredAs
 from uspft.parameters import counting
-from uspft.switching.move.owners import Owners, Switches
+from uspft.parameters.shards import owned, owned_parts
+from uspft.switching.move.moves import Stock, plan_moves, stock_of
+from uspft.switching.move.switch import Switch
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
+    from uspft.comm import Group
     from uspft.config import Recipe
     from uspft.objective import Scales
-    from uspft.parameters.part import Part
+    from uspft.parameters.part import Part, Shape
     from uspft.parameters.shards import Holders, Shards
-
-
-SWITCH, UPDATE = -1, -2
-"""What a lap of the clock is of, if not of a micro-batch."""
 
 
 class MovingEngine(Engine):
@@ -98,82 +94,114 @@ class MovingEngine(Engine):
             cast("nn.Module", module).to(device),
             *(net for net, _ in self._staged.values()),
         ]
-        self.named = module.named()
-        self.owners = Owners(self.named, holders, recipe, device)
-        self.adam = self.owners.adam
-        self.switches = Switches(self.owners, holders.everyone, hosts)
-        self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
+        self.named, dtype = module.named(), getattr(torch, recipe.model.dtype)
+        self.shapes: dict[str, Shape] = {n: holders.shapes[n] for n in _in_order(self.named)}
+        """The whole shape of every parameter, in the order in which they lie."""
+        self._own(recipe)
+        self.switches = Switches(self.shapes, self.trains, holders.everyone, hosts)
+        self._nothing = torch.empty(0, dtype=dtype, device=device)
         self._here: Shards | None = None
         """The layout whose parts the module's parameters are."""
         self._sums: dict[str, tuple[Tensor, float]] = {}
         """Where each gradient is added up while a layout trains, and what it is multiplied by."""
-        self.laps = Laps(device)
-        """The clock of the step's micro-batches, and of the switches between them."""
+        self._lap_of: list[int | None] = []
+        """The micro-batch of each lap of the step's clock; None: a switch between layouts."""
         self._hooks = [
-            self.named[name].register_post_accumulate_grad_hook(self._adder(name))
-            for name in self.owners.trained
+            self.named[name].register_post_accumulate_grad_hook(partial(self._add, name))
+            for name in self.trains
         ]
         self._release()
 
-    def _adder(self, name: str) -> Callable[[Tensor], None]:
-        """Return what takes a parameter's gradient away as soon as a backward pass has made it."""
+    def _own(self, recipe: Recipe) -> None:
+        """Take what this rank owns of what it holds: its piece of every parameter, flat, and AdamW
+        over those that train; collective.
 
-        def add(parameter: Tensor) -> None:
-            place, share = self._sums[name]
-            assert parameter.grad is not None
-            place.add_(parameter.grad, alpha=share)
-            parameter.grad = None
+        Those that train come first, and of them those that are decayed.
+        """
+        shards, zero = self.holders.shards, self.holders.zero
+        self._max_norm = recipe.training.max_grad_norm
+        self.trains = {name: None for name in self.shapes if self.named[name].requires_grad}
+        """The names of those that train, in order."""
+        self._places: dict[str, _Place] = {}
+        pieces, at = [], 0
+        for name, shape in self.shapes.items():
+            values = self.named[name].detach().to(self.device)
+            if zero.size > 1:  # it is filled on one of them
+                dist.broadcast(values, src=zero.ranks[0], group=zero.handle)
+            _, (start, stop) = owned(shards, name, shape, self.holders.rank)
+            self._places[name] = _Place(start, at, stop - start)
+            pieces.append(values.flatten()[start:stop].clone())
+            at += stop - start
+        flat = torch.cat(pieces)
+        trained = sum(self._places[name].elements for name in self.trains)
+        self.masters = flat[:trained].to(torch.float32, copy=True)
+        self._frozen = flat[trained:].clone()
+        self.gradients = torch.zeros_like(self.masters)
+        """The sum of what all ranks have made of this rank's piece of the gradient."""
+        decayed = [name for name in self.trains if len(self.shapes[name]) > 1]
+        self._decayed = sum(self._places[name].elements for name in decayed)
+        self._groups = [
+            _with_gradient(self.masters[among], self.gradients[among])
+            for among in (slice(0, self._decayed), slice(self._decayed, trained))
+        ]
+        self.adam = adamw(self._groups[:1], self._groups[1:], recipe.optimizer)
+        start_moments(self.adam)
 
-        return add
+    def _add(self, name: str, parameter: Tensor) -> None:
+        """Take a parameter's gradient away as soon as a backward pass has made it."""
+        place, share = self._sums[name]
+        assert parameter.grad is not None
+        place.add_(parameter.grad, alpha=share)
+        parameter.grad = None
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        return self.owners.fragment(name, kind)
-
-    def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        start, held = self.fragment(name, kind)
-        if held.numel():
-            held.copy_(read(start, start + held.numel()))
+        start, at, count = self._places[name]
+        held = self.masters
+        if name not in self.trains:
+            if kind != "weight":
+                raise RuntimeError(f"{name} is frozen and has no {kind}")
+            held, at = self._frozen, at - len(self.masters)
+        elif kind == GRADIENT:
+            held = self.gradients
+        elif kind != "weight":
+            plain = len(self.shapes[name]) <= 1
+            held = self.adam.state[self._groups[plain]][kind]
+            at -= self._decayed if plain else 0
+        return start, held[at : at + count]
 
     def make_moments(self, empty: Batch) -> None:
         """Do nothing, since owners have them from the beginning."""
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        learning_rate: float,
-        stop: bool,
-        look: Callable[[], None] | None = None,
-        *,
-        most: float = math.inf,
-    ) -> StepResult:
-        """Take a step as `Engine.step` says; the layouts of all ranks' micro-batches must store the
+    def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
+        """Run a step as `Engine.run` says; the layouts of all ranks' micro-batches must store the
         parameters in the same ways."""
-        turns = self._turns(batches)
-        objective, everyone = self.module.objective, self.holders.everyone
-        counts = counted(objective, batches, everyone, self.device)
-        scales = scales_of(objective, counts)
-        self.owners.begin(learning_rate)
+        self.gradients.zero_()
         sums = torch.zeros(len(scales), dtype=torch.float64, device=self.device)
-        self.laps, order = Laps(self.device), list[int]()  # what each lap is of
-        for shards, own in turns:
+        self._lap_of.clear()
+        for shards, own in self._turns(batches):
             with self._training(shards):
                 self.laps.mark()
-                _, run = self._staged.get(shards.layout.pipeline, (None, in_turn))
-                sums += run(self, [batches[number] for number in own], scales)
+                here = [batches[number] for number in own]
+                sums += (self.stages_for(here[0]) or in_turn)(self, here, scales)
             self.laps.mark()
-            order += [SWITCH, *own, SWITCH]
-        means, stops = means_of(objective, sums, stop, everyone, self.device)
-        if look:
-            look()
-        norm = self.owners.update(allowed(means, most))
-        self.laps.mark()
-        took = dict.fromkeys([SWITCH, UPDATE, *range(len(batches))], 0.0)
-        for of, seconds in zip([*order, UPDATE], self.laps.seconds(), strict=True):
+            self._lap_of += [None, *own, None]
+        return sums
+
+    def update(self, most: float) -> float:
+        own = float(torch.linalg.vector_norm(self.gradients, dtype=torch.float64))
+        (squares,) = self.total(own * own)
+        norm = math.sqrt(squares)
+        if math.isfinite(norm) and norm <= most:
+            if self._max_norm is not None:
+                self.gradients.mul_(min(1.0, self._max_norm / (norm + 1e-6)))
+            self.adam.step()
+        return norm
+
+    def seconds(self, batches: int) -> tuple[tuple[float, ...], float]:
+        took: dict[int | None, float] = dict.fromkeys([None, *range(batches)], 0.0)
+        for of, seconds in zip(self._lap_of, self.laps.seconds(), strict=True):
             took[of] += seconds
-        each = tuple(took[number] for number in range(len(batches)))
-        moved = took[SWITCH]
-        result = StepResult(means, counts, norm, stops, seconds=each, switch_seconds=moved)
-        return require_good(result, most)
+        return tuple(took[number] for number in range(batches)), took[None]
 
     def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
         """Return the numbers of each layout's micro-batches, the least sharded first; collective.
@@ -192,9 +220,9 @@ class MovingEngine(Engine):
             for key in sorted(set(keys))
         ]
         mine = float(sum(1 << place[shards.layout.stored_as] for shards, _ in turns))
-        everyone = self.holders.everyone
-        numbers, squares = total([mine, mine * mine], everyone, self.device)
-        if numbers * numbers != squares * everyone.size:  # equal just where all numbers are
+        numbers, squares = self.total(mine, mine * mine)
+        alike = numbers * numbers == squares * self.holders.everyone.size  # just where all are
+        if not alike:
             raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
         return turns
 
@@ -202,9 +230,9 @@ class MovingEngine(Engine):
     def _training(self, shards: Shards) -> Iterator[None]:
         """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
         self._bind(shards)
-        sums, at = torch.zeros(self._count(shards), device=self.device), 0
-        for name in self.owners.trained:
-            part = self._part(shards, name)
+        parts = {name: self._part(shards, name) for name in self.trains}
+        sums, at = torch.zeros(sum(p.count for p in parts.values()), device=self.device), 0
+        for name, part in parts.items():
             place = sums[at : at + part.count].view(part.size)
             degree, split = shards.layout.tensor, shards.splits_tokens
             times = counting.times(shards, name, degree, splits_tokens=split)
@@ -216,10 +244,18 @@ class MovingEngine(Engine):
             self._release()
         self.give(shards, sums)
 
+    def weights(self) -> Tensor:
+        """Return all that this rank owns, flat, in the compute type."""
+        trained, frozen = len(self.masters), len(self._frozen)
+        found = torch.empty(trained + frozen, dtype=self._nothing.dtype, device=self.device)
+        found[:trained].copy_(self.masters)
+        found[trained:].copy_(self._frozen)
+        return found
+
     def fetch(self, shards: Shards) -> Tensor:
         """Return what this rank holds of all parameters under a layout, flat; collective."""
-        weights = self.owners.weights()
-        switch = self.switches.from_owners(self.holders.shards, shards, trained=False)
+        weights = self.weights()
+        switch = self.switches.between(self.holders.shards, shards, trained=False)
         found = weights.new_empty(switch.count_after)
         switch.copy(weights, found)
         return found
@@ -227,19 +263,15 @@ class MovingEngine(Engine):
     def give(self, shards: Shards, sums: Tensor) -> None:
         """Give owners what this rank has made of the gradients of what it holds under a layout,
         flat, which may change; collective. Over all ranks each gradient is in it once."""
-        switch = self.switches.from_owners(self.holders.shards, shards, trained=True)
-        switch.add(sums, self.owners.gradients)
-
-    def _count(self, shards: Shards) -> int:
-        """Return how many elements this rank holds of what trains under a layout."""
-        return sum(self._part(shards, name).count for name in self.owners.trained)
+        switch = self.switches.between(self.holders.shards, shards, trained=True)
+        switch.add(sums, self.gradients)
 
     def _part(self, shards: Shards, name: str) -> Part:
-        return shards.part(name, self.owners.shapes[name], self.holders.rank)
+        return shards.part(name, self.shapes[name], self.holders.rank)
 
     def _bind(self, shards: Shards) -> None:
         weights, at = self.fetch(shards), 0
-        for name in self.owners.shapes:
+        for name in self.shapes:
             part = self._part(shards, name)
             self.named[name].data = weights[at : at + part.count].view(part.size)
             at += part.count
@@ -277,15 +309,95 @@ class MovingEngine(Engine):
                 net.train()
             self.holders.everyone.books.close()  # what came for this is of no training step
 
+    def stages_for(self, batch: Batch) -> StageRunner | None:
+        _, run = self._staged.get(batch.world.layout.pipeline, (None, None))
+        return run
+
     def terms(self, batch: Batch) -> dict[str, float]:
         shards = self.every[batch.world.layout.stored_as]
         if self._here is not shards:
             self._release()
             self._bind(shards)
-        _, run = self._staged.get(shards.layout.pipeline, (None, None))
-        forward = partial(run.forward, self) if run else self.forward
-        return evaluated(self.module.objective, partial(forward, batch))
+        return super().terms(batch)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class _Place(NamedTuple):
+    """Where what this rank owns of a parameter lies: in its part, and among all that it owns."""
+
+    start: int
+    at: int
+    elements: int
+
+
+def _with_gradient(values: Tensor, gradient: Tensor) -> nn.Parameter:
+    found = nn.Parameter(values)
+    found.grad = gradient
+    return found
+
+
+def _in_order(named: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of what is decayed, of what else trains, and of what is frozen."""
+
+    def kind(name: str) -> int:
+        parameter = named[name]
+        return 2 if not parameter.requires_grad else int(parameter.dim() <= 1)
+
+    return sorted(named, key=kind)
+
+
+class Switches:
+    """The switches among what ranks own and hold under several layouts; each is planned once."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        trains: Collection[str],
+        everyone: Group,
+        hosts: Sequence[int] | None = None,
+    ) -> None:
+        """shapes: of all parameters, in the order in which they lie. trains: the names of those
+        that train. hosts: a number of each rank's host; None for one host."""
+        self._shapes, self._trains, self._everyone = shapes, trains, everyone
+        self._hosts = tuple(hosts or (0,) * everyone.size)
+        self._stocks: dict[_StockKey, Stock] = {}
+        self._made: dict[tuple[_StockKey, _StockKey], Switch] = {}
+
+    def between(
+        self,
+        before: Shards,
+        after: Shards,
+        trained: bool,
+        owned: tuple[bool, bool] = (True, False),
+    ) -> Switch:
+        """Return the switch from what ranks have under one layout to what they have under another.
+
+        trained: whether of what trains alone. owned: whether it is what they own, before and after,
+        and not all that they hold.
+        """
+        one, other = (
+            (s.layout.stored_as, trained, o) for s, o in zip((before, after), owned, strict=True)
+        )
+        if (one, other) not in self._made:
+            stocks = self._stock(before, one), self._stock(after, other)
+            moves = plan_moves(*stocks, self._hosts, once_into_hosts=True)
+            self._made[one, other] = Switch(moves, *stocks, self._everyone)
+        return self._made[one, other]
+
+    def _stock(self, shards: Shards, key: _StockKey) -> Stock:
+        _, trained, owned = key
+        if key not in self._stocks:
+            names = self._trains if trained else self._shapes
+            shapes = {name: self._shapes[name] for name in names}
+            self._stocks[key] = stock_of(shards, shapes)
+            if owned:
+                parts = {name: owned_parts(shards, name, shape) for name, shape in shapes.items()}
+                self._stocks[key] = parts
+        return self._stocks[key]
+
+
+_StockKey = tuple[StoredAs, bool, bool]
+"""How ranks store the parameters, whether it is of those that train alone, and of what they own."""

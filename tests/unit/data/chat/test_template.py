@@ -34,8 +34,7 @@ from uspft.data.chat.template import (
     turn_ends,
     without_marks,
 )
-from uspft.data.chat.token_spans import TokenBytes, tokenise_spans
-from uspft.data.corpus.tokenise import TextTokeniser
+from uspft.data.corpus.tokenise import TextTokeniser, TokenBytes, tokenise_spans
 from uspft.data.faults import SampleFault
 from uspft.data.records.known_fields import ROLES
 from uspft.data.samples import Origin, Rendered

@@ -1,5 +1,6 @@
 """Packed rows dealt out: attention work and bytes, both counted token by token; and the search for
-who holds which chunk, its figures against masks and how long it keeps Python."""
+who holds which chunk, its figures against masks, how long it keeps Python, and mix by mix what a
+row sends: never more than was recorded, at the same balance."""
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from tests.support.algorithms import ALGORITHMS, named
 from tests.support.rows import packed
 from uspft.segments import Segments
 from uspft.sequence import Heads
-from uspft.sequence.rows.balance import Search, assign, balanced
-from uspft.sequence.rows.dealt import Dealt
+from uspft.sequence.rows.balance import Dealt, Search, assign, balanced
 from uspft.sequence.rows.spans import Span
 
 Ints = NDArray[np.int64]
@@ -259,3 +259,44 @@ def test_the_search_leaves_python_to_the_thread_that_starts_kernels() -> None:
         sys.setprofile(before)
     assert len(found.owner) == 64 and found.chunk == ROW // 64
     assert calls < 50_000
+
+
+LONG = 131072
+
+
+def one(window: int | None) -> list[int]:
+    return [LONG] if window else [LONG - 4096, 4096]
+
+
+def long_among_short(_: int | None) -> list[int]:
+    """One long document among 2,752 short ones."""
+    dice = np.random.default_rng(3)
+    short = dice.multinomial(LONG - 37_000 - 2752, [1 / 2752] * 2752) + 1
+    return [*short[:1000].tolist(), 37_000, *short[1000:].tolist()]
+
+
+def halves(_: int | None) -> list[int]:
+    return [LONG // part for part in (2, 4, 8, 16, 32, 64, 128, 128)]
+
+
+def short(_: int | None) -> list[int]:
+    dice = np.random.default_rng(2)
+    return (dice.multinomial(LONG - 904, [1 / 904] * 904) + 1).tolist()
+
+
+# What the busiest of eight ranks sent under the search of before, in units of its own keys and
+# values (received ones kept): whole documents, and with a window of 4096 tokens.
+RECORDED = [
+    (one, 10.5, 0.4999),
+    (halves, 6.0, 0.9998),
+    (short, 0.0087, 0.0087),
+    (long_among_short, 3.6721, 0.9297),
+]
+
+
+@pytest.mark.parametrize(("mix", "whole", "windowed"), RECORDED)
+def test_no_mix_costs_more_bytes_than_was_recorded(mix: Any, whole: float, windowed: float) -> None:
+    for window, most in ((None, whole), (4096, windowed)):
+        found = assign(packed(mix(window)), 8, 1, window=window)
+        assert found.balance <= LIMIT
+        assert found.sent <= most + 1e-4, (found.sent, window)

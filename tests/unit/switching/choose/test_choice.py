@@ -169,7 +169,7 @@ def test_stages_wait_for_one_another_and_hold_less() -> None:
     taken = 8 * (row + staged.beside) * staged.filling(8)
     assert alone.seconds(drawn) == pytest.approx(alone.once_seconds + taken)
     static = Static(given, staged)
-    assert static.fits and static.seconds(drawn) > taken
+    assert static.alone.fits and static.seconds(drawn) > taken
 
 
 def layouts(given: Setting, length: int) -> Sequence[PricedLayout]:
@@ -199,9 +199,10 @@ def test_rows_at_once_are_those_of_a_run_where_it_says_how_many() -> None:
 def test_a_layout_may_stay_the_same_where_rows_are_not_packed() -> None:
     """Rows of a bucket's length have less padding, also under the layout of all others."""
     drawn = DrawnSteps(tail(), 192, ROW, packing="none")
-    found = choose(setting(400e9), drawn, whole)
+    given = replace(setting(400e9), among=whole)
+    found = choose(given, drawn)
     assert found.layouts and found.switches and {b.name for b in found.layouts.buckets} == {"data4"}
-    assert choose(setting(400e9), replace(drawn, packing="best_fit"), whole).layouts is None
+    assert choose(given, replace(drawn, packing="best_fit")).layouts is None
 
 
 def whole(layout: Layout) -> bool:

@@ -57,7 +57,7 @@ def test_the_plan_is_hotspas(name: str) -> None:
     before, after, messages, moved, kept, inside, between = GOLDEN[name]
     moves = plan_moves(in_order(before), in_order(after), TWO_HOSTS)
     assert len(moves.deliveries) == messages
-    assert sum(m.elements for m in moves.deliveries) == sum(moves.sent().values()) == moved
+    assert sum(m.elements for m in moves.deliveries) == moved
     assert sum(m.elements for m in moves.stays) == kept
     assert sent(moves.deliveries, TWO_HOSTS, inside=True) == inside
     assert sent(moves.deliveries, TWO_HOSTS, inside=False) == between

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from uspft.called import VARIABLE
-from uspft.commands.summary import summary
+from uspft.commands.train import summary
 from uspft.config import Recipe, load
 from uspft.prepare.host import Invocation
 

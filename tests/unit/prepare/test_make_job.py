@@ -10,8 +10,8 @@ import pytest
 from tests.support.data_cases import block, write_lines
 from tests.support.shapes import QWEN3, shape
 from uspft.data import Corpus, DataError, prepare
-from uspft.prepare import data as made_ready
-from uspft.prepare.data import require_text
+from uspft.prepare import make_job as made_ready
+from uspft.prepare.make_job import require_text
 
 WHOLE = {"model_type": "qwen3_vl", "text_config": {**QWEN3, "model_type": "qwen3_vl_text"}}
 WHOLE |= {"vision_config": {}, "image_token_id": 7, "video_token_id": 9}

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.problems import BASE, lines
 from uspft.config import Recipe, RecipeError, load
+from uspft.config.loading import mappings
 from uspft.config.messages import choices
 from uspft.config.other_tools import table_of
 from uspft.config.reference import blocks, keys
-from uspft.config.unknown import mappings
 
 DERIVED = {
     row.key.removeprefix("deepspeed."): row.to

@@ -49,7 +49,7 @@ def moved(before: Stock, after: Stock, ranks: int, *, once: bool = False) -> flo
     """What a rank sends on average, in elements for each of the parameters'."""
     hosts = [2 * rank // ranks for rank in range(ranks)]
     moves = plan_moves(before, after, hosts, once_into_hosts=once)
-    return sum(moves.sent().values()) / ranks / ELEMENTS
+    return sum(one.elements for one in moves.deliveries) / ranks / ELEMENTS
 
 
 def by_owners(degrees: Sequence[int], n: int, b: int, *, once: bool) -> float:
