@@ -53,7 +53,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
     if not reached:
-        hidden = [Tensor(size, hidden[0].storage, None, 0)]
+        hidden = [Tensor(size, hidden[0].storage)]
     plain = StateLayer if sizes.state else Layer
     kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else plain
     layer = kind(tape, sizes)
@@ -107,7 +107,7 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     size = s.between_bytes()
     before = tape.leaf(size)
     if not reached:
-        before = Tensor(size, before.storage, None, 0)
+        before = Tensor(size, before.storage)
     hidden = norm(tape, s, before, s.between, trains=sizes.norm_trains)
     del before
     every = all_features(tape, hidden, s.tensor) if s.mesh_rows else enter(tape, s, hidden)

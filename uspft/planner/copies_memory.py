@@ -227,7 +227,7 @@ class LayerOfCopies(Layer):
             for name, made in parts.items():
                 made.append(tape.viewed(self._one.project(arrived, name)))
         self._whole = {name: self._together(made) for name, made in parts.items()}
-        out = super()._attended(Tensor(0.0, None, None, 0))
+        out = super()._attended(Tensor(0.0))
         del arrived, made
         out = tape.viewed(out)
         if s.splits_tokens:

@@ -48,7 +48,7 @@ def _formed(tape: LayerTape, size: float, s: LayerSizes, of: Experts) -> Tensor:
     of_thin = lambda grads: [tape.new(thin)]  # noqa: E731
     (product,) = tape.record((tape.parameter(True),), (size,), of_thin, saves=True)
     product = tape.remade(product)
-    return tape.added(product, Tensor(size, None, None, 0))
+    return tape.added(product, Tensor(size))
 
 
 def _score(s: LayerSizes) -> int:
@@ -66,7 +66,7 @@ def _chosen(tape: LayerTape, logits: Tensor, s: LayerSizes, of: Experts) -> tupl
     scores = tape.gated(tape.remade(found, found.size / of.number * of.met, keeps=[index]))
     if scores.size != _score(s) * choices:
         scores = tape.remade(scores, _score(s) * choices)
-    return Tensor(index.size, index, None, 0), scores
+    return Tensor(index.size, index), scores
 
 
 def _taken(tape: LayerTape, x: Tensor, size: float, index: object) -> Tensor:
@@ -99,7 +99,7 @@ class _Experts:
             sent = tape.new(INDEX * choices)
             whole = [tape.new(INDEX / 2 * choices) for _ in range(2)]
             del sent, whole
-            index = Tensor(INDEX * choices, tape.new(INDEX * choices), None, 0)
+            index = Tensor(INDEX * choices, tape.new(INDEX * choices))
         every = [rows, index, factors]
         if s.tile:
             share = min(1.0, s.tile / (self._rows if divides else self._tokens))

@@ -143,7 +143,7 @@ class GroupMemory(ABC):
     def _input(self, one: Layer, *, wanted: bool = False) -> Tensor:
         """Return what the block takes of a tile. wanted: whether its gradient is."""
         size = self._tile.between_bytes()
-        x = Tensor(size, None, None, 0)
+        x = Tensor(size)
         if wanted:
             x = self.tape.leaf(size, self.tape.new(0.0))
         x = one.norm(x, self._before)
@@ -159,15 +159,15 @@ class GroupMemory(ABC):
     def _projected(self, one: Layer, *, wanted: bool) -> Tensor:
         """Return what the last projection makes of a tile. wanted: whether the input's gradient
         is."""
-        x = Tensor(self._tile.between_bytes(), None, None, 0)
+        x = Tensor(self._tile.between_bytes())
         if self._gated:
             with self.tape.no_gradient():
                 x = self._input(one)
             x = self.tape.leaf(x.size, x.storage) if wanted else x
-        out = Tensor(self._tile_out, None, None, 0)
+        out = Tensor(self._tile_out)
         if self.sizes.gathers:  # of all ranks, which is put together
             size = out.size * (self._tile.sharing.tokens < self.sizes.sharing.tokens)
-            out = Tensor(out.size, self.tape.new(size), None, 0)
+            out = Tensor(out.size, self.tape.new(size))
             out = self.tape.leaf(out.size, out.storage) if wanted else out
         return one.project(one.taken(x, out), self.sizes.out)
 
@@ -464,7 +464,7 @@ class StateGroupMemory(GroupMemory):
         found = [tape.new(of.bytes(of.values))]
         for some in self._groups():
             with tape.no_gradient():
-                every = [Tensor(one.size, one, None, 0) for one in self._made_of(some)]
+                every = [Tensor(one.size, one) for one in self._made_of(some)]
                 inside = self._taken(every, some)
                 own = run_rule(tape, inside, some)
                 kept = tape.new(kept_bytes(some))

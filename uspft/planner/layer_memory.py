@@ -12,7 +12,7 @@ from functools import partial
 from uspft.planner.attention_memory import InnerAttention, Remembered, attend, attend_over_heads
 from uspft.planner.expert_memory import routed
 from uspft.planner.layer_sizes import OUTWARD, LayerSizes
-from uspft.planner.mesh_memory import MeshProduct
+from uspft.planner.mesh_memory import ProductOnMesh
 from uspft.planner.operations import Angles, LayerTape, NormKind
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
 from uspft.planner.tape import Storage, Tensor
@@ -78,10 +78,10 @@ class Layer:
         share = s.made_share(name)
         size, made = x.size / takes * gives, round(share * gives)
         if not made:
-            return Tensor(size, tape.new(0.0), None, 0)
+            return Tensor(size, tape.new(0.0))
 
         def among_zeros(found: Tensor) -> Tensor:
-            rest = Tensor(size - found.size, None, None, 0)
+            rest = Tensor(size - found.size)
             return tape.joined([found, rest]) if made < gives else found
 
         found = among_zeros(self._product(x, name, takes, made))
@@ -104,7 +104,7 @@ class Layer:
         into = name != OUTWARD[block]
         number = 2 * (block == "mlp") + (not into)
         mesh = s.mesh_rows, s.tensor, s.slices[number]
-        product = MeshProduct(tape, s.element, s.sharing.tokens, s.hidden, *mesh)
+        product = ProductOnMesh(tape, s.element, s.sharing.tokens, s.hidden, *mesh)
         if not into:
             return product.outward(tape.viewed(x), takes, trains=self._trains(name))
         if name not in self._made:

@@ -1,4 +1,13 @@
-"""The only memory formula: the bytes of one rank by part, their peak, and the longest row."""
+"""The only memory formula: the bytes of one rank by part, their peak, and the longest row.
+
+What rows take is read in this order: `options` and `layer_sizes` say what a rank has of a layer,
+`tape` and `operations` what torch keeps of an operation, and `layer_memory` is the one walk over a
+layer. Where a part of it runs in another way, that part stands beside it: `attention_memory` and
+`in_flight` (ranks share a row), `mesh_memory`, `expert_memory`, and as layers of their own
+`state_memory`, `group_memory` and `copies_memory`. `activations` runs layers and the head one after
+another, and `stage_memory` counts what of that stays in a pipeline. `state` and `trained` are
+weights, gradients and the optimizer.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Panels = tuple[Storage, ...]
 
 
 @dataclass(frozen=True)
-class MeshProduct:
+class ProductOnMesh:
     """Products of this rank's tokens with one or more matrices side by side; n is their features
     inside the block, of which this rank has n/C, and d those between blocks."""
 

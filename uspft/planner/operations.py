@@ -30,7 +30,7 @@ class NormKind(NamedTuple):
     """Whether it has a weight."""
 
 
-ANGLES = Tensor(0.0, None, None, 0)
+ANGLES = Tensor(0.0)
 """Cosines and sines, which the batch has."""
 
 
@@ -116,7 +116,7 @@ class LayerTape(Tape):
 
     def bent(self, x: Tensor) -> Tensor:
         """Return an activation function of x."""
-        return self.multiplied(x, Tensor(x.size, x.storage, None, 0))
+        return self.multiplied(x, Tensor(x.size, x.storage))
 
     def linear(
         self,
@@ -190,7 +190,7 @@ class LayerTape(Tape):
     def turned_in_pairs(self, x: Tensor, by: Angles) -> Tensor:
         """Return what is turned in float32, each feature with its neighbour, by angles of which
         each layer has its own (ERNIE 4.5)."""
-        wide, angles = by.wide * x.size, Tensor(0.0, by.again, None, 0)
+        wide, angles = by.wide * x.size, Tensor(0.0, by.again)
 
         def by_angles(part: Tensor) -> Tensor:
             return self.multiplied(part, angles, wide)
@@ -292,9 +292,7 @@ class LayerTape(Tape):
         def parts() -> list[Tensor]:
             each = zip(sizes, held, wanted, strict=True)
             return [
-                self.leaf(size * share, storage)
-                if wants
-                else Tensor(size * share, storage, None, 0)
+                self.leaf(size * share, storage) if wants else Tensor(size * share, storage)
                 for size, storage, wants in each
             ]
 
@@ -325,5 +323,5 @@ class LayerTape(Tape):
             [*inputs, self.parameter(trains)], (inputs[0].size,), backward, saves=True, made=made
         )
         with self.no_gradient():
-            module([Tensor(size * share, None, None, 0) for size in sizes])  # filled in
+            module([Tensor(size * share) for size in sizes])  # filled in
         return out[0]
