@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import faults, predictions
 from benchmarks.attention import overview as attention
+from benchmarks.card import figures as card
 from benchmarks.convergence import comparison as convergence
 from benchmarks.data import figures as data
 from benchmarks.experts import figures as experts
@@ -42,6 +43,7 @@ from benchmarks.switching.simulation import report as simulation
 PROGRAM = "program"
 MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "attention": attention.figures,
+    "card": card.figures,
     "convergence": convergence.figures,
     "cut_off": faults.cut_off,
     "data": data.figures,

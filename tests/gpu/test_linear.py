@@ -49,7 +49,15 @@ def test_kernels_agree_with_what_is_written_out(dtype: torch.dtype, dims: tuple[
 )
 def test_two_ranks_agree_with_one(device: str, count: int, tmp_path: Path, row: Row) -> None:
     dims = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    model = make_model(tmp_path / "m", "qwen3_5_text", heads=4, kv_heads=2, head_dim=64, **dims)
+    model = make_model(
+        tmp_path / "m",
+        "qwen3_5_text",
+        max_position_embeddings=2048,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        **dims,
+    )
     data = make_documents(tmp_path / "d.jsonl", [30, 50, 64, 20, 1, 63] * 40, masked=[0.2]).path
 
     def recipe(parallel: dict[str, Any], processes: int) -> dict[str, Any]:

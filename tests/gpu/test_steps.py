@@ -51,7 +51,9 @@ def recipe_of(inputs: tuple[Path, Path], device: str, count: int, name: str = ""
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model whose heads any of the layouts divides, with head dim 64, and packed documents."""
     folder = tmp_path_factory.mktemp("steps")
-    make_model(folder / "model", "llama", heads=8, kv_heads=8, head_dim=64)
+    make_model(
+        folder / "model", "llama", max_position_embeddings=2048, heads=8, kv_heads=8, head_dim=64
+    )
     lengths = [30, 50, 64, 20, 1, 63] * 40
     return folder / "model", make_documents(folder / "d.jsonl", lengths, masked=[0.2]).path
 
@@ -81,7 +83,9 @@ AWAY = {"recompute": "attention", "mlp_tile_tokens": 48, "offload_activations": 
 def test_groups_of_heads_agree_with_all_heads(
     inputs: tuple[Path, Path], tmp_path: Path, device: str, count: int, row: Row
 ) -> None:
-    model = make_model(tmp_path / "model", "qwen3", heads=8, kv_heads=4, head_dim=64)
+    model = make_model(
+        tmp_path / "model", "qwen3", max_position_embeddings=2048, heads=8, kv_heads=4, head_dim=64
+    )
     alone = steps_of(recipe_of((model, inputs[1]), device, 1), tmp_path / "alone")
     wrong = []
     for name in GROUPED:
@@ -112,7 +116,9 @@ def test_experts_that_ranks_divide_agree_with_one_process(
     inputs: tuple[Path, Path], tmp_path: Path, device: str, count: int, row: Row
 ) -> None:
     sizes = {"num_local_experts": 8, "head_dim": 64}
-    model = make_model(tmp_path / "model", "mixtral", heads=8, kv_heads=8, **sizes)
+    model = make_model(
+        tmp_path / "model", "mixtral", max_position_embeddings=2048, heads=8, kv_heads=8, **sizes
+    )
     wrong = []
     for name, blocks in EXPERTS.items():
         whole = recipe_of((model, inputs[1]), device, 1)

@@ -4,7 +4,7 @@ byte and the message."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +106,15 @@ def sizes_of(folder: Path) -> RowSizes:
     return RowSizes.of(shape, WIDTH)
 
 
+def counted(send: Sequence[int], receive: Sequence[int], own: int) -> RoutedRows:
+    """The rows to and from each rank of a set, in which this one's place is `own`."""
+    gone, come = (
+        [count for place, count in enumerate(rows) if count and place != own]
+        for rows in (send, receive)
+    )
+    return RoutedRows(sum(gone), sum(come), len(gone), len(come))
+
+
 def first_forwards(case: Case, routes: list[Any]) -> list[Any]:
     """Where rows go in each pass that is the first; behind it its layers come again."""
     each = LAYERS * case.forwards
@@ -127,18 +136,13 @@ def test_the_books_have_what_the_cost_model_says(tmp_path: Path) -> None:
             first = first_forwards(case, routes)
             other_way = replace(sizes, returns_again=not sizes.returns_again)
             assert len(first) == 2 * case.rows * LAYERS and len(pages) == 2
-            said = [
-                cost(RoutedRows.counted(*route), sizes, case.experts, case.forwards)
-                for route in first
-            ]
+            said = [cost(counted(*route), sizes, case.experts, case.forwards) for route in first]
             each = len(first) // 2
             for step, page in enumerate(pages):
                 mine = said[step * each : (step + 1) * each]
                 want = Traffic(sum(m.bytes for m in mine), sum(m.messages for m in mine))
                 assert page == want, (case, step)
-            other = [
-                cost(RoutedRows.counted(*r), other_way, case.experts, case.forwards) for r in first
-            ]
+            other = [cost(counted(*r), other_way, case.experts, case.forwards) for r in first]
             assert (other != said) == case.recompute, "what is run again ends as it is told"
             uneven[number] += sum(len({*send}) > 1 for send, _, _ in first)
     assert [sizes_of(tmp_path / one.model).returns_again for one in CASES] == [True, *[False] * 3]

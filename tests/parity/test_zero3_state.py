@@ -18,6 +18,9 @@ from tests.support.zero_state import BUCKET, HEADS, LAYERS, LORA, Case, apart, m
 
 LAYER = 147_712
 """The elements of a layer."""
+MATRIX = 4 * 256 * 128
+"""The bytes of its largest gradient. It is predicted beside the most that is gathered; which of a
+layer's gradients comes then is by the order of all, and seen in a small model alone."""
 WHOLE = {**BUCKET, **LAYERS}
 DEFAULTS = {"stage": 3, "stage3_param_persistence_threshold": 0}
 """With bounds of DeepSpeed's, within which all of a small model is."""
@@ -65,9 +68,17 @@ FACTORS: tuple[tuple[Any, ...], ...] = (
 )
 
 
+def legal(traits: tuple[Any, ...]) -> bool:
+    """Whether the order of parameters decides less than two percent: it says what is fetched where
+    as much may be at once as in all, and what is there as the bucket fills where nothing is fetched
+    ahead and part of a layer trains."""
+    trained, _, prefetch, live, *_ = traits
+    return prefetch <= live and (prefetch > 0 or trained in ("all", "lora"))
+
+
 def in_pairs() -> dict[str, Case]:
     cases = {}
-    for traits in pairwise(*FACTORS):
+    for traits in pairwise(*FACTORS, legal=legal):
         trained, head, prefetch, live, reuse, bucket, (reduction, dtype), away, passes = traits
         bounds = {
             "stage3_prefetch_bucket_size": prefetch,
@@ -127,4 +138,4 @@ def test_the_most_of_stage_3_is_predicted_in_pairs(tmp_path: Path) -> None:
     cases = in_pairs()
     counted = spawn(2, work, cases, tmp_path)[0]
     found = {name: most for name, (most, _) in counted.items()}
-    assert apart(found, predicted(cases, tmp_path)) == {}
+    assert apart(found, predicted(cases, tmp_path), slack=MATRIX) == {}

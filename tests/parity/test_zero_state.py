@@ -19,6 +19,8 @@ from tests.support.zero_state import BUCKET, LAYERS, LORA, Case, apart, make_inp
 AWAY = {"offload_optimizer": {"device": "cpu"}}
 FROZEN = {"freeze": ["mlp"]}
 ONE, TWO, THREE = {"stage": 1, **BUCKET}, {"stage": 2, **BUCKET}, {**LAYERS, **BUCKET}
+LITTLE = {"stage": 2, "reduce_bucket_size": 20_000}
+"""Of which a layer's larger matrices do not fit one."""
 FEW = {
     "0": Case({"stage": 0}),
     "0, wide, frozen": Case({"stage": 0}, dtype="float32", trained=FROZEN),
@@ -30,6 +32,8 @@ FEW = {
     "2, wide": Case(TWO, dtype="float32"),
     "2, wide, thrice": Case(TWO, dtype="float32", passes=3),
     "2, away": Case({**TWO, **AWAY}),
+    "2, head": Case(TWO, head="large"),
+    "2, table, wide": Case(TWO, dtype="float32", head="tied"),
     "3, away, wide": Case({**THREE, **AWAY}, dtype="float32"),
 }
 MORE = {
@@ -58,6 +62,21 @@ MORE = {
     "2, wide, lora, twice": Case(TWO, dtype="float32", trained=LORA, passes=2),
     "2, away, wide, thrice": Case({**TWO, **AWAY}, dtype="float32", passes=3),
     "3, away, thrice": Case({**THREE, **AWAY}, passes=3),
+    "1, head, wide": Case(ONE, dtype="float32", head="large"),
+    "1, head, away": Case({**ONE, **AWAY}, head="large"),
+    "1, table": Case(ONE, head="tied"),
+    "1, table, wide": Case(ONE, dtype="float32", head="tied"),
+    "2, head, wide": Case(TWO, dtype="float32", head="large"),
+    "2, head, halves": Case(TWO, "bfloat16", head="large"),
+    "2, head, away": Case({**TWO, **AWAY}, head="large"),
+    "2, head, lora": Case(TWO, trained=LORA, head="large"),
+    "2, head, two buckets": Case({**TWO, "overlap_comm": True}, head="large"),
+    "2, table": Case(TWO, head="tied"),
+    "2, table, away, wide": Case({**TWO, **AWAY}, dtype="float32", head="tied"),
+    "2, table, wide, thrice": Case(TWO, dtype="float32", passes=3, head="tied"),
+    "2, little buckets": Case(LITTLE),
+    "2, little buckets, away": Case({**LITTLE, **AWAY}),
+    "2, little buckets, thrice": Case(LITTLE, passes=3),
 }
 
 

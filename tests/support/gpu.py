@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,16 +14,21 @@ import pytest
 import torch
 
 from tests.support.launch import ROOT, environment, write_recipe
+from uspft.prepare.host import shares_gpus
 
 LOSS, NORM = 0.01, 0.05
 """How far, relatively, bfloat16 may round a loss and a norm of gradients apart."""
+SHARED = 4
+"""How many ranks the tests put on the GPUs of a machine that may be shared."""
 Row = Callable[[str, str], None]
 """Adds a line, what and how much, to the table that the run of the tests ends with."""
 
 
 def needs(gpus: int) -> tuple[pytest.MarkDecorator, ...]:
-    """The marks of a case that needs so many GPUs."""
+    """The marks of a case that needs so many GPUs, or one that as many ranks may share."""
     there = torch.cuda.device_count()
+    if there and shares_gpus(os.environ):
+        there = max(there, SHARED)
     lacking = pytest.mark.skipif(there < gpus, reason=f"needs {gpus} NVIDIA GPUs, here are {there}")
     return pytest.mark.gpu, lacking
 

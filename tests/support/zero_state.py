@@ -86,7 +86,10 @@ def make_inputs(folder: Path, layers: int) -> None:
     make_documents(folder / "d.jsonl", [ROW] * 8, masked=[0.0])
 
 
-def apart(found: dict[str, int], predicted: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """What is predicted and counted of cases where these are over two percent apart."""
+def apart(
+    found: dict[str, int], predicted: dict[str, int], slack: int = 0
+) -> dict[str, tuple[int, int]]:
+    """What is predicted and counted of cases where these are over two percent and the slack, in
+    bytes, apart."""
     pairs = {name: (predicted[name], counted) for name, counted in found.items()}
-    return {name: (a, b) for name, (a, b) in pairs.items() if not b or abs(a / b - 1) > 0.02}
+    return {n: (a, b) for n, (a, b) in pairs.items() if not b or abs(a - b) > 0.02 * b + slack}

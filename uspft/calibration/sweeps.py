@@ -84,6 +84,10 @@ class Bench:
     groups: Groups
     ranks_per_host: int
     sizes: SweepSizes
+    kernel: Kernel
+    """Of attention, as the run has it."""
+    heads: tuple[int, int, int]
+    """Query heads, KV heads and head dim of attention."""
 
     @property
     def rank(self) -> int:
@@ -96,6 +100,10 @@ class Bench:
     def group(self, every: Sequence[Sequence[int]]) -> Group:
         """Return this rank's group of several that together hold all ranks; collective."""
         return self.groups.of(every, self.rank, Books())
+
+    def drawn(self, *shape: int) -> torch.Tensor:
+        """Return a tensor of the run's type that is drawn at random."""
+        return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def seconds(self, call: Callable[[], object], *, takes_part: bool = True) -> float:
         """Return the seconds of one call on the slowest of the ranks that take part; collective."""
@@ -127,75 +135,53 @@ Says = Callable[[str], None]
 """A function that is told what is measured next."""
 
 
-def measure(
-    bench: Bench, kernel: Kernel, heads: tuple[int, int, int], says: Says = lambda _: None
-) -> Points:
-    """Measure everything, and return the same on every rank; collective.
-
-    heads: query heads, KV heads and head dim of attention.
-    """
-    hosts = bench.world // bench.ranks_per_host
+def measure(bench: Bench, says: Says = lambda _: None) -> Points:
+    """Measure everything, and return the same on every rank; collective."""
+    hosts, sizes = bench.world // bench.ranks_per_host, bench.sizes
     cuda = bench.device.type == "cuda"
     properties = torch.cuda.get_device_properties(bench.device) if cuda else None
     says("memory")
-    copied = _copied(bench)
+    source = torch.zeros(sizes.copied, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    copying = bench.seconds(lambda: target.copy_(source))  # which reads and writes
     sweeps, links = sweeps_of_links(bench.ranks_per_host, hosts), list[LinkPoint]()
     for number, sweep in enumerate(sweeps, 1):
         says(f"links, {number} of {len(sweeps)}: {sweep.what}")
         links += measured_links(bench, sweep)
     says("products")
-    computed = [*_products(bench)]
+    computed = list[FlopPoint]()
+    for size in sizes.products:
+        a, b = bench.drawn(size, size), bench.drawn(size, size)
+        product = partial(torch.mm, a, b, out=torch.empty_like(a))
+        computed.append(FlopPoint(PRODUCTS, 2.0 * size**3, bench.seconds(product)))
     says("attention")
-    computed += _attention(bench, kernel, heads)
+    query, _, dim = bench.heads
+    for tokens in sizes.tokens:
+        for what, of_pair, call in zip(
+            ATTENTION, PAIR_FLOPS, _attended(bench, tokens), strict=True
+        ):
+            flops = of_pair * query * dim * tokens * (tokens + 1) / 2
+            computed.append(FlopPoint(what, flops, bench.seconds(call)))
     if bench.world > 1:
         says("what a ring hides")
     return Points(
         properties.name if properties else "cpu",
         str(bench.dtype).removeprefix("torch."),
-        kernel.name,
+        bench.kernel.name,
         hosts,
         bench.ranks_per_host,
         properties.total_memory if properties else host_memory() / bench.ranks_per_host,
-        copied,
+        2 * sizes.copied / copying,
         links,
         computed,
-        [*_hiding(bench, kernel, heads)] if bench.world > 1 else [],
+        [*_hiding(bench)] if bench.world > 1 else [],
     )
 
 
-def _copied(bench: Bench) -> float:
-    """Return the bytes per second that a copy reads and writes while every rank makes one."""
-    source = torch.zeros(bench.sizes.copied, dtype=torch.uint8, device=bench.device)
-    target = torch.empty_like(source)
-    return 2 * bench.sizes.copied / bench.seconds(lambda: target.copy_(source))
-
-
-def _products(bench: Bench) -> Iterator[FlopPoint]:
-    for size in bench.sizes.products:
-        a, b = (torch.randn(size, size, device=bench.device).to(bench.dtype) for _ in range(2))
-        product = partial(torch.mm, a, b, out=torch.empty_like(a))
-        yield FlopPoint(PRODUCTS, 2.0 * size**3, bench.seconds(product))
-
-
-def _attention(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Iterator[FlopPoint]:
-    """Yield the times of the run's kernel on causal squares, while every rank computes one."""
-    query, _, dim = heads
-    for tokens in bench.sizes.tokens:
-        calls = _attended(bench, kernel, heads, tokens)
-        for what, of_pair, call in zip(ATTENTION, PAIR_FLOPS, calls, strict=True):
-            flops = of_pair * query * dim * tokens * (tokens + 1) / 2
-            yield FlopPoint(what, flops, bench.seconds(call))
-
-
-def _attended(
-    bench: Bench, kernel: Kernel, heads: tuple[int, int, int], tokens: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
+def _attended(bench: Bench, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return calls of the run's kernel on a causal square: forward, and backward."""
-    query, kv, dim = heads
-    q, k, v, dout = (
-        torch.randn(tokens, count, dim, device=bench.device).to(bench.dtype)
-        for count in (query, kv, kv, query)
-    )
+    (query, kv, dim), kernel = bench.heads, bench.kernel
+    q, k, v, dout = (bench.drawn(tokens, count, dim) for count in (query, kv, kv, query))
     blocks, scale = (Block(0, tokens, 0, tokens, Mask.CAUSAL),), dim**-0.5
     (part,) = kernel.forward((q, k, v), blocks, scale)
     saved = (part.out, part.lse, dout)
@@ -203,12 +189,12 @@ def _attended(
     return forward, partial(kernel.backward, (q, k, v), saved, blocks, scale)
 
 
-def _hiding(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Iterator[HidingPoint]:
+def _hiding(bench: Bench) -> Iterator[HidingPoint]:
     """Yield the times of attention, of a ring's transfers, and of both at once, of the sizes at
     which the one takes about as long as the other; the ring is that of all ranks."""
     group = bench.group([range(bench.world)])
     for tokens in bench.sizes.tokens[-2:]:
-        forward, _ = _attended(bench, kernel, heads, tokens)
+        forward, _ = _attended(bench, tokens)
         attention = bench.seconds(forward)
         for of_bytes in bench.sizes.messages:
             move = _next(bench, of_bytes)

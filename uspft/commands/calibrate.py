@@ -106,12 +106,12 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     with joined(recipe.launch, environment, trains=False) as device:
         waiting.close()
         dtype = getattr(torch, recipe.model.dtype)
-        bench = Bench(device, dtype, Groups(), here, SIZES[device.type])
         heads, softcap = _heads(recipe)
         kernel, _ = believed_kernel(
             recipe.model.attention, [heads], dtype, device, softcap, said_by_all=said_by_all
         )
-        points = measure(bench, kernel, heads, _progress(dist.get_rank()))
+        bench = Bench(device, dtype, Groups(), here, SIZES[device.type], kernel, heads)
+        points = measure(bench, _progress(dist.get_rank()))
         if dist.get_rank() == 0:
             points.leave(folder)
         bench.groups.close()

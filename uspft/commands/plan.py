@@ -11,6 +11,8 @@ from pathlib import Path
 from uspft.commands.plan_pages import (
     LEGEND,
     as_data,
+    as_picture,
+    in_characters,
     layouts_table,
     left_out_lines,
     machine_line,
@@ -18,24 +20,22 @@ from uspft.commands.plan_pages import (
     shown,
     shown_seconds,
     switching_lines,
+    timeline_of,
 )
-from uspft.commands.plan_timeline import as_picture, in_characters, timeline_of
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
 from uspft.config.messages import aligned, closest
 from uspft.config.problems import UsageError, counted
 from uspft.data import first_look
 from uspft.launcher.hosts import planned_hosts
-from uspft.layout import Layout
-from uspft.planner.machine import Hardware
-from uspft.planner.mesh import Tuning
+from uspft.planner.mesh import TunedMesh, mesh_products, tuned, why_not_kept
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Way, in_recipe
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
-from uspft.prepare.known import Weighed
+from uspft.prepare.known import Weighed, slices_of
 from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import (
     examine_for_plan,
@@ -162,8 +162,8 @@ def _page(
     yield f"hardware: {found.hardware}"
     yield machine_line(hardware, found.layout.ranks)
     yield f"{_step(step)}\n"
-    if tuning := found.tuning:
-        yield f"{_meshes(tuning, found.layout)}\n"
+    if found.recipe.parallel_config.on_a_mesh:
+        yield f"{_meshes(found, step, order)}\n"
     yield layouts_table(order, every, open_keys(found.loaded.recipe))
     if more := len(order.layouts) - len(every):
         yield f"and {more} more (--top N)"
@@ -176,7 +176,8 @@ def _page(
             yield f"\n{in_characters(timeline_of(one))}"
     yield ""
     unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
-    doubts = _doubts(found.recipe.model.dtype, hardware)
+    dtype, measured = found.recipe.model.dtype, hardware.products.dtype
+    doubts = [f"{dtype}: the products' figures are those of {measured}"] * (dtype != measured)
     doubts += [f"memory with {' or with '.join(unknown)}"] if unknown else []
     for line in (*doubts, *NOT_PREDICTED):
         yield f"not predicted: {line}"
@@ -219,31 +220,29 @@ def _several(weighed: Weighed | None) -> str:
 
 def _step(step: StepShape) -> str:
     again = ", layers recomputed" if step.recompute else ""
+    documents = "each priced as one document, since the data is not here"
+    if drawn := step.sample:
+        rows = counted(len(drawn.rows), "row")
+        documents = f"priced by {rows} of {drawn.source}, of {drawn.documents:.3g} documents"
     rows = counted(step.step_rows, "row")
-    return f"step: {rows} of {step.row.length:,} tokens, {_documents(step)}{again}"
+    return f"step: {rows} of {step.row.length:,} tokens, {documents}{again}"
 
 
-def _documents(step: StepShape) -> str:
-    """Return what documents rows are taken to have, for a person."""
-    if step.sample is None:
-        return "each priced as one document, since the data is not here"
-    rows = counted(len(step.sample.rows), "row")
-    return f"priced by {rows} of {step.sample.source}, of {step.sample.documents:.3g} documents"
-
-
-def _doubts(dtype: str, hardware: Hardware) -> list[str]:
-    measured = hardware.products.dtype
-    return [] if measured == dtype else [f"{dtype}: the products' figures are those of {measured}"]
-
-
-def _meshes(found: Tuning, own: Layout) -> str:
-    """Return a line for each mesh of the recipe's tensor ranks, and what speaks against others."""
+def _meshes(found: Examined, step: StepShape, order: Ranking) -> str:
+    """Return a line for each mesh of the recipe's tensor ranks, and what its products would keep by
+    the rule of the largest matrix."""
+    own, asked = found.layout, slices_of(found.loaded.recipe.parallel_config)
+    shared, hardware = own.context // own.mesh_rows, order.layouts[0].hardware
+    mine, meshes = (own.mesh_rows, own.mesh_columns), dict[tuple[int, int], TunedMesh]()
+    for layout in (way.layout for way in order.ways):
+        alike = layout.context == shared * layout.mesh_rows and layout.data == own.data
+        shape = layout.mesh_rows, layout.mesh_columns
+        if layout.is_mesh and layout.tensor == own.tensor and alike and shape not in meshes:
+            meshes[shape] = tuned(step, layout, hardware, asked)
     rows = [["mesh (rows × columns)", "seconds", "in one slice", *PRODUCTS]]
-    for one in found.tried:
-        recipes = one.shape == (own.mesh_rows, own.mesh_columns)
+    for (down, across), one in sorted(meshes.items(), key=lambda item: item[1].seconds):
+        name = f"{down} × {across}" + " (the recipe's)" * ((down, across) == mine)
         times = shown_seconds(one.seconds), shown_seconds(one.whole_seconds)
-        name = one.name + (" (the recipe's)" if recipes else "")
         rows.append([name, *times, *map(str, one.slices)])
-    lines = [aligned(rows), MESH_LEGEND]
-    lines += [f"no mesh: {why}" for why in found.refused]
-    return "\n".join([*lines, *(f"not by the rule: {what}" for what in found.not_kept)])
+    others = why_not_kept(mesh_products(step.model), step.rows * step.row.length / shared)
+    return "\n".join([aligned(rows), MESH_LEGEND, *(f"not by the rule: {one}" for one in others)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -29,7 +30,7 @@ from uspft.launcher.hosts import Hosts, LocalRanks
 from uspft.launcher.supervise import Restart, run_ranks
 from uspft.launcher.terminal import Waiting
 from uspft.launcher.watch import Watch
-from uspft.prepare.host import Invocation
+from uspft.prepare.host import Invocation, shares_gpus
 from uspft.written import RECIPE
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -103,8 +104,10 @@ def joined(
     transformers are needed. Raises RunFailed where ranks do not meet.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
-    device = _device(launch.device, int(environment["LOCAL_RANK"]))
+    device = _device(launch.device, environment)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    # autograd's thread says so of its first product on a GPU, and goes on as it should
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     if trains:
         _quiet()
     join(environment, device, deadline(launch.timeout_minutes, first_step=True))
@@ -118,9 +121,14 @@ def joined(
     dist.destroy_process_group()
 
 
-def _device(kind: str, local: int) -> torch.device:
+def _device(kind: str, environment: Mapping[str, str]) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
+    local = int(environment["LOCAL_RANK"])
+    if shares_gpus(environment):  # NCCL refuses two ranks of one host on one GPU
+        os.environ["NCCL_HOSTID"] = f"{environment['NODE_RANK']}.{local}"
+        local %= torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(local)  # where DeepSpeed looks for its GPU
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 

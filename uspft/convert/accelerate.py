@@ -46,8 +46,8 @@ def convert_accelerate(run: Conversion, ranks: int | None) -> int:
         batch = micro * count * max(devices // split(run), 1)
     if not batch:
         run.refuse(where, "is missing", "add --ranks N, or training.global_batch_size=N")
-    run.put("training.global_batch_size", batch, f"{ZERO}.gradient_accumulation_steps")
-    run.outcome.comments["training.global_batch_size"] = "rows × accumulation × replicas"
+    why = "rows × accumulation × replicas"
+    run.put("training.global_batch_size", batch, f"{ZERO}.gradient_accumulation_steps", why=why)
     layout(run)
     precision(run)
     devices_sharding(run)
@@ -231,7 +231,7 @@ def _zero(run: Conversion) -> None:
             else:
                 run.changed(key, "left out: DeepSpeed here has no such setting")
     if f"{ZERO_BLOCK}.stage" not in run.outcome.values:
-        run.outcome.values[f"{ZERO_BLOCK}.stage"] = 0
+        run.put(f"{ZERO_BLOCK}.stage", 0)
 
 
 def _beside(run: Conversion) -> None:

@@ -111,15 +111,14 @@ class Conversion:
 
     def put(self, ours: str, value: Any, *keys: str | None, say: str = "", why: str = "") -> None:
         """Write a key of ours; keys: theirs that it is from, if any. say: what differs. why: the
-        comment on a value that no key of theirs says."""
+        comment, in place of what these keys say."""
         self.outcome.values[ours] = value
-        if why:
-            self.outcome.comments[ours] = why
         there = [key for key in keys if key and key in self.theirs.values]
         if there:
             self.outcome.sources[ours] = self.theirs.values[there[0]].where, shown(there[0])
-            texts = (f"{shown(key)}: {short(self.theirs.values[key].value)}" for key in there)
-            self.outcome.comments[ours] = ", ".join(texts)
+        texts = (f"{shown(key)}: {short(self.theirs.values[key].value)}" for key in there)
+        if comment := why or ", ".join(texts):
+            self.outcome.comments[ours] = comment
         for key in there:
             if ours in self.given:
                 self.changed(key, in_place(ours))

@@ -252,6 +252,6 @@ def _memory(run: Conversion) -> None:
     written = run.written(key, "gradient_checkpointing")
     off = run.flag(key)
     ours = "memory.gradient_checkpointing"
-    run.put(ours, not off, *([written] if written else []))
+    run.put(ours, not off, written)
     if run.written("gradient_checkpointing") and not run.spoken("gradient_checkpointing"):
         run.ignored("gradient_checkpointing", f"{key} says it")

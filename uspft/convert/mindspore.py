@@ -50,11 +50,10 @@ def _batch(run: Conversion, batch: int, micro: int) -> None:
     size, copies = "runner_config.batch_size", "micro_batch_interleave_num"
     say = "as the batch divides over these ranks" if micro != run.whole(size) else ""
     run.put("training.micro_batch_size", micro, size, say=say)
-    run.put("training.global_batch_size", batch)
+    why = "by batch_size, data_parallel and the number of micro-batches"
+    run.put("training.global_batch_size", batch, why=why)
     count = "runner_config.gradient_accumulation_steps"
     run.told(f"here `training.global_batch_size: {batch}`", copies, count)
-    said = "by batch_size, data_parallel and the number of micro-batches"
-    run.outcome.comments["training.global_batch_size"] = said
     name = "calculate_per_token_loss"
     tokens = (f"runner_wrapper.{name}", f"model.model_config.{name}")
     if not any(run.flag(key) for key in tokens if run.written(key)):
@@ -152,7 +151,7 @@ def _dimensions(run: Conversion) -> None:
     tied = run.flag(f"{CONFIG}.tie_word_embeddings")
     untied = run.value(f"{CONFIG}.untie_embeddings_and_output_weights")
     found["tie_word_embeddings"] = tied if untied is None else not untied
-    run.outcome.values["model.config"] = found
+    run.put("model.config", found)
     for name in SHAPE:
         key = f"{CONFIG}.{name}"
         if key in run.theirs.values:

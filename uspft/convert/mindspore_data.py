@@ -148,20 +148,20 @@ def _indices(listed: list[Any]) -> Iterator[dict[str, Any]]:
         yield {"path": listed[0]}
         return
     pairs = list(zip(listed[::2], listed[1::2], strict=False))
-    weights = [_weight(weight) for weight, _ in pairs]
-    if len(listed) % 2 or not all(weights) or not all(isinstance(path, str) for _, path in pairs):
+    weights = [_number(weight) or 0.0 for weight, _ in pairs]
+    good = all(0 < weight < float("inf") for weight in weights)
+    if len(listed) % 2 or not good or not all(isinstance(path, str) for _, path in pairs):
         return
     for (_, path), weight in zip(pairs, weights, strict=True):
         yield {"path": path, "weight": weight}
 
 
-def _weight(value: Any) -> float | None:
-    """Return a weight, which may be a text; None where it is none."""
+def _number(value: Any) -> float | None:
+    """Return a number, which may be a text; None where it is none."""
     try:
-        found = None if isinstance(value, bool) else float(value)
+        return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if found is not None and 0 < found < float("inf") else None
 
 
 def _shares(run: Conversion) -> None:
@@ -170,7 +170,7 @@ def _shares(run: Conversion) -> None:
     told = run.value(key)
     if told is None:
         return
-    parts = [_part(part) for part in re.split(r"[,/]", str(told).strip("[]()"))]
+    parts = [_number(part) for part in re.split(r"[,/]", str(told).strip("[]()"))]
     if None in parts or not any(parts):
         run.wrong(key, "write three shares, as in '99, 1, 0'")
         return
@@ -183,13 +183,6 @@ def _shares(run: Conversion) -> None:
         run.put("data.eval_fraction", share, key, say=say)
     else:
         run.changed(key, "all documents train" if not share else "`data.eval` rules")
-
-
-def _part(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def rows_of_blend(run: Conversion) -> int | None:

@@ -83,11 +83,10 @@ def global_batch(
         if world and ranks and world != ranks:
             what = f"{world} devices there, {ranks} ranks here; the batch stays"
             run.changed(steps_key, what)
-    for key, value in (("training.micro_batch_size", micro), (ours, batch)):
-        run.put(key, value, micro_key if value is micro else steps_key)
-    run.outcome.comments[ours] = f"{micro_key} {micro} × {steps_key} {steps} × replicas" + (
-        f" {devices // split}" if devices and devices % split == 0 else ""
-    )
+    run.put("training.micro_batch_size", micro, micro_key)
+    count = f" {devices // split}" if devices and devices % split == 0 else ""
+    why = f"{micro_key} {micro} × {steps_key} {steps} × replicas{count}"
+    run.put(ours, batch, micro_key if batch == micro else steps_key, why=why)
     return batch
 
 

@@ -171,6 +171,7 @@ def slower(kernel: Kernel, device: torch.device) -> str | None:
         return None
     build = "cu" + (torch.version.cuda or "").replace(".", "")
     return (
-        "flash-attn 3 is not in use: on this GPU its attention is 1.5 to 2 times as fast "
-        f"(arXiv 2407.08608); {pip} --no-deps --index-url {WHEELS}/{build} flash-attn-3"
+        "neither flash-attn 3 nor 4 is in use: on this GPU their attention is 1.5 to 2 times as "
+        f"fast; {pip} --no-deps --index-url {WHEELS}/{build} flash-attn-3, or {pip} --pre "
+        f'"flash-attn-4[{build[:4]}]", which compiles for half a minute or more when a run starts'
     )

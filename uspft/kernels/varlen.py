@@ -33,10 +33,7 @@ Backward = Callable[[tuple[Tensor, ...], KernelSaved, Varlen, float], Qkv]
 
 class VarlenKernel:
     """A kernel that runs blocks through a variable-length one: in a call for each mask, and for
-    each long prefix.
-
-    It has not been run on a GPU yet.
-    """
+    each long prefix."""
 
     def __init__(
         self, name: str, forward: Forward, backward: Backward, softcap: float | None = None

@@ -16,11 +16,10 @@ from types import TracebackType
 
 from uspft.config.problems import RunFailed
 from uspft.launcher.hosts import Hosts, LaunchError
-from uspft.launcher.supervise import Loss
+from uspft.launcher.supervise import POLL_SECONDS, Loss
 from uspft.launcher.terminal import say
 from uspft.launcher.watch import Alarm, Message, Watch
 
-POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 5.0
 """How long a host that is ready waits before it says for whom."""
 AGAIN_SECONDS = 10.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from uspft.launcher.hosts import LaunchError, carriers, is_loopback, resolve
-from uspft.launcher.supervise import Signals
+from uspft.launcher.supervise import POLL_SECONDS, Signals
 from uspft.launcher.terminal import say
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
@@ -34,7 +34,6 @@ TAKEN_ALONG = (
 END_SECONDS = 10.0
 """How long the other hosts are given to end by themselves, after one has failed."""
 KILL_SECONDS = 30.0
-POLL_SECONDS = 0.05
 
 # The first line of stdin is the environment, which may hold secrets: no command line shows it. Each
 # later line asks to stop, and its end, where the connection is lost, to save and end.

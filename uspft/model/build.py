@@ -5,7 +5,7 @@ the choice of its parameters that train.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,11 +141,8 @@ def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:
     ):
         if names:
             remedy = "save weights and config.json together, or correct model.overrides"
-            raise WeightsError(f"{folder} {what}: {_first(names)}", remedy)
-
-
-def _first(names: Sequence[str]) -> str:
-    return names[0] + (f", and {len(names) - 1} more" if len(names) > 1 else "")
+            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+            raise WeightsError(f"{folder} {what}: {names[0]}{more}", remedy)
 
 
 def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:

@@ -77,11 +77,15 @@ class LayerInCopies:
         sizes = ways.sizes(x.shape[1])
         numbers = range(len(sizes))
         residual = [part[None] for part in x[0].split(sizes)]
-        entering = ways.into(sizes)
+        entering = ways.way(into_block, sizes)
         for copy in numbers:
             entering.begin(copy, _through(halves.norms_in, residual[copy]))
         attended = self._attended(x, ways, entering, sizes, kwargs)
-        leaving, into_mlp, out_of_mlp = ways.out(sizes), ways.into(sizes), ways.out(sizes)
+        leaving, into_mlp, out_of_mlp = (
+            ways.way(out_of_block, sizes),
+            ways.way(into_block, sizes),
+            ways.way(out_of_block, sizes),
+        )
         last = halves.attention.get_submodule(self._last)
         for copy in numbers:
             with self.told(ways, sizes, copy):
@@ -175,15 +179,8 @@ class _Ways(NamedTuple):
     bound: Bound
     put_off: PutOff
 
-    def into(self, sizes: Sequence[int]) -> _UnderWay:
-        """Return the way of copies of so many tokens into a block."""
-        return self._way(into_block, sizes)
-
-    def out(self, sizes: Sequence[int]) -> _UnderWay:
-        """Return the way of copies of so many tokens of each rank out of a block."""
-        return self._way(out_of_block, sizes)
-
-    def _way(self, way: Any, sizes: Sequence[int]) -> _UnderWay:
+    def way(self, way: Any, sizes: Sequence[int]) -> _UnderWay:
+        """Return the way of copies of so many tokens of each rank, into a block or out of it."""
         columns, splits = self.bound.world.mesh.columns, self.bound.ranks > 1
         return _UnderWay(way(columns, sizes, self.put_off, splits_tokens=splits))
 

@@ -119,9 +119,7 @@ class Call:
 
     def ranges(self, split: MatrixSplit) -> tuple[Range, ...]:
         """Return what this rank uses along a split's dimension, in coordinates of the whole."""
-        group = self.group
-        ways = ways_held(split, self._held, "mesh_columns", group)
-        return used_ranges(split, group.index, group.size, ways)
+        return used_ranges(split, self.group.index, self.group.size, self.ways(split))
 
     def ways(self, split: MatrixSplit) -> int:
         """Return how many ways ranks hold what columns divide so."""

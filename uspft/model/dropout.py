@@ -75,9 +75,12 @@ class TokenDropout(nn.Module):
         """The features that x has of all, where a rank has some of them; None: x has all."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [1, T, d] with features dropped in training, else as it is."""
+        """Return x [1, T, d], or [T, d] as blocks of experts give it, with features dropped in
+        training, else as it is."""
         if not self.training:
             return x
+        if x.dim() == 2:
+            return self.forward(x[None]).squeeze(0)
         words = self.words
         if words is None or words.shape != x.shape[1:2]:
             raise RuntimeError("dropout was called without the words of its tokens")

@@ -28,7 +28,7 @@ from uspft.model.parallel import (
 from uspft.model.recompute import before_each_run
 from uspft.parameters.names import places, plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
-from uspft.tensor.parts import cut, part_index, part_range
+from uspft.tensor.parts import cut
 from uspft.tensor.sums import summed
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ def split_model(model: Any, holders: Holders) -> None:
     }
     added = 1.0 - FAMILIES[config.model_type].norm_start
     column = holders.shards.tensor_index(holders.rank) % held.mesh_columns
-    part = part_index(column, held.mesh_columns), held.mesh_columns
-    move_padding(model, part_range(config.vocab_size, *part))
+    move_padding(model, column, held.mesh_columns)
     call = Call(held)
     base.register_forward_pre_hook(call.begin, with_kwargs=True)
     base.norm = SplitNorm(base.norm, _features(config, COLUMNS), call, added)

@@ -18,7 +18,7 @@ this tensor rank, N some of either; D head dim, d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,25 +56,21 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
         if halves and divided and halves.norms_behind:  # whose norm takes what ranks have summed
             halves = None
         if divided or not halves:
-            attention.forward = GroupedBlock(how, _kind_of(how))
+            attention.forward = GroupedBlock(how, partial(_kind_of, how, False))
         attention.register_forward_pre_hook(_enters, with_kwargs=True)
         if halves:
-            first = GroupedBlock(how, _kind_of(how, together=True), halves)
+            first = GroupedBlock(how, partial(_kind_of, how, True), halves)
             layer.forward = TwoHalves(halves, first)
             layer.register_forward_pre_hook(with_gradient)
         setattr(layer if halves else attention, WHOLE, True)
 
 
-def _kind_of(how: Grouping, *, together: bool = False) -> Callable[[Bound], type[BlockCall]]:
-    """Return what tells of a call of a block what it is. together: whether the tokens that tensor
-    ranks have come together in it."""
-
-    def kind(bound: Bound) -> type[BlockCall]:
-        if how.some.has_state:
-            return StateCall
-        return GatheredCall if together and bound.ranks > 1 else AttentionCall
-
-    return kind
+def _kind_of(how: Grouping, together: bool, bound: Bound) -> type[BlockCall]:
+    """Return what a call of a block is. together: whether the tokens that tensor ranks have come
+    together in it."""
+    if how.some.has_state:
+        return StateCall
+    return GatheredCall if together and bound.ranks > 1 else AttentionCall
 
 
 def _enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -253,6 +253,18 @@ class _TokenCrossEntropy(torch.autograd.Function):
         return *grads.result(), None, None
 
 
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a · b to `out` [m, n], which may be wider than they are.
+
+    On a GPU the product adds to `out` itself: a product of its own, as large as a head's weight,
+    would be written, and read again, for each tile.
+    """
+    if out.is_cuda and a.dtype != out.dtype:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.add_(a @ b)
+
+
 class Gradients:
     """The gradients of rows, weight and bias, those of weight and bias summed in float32 or wider.
 
@@ -282,7 +294,7 @@ class Gradients:
         if self._d_rows is not None:
             self._d_rows[span] = slope @ used(self._weight)
         if self._d_weight is not None:
-            used(self._d_weight).add_(slope.t() @ part)
+            _add_product(used(self._d_weight), slope.t(), part)
         if self._d_bias is not None:
             used(self._d_bias).add_(slope.sum(0))
 

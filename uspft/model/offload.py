@@ -39,8 +39,13 @@ class HostShelf:
         self._here: dict[int, tuple[Parcel, Tensor]] = {}
         """By its address, a storage that has been put here and is still on the device."""
 
-    def input(self, x: Tensor) -> Item:
-        """Put a layer's input on the host. From here on it is what this layer keeps."""
+    def input(self, x: Tensor) -> Item | Tensor:
+        """Put a layer's input on the host. From here on it is what this layer keeps.
+
+        An empty tensor, which torch 2.11's checkpointing keeps beside each, is returned.
+        """
+        if not x.numel():
+            return x
         self._layers.append(len(self._parcels))
         return self._put(x)
 
@@ -69,8 +74,10 @@ class HostShelf:
                 self._here[address] = known
         return Item(known[0], tuple(x.shape), x.stride(), int(x.storage_offset()))
 
-    def get(self, item: Item) -> Tensor:
+    def get(self, item: Item | Tensor) -> Tensor:
         """Return a tensor as it was, on the device, and let the rest of its layer's come."""
+        if isinstance(item, Tensor):
+            return item
         found = item.parcel.take().as_strided(item.shape, item.stride, item.offset)
         bounds = [*(self._layers or [0]), len(self._parcels)]
         layer = bisect_right(bounds, item.parcel.place) - 1

@@ -46,7 +46,7 @@ from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
 from uspft.parameters.names import places, plain_name
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
-from uspft.tensor.parts import Range, cut, part_index, part_range
+from uspft.tensor.parts import cut, part_index, part_range
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
@@ -204,8 +204,7 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
         return
     held = None if moves else shards.layout
     if held:
-        index = part_index(shards.tensor_index(holders.rank), held.tensor)
-        move_padding(model, part_range(model.config.vocab_size, index, held.tensor))
+        move_padding(model, shards.tensor_index(holders.rank), held.tensor)
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
     splits = {
         module: split
@@ -285,9 +284,13 @@ def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None
     end.register_forward_hook(call.leave)
 
 
-def move_padding(model: Any, here: Range) -> None:
-    """Tell the embedding which of its own rows is the padding token's, which has no gradient."""
-    embedding, (first, stop) = model.get_input_embeddings(), here
+def move_padding(model: Any, rank: int, degree: int) -> None:
+    """Tell the embedding which of its own rows is the padding token's, which has no gradient.
+
+    rank: the rank's place among `degree` ranks that divide the vocabulary.
+    """
+    index, embedding = part_index(rank, degree), model.get_input_embeddings()
+    first, stop = part_range(model.config.vocab_size, index, degree)
     padding = embedding.padding_idx
     if padding is not None:
         embedding.padding_idx = padding - first if first <= padding < stop else None

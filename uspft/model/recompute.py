@@ -59,10 +59,7 @@ class Kept:
         """Take those inputs of the second run that the graph needs, and return what the first one
         returned."""
         self._inputs |= {number: inputs[number].detach() for number in self._wanted}
-        if isinstance(self._out, Tensor):
-            return self._out
-        assert self._shelf
-        return self._shelf.get(self._out)
+        return _back(self._out, self._shelf)
 
     def gradients(self, dout: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad([self._edge], self._leaves, [dout])
@@ -88,14 +85,17 @@ def hooks(
         return shelf.keep(saved) if shelf else saved
 
     def unpack(packed: Tensor | Item | int) -> Tensor:
-        if isinstance(packed, int):
-            return inputs[packed]
-        if isinstance(packed, Tensor):
-            return packed
-        assert shelf
-        return shelf.get(packed)
+        return inputs[packed] if isinstance(packed, int) else _back(packed, shelf)
 
     return pack, unpack
+
+
+def _back(kept: Tensor | Item, shelf: HostShelf | None) -> Tensor:
+    """Return what was kept, from the host where it waits there."""
+    if isinstance(kept, Tensor):
+        return kept
+    assert shelf
+    return shelf.get(kept)
 
 
 def _place(x: Tensor) -> tuple[object, ...]:

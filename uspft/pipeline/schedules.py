@@ -112,9 +112,8 @@ def forward_alone(
     ranks: int, micro_batches: int, virtual: int = 1, chunks: int = 1
 ) -> list[list[Action]]:
     """Return each rank's actions where nothing is trained, as in an evaluation."""
-    every = (
-        _in_groups("forward", rank, ranks, micro_batches, virtual, chunks) for rank in range(ranks)
-    )
+    how = ranks, micro_batches, virtual, chunks
+    every = (_in_groups("forward", rank, *how) for rank in range(ranks))
     return [[one for one in actions if one.micro_batch < micro_batches] for actions in every]
 
 

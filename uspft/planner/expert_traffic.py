@@ -8,7 +8,6 @@ sent follows exactly; without any, all choices are taken to be equally likely.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
@@ -52,15 +51,6 @@ class RoutedRows(NamedTuple):
     """The number of ranks that get some."""
     from_: float
     """The number of ranks of which some come."""
-
-    @classmethod
-    def counted(cls, send: Sequence[int], receive: Sequence[int], own: int) -> RoutedRows:
-        """Return those of counted rows to and from each rank of the set. own: this one's place."""
-        gone, come = (
-            [count for place, count in enumerate(rows) if count and place != own]
-            for rows in (send, receive)
-        )
-        return cls(sum(gone), sum(come), len(gone), len(come))
 
     @classmethod
     def likely(cls, shape: ModelShape, tokens: float, ranks: int) -> RoutedRows:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_windows, state_sizes
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.in_flight import RING, BytesPerToken, KeyTransfer, Window
 from uspft.planner.layer_kinds import LLAMA, LayerKind, layer_kinds
@@ -22,6 +21,7 @@ from uspft.planner.products import (
     state_projections,
 )
 from uspft.planner.stages import stages_of
+from uspft.planner.step_shape import DrawnRows
 from uspft.planner.trained import trained_layers
 from uspft.sequence.rows.heads import split_heads
 

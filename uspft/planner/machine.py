@@ -37,9 +37,7 @@ from uspft.config.types import (
 from uspft.layout import AXES, HELD, Layout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
-COLLECTIVES: tuple[Collective, ...] = (
-    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"),
-)
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 SUMS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 """Those whose rate across hosts depends on how many members of a group a host has."""
 
@@ -403,21 +401,19 @@ class Hardware(RecipeBlock):
         """
         if spread.ranks == 1:
             return 0.0
+        links = self._links(spread)
+        link = links.link(kind)
         if kind in ("all_to_all", "point_to_point"):
             steps = spread.ranks - 1 if kind == "all_to_all" else 1
-            link = self._links(spread).link(kind)
             latency = link.launch_seconds + steps * link.hop_seconds
             return latency + self._spread_out_seconds(kind, of_bytes, spread)
-        links, shard = self._links(spread), of_bytes / spread.ranks
         if kind == "all_reduce" and links.all_reduce is None:
             parts: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
             return sum(self.collective_seconds(part, of_bytes, spread) for part in parts)
-        link = links.link(kind)
         rate = self._ring_rate(kind, spread)
-        if kind == "all_reduce":  # there and back, launched once
-            twice = 2 * link.ring_seconds(spread.ranks, shard, rate)
-            return twice - link.launch_seconds
-        return link.ring_seconds(spread.ranks, shard, rate)
+        seconds = link.ring_seconds(spread.ranks, of_bytes / spread.ranks, rate)
+        # An all-reduce goes there and back, launched once.
+        return 2 * seconds - link.launch_seconds if kind == "all_reduce" else seconds
 
     def by_host_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
         """Return the seconds of an all-gather or reduce-scatter behind which nothing is hidden

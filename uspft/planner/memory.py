@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from uspft.config.algorithms import AlgorithmRow
 from uspft.families import layer_windows
 from uspft.planner.activations import PassBytes, chunk_keys, pass_bytes
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.layer_sizes import layers_of
 from uspft.planner.operations import WIDE
 from uspft.planner.options import Options
@@ -28,6 +27,7 @@ from uspft.planner.products import head_projection
 from uspft.planner.stage_memory import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
+from uspft.planner.step_shape import DrawnRows
 from uspft.planner.trained import EMBEDDING, StageLayers, counts_of, outside_trains
 
 if TYPE_CHECKING:

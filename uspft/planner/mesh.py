@@ -9,9 +9,9 @@ vocabulary over mesh columns and hidden features over mesh rows. A head's produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import gcd, prod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal, NamedTuple
 
 from uspft.families import ModelShape
@@ -22,10 +22,8 @@ from uspft.planner.products import (
     gathered_elements,
     head_projection,
     layer_projections,
-    why_not_split,
 )
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
-from uspft.tensor.meshslice import MeshSlice
 
 Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]
@@ -62,6 +60,14 @@ class MeshPart(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.moved + self.computed - self.hidden
+
+    def times(self, count: float) -> MeshPart:
+        """Return the same part so many times."""
+        return MeshPart(self.name, *(count * value for value in self[1:]))
+
+    def plus(self, other: MeshPart) -> MeshPart:
+        """Return the sum of both, under this one's name."""
+        return MeshPart(self.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
 
 
 def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
@@ -224,57 +230,60 @@ def mesh_parts(
 
     slices: of each of a layer's products.
     """
-    products = mesh_products(step.model)
-    found = [
-        product_part(step, product, count, layout, hardware)
-        for product, count in zip(products, slices, strict=True)
-    ]
-    norms = NORMS * step.model.layers * (step.forwards + 1) + 2
-    sums = token_sums(step, layout, hardware, norms)
-    return [*found, *sums, *_tables(step, layout, hardware)]
+    of = replace(step, slices=slices), layout, hardware
+    every = [part.times(step.model.layers) for part in mesh_layer(*of)]
+    return [*every, *mesh_outside(*of)]
+
+
+def mesh_layer(step: StepShape, layout: Layout, hardware: Hardware) -> list[MeshPart]:
+    """Return the parts of one layer forward and backward: its products in the step's slices, and
+    the sums and transfers beside them."""
+    each = zip(mesh_products(step.model), step.slices or (), strict=True)
+    products = [product_part(step, product, count, layout, hardware) for product, count in each]
+    norms = number_sums(step, layout, hardware, "norms", NORMS * (step.forwards + 1))
+    return [*products, norms, *gathered_heads(step, layout, hardware)]
 
 
 def product_part(
     step: StepShape, product: MeshProduct, slices: int, layout: Layout, hardware: Hardware
 ) -> MeshPart:
-    """Return what one of a layer's products takes in all layers; forward again if recomputed."""
+    """Return what one of a layer's products takes; forward again if recomputed."""
     times = product.times(step.tokens(layout), slices, layout, hardware, step.element_bytes)
     often = (step.forwards, 1, step.trained)  # a frozen weight has no gradient
-
-    def total(field: str) -> float:
-        every = zip(often, times, strict=True)
-        return step.model.layers * sum(count * float(getattr(time, field)) for count, time in every)
-
-    return MeshPart(
-        product.name, *(total(field) for field in ("moved", "computed", "hidden", "bytes"))
-    )
+    found = MeshPart(product.name, 0.0)
+    for count, one in zip(often, times, strict=True):
+        found = found.plus(one.times(count))
+    return found
 
 
-def token_sums(
-    step: StepShape, layout: Layout, hardware: Hardware, norms: int = 0
-) -> Iterator[MeshPart]:
-    """Yield the sums over tensor ranks of a number a token: so many of norms, and those of the
-    loss; and what ranks gather that share a head of a fused projection."""
+def number_sums(
+    step: StepShape, layout: Layout, hardware: Hardware, name: str, count: int
+) -> MeshPart:
+    """Return so many sums over tensor ranks of a number a token."""
     spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    tokens = step.tokens(layout)
-    if spread.ranks == 1:
-        return
-    each = hardware.collective_seconds("all_reduce", NUMBER_BYTES * tokens, spread)
-    for name, count in (("norms", norms), ("loss", LOSS_SUMS)):
-        yield MeshPart(name, count * each, bytes=count * NUMBER_BYTES * tokens)
+    sent = NUMBER_BYTES * step.tokens(layout) * (spread.ranks > 1)
+    each = hardware.collective_seconds("all_reduce", sent, spread)
+    return MeshPart(name, count * each, bytes=count * sent)
+
+
+def gathered_heads(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
+    """Yield what ranks gather in a layer that share a head of a fused projection."""
+    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
     elements = gathered_elements(step.model, layout.mesh_columns)
-    if heads := step.element_bytes * tokens * elements:
+    if heads := step.element_bytes * step.tokens(layout) * elements:
         seconds = hardware.collective_seconds("all_to_all", heads, spread)
-        count = step.model.layers * (step.forwards + 1)
-        yield MeshPart("heads", count * seconds, bytes=count * heads)
+        yield MeshPart("heads", seconds, bytes=heads).times(step.forwards + 1)
 
 
-def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
-    """Yield embedding and head, of which nothing is sliced and nothing hidden.
+def mesh_outside(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
+    """Yield the parts of last norm, loss, embedding and head, of which nothing is sliced and
+    nothing hidden.
 
-    Both gather their weight over mesh rows. The embedding's tokens are summed over mesh columns,
-    where each rank has found some of them; the head's come from there.
+    Embedding and head gather their weight over mesh rows. The embedding's tokens are summed over
+    mesh columns, where each rank has found some of them; the head's come from there.
     """
+    for sums, count in (("norms", 2), ("loss", LOSS_SUMS)):
+        yield number_sums(step, layout, hardware, sums, count)
     tokens, size = step.tokens(layout), step.element_bytes
     part = head_projection(step.model).on(layout.mesh_columns)
     whole = {
@@ -312,95 +321,34 @@ def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Mes
 MIN_BLOCK = 8
 """Features of the least contiguous block that a slice is made of."""
 
-WhyNoMesh = Callable[[tuple[int, int]], str | None]
-"""A function that says what speaks against so many mesh rows and mesh columns, or None."""
 
-
-@dataclass(frozen=True)
-class TunedMesh:
-    """A mesh with the slices that suit it, and the seconds of one forward and backward on it.
+class TunedMesh(NamedTuple):
+    """The slices that suit a mesh, and the seconds of one forward and backward on it.
 
     Attention, ZeRO, and what memory bounds between products are not in these seconds.
     """
 
-    layout: Layout
     slices: tuple[int, ...]
     """Of each of a layer's products: qkv, out, gate_up, down."""
     seconds: float
     whole_seconds: float
     """The seconds with one slice of each product."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Mesh rows and mesh columns."""
-        return self.layout.mesh_rows, self.layout.mesh_columns
-
-    @property
-    def name(self) -> str:
-        return "{} × {}".format(*self.shape)
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The meshes of some ranks, the fastest first, and why others were not tried."""
-
-    tried: tuple[TunedMesh, ...]
-    refused: tuple[str, ...]
-    not_kept: tuple[str, ...]
-    """What the rule of the largest matrix would have kept otherwise."""
-
-
-def tune(
-    step: StepShape,
-    degrees: tuple[int, int, int],
-    hardware: Hardware,
-    *,
-    slices: Sequence[int] | None = None,
-    why_not: WhyNoMesh | None = None,
-) -> Tuning:
-    """Return every mesh of the ranks that hold a matrix, each with the slices that suit it.
-
-    All meshes and slices are looked at, which takes milliseconds: on one mesh the slices of a
-    product do not depend on those of another. degrees: model_parallel, context_parallel and
-    data_parallel. slices: those that are asked for. why_not: what else speaks against a mesh.
-    """
-    degree, context, data = degrees
-    tried, refused = [], []
-    for rows in (n for n in range(1, degree + 1) if degree % n == 0):
-        shape = rows, degree // rows
-        why = why_no_mesh(step.model, shape, slices or (1,) * 4)
-        if why or (why_not and (why := why_not(shape))):
-            refused.append(f"{rows} × {shape[1]}: {why}")
-            continue
-        layout = Layout(shape[1], ring=rows * context, data=data, mesh_rows=rows)
-        tried.append(tuned(step, layout, hardware, slices))
-    tokens = step.rows * step.row.length / context
-    fastest = sorted(tried, key=lambda mesh: mesh.seconds)
-    not_kept = why_not_kept(mesh_products(step.model), tokens) if tried else []
-    return Tuning(tuple(fastest), tuple(refused), tuple(not_kept))
-
-
-def why_no_mesh(
-    model: ModelShape, shape: tuple[int, int], slices: Sequence[int] = (1, 1, 1, 1)
-) -> str | None:
-    """Return why a model's matrices cannot be split over a mesh, or None where they can."""
-    if reason := why_not_split(model, mesh=True):
-        return reason
-    algorithm = MeshSlice(prod(shape), shape, tuple(slices))  # type: ignore[arg-type]
-    wrong = algorithm.problems(model.heads, model.kv_heads, model.hidden_size)
-    return wrong[0][1] if wrong else None
-
 
 def tuned(
     step: StepShape, layout: Layout, hardware: Hardware, asked: Sequence[int] | None = None
 ) -> TunedMesh:
-    """Return a layout's mesh with the slices that suit it, or those that are asked for."""
+    """Return a layout's mesh with the slices that suit it, or those that are asked for.
+
+    All are looked at, which takes milliseconds: on one mesh the slices of a product do not depend
+    on those of another.
+    """
     slices = tuple(asked or slices_on(step, layout, hardware))
 
     def seconds(counts: tuple[int, ...]) -> float:
         return sum(part.seconds for part in mesh_parts(step, layout, counts, hardware))
 
-    return TunedMesh(layout, slices, seconds(slices), seconds((1,) * len(slices)))
+    return TunedMesh(slices, seconds(slices), seconds((1,) * len(slices)))
 
 
 def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:

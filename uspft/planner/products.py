@@ -64,25 +64,15 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
-def why_not_split(model: ModelShape, *, mesh: bool) -> str | None:
-    """Return why no ranks can have parts of the matrices of models like this; None where they can.
-    mesh: whether in blocks over a mesh."""
-    states = FAMILIES[model.model_type].states
-    if model.routed and (states or mesh):
-        where = "on a mesh" if mesh else "beside layers with a state"
-        return f"matrices of experts are not split {where}"
-    if states and mesh:
-        return "layers with a state are not split on a mesh"
-    return "heads of two sizes are not split on a mesh" if model.seeing_all and mesh else None
-
-
 def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
     """Return query, key, value and output projections of a layer with attention, then those of the
     MLP, or of the router and the experts; keys and values that a layer does not make have no
     outputs. experts: whether of a layer that has them; None: where the model has any."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
-    gated = 1 + has_gated_heads(shape)
+    table = FAMILIES[shape.model_type].projections
+    # As many features beside queries gate what heads attend to.
+    gated = 1 + ("self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks)
     keys = 0 if shape.borrows_keys else kv_heads
     values = 0 if shape.keys_are_values else keys
     found = [
@@ -120,12 +110,6 @@ def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
         return layer_projections(shape, experts=False)[-1].on(tensor).inputs
     shared = [one for one in shared_projections(shape).values() if one.splits == "inputs"]
     return sum(one.on(tensor).inputs for one in shared)
-
-
-def has_gated_heads(shape: ModelShape) -> bool:
-    """Tell whether the query projection makes as many features that gate what heads attend to."""
-    table = FAMILIES[shape.model_type].projections
-    return "self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks
 
 
 def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -235,9 +219,9 @@ def parameters_of(
     return StoredParameters(head * (1 if shape.tied else 2) + outside, stored, experts, routed)
 
 
-def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return how many parameters the experts of one layer have on a tensor rank."""
-    return sum(one.on(tensor).parameters for one in layer_projections(shape) if one.copies > 1)
+def expert_parameters(shape: ModelShape) -> int:
+    """Return how many parameters the experts of one layer have."""
+    return sum(one.parameters for one in layer_projections(shape) if one.copies > 1)
 
 
 def met_parameters(shape: ModelShape) -> int:

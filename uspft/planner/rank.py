@@ -22,7 +22,7 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
 from uspft.planner.activations import PassBytes, pass_bytes
-from uspft.planner.attention_work import DrawnRows, is_whole
+from uspft.planner.attention_step import is_whole
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
     USABLE_SHARE,
@@ -35,9 +35,10 @@ from uspft.planner.memory import (
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
+from uspft.planner.row_time import Memo
 from uspft.planner.stages import as_many, estimated, simulated
 from uspft.planner.state import State
-from uspft.planner.step_shape import StepShape, StepTime
+from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
@@ -69,21 +70,19 @@ class Ranked:
     """Whether it is the recipe's."""
     closely: bool = False
     """Whether a pipeline's schedule is run action by action."""
-    memo: price.Memo = field(default_factory=dict, repr=False, compare=False)
-    """What has been worked out of other ways' steps."""
 
     @cached_property
     def time(self) -> StepTime:
         """What a step takes, which is worked out when it is asked for."""
         waits_of = simulated if self.closely else estimated
-        return price.step_time(self.step, *self._priced, waits_of, self.memo)
+        return price.step_time(self.step, *self._priced, waits_of, self.needs.memo)
 
     @cached_property
     def least_seconds(self) -> float:
         """What a step takes at least, which is worked out sooner."""
         if self.layout.pipeline == 1 or self.closely:
             return self.seconds
-        return price.least_seconds(self.step, *self._priced, self.memo)
+        return price.least_seconds(self.step, *self._priced, self.needs.memo)
 
     @cached_property
     def _priced(self) -> tuple[Layout, Algorithm, Hardware]:
@@ -157,19 +156,14 @@ class Ranked:
         flops = price.model_flops(self.step)
         return flops / (self.seconds * self.hardware.peak * self.layout.ranks)
 
-    def loses_by(self, first: Ranked) -> dict[str, float]:
-        """Return by how many seconds each part differs from another layout's, the largest losses
-        first; hidden seconds are not counted."""
+    def why(self, first: Ranked) -> str:
+        """Return why it is not first, by part, hidden seconds not counted: `ring +0.06 s,
+        all-to-all -0.02 s`."""
         mine, other = self.time.by_part, first.time.by_part
         apart = {name: mine.get(name, 0.0) - other.get(name, 0.0) for name in mine | other}
-        return dict(sorted(apart.items(), key=lambda item: -item[1]))
-
-    def why(self, first: Ranked) -> str:
-        """Return why it is not first, by part: `ring +0.06 s, all-to-all -0.02 s`."""
+        worst = sorted(apart.items(), key=lambda item: (-abs(item[1]), -item[1]))[:SAID]
         least = LEAST_SECONDS * first.seconds
-        named = [(name, by) for name, by in self.loses_by(first).items() if abs(by) > least]
-        worst = sorted(named, key=lambda item: -abs(item[1]))[:SAID]
-        found = [f"{name.replace('_', '-')} {by:+.2g} s" for name, by in worst]
+        found = [f"{name.replace('_', '-')} {by:+.2g} s" for name, by in worst if abs(by) > least]
         return ", ".join(["does not fit"] * (self.room is False) + found)
 
 
@@ -201,25 +195,21 @@ def ranked(
     own: bool = False,
     needs_of: Needs | None = None,
     closely: bool = True,
-    memo: price.Memo | None = None,
 ) -> Ranked:
-    """Return a way with what a step takes and needs.
-
-    needs_of, memo: what has been worked out of other ways' memory and of their steps.
-    """
+    """Return a way with what a step takes and needs. needs_of: what has been worked out of other
+    ways."""
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
-        shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
-    memo = {} if memo is None else memo
+        shape = replace(shape, slices=slices_on(shape, way.layout, hardware))
+    needs = needs_of or Needs(step.model, step.row.length)
     if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
         again = options.checkpointing and options.first_layers is None
-        dealt = price.dealt_stages(shape, way.layout, again, memo)
+        dealt = price.dealt_stages(shape, way.layout, again, needs.memo)
         shape = replace(shape, schedule=way.schedule._replace(sizes=dealt.sizes))
     asked = replace(options_under(way, options), step_rows=step.step_rows, schedule=shape.schedule)
     if shape.slices is not None:
         asked = replace(asked, slices=tuple(shape.slices))
-    needs = needs_of or Needs(step.model, step.row.length)
-    return Ranked(way, shape, hardware, needs, asked, own, closely, memo)
+    return Ranked(way, shape, hardware, needs, asked, own, closely)
 
 
 def ranking(
@@ -245,11 +235,10 @@ def ranking(
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
     needs, search = Needs(step.model, step.row.length, saving), replace(step, dealt=False)
-    memo: price.Memo = {}
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
         asked = {"own": way == own, "closely": closely or way == own}
-        return ranked(given, way, hardware, options, needs_of=needs, memo=memo, **asked)
+        return ranked(given, way, hardware, options, needs_of=needs, **asked)
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
@@ -337,10 +326,12 @@ class _Listed(Sequence[Ranked]):
 
 
 class Needs:
-    """What ranks need for rows of one length, remembered by what it depends on."""
+    """What ranks need for rows of one length, remembered by what it depends on; and what has been
+    worked out of a step on one machine."""
 
     def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
         self._model, self._tokens, self._saving = model, row_tokens, saving
+        self.memo = Memo()
         self._states: dict[tuple[object, ...], State] = {}
         self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 

@@ -29,10 +29,9 @@ from uspft.pipeline.schedules import (
 )
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware, Spread
 from uspft.planner.products import block_projections, head_projection, step_flops
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import DrawnRows, StepShape
 from uspft.planner.trained import StageLayers
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
@@ -79,12 +78,10 @@ def stages_of(
         return Stages.of_sizes(schedule.sizes, ranks)
     costs, head = layer_flops(model, windows, rows)
     more = AGAIN if again else 1.0
-    return _dealt(tuple(more * cost for cost in costs), head, ranks, schedule.virtual)
+    return _dealt(tuple(more * cost for cost in costs), ranks, schedule.virtual, last=head)
 
 
-@lru_cache(maxsize=1024)
-def _dealt(costs: tuple[float, ...], head: float, ranks: int, virtual: int) -> Stages:
-    return dealt_out(costs, ranks, virtual, last=head)
+_dealt = lru_cache(maxsize=1024)(dealt_out)
 
 
 def stage_layers(stages: Stages, rank: int) -> StageLayers:

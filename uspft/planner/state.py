@@ -130,6 +130,7 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     """Stages 1 and 2, where optimizers, and gradients at 2, are divided.
 
     Sums of gradients in 16 bits, at stage 2 or of an optimizer on the host, lie flat in float32.
+    A step's first loss meets none of its gradients.
     """
     e, trained, away = zero.element, counts.trained, zero.optimizer_away
     own = zero.over(trained, counts.experts_trained)
@@ -138,7 +139,8 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     if zero.stage == 1 and e < WIDE and not away:
         # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
         device |= {"gradients": float((e + WIDE) * trained), "optimizer": optimizer}
-        return State(device, beyond={"reduction": _summed(zero, counts)})
+        at_loss = {} if zero.several else {"gradients": -float(e * trained)}
+        return State(device, beyond={"reduction": _summed(zero, counts)}, at_loss=at_loss)
     bucket, each = min(zero.bucket, trained), 2 if zero.two_buckets else 1
     norm = NORM * min(counts.largest_trained, own)
     if zero.stage == 2:
@@ -146,26 +148,55 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
         matrix = float(e * min(zero.matrix, counts.largest_trained))
         device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
         device["gradients"] = WIDE * own if e < WIDE or not away else 0.0
+        device["waiting"], end = _large(zero, counts)
+        at_loss = {"waiting": -device["waiting"]}
+        if e == WIDE or not zero.several:
+            at_loss["gradients"] = -device["gradients"]
         more = {"update": norm if e < WIDE or away else max(WIDE * own, norm)}
+        if end:
+            more["reduction"] = end + e * bucket * each + matrix
+        more = {name: size - device["waiting"] for name, size in more.items()}
         if zero.several and e == WIDE and not away:
             # They come beside the sums of the backwards before, which alone the update has.
             device["gradients"] += WIDE * own
             more["update"] -= WIDE * own
     else:
         device |= {"buckets": float(WIDE * bucket * each), "gradients": float(WIDE * trained)}
-        # What fills the first bucket lies in it, and then beside it for the owner.
+        at_loss = {} if zero.several else {"gradients": -device["gradients"]}
+        # What fills the first bucket lies in it, and then beside it for the owner; what is larger
+        # lies beside it at once.
         summed = WIDE * own if e < WIDE or not away else 0.0
         cast = (WIDE + zero.cast(WIDE)) * bucket if e < WIDE else 0.0
-        more = {"reduction": summed + max(cast, norm if away else 0.0)}
+        large = device["buckets"] * (counts.largest_trained > zero.bucket)
+        table = device["buckets"] + 2 * WIDE * counts.head * counts.tied
+        more = {"reduction": max(summed + max(cast, norm if away else 0.0) + large, table)}
+    at_loss["buckets"] = -device["buckets"]
     beyond = {name: size - device["buckets"] for name, size in more.items()}
     if not away:
-        return State({**device, "optimizer": optimizer}, beyond=beyond)
+        return State({**device, "optimizer": optimizer}, beyond=beyond, at_loss=at_loss)
     # The host also has gradients, at stage 2 their sums over several backwards, and new weights of
     # its part; both sides a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
     device["buckets"] += buffer
     optimizer += (WIDE * (1 + (zero.several and zero.stage == 2)) + e) * own + buffer
-    return State(device, {"optimizer": optimizer}, beyond)
+    return State(device, {"optimizer": optimizer}, beyond, at_loss=at_loss)
+
+
+def _large(zero: Zero, counts: ParameterCounts) -> tuple[float, float]:
+    """Return what stage 2 has beside its buckets of gradients that wait or are larger than these:
+    from the loss on, and when a backward ends.
+
+    The head's waits for that of an embedding that is the same table. One that is larger than a
+    bucket crosses alone, and in 16 bits those of a rank's own part stay until the update.
+    """
+    e, tied, largest = zero.element, counts.head * counts.tied, counts.largest_trained
+    if largest <= zero.bucket:
+        return float(e * tied), float(3 * e * tied)
+    stays = e < WIDE and not zero.optimizer_away
+    own = max(largest, counts.above(zero.bucket) / zero.ranks) * stays
+    norm = NORM * largest * zero.optimizer_away
+    alone = e * own + e * largest + max(zero.cast(e) * largest, norm)
+    return float(e * max(tied, largest * stays)), max(alone, float(3 * e * tied))
 
 
 def _summed(zero: Zero, counts: ParameterCounts) -> float:
@@ -200,7 +231,7 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     at_loss = e * float(max(at_head, kept))
     # Where more is kept than is gathered ahead, the head is fetched when it is needed, alone.
     with_others = at_once and zero.live > kept - counts.head
-    twice = min(every, max(zero.prefetch, counts.head)) if with_others else 0
+    twice = min(every, max(at_once, counts.head)) if with_others else 0
     between = {"head": e * float(at_head + twice)}
     head, waits = e * float(counts.head), e * float(counts.head * counts.tied)
     largest = counts.largest_trained
@@ -211,8 +242,9 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
         beside = max(min(live, every - gone), kept - gone)
         crossing = _crossing(zero, counts, min(largest, counts.largest))
         in_layers = max(in_layers, e * beside + crossing)
-        if largest > zero.bucket:  # as that of a head, before the layers'
-            between["reduction"] = e * live + _crossing(zero, counts, largest)
+        if largest > zero.bucket:  # as a head's, before the layers'
+            others = min(live, every - largest)
+            between["reduction"] = e * others + _crossing(zero, counts, largest)
     device = {
         "weights": e * zero.over(every, counts.experts),
         "gradients": WIDE * own,

@@ -7,30 +7,22 @@ most tokens, most heads and most pairs of query and key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from uspft.families import NO_KEYS, Blocks
-from uspft.layout import ALIKE, COPIES, EXPERTS, Layout
+from uspft.families import NO_KEYS
+from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
-from uspft.planner.attention_step import attention_parts, state_parts
-from uspft.planner.attention_work import DrawnRows
-from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
-from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.machine import Collective, Hardware, Spread
-from uspft.planner.mesh import mesh_parts, token_sums
 from uspft.planner.products import (
-    SHARED_EXPERT,
-    ProductShape,
     head_projection,
     met_parameters,
     parameters_of,
-    projections_of_layers,
     step_flops,
 )
+from uspft.planner.row_time import Memo, forward_and_backward, parts_apart
 from uspft.planner.stages import (
     PipelineCosts,
     PipelineWaits,
@@ -40,10 +32,8 @@ from uspft.planner.stages import (
     stage_layers,
     stages_of,
 )
-from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime, seconds_of
+from uspft.planner.step_shape import DrawnRows, StepLayer, StepPart, StepShape, StepTime, seconds_of
 from uspft.sequence import Algorithm
-
-Priced = TypeVar("Priced")
 
 NOT_PREDICTED = (
     "the time of offloading and MLPs in tiles",
@@ -54,12 +44,6 @@ HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
 ROUNDING = 1e-9
 """By how much sums of the same seconds in another order may differ, as a share."""
-LOSS_PASSES = 8
-"""Times that a tile of logits in float32 is read or written (model/loss.py)."""
-
-
-Memo = dict[Hashable, Any]
-"""What parts of a step take, by all that they depend on beside the step and the machine."""
 WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
 """A function that says what a number of micro-batches wait for in a pipeline."""
 
@@ -79,29 +63,12 @@ def step_time(
     if layout.pipeline > 1:
         return _pipeline_time(step, layout, algorithm, hardware, waits_of, memo)
     passes = step.passes(layout)
-    one = forward_and_backward(step, layout, algorithm, hardware)
+    one = forward_and_backward(step, layout, algorithm, hardware, memo)
     behind = _hiding_seconds(one)
     each = hidden_behind(step, zero_in_each_pass(step, layout, hardware), behind)
     parts = [part.times(passes) for part in (*one, *each)]
     summed, *others = zero_once(step, layout, hardware)
     return StepTime((*parts, *hidden_behind(step, [summed], passes * behind), *others))
-
-
-def forward_and_backward(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> list[StepPart]:
-    """Return what one forward and backward of `step.rows` rows takes, without ZeRO's part in it.
-
-    Attention is that of the row's documents. With 0 rows it is what a pass takes beside its rows,
-    reading every weight included.
-    """
-    return [
-        *_matrices(step, layout, hardware),
-        *_dispatch(step, layout, hardware),
-        _elementwise(step, layout, hardware),
-        *attention_parts(step, layout, algorithm, hardware),
-        *state_parts(step, layout, algorithm, hardware),
-    ]
 
 
 def model_flops(step: StepShape) -> float:
@@ -117,142 +84,6 @@ def model_flops(step: StepShape) -> float:
     shape = (1, model.heads, 1)  # pairs have all layers and features
     frozen = int((1 - step.trained) * parameters)
     return step_flops(parameters, tokens, int(step.step_rows * pairs), shape, frozen=frozen)
-
-
-def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the matrix products of one forward and backward, and what tensor ranks move for them.
-
-    On MeshSlice's mesh transfers pass behind products; and those of a copy behind another's.
-    """
-    if step.slices is None or layout.tensor == 1:
-        *of_layers, head = _products(step, layout, hardware)
-        yield from (*of_layers, head)
-        behind = sum(part.seconds for part in of_layers)
-        yield from _tensor(step, layout, hardware, behind)
-        return
-    for part in mesh_parts(step, layout, step.slices, hardware):
-        yield StepPart("products", part.computed)
-        yield StepPart("tensor", part.moved, part.hidden, part.bytes)
-
-
-def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the matrix products of one forward and backward, the head's last."""
-    model, tokens = step.model, step.tokens(layout)
-    copies = step.copies if layout.tensor > 1 else 1
-    for projections, layers in projections_of_layers(model, step.blocks):
-        forward = backward = 0.0
-        for one in projections:
-            part = one.on(layout.tensor)
-            here = max(1, part.copies // layout.experts)
-            # Each matrix that is here has its rows, in one launch for all.
-            sizes = tokens * part.per_token / (here * copies), part.inputs, part.outputs
-            there, back = (copies * one for one in step.product_seconds(sizes, hardware))
-            spared = (here - 1) * hardware.products.launch_seconds
-            forward += here * there - spared
-            backward += here * back - (1 + step.trained) * spared
-        yield StepPart("products", layers * (step.forwards * forward + backward))
-    head = head_projection(model).on(layout.tensor)
-    both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
-    yield StepPart("products", sum(both))
-
-
-def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the transfers of tokens to the ranks that hold their experts, and back, where ranks
-    divide experts; nothing hides them. All choices are taken to be equally likely."""
-    if layout.experts == 1:
-        return
-    spread = Spread.of(layout, EXPERTS, hardware.ranks_per_host)
-    rows = RoutedRows.likely(step.model, step.tokens(layout), layout.experts)
-    sizes = RowSizes.of(step.model, step.element_bytes)
-    for one in exchanges(rows, sizes, layout.experts, step.forwards):
-        seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
-        layers = sum(layer.experts for layer in step.layers)
-        yield StepPart("experts", seconds, bytes=one.bytes).times(layers)
-
-
-def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPart:
-    """Return the work between products, which memory bounds."""
-    tokens = step.tokens(layout)
-    elements = sum(
-        layers * _elements_per_token(step, layout, projections)
-        for projections, layers in projections_of_layers(step.model, step.blocks)
-    )
-    # Its backward reads and writes twice as much.
-    between = (step.forwards + 2) * 2 * step.element_bytes * tokens * elements
-    logits = LOSS_PASSES * 4 * tokens * head_projection(step.model).on(layout.mesh_columns).outputs
-    return StepPart("elementwise", hardware.memory_seconds(between + logits))
-
-
-def _elements_per_token(
-    step: StepShape, layout: Layout, projections: Sequence[ProductShape]
-) -> float:
-    """Return how many elements a layer with these projections makes of a token on a tensor rank.
-
-    They are norms and residuals, which Megatron's ranks divide under use_seq_parallel alone; q, k,
-    v before and after rotation, or what goes into a rule before and after its convolution; and the
-    inside of the MLP.
-    """
-    model, tensor = step.model, layout.mesh_columns
-    into = [one for one in projections if one.splits == "outputs"]
-    heads = sum(one.outputs for one in into if one.unit > 1)
-    inner = sum(one.on(tensor).outputs * one.per_token for one in into if one.unit == 1)
-    divided = step.use_seq_parallel or step.slices is not None
-    outside = 8 * model.hidden_size / (tensor if divided else 1)
-    return outside + 3 * heads / tensor + 2 * inner
-
-
-def _tensor(
-    step: StepShape, layout: Layout, hardware: Hardware, behind: float
-) -> Iterator[StepPart]:
-    """Yield the transfers of Megatron's tensor parallelism. behind: seconds of layers' products.
-
-    Each layer sums activations over the tensor ranks as `_sums_of` says, the embedding once
-    forward, the head's input gradient once. Under use_seq_parallel a sum is a reduce-scatter and an
-    all-gather of the same bytes.
-
-    Of n copies by turns all but one pass behind products, or products behind them: that a layer's
-    blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
-    hosts is not begun and awaited apart.
-    """
-    if layout.tensor == 1:
-        return
-    spread, copies = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host), step.copies
-    activations = step.tokens(layout) * step.model.hidden_size * step.element_bytes
-
-    def sum_seconds(of_bytes: float) -> float:
-        ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
-        if step.use_seq_parallel:
-            return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
-        return hardware.collective_seconds("all_reduce", of_bytes, spread)
-
-    count = sum(_sums_of(step, blocks) for blocks in step.blocks)
-    blocks = count * copies * sum_seconds(activations / copies)
-    apart = not (step.use_seq_parallel and spread.by_host)
-    hidden = apart * hardware.hide * (1 - 1 / copies) * min(blocks, behind)
-    yield StepPart("tensor", blocks, hidden, count * activations)
-    yield StepPart("tensor", 2 * sum_seconds(activations), bytes=2 * activations)
-    for part in token_sums(step, layout, hardware):
-        yield StepPart("tensor", part.moved, bytes=part.bytes)
-
-
-def _sums_of(step: StepShape, blocks: Blocks) -> float:
-    """Return how often a layer sums activations over tensor ranks: behind attention, behind its MLP
-    or its experts, and behind what every token meets beside these; as often backward.
-
-    A forward that is run again ends before the last of them where nothing behind it is kept, which
-    a norm would be, and a gate of a shared expert; but tokens that are split come together again.
-    With groups of heads they do so once more, in the backward, where a layer is two functions
-    (model/head_groups.py); an MLP in tiles there has its own come together once more too where the
-    layer is not run again.
-    """
-    kind, shared = layer_kind(step.model), blocks.experts and step.model.shared_features > 0
-    halves = step.attention.at_once and step.use_seq_parallel and not kind.norms.behind_attention
-    in_tiles = step.tiles and not blocks.experts and not step.recompute
-    gathers = (not (kind.gated or blocks.state)) + in_tiles if halves else 0
-    every = 3 if shared else 2
-    ends = kind.norms.behind_mlp or (shared and kind.shared == SHARED_EXPERT)
-    spared = 0.0 if ends else 0.5 if step.use_seq_parallel else 1.0
-    return every * (step.forwards + 1) - spared * (step.forwards - 1) + 0.5 * gathers
 
 
 def _pipeline_time(
@@ -296,10 +127,10 @@ def pipeline_costs(
     ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step. memo:
     as of step_time.
     """
-    memo = {} if memo is None else memo
+    memo = Memo() if memo is None else memo
     stages = dealt_stages(step, layout, step.recompute, memo)
-    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
-    by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, step.layers))
+    one_of, outside = parts_apart(step, layout, algorithm, hardware, memo)
+    by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
     held = layout.mesh_rows, layout.mesh_columns, layout.experts, stages
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
     for rank, kind in enumerate(by_rank):
@@ -308,7 +139,7 @@ def pipeline_costs(
         layers, _, last = kind
         parts = [part.times(n) for layer, n in layers for part in one_of[layer]] + outside * last
         key = "stored", *held, rank, step.gradient_bytes
-        stored = _once(memo, key, partial(stored_bytes, step, layout, stages, rank))
+        stored = memo.once(key, partial(stored_bytes, step, layout, stages, rank))
         moved, fetched = list[StepPart](), list[StepPart]()
         for part in zero_in_each_pass(step, layout, hardware, stored):
             (fetched if part.name == "weights" else moved).append(part)
@@ -340,8 +171,7 @@ def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> St
     nothing. again: whether layers run forward once more. memo: as of step_time."""
     rows = step.sample or DrawnRows((step.row,))
     asked = step.windows, rows, layout.pipeline, step.schedule
-    return _once(
-        memo,
+    return memo.once(
         ("stages", layout.pipeline, step.schedule, again),
         lambda: stages_of(step.model, *asked, again=again),
     )
@@ -373,68 +203,17 @@ def least_seconds(
     The rank that has most to do has the mean of all at least, and each waits while the first
     micro-batch goes through the others. memo: as of step_time.
     """
-    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
+    one_of, outside = parts_apart(step, layout, algorithm, hardware, memo)
 
     def every() -> float:
         return sum(seconds_of(one_of[layer]) for layer in step.layers) + seconds_of(outside)
 
-    whole = _once(memo, ("whole", id(one_of)), every)
+    whole = memo.once(("whole", id(one_of)), every)
     if step.stage == 3:  # nothing hides what fetches the weights
-        stored = parameters_of(step.model, layout.mesh_columns)
-        rest = stored.layers / layout.mesh_rows - (layout.experts > 1) * stored.experts
-        layer = rest / step.model.layers
-        spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
-        fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
-        whole += 2 * step.model.layers * fetched
+        moved = zero_in_each_pass(step, layout, hardware)
+        whole += sum(part.seconds for part in moved if part.name == "weights")
     mean, parts = whole / layout.pipeline, step.schedule.virtual * step.schedule.chunks
     return (step.passes(layout) * mean + (whole - mean) / parts) * (1 - ROUNDING)
-
-
-def _parts_apart(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
-) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-    """Return what `_apart` does; neither replicas nor stages change what a rank does with a
-    micro-batch."""
-    degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
-    ranks = layout.data * layout.pipeline, layout.experts, algorithm
-    chunks = step.schedule.chunks if layout.pipeline > 1 else 1
-    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt, chunks
-    slices = None if step.slices is None else tuple(step.slices)
-    return _once(
-        memo,
-        ("apart", *degrees, *ranks, *runs, slices),
-        lambda: _apart(step, layout, algorithm, hardware),
-    )
-
-
-def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:
-    """Return what make() gave the first time that key was asked for."""
-    if key not in memo:
-        memo[key] = make()
-    found: Priced = memo[key]
-    return found
-
-
-def _apart(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-    """Return what one forward and backward takes in a layer of each kind, and outside of the
-    layers, by part."""
-
-    def whole(*layers: StepLayer) -> dict[str, StepPart]:
-        model = replace(step.model, layers=len(layers))
-        experts = [one.experts for one in layers]
-        few = replace(step, model=model, windows=[one.window for one in layers], experts=experts)
-        return StepTime(tuple(forward_and_backward(few, layout, algorithm, hardware))).by_name
-
-    without = whole()
-    less = {name: part.times(-1) for name, part in without.items()}
-    each = {layer: whole(layer).values() for layer in dict.fromkeys(step.layers)}
-    none = StepPart("", 0.0)
-    return {
-        layer: [part.plus(less.get(part.name, none)) for part in parts]
-        for layer, parts in each.items()
-    }, [*without.values()]
 
 
 def _hiding_seconds(parts: Sequence[StepPart]) -> float:
@@ -485,6 +264,17 @@ def zero_in_each_pass(
         found.append(StepPart("gradients", pieces * summed, bytes=gradients))
         found.append(StepPart("weights", 2 * pieces * gathered, bytes=2 * weights))
     return found
+
+
+def micro_step_seconds(
+    step: StepShape, stored: Layout, hardware: Hardware, behind: float = 0.0
+) -> float:
+    """Return the seconds that ZeRO takes in each forward and backward of all ranks.
+
+    stored: the layout in which ranks store the parameters. behind: seconds of products that hide
+    transfers under overlap_comm.
+    """
+    return seconds_of(hidden_behind(step, zero_in_each_pass(step, stored, hardware), behind))
 
 
 def zero_once(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Forwards
+from uspft.sequence.rows.spans import work_of
 
 GRADIENT_BYTES = 4
 """Gradients of weights are summed in float32, and travel in it where a step says nothing else."""
@@ -76,12 +77,66 @@ class StepTime:
         return {name: part.seconds - part.hidden for name, part in self.by_name.items()}
 
 
+DEALT_ROWS = 4
+"""Rows of a sample that are dealt out to correct what closed forms say."""
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnRows:
+    """Rows of a recipe's data, of one length, over which attention's work is the mean."""
+
+    rows: tuple[Segments, ...]
+    source: str = ""
+    """Of what they are, for a person."""
+
+    @classmethod
+    def whole(cls, length: int) -> DrawnRows:
+        """Return the row that one document of so many tokens fills."""
+        return cls((Segments.single(length),))
+
+    @cached_property
+    def longest_share(self) -> float:
+        """The share of its row that the longest document has, the mean over rows."""
+        shares = [max((b - a for a, b in row), default=0) / row.length for row in self.rows]
+        return sum(shares) / len(shares)
+
+    @property
+    def documents(self) -> float:
+        """The documents of a row: the mean."""
+        return sum(len(row.bounds) - 1 for row in self.rows) / len(self.rows)
+
+    @cached_property
+    def _pairs(self) -> dict[int | None, float]:
+        return {}
+
+    def pairs(self, window: int | None) -> float:
+        """Return the pairs of query and key of a row in a layer with this window: the mean."""
+        if window not in self._pairs:
+            every = [pairs_of_row(row, window) for row in self.rows]
+            self._pairs[window] = sum(every) / len(every)
+        return self._pairs[window]
+
+    @cached_property
+    def dealt(self) -> DrawnRows:
+        """The few rows that are dealt out: from those with the fewest pairs to those with most."""
+        order = sorted(self.rows, key=lambda row: pairs_of_row(row, None))
+        count = min(DEALT_ROWS, len(order))
+        return DrawnRows(
+            tuple(order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count))
+        )
+
+
+def pairs_of_row(row: Segments, window: int | None) -> int:
+    """Return the pairs of query and key of a row's documents in a layer with this window."""
+    return int(work_of([(0, row.length)], list(row), window))
+
+
 class StepLayer(NamedTuple):
     """What tells a layer's time from another's."""
 
     window: int | None
     """The sliding window; None where it sees all, NO_KEYS where it has a state."""
-    experts: bool
+    blocks: Blocks
 
 
 @dataclass(frozen=True)
@@ -125,8 +180,6 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
-    experts: Sequence[bool] | None = None
-    """Whether each layer has experts; None: as the model's config says."""
 
     def of_window(self, window: int | None) -> StepShape:
         """Return the step of a model all of whose layers are as those with a window."""
@@ -134,15 +187,13 @@ class StepShape:
         return self if model is self.model else replace(self, model=model)
 
     @property
-    def blocks(self) -> tuple[Blocks, ...]:
-        """What each layer has."""
-        return layer_blocks(self.model, self.windows, self.experts)
-
-    @property
     def layers(self) -> tuple[StepLayer, ...]:
         """What each layer is, as far as time is concerned."""
-        experts = (one.experts for one in self.blocks)
-        return tuple(map(StepLayer, self.windows, experts))
+        return tuple(map(StepLayer, self.windows, layer_blocks(self.model, self.windows)))
+
+    def on_mesh(self, layout: Layout) -> bool:
+        """Tell whether matrices are split by MeshSlice, and not in Megatron's way."""
+        return self.slices is not None and layout.tensor > 1
 
     @property
     def hides(self) -> bool:

@@ -240,10 +240,18 @@ class ParameterCounts:
     """Whether any of one dimension trains."""
     tied: bool = False
     """Whether the head's gradient waits for that of the embedding, which is one parameter."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """Of parameters that train, and how many are so large."""
 
     def divided(self, ways: int) -> ParameterCounts:
         """Return what a mesh row holds of it."""
-        return ParameterCounts(*(-(-getattr(self, one.name) // ways) for one in fields(self)))
+        counts = {one.name: -(-getattr(self, one.name) // ways) for one in fields(self)[:-1]}
+        sizes = tuple((-(-size // ways), number) for size, number in self.sizes)
+        return ParameterCounts(**counts, sizes=sizes)
+
+    def above(self, elements: int) -> int:
+        """Return how many of them are in parameters that train and are larger than that."""
+        return sum(size * number for size, number in self.sizes if size > elements)
 
 
 class StageLayers(NamedTuple):
@@ -285,8 +293,11 @@ def counts_of(
     trained += sum(tables) * head
     every = len(tables) * head + mine.last * shape.hidden_size
     every += sum(held[numbers[number]].every for number in mine.layers) + more
-    sizes = [size for one, here, _ in met for size in here.sizes_of(one)]
-    sizes += [head] * any(tables) + train
+    sizes = Counter(train)
+    sizes[head] += sum(tables)
+    for one, here, number in met:
+        sizes.update({size: number * n for size, n in Counter(here.sizes_of(one)).items()})
+    sizes = +sizes
     head *= mine.first or mine.last
     divided = [(one.of_experts(), here, number) for one, here, number in met if experts > 1]
     return ParameterCounts(
@@ -300,6 +311,7 @@ def counts_of(
         sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
         any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
         shape.tied and mine.first and mine.last and outside[EMBEDDING],
+        tuple(sizes.items()),
     )
 
 

@@ -29,10 +29,9 @@ from uspft.config.algorithms import (
 from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
 from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
-from uspft.layout import Layout, layout_of, ring_ranks_of_a_host
+from uspft.layout import Layout, ring_ranks_of_a_host, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.attention_step import local_heads
-from uspft.planner.products import why_not_split
 from uspft.planner.stages import as_many, schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm
@@ -184,11 +183,15 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
     """Yield every way of a space, legal or not; each does something that no other does."""
     for columns, rows, blocks, tokens in _matrices(ranks, space):
         left = ranks // (columns * rows)
-        for pipeline, context in _stages_and_sharers(left, space):
+        stages = _divisors(left, space.pipelines)
+        for pipeline, context in (
+            (p, c) for p in stages for c in _divisors(left // p, space.context)
+        ):
             data = left // (pipeline * context)
             if space.data is not None and data not in space.data:
                 continue
-            schedules = _schedules(space) if pipeline > 1 else [PLAIN]
+            every = product(space.schedulers, space.virtual) if pipeline > 1 else ()
+            schedules = [Schedule(*how, chunks=space.chunks) for how in every] or [PLAIN]
             for row, ulysses in _sharing(rows * context, space):
                 ring = rows * context // ulysses
                 layout = Layout(columns, ulysses, ring, data, pipeline, rows, blocks)
@@ -199,18 +202,6 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
                     divided = replace(layout, experts=experts)
                     for how in product(space.stages, space.rows, again, schedules):
                         yield Way(divided, row, tokens, *how)
-
-
-def _stages_and_sharers(ranks: int, space: Space) -> Iterator[tuple[int, int]]:
-    """Yield over how many ranks layers may be split, and how many may share a row then."""
-    for pipeline in _divisors(ranks, space.pipelines):
-        for context in _divisors(ranks // pipeline, space.context):
-            yield pipeline, context
-
-
-def _schedules(space: Space) -> list[Schedule]:
-    several = product(space.schedulers, space.virtual)
-    return [Schedule(*how, chunks=space.chunks) for how in several]
 
 
 def _matrices(ranks: int, space: Space) -> Iterator[tuple[int, int, bool, bool]]:
@@ -259,12 +250,12 @@ def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) 
     def why_not(way: Way) -> str | None:
         layout = way.layout
         heads = local_heads(model, layout.mesh_columns)
-        if reason := (
-            why_no_stages(model, way)
-            or why_no_matrices(model, layout)
-            or why_no_experts(model, way)
-        ):
+        if reason := why_no_stages(model, way) or why_no_matrices(model, layout):
             return reason
+        if model.experts % layout.experts:
+            return "the experts do not divide by the ranks that are to hold them"
+        if layout.experts > 1 and way.stage == 0:
+            return "ZeRO-0 is not available beside experts that ranks divide"
         if heads.query < layout.ulysses:
             return "more ranks exchange heads than there are heads"
         if way.algorithm(step, ranks_per_host).problems(tokens, heads):
@@ -288,18 +279,21 @@ def why_no_stages(model: ModelShape, way: Way) -> str | None:
         return f"stages of {model.model_type} are not available"
     if model.joined_layers:
         return f"stages of {model.joined_layers} are not available"
-    if way.stage == 0:
-        return "ZeRO-0 is not available beside stages"
-    return None
+    return "ZeRO-0 is not available beside stages" if way.stage == 0 else None
 
 
 def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
     """Return why a model's matrices cannot be split as a layout does, or None where they can."""
     if layout.tensor == 1:
         return None
-    if reason := why_not_split(model, mesh=layout.is_mesh):
-        return reason
-    states = state_sizes(model)
+    states, on_mesh = state_sizes(model), layout.is_mesh
+    if model.routed and (states or on_mesh):
+        where = "on a mesh" if on_mesh else "beside layers with a state"
+        return f"matrices of experts are not split {where}"
+    if states and on_mesh:
+        return "layers with a state are not split on a mesh"
+    if model.seeing_all and on_mesh:
+        return "heads of two sizes are not split on a mesh"
     if states and layout.tensor > states.keys:
         return "more tensor ranks than key heads of layers with a state"
     for one in model.of_each_size:
@@ -310,16 +304,6 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
         if any(model.hidden_size % side for side in sides):
             return "the hidden size does not divide by the mesh"
     return None
-
-
-def why_no_experts(model: ModelShape, way: Way) -> str | None:
-    """Return why ranks cannot divide a model's experts as a way does, or None where they can."""
-    degree = way.layout.experts
-    if degree == 1:
-        return None
-    if model.experts % degree:
-        return "the experts do not divide by the ranks that are to hold them"
-    return None if way.stage else "ZeRO-0 is not available beside experts that ranks divide"
 
 
 def _divisors(number: int, among: Collection[int] | None = None) -> Sequence[int]:
@@ -355,24 +339,22 @@ class Candidate:
         """
         if alike(self.parallel) != self.parallel:
             every = each_alone(self.parallel)
-            return " + ".join(dict.fromkeys(Candidate(p, _layout(p)).name for p in every))
-        parts = [str(self.parallel.context_parallel_algo or "whole rows")]
-        if self.layout.ulysses > 1 and self.layout.ring > 1:
-            parts.append(f"{self.layout.ulysses}×{self.layout.ring}")
-        elif self.layout.context > 1:
-            parts.append(str(self.layout.context))
-        tokens = " with tokens" if self.parallel.use_seq_parallel else ""
-        tensor = f", tensor {self.layout.tensor}{tokens}" if self.layout.tensor > 1 else ""
-        if self.parallel.on_a_mesh:
-            tensor = f", mesh {self.layout.mesh_rows} × {self.layout.mesh_columns}"
-        virtual = self.parallel.pp_interleave_num
-        ways = f" × {virtual}" if virtual > 1 else ""
-        if (chunks := self.parallel.seq_split_num) > 1:
-            ways += f" in {chunks} chunks"
-        stages = f", stages {self.layout.pipeline}{ways}" if self.layout.pipeline > 1 else ""
-        data = f", data {self.layout.data}" if self.layout.data > 1 else ""
-        experts = f", experts {self.layout.experts}" if self.layout.experts > 1 else ""
-        return " ".join(parts) + tensor + stages + data + experts
+            return " + ".join(dict.fromkeys(Candidate(p, settled_layout(p)).name for p in every))
+        layout, block = self.layout, self.parallel
+        both = layout.ulysses > 1 < layout.ring
+        tensor = f", tensor {layout.tensor}{' with tokens' * block.use_seq_parallel}"
+        mesh = f", mesh {layout.mesh_rows} × {layout.mesh_columns}"
+        virtual, chunks = block.pp_interleave_num, block.seq_split_num
+        how = f" × {virtual}" * (virtual > 1) + f" in {chunks} chunks" * (chunks > 1)
+        parts = (
+            (f" {layout.ulysses}×{layout.ring}" if both else f" {layout.context}", layout.context),
+            (mesh if block.on_a_mesh else tensor, layout.tensor),
+            (f", stages {layout.pipeline}{how}", layout.pipeline),
+            (f", data {layout.data}", layout.data),
+            (f", experts {layout.experts}", layout.experts),
+        )
+        split = "".join(part for part, degree in parts if degree > 1)
+        return f"{block.context_parallel_algo or 'whole rows'}{split}"
 
 
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
@@ -390,24 +372,29 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
         virtual=(1, 2),
         chunks=own.seq_split_num,
     )
-    found_ways = sorted(ways(ranks, space, _beyond).legal, key=lambda way: way.layout.pipeline)
-    blocks = [_block(own, way) for way in found_ways]
-    left = ranks // own.model_parallel
-    first = own if own.row_ranks > 1 or own.pipeline_stage > 1 else _whole(own, left)
+    several = sorted(ways(ranks, space, _beyond).legal, key=lambda way: way.layout.pipeline)
+    first, blocks = own, [_block(own, way) for way in several]
+    if own.row_ranks == 1 and own.pipeline_stage == 1:
+        tensor, experts = own.model_parallel, own.expert_parallel
+        layout = Layout(tensor, data=ranks // tensor, blocks=own.on_a_mesh, experts=experts)
+        first = _block(own, Way(layout, WHOLE, own.use_seq_parallel and tensor > 1))
     if own.strategies:
-        first, blocks = own, [alike(block) for block in [first, *blocks]]
-    found: dict[tuple[object, ...], Candidate] = {}
-    for block in [first, *blocks]:
-        layout = _layout(block)
-        stages = layout.pipeline, block.pp_interleave_num
-        how = block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block), *stages
-        key = (*how, layout.experts, block is own and alike(own) != own)
-        if key not in found:
-            wrong = _problems(recipe, block, problems)
-            if wrong and (bare := _without_options(block)) != block:
-                block, wrong = bare, _problems(recipe, bare, problems)
-            reason = "; ".join(what for _, what, _ in wrong) or None
-            found[key] = Candidate(block, layout, reason, wrong[0][0] if wrong else None)
+        first, blocks = own, [alike(block) for block in (first, *blocks)]
+
+    def wrong_with(block: ParallelBlock, layout: Layout) -> list[Finding]:
+        return problems(recipe.model_copy(update={"parallel_config": block}), layout)
+
+    found: dict[tuple[str, Layout], Candidate] = {}
+    for block in (first, *blocks):
+        one = Candidate(block, settled_layout(block))
+        if (one.name, one.layout) in found:
+            continue
+        wrong, bare = wrong_with(block, one.layout), _without_options(block)
+        if wrong and bare != block:
+            one, wrong = replace(one, parallel=bare), wrong_with(bare, one.layout)
+        reason = "; ".join(what for _, what, _ in wrong) or None
+        key = wrong[0][0] if wrong else None
+        found[one.name, one.layout] = replace(one, reason=reason, key=key)
     return list(found.values())
 
 
@@ -436,18 +423,12 @@ def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
             each.parallel.context_parallel_algo,
             each.layout.context,
             each.layout.ulysses,
-            _tensor(each.parallel),
+            (each.parallel.use_seq_parallel, *each.layout.stored_as),
             (each.layout.pipeline, each.parallel.pp_interleave_num),
         )
         for each in (one, *kept)
     ]
     return sum(a == b for trait in traits[1:] for a, b in zip(traits[0], trait, strict=True))
-
-
-def _tensor(block: ParallelBlock) -> tuple[object, ...]:
-    """Return how ranks split matrices under a block."""
-    mesh = block.tensor_mesh if block.on_a_mesh else None
-    return block.model_parallel, block.use_seq_parallel, mesh
 
 
 def in_recipe(recipe: Recipe, way: Way) -> Recipe:
@@ -489,15 +470,6 @@ def _beyond(way: Way) -> str | None:
     return "virtual stages of shared rows" if way.schedule.virtual > 1 and shared else None
 
 
-def _whole(own: ParallelBlock, data: int) -> ParallelBlock:
-    """Return a block whose rows are whole, which is `own` in all else."""
-    none = {"context_parallel_algo": None, "ulysses_degree_in_cp": None}
-    update = {"data_parallel": data, "context_parallel": 1, **none, **_options(own, None)}
-    if not own.use_seq_parallel:
-        update["fine_grain_interleave"] = 1
-    return own.model_copy(update=update)
-
-
 def _options(own: ParallelBlock, name: str | None) -> dict[str, Any]:
     """Return the options of the algorithms, of which one's alone are kept."""
     return {
@@ -512,13 +484,3 @@ def _without_options(block: ParallelBlock) -> ParallelBlock:
     row = row_of(block.context_parallel_algo, block.row_ranks)
     slices = {"tensor_slices": (1, 1, 1, 1)} if block.on_a_mesh else {}
     return block.model_copy(update={**dict.fromkeys(row.options, AUTO), **slices})
-
-
-def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[Finding]:
-    return problems(recipe.model_copy(update={"parallel_config": block}), _layout(block))
-
-
-def _layout(block: ParallelBlock) -> Layout:
-    layout = layout_of(block, None)
-    assert isinstance(layout, Layout)  # data_parallel is a number, and degrees divide
-    return layout

@@ -18,7 +18,6 @@ from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
 from uspft.job import placed
 from uspft.layout import Layout, layout_of, settled_layout
-from uspft.planner.mesh import Tuning
 from uspft.prepare.files import file_findings, find_paths, in_the_way
 from uspft.prepare.host import gpu_count, gpu_name, tracker_findings
 from uspft.prepare.known import Known, cluster_of
@@ -26,7 +25,7 @@ from uspft.prepare.layout_findings import exchange_findings, host_findings, run_
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
 from uspft.prepare.model import shape_of
 from uspft.prepare.remarks import memory_sentence, memory_unknown, stages_sentence, wasted
-from uspft.prepare.resolve import on_device, resolved, tuning
+from uspft.prepare.resolve import on_device, resolved
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
 SHAPE = tuple(
@@ -66,11 +65,6 @@ class Examined:
         """The folder of the tokenised training data, which has been read."""
         assert self.known.corpus
         return self.known.corpus
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """What the tuner finds for MeshSlice; None where it is not used, or not all is known."""
-        return tuning(self.loaded.recipe, self.known)
 
     @property
     def is_open(self) -> bool:

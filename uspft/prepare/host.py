@@ -118,14 +118,19 @@ def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> 
         what = f"is {asked}, and torch can use no GPU here: {why or 'there is none'}"
         raise Fault([(KEY, what, f"start it on a host that has one, {ANYWAY}")])
     if recipe.launch.device == "cuda" and isinstance(wanted, int):
-        if wanted > count:
+        if wanted > count and not shares_gpus(environment):
             what = f"{wanted} processes on this host, which has {counted(count, 'GPU')}"
             remedy = f"start at most {count}, or start it on a host that has them"
             raise Fault([("launch.processes", what, remedy)])
-        _require_flash(wanted)
+        _require_flash(min(wanted, count))
     if name != AUTO and not is_installed(name):
         what = f"is {name}, and its package is not installed in {sys.prefix}"
         raise Fault([("model.attention", what, "install it there, or write auto")])
+
+
+def shares_gpus(environment: Mapping[str, str]) -> bool:
+    """Tell whether more ranks than this host has GPUs may share them, to try a layout out."""
+    return environment.get("USPFT_SHARE_GPUS") == "1"
 
 
 def usable() -> int:

@@ -17,14 +17,14 @@ from uspft.data import first_look, prepared, training_rows
 from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import row_memory
 from uspft.planner.options import RECOMPUTES, options_of
 from uspft.planner.rank import Ranking, ranking
-from uspft.planner.row_time import chunk_prices, micro_step_seconds, row_time
+from uspft.planner.row_time import chunk_prices, row_time
 from uspft.planner.stages import schedule_of
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step import micro_step_seconds
+from uspft.planner.step_shape import DrawnRows, StepShape
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths

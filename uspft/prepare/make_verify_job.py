@@ -40,7 +40,9 @@ MAX_PLAIN_TOKENS = 4096
 """The longest row in tokens for which plain transformers runs: its float32 logits are whole."""
 GIB = 1 << 30
 _LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
-_ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({count})))"
+_ASK_GPU = """import torch
+here = min(torch.cuda.device_count(), {count})
+print(min(torch.cuda.mem_get_info(i)[0] for i in range(here)) // -(-{count} // here))"""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from math import prod
 from typing import Any
 
 from uspft.config import Recipe
@@ -30,16 +28,15 @@ from uspft.config.strategies import degrees_of, strategies_of, under, weights_mo
 from uspft.config.types import Open
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import ModelShape, layer_windows, with_factor
-from uspft.layout import Layout, context_degrees, layout_of
+from uspft.layout import Layout, layout_of
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import fits, memory_of
-from uspft.planner.mesh import Tuning, tune
 from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE
 from uspft.planner.stages import stages_of
+from uspft.planner.step_shape import DrawnRows
 from uspft.prepare.known import (
     Known,
     Weighed,
@@ -47,13 +44,11 @@ from uspft.prepare.known import (
     recomputes_of,
     settled_memory,
     slices_of,
-    step_shape,
 )
 from uspft.prepare.layout_findings import stages_said
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
 from uspft.prepare.model import with_vocabulary
 from uspft.segments import Segments
-from uspft.sequence import Heads, of_recipe
 
 
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
@@ -111,26 +106,6 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     if parallel.switching in (AUTO, None):
         update["switching"] = "move" if weights_move(parallel) else "in_place"
     return _with(recipe, "parallel_config", **update)
-
-
-def tuning(recipe: Recipe, known: Known) -> Tuning | None:
-    """Return what the tuner finds for a recipe whose matrices lie on a mesh.
-
-    Returns None where they do not, or where the model or the cluster is not known.
-    """
-    parallel, model = recipe.parallel_config, known.shape
-    if not parallel.on_a_mesh or model is None or known.cluster is None:
-        return None
-    degrees = parallel.model_parallel, parallel.context_parallel
-    ranks = ranks_of(recipe, known) or prod(degrees)
-    step = step_shape(recipe, model)
-    return tune(
-        step,
-        (*degrees, max(1, ranks // prod(degrees))),
-        known.hardware_on(ranks),
-        slices=slices_of(parallel),
-        why_not=partial(_why_not, recipe, known),
-    )
 
 
 def _with(recipe: Recipe, block: str, **values: Any) -> Recipe:
@@ -239,22 +214,6 @@ def _slices(recipe: Recipe, known: Known) -> Recipe:
     if not parallel.on_a_mesh or parallel.mesh_is_open:
         return recipe
     return _with(recipe, "parallel_config", tensor_slices=slices_of(parallel) or (1,) * 4)
-
-
-def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None:
-    """Return why attention cannot be shared by the rows of a mesh, or None where it can."""
-    tried = _with(recipe, "parallel_config", tensor_mesh=shape)
-    decision = decided(tried, known)
-    tried = _algorithm(with_values(tried, decision.values if decision else {}), known)
-    parallel = tried.parallel_config
-    ulysses = parallel.ulysses_degree_in_cp or 1
-    if parallel.row_ranks % ulysses:
-        return f"a row is shared by {parallel.row_ranks}, which Ulysses {ulysses} does not divide"
-    ring = Layout(shape[1], *context_degrees(parallel), mesh_rows=shape[0])
-    assert known.shape  # else nothing is tuned
-    heads = Heads(known.shape.heads, known.shape.kv_heads, known.shape.head_dim).on(shape[1])
-    wrong = of_recipe(tried, ring).problems(recipe.data.sequence_length, heads)
-    return wrong[0][1] if wrong else None
 
 
 def _memory(recipe: Recipe, known: Known) -> Recipe:

@@ -122,18 +122,12 @@ class _Returning:
     def send(self, arrival: Arrival, total_2ngD: Sum) -> None:
         """Send an arrival's partial gradients to the owners of its keys."""
         _, *gD = self._k_tgD.shape
-        parts_2mgD = _by_source(arrival, total_2ngD.rounded())
-        homes = [
-            self._exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances
-        ]
-        moves = [
-            Move(
-                part_2mgD.contiguous(), self._k_tgD.new_empty((2, tokens_in(cuts), *gD)), -distance
-            )
-            for distance, part_2mgD, cuts in zip(
-                arrival.leg.distances, parts_2mgD, homes, strict=True
-            )
-        ]
+        parts_2mgD, far = _by_source(arrival, total_2ngD.rounded()), arrival.leg.distances
+        homes = [self._exchange.leaving(distance, arrival.leg) for distance in far]
+        moves = []
+        for distance, part_2mgD, cuts in zip(far, parts_2mgD, homes, strict=True):
+            came_2mgD = self._k_tgD.new_empty((2, tokens_in(cuts), *gD))
+            moves.append(Move(part_2mgD.contiguous(), came_2mgD, -distance))
         waits = shift(moves, self._ring, "gather")
         self._pending += zip(waits, moves, homes, strict=True)
 

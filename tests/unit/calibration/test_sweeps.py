@@ -30,9 +30,10 @@ TINY = SweepSizes([1 << 12], (16, 32), (16,), 1 << 16, trial_seconds=0.001)
 
 
 def measured(rank: int, per_host: int) -> tuple[Points, list[str]]:
-    bench = Bench(torch.device("cpu"), torch.float32, Groups(), per_host, TINY)
+    cpu, here = torch.device("cpu"), (TorchCpu(), (4, 2, 16))
+    bench = Bench(cpu, torch.float32, Groups(), per_host, TINY, *here)
     said: list[str] = []
-    points = measure(bench, TorchCpu(), (4, 2, 16), said.append)
+    points = measure(bench, said.append)
     bench.groups.close()
     return points, said
 
@@ -109,7 +110,8 @@ def test_a_slow_link_is_measured_at_fewer_sizes(monkeypatch: pytest.MonkeyPatch)
     """A sweep ends with the first size that takes long; the same on every rank, since all have the
     slowest rank's time."""
     sizes = replace(TINY, messages=[1 << n for n in (10, 12, 14, 16)])
-    bench = Bench(torch.device("cpu"), torch.float32, Groups(), 1, sizes)
+    cpu, here = torch.device("cpu"), (TorchCpu(), (4, 2, 16))
+    bench = Bench(cpu, torch.float32, Groups(), 1, sizes, *here)
     monkeypatch.setattr(Bench, "group", lambda *_: Group(ranks=(0, 1)))
     calls = iter([1e-3, 0.2, 0.3, 9.0])
     monkeypatch.setattr(Bench, "rank", 0)

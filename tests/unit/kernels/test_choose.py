@@ -118,7 +118,7 @@ def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("capability", "kernel", "softcap", "told"),
     [
         ((9, 0), "torch", None, "--no-deps --index-url https://download.pytorch.org/whl/cu130 fl"),
-        ((9, 0), "flash_attn_2", None, "flash-attn 3 is not in use"),
+        ((9, 0), "flash_attn_2", None, '--pre "flash-attn-4[cu13]"'),
         ((9, 0), "flash_attn_3", None, ""),
         ((9, 0), "torch", 50.0, "flash-attn 2, whose kernel can do that, is not in use"),
         ((9, 0), "flash_attn_2", 50.0, ""),

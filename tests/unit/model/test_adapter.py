@@ -191,3 +191,15 @@ def test_merging_scales_by_alpha_over_rank(alpha: float) -> None:
     theirs["down_proj"].merge()
     assert name == "down_proj.weight" and not torch.allclose(value, before, atol=1e-2)
     torch.testing.assert_close(value, theirs["down_proj"].base_layer.weight.detach())
+
+
+def test_tokens_without_a_batch_drop_what_they_do_in_one() -> None:
+    """As the shared experts of a block see them."""
+    module = TokenDropout(0.5, SEED, NAME)
+    module.words = token_words(torch.arange(5))
+    x = torch.randn(5, 12)
+    assert torch.equal(module(x), module(x[None])[0])
+    module.words = token_words(torch.arange(1, 6))
+    assert not torch.equal(module(x), module(x.flip(0)).flip(0))
+    with pytest.raises(RuntimeError, match="words"):
+        module(x[:4])

@@ -117,6 +117,31 @@ def test_a_storage_leaves_once_and_comes_back_with_its_strides() -> None:
         assert shelf.keep(whole).parcel is not items[0].parcel
 
 
+class _KeepsTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(empty, x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
+        empty, x = ctx.saved_tensors
+        assert empty.shape == (0,)
+        return None, dout.expand_as(x)
+
+
+def test_an_empty_tensor_beside_an_input_is_none() -> None:
+    """torch 2.11's checkpointing keeps one on the CPU, whichever device the input is on."""
+    shelf, x = HostShelf(CPU), torch.ones(3, requires_grad=True)
+    first = shelf.input(torch.ones(2))
+    with shelf.hooks():
+        out = _KeepsTwo.apply(torch.empty(0, requires_grad=True), x)
+    shelf.coming()()
+    assert not isinstance(first, Tensor) and first.parcel.here
+    out.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3))
+
+
 def test_what_is_used_next_comes_first() -> None:
     """A layer's input brings what its attention keeps, and the end of attention's backward the
     input of the layer below."""

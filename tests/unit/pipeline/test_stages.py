@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.shapes import hub
 from uspft.pipeline.stages import Stages, dealt_out, first_layers, fits, offset, stated
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.stages import layer_flops
+from uspft.planner.step_shape import DrawnRows
 
 KEY = "parallel_config.layers_per_stage"
 

@@ -27,13 +27,12 @@ from uspft.planner.mesh import (
     kept_of,
     mesh_parts,
     mesh_products,
-    tune,
     tuned,
-    why_no_mesh,
     why_not_kept,
 )
 from uspft.planner.products import ProductShape, met_parameters
 from uspft.planner.step_shape import StepShape
+from uspft.planner.ways import why_no_matrices
 from uspft.segments import Segments
 
 MIB = 1 << 20
@@ -263,7 +262,10 @@ MESH = Layout(4, ring=2, mesh_rows=2)
 def parts(
     step: StepShape = PLAIN_STEP, layout: Layout = MESH, slices: tuple[int, ...] = WHOLE
 ) -> dict[str, MeshPart]:
-    return {part.name: part for part in mesh_parts(step, layout, slices, H100)}
+    found: dict[str, MeshPart] = {}
+    for part in mesh_parts(step, layout, slices, H100):
+        found[part.name] = found[part.name].plus(part) if part.name in found else part
+    return found
 
 
 def test_bytes_of_the_products() -> None:
@@ -295,7 +297,8 @@ def test_an_axis_of_one_moves_nothing() -> None:
     flat, tall = parts(layout=Layout(8)), parts(layout=Layout(1, ring=8, mesh_rows=8))
     assert flat["down"].bytes == pytest.approx(32 * 2 * 2 * LENGTH * 4096)
     assert tall["down"].bytes == pytest.approx(32 * 8 * 4096 * 14336)
-    assert "norms" in flat and "norms" not in tall and "loss" not in tall
+    for sums in ("norms", "loss"):
+        assert flat[sums].moved and not (tall[sums].moved or tall[sums].bytes)
 
 
 def test_products_take_what_their_flops_take() -> None:
@@ -330,25 +333,28 @@ def total(step: StepShape, layout: Layout, slices: tuple[int, ...]) -> float:
     return sum(part.seconds for part in mesh_parts(step, layout, slices, H100))
 
 
+def meshes(ranks: int) -> list[Layout]:
+    every = [(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
+    return [Layout(columns, ring=rows, mesh_rows=rows, blocks=True) for rows, columns in every]
+
+
 def test_the_choice_is_the_best_of_all() -> None:
     """Every mesh of eight ranks, and on each of them some of its numbers of slices."""
-    found = tune(STEP, (8, 1, 1), H100)
-    assert {one.shape for one in found.tried} == {(1, 8), (2, 4), (4, 2), (8, 1)}
-    assert found.refused == () and found.not_kept == ()
-    assert [one.seconds for one in found.tried] == sorted(one.seconds for one in found.tried)
-    for one in found.tried:
-        assert one.seconds == pytest.approx(total(STEP, one.layout, one.slices))
-        assert one.whole_seconds == pytest.approx(total(STEP, one.layout, (1, 1, 1, 1)))
+    for layout in meshes(8):
+        one = tuned(STEP, layout, H100)
+        assert one.seconds == pytest.approx(total(STEP, layout, one.slices))
+        assert one.whole_seconds == pytest.approx(total(STEP, layout, (1, 1, 1, 1)))
         counts = every((1, 4, 16), repeat=4)
-        assert min(total(STEP, one.layout, count) for count in counts) >= one.seconds - 1e-12
+        assert min(total(STEP, layout, count) for count in counts) >= one.seconds - 1e-12
 
 
 def test_long_rows_want_mesh_rows_and_short_ones_columns() -> None:
     """Activations move along mesh rows, in proportion to the tokens; weights along columns."""
     rows = []
     for length in (1 << 11, 1 << 13, 1 << 17):
-        found = tune(replace(STEP, row=Segments.single(length)), (8, 1, 1), H100)
-        rows.append(found.tried[0].shape[0])
+        step = replace(STEP, row=Segments.single(length))
+        best = min(meshes(8), key=lambda layout: tuned(step, layout, H100).seconds)
+        rows.append(best.mesh_rows)
     assert rows == sorted(rows) and rows[0] < rows[-1]
 
 
@@ -374,38 +380,29 @@ def test_slices_follow_the_launch(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_is_kept() -> None:
-    found = tune(STEP, (4, 2, 1), H100, slices=(2, 4, 8, 16))
-    assert {one.slices for one in found.tried} == {(2, 4, 8, 16)}
-    assert {one.layout.context for one in found.tried} == {2, 4, 8}
-    odd = tune(STEP, (4, 1, 1), H100, slices=(3, 1, 1, 1))
-    assert odd.tried == () and len(odd.refused) == 3 and "is 3, which" in odd.refused[0]
-    half = tune(STEP, (4, 1, 1), H100, why_not=lambda shape: "no" if shape[0] > 1 else None)
-    assert [one.shape for one in half.tried] == [(1, 4)]
-    assert half.refused == ("2 × 2: no", "4 × 1: no")
+    asked = (2, 4, 8, 16)
+    assert {tuned(STEP, layout, H100, asked).slices for layout in meshes(4)} == {asked}
 
 
 def test_heads_and_features_decide_which_meshes_there_are() -> None:
     def legal(model: ModelShape, ranks: int) -> list[tuple[int, int]]:
-        shapes = [(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
-        return [shape for shape in shapes if why_no_mesh(model, shape) is None]
+        able = [one for one in meshes(ranks) if why_no_matrices(model, one) is None]
+        return [(one.mesh_rows, one.mesh_columns) for one in able]
 
     assert legal(LLAMA, 8) == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert legal(LLAMA, 64) == [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)]
     assert legal(QWEN, 8) == [(2, 4), (4, 2), (8, 1)]  # 28 heads
     assert legal(LLAMA, 3) == []
     assert legal(PHI, 16) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
-    assert why_no_mesh(MIXTRAL, (2, 2)) == "matrices of experts are not split on a mesh"
+    assert why_no_matrices(MIXTRAL, MESH) == "matrices of experts are not split on a mesh"
     hybrid = replace(LLAMA, model_type="qwen3_5_text")
-    assert why_no_mesh(hybrid, (2, 2)) == "layers with a state are not split on a mesh"
-    assert "hidden_size 4096 does not split over a mesh of 3 × 1" in str(why_no_mesh(LLAMA, (3, 1)))
-
-
-def test_products_that_the_rule_would_keep_otherwise_are_named() -> None:
-    short = tune(replace(STEP, row=Segments.single(1 << 10)), (4, 1, 1), H100)
-    assert len(short.not_kept) == 4 and "qkv keeps its output" in short.not_kept[0]
+    assert why_no_matrices(hybrid, MESH) == "layers with a state are not split on a mesh"
+    tall = Layout(1, ring=3, mesh_rows=3)
+    assert why_no_matrices(LLAMA, tall) == "the hidden size does not divide by the mesh"
 
 
 def test_a_hundred_ranks_take_seconds() -> None:
     start = perf_counter()
-    tune(replace(STEP, model=hub("meta-llama/Llama-3.1-70B")), (128, 1, 2), H100)
+    step = replace(STEP, model=hub("meta-llama/Llama-3.1-70B"))
+    assert all(tuned(step, layout, H100).slices for layout in meshes(128))
     assert perf_counter() - start < 10

@@ -17,12 +17,12 @@ from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
-from uspft.planner import attention_work, memory, rank
+from uspft.planner import attention_step, memory, rank
 from uspft.planner.machine import FIGURES, Hardware, Link, Measurement
 from uspft.planner.memory import layer_windows, memory_of, memory_of_ranks
 from uspft.planner.options import RECOMPUTES, Options
 from uspft.planner.rank import Choice, options_under, ranked, ranking, recommend
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import DrawnRows, StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways
 from uspft.prepare.examine import examine
 from uspft.prepare.left_open import BY_RECIPE, BY_ROWS
@@ -55,8 +55,7 @@ def test_a_layout_loses_by_the_parts_that_differ() -> None:
     found = ranking(STEP, 8, Space(), H100)
     first, *others = found.layouts
     for one in others:
-        lost = one.loses_by(first)
-        assert sum(lost.values()) == pytest.approx(one.seconds - first.seconds, abs=1e-9)
+        assert sum(one.time.by_part.values()) == pytest.approx(one.seconds)
         if one.room is False:
             assert one.why(first).startswith("does not fit")
     tensor = next(one for one in others if one.name == "tensor8-tokens")
@@ -184,9 +183,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     counting(rank, "ranked", lambda *_: setattr(found, "listed", found.listed + 1))
     counting(rank.price, "step_time", lambda *_: setattr(found, "priced", found.priced + 1))
     counting(memory, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
-    counting(attention_work, "_dealt", lambda algorithm, *_: found.rings.append(algorithm.ring))
+    counting(attention_step, "_dealt", lambda algorithm, *_: found.rings.append(algorithm.ring))
     for remembers in ("attention_of_row", "attention_of_sample", "_on_few"):
-        getattr(attention_work, remembers).cache_clear()
+        getattr(attention_step, remembers).cache_clear()
     return found
 
 
@@ -198,7 +197,7 @@ def test_thousands_of_ranks_take_seconds(counted: Counted) -> None:
     first = found.layouts[:24]
     assert counted.listed > 2 * len(found.layouts) > 400
     assert counted.priced <= counted.listed
-    assert len(counted.rings) < 16 and max(counted.rings) <= attention_work.FEW
+    assert len(counted.rings) < 16 and max(counted.rings) <= attention_step.FEW
     assert 24 <= counted.memory < 150
     assert all(one.room for one in first)
 
@@ -278,7 +277,7 @@ def packed(*lengths: int) -> Segments:
 def test_packed_rows_are_dealt_out_for_a_shortlist(counted: Counted) -> None:
     rows = [packed(*(1 << n for n in range(8, 14)), 1 << 13) for _ in range(60)]
     rows += [packed(1 << 14, *[1 << 11] * 8), *[packed(*[1 << 10] * 32)] * 3]
-    step = replace(STEP, sample=attention_work.DrawnRows(tuple(rows)))
+    step = replace(STEP, sample=DrawnRows(tuple(rows)))
     whole, few = ranking(STEP, 8, Space(), H100), ranking(step, 8, Space(), H100)
     every = list(few.layouts)
     assert [one.step.dealt for one in every].count(True) == rank.SHORTLIST
@@ -293,7 +292,7 @@ def test_packed_rows_are_dealt_out_for_a_shortlist(counted: Counted) -> None:
 def test_stages_are_dealt_out_once_by_the_documents_for_time_and_memory() -> None:
     few = Segments(tuple(range(0, (1 << 17) + 1, 1 << 13)), 1 << 17)
     step, way = replace(STEP, row=Segments.single(1 << 17)), Way(Layout(pipeline=4), WHOLE)
-    packed_step = replace(step, sample=attention_work.DrawnRows((few,)))
+    packed_step = replace(step, sample=DrawnRows((few,)))
     whole, short = ranked(step, way, H100), ranked(packed_step, way, H100)
     sizes = [one.step.schedule.sizes for one in (whole, short)]
     assert sizes == [(8, 8, 8, 8), (8, 8, 9, 7)]
@@ -321,8 +320,7 @@ def test_the_first_pipelines_are_run_action_by_action() -> None:
     assert keys == sorted(keys)
     one = next(one for one in first if one.room)
     assert {"bubble", "stage_messages"} <= {part.name for part in one.time.parts}
-    apart = {name for name, by in one.loses_by(found.layouts[-1]).items() if by}
-    assert "bubble" in apart
+    assert one.time.by_part["bubble"] > 0
 
 
 def test_memory_of_a_pipeline_is_that_of_the_rank_that_needs_most() -> None:

@@ -10,8 +10,8 @@ from tests.support.algorithms import named
 from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.layout import Layout
-from uspft.planner.row_time import RowTime, micro_step_seconds, row_time
-from uspft.planner.step import forward_and_backward, step_time, zero_once
+from uspft.planner.row_time import RowTime, forward_and_backward, row_time
+from uspft.planner.step import micro_step_seconds, step_time, zero_once
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 

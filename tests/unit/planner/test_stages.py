@@ -20,10 +20,9 @@ from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
 from uspft.planner.attention_step import attention_one_way
-from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.planner.products import met_parameters, step_flops
-from uspft.planner.row_time import chunk_prices, row_time
+from uspft.planner.row_time import Memo, chunk_prices, forward_and_backward, row_time
 from uspft.planner.stages import (
     PipelineCosts,
     cut_by_flops,
@@ -38,12 +37,11 @@ from uspft.planner.stages import (
 )
 from uspft.planner.step import (
     dealt_stages,
-    forward_and_backward,
     pipeline_costs,
     step_time,
     stored_bytes,
 )
-from uspft.planner.step_shape import StepShape, StepTime
+from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
 from uspft.planner.trained import counts_of
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
@@ -147,7 +145,7 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     model = replace(model, raw={**model.raw, "first_k_dense_replace": 20})
     layout, windows = Layout(data=2, pipeline=2, experts=experts), (None,) * 46
     shape = step(model=model, windows=windows, schedule=Schedule(sizes=(20, 26)))
-    stages = dealt_stages(shape, layout, again=True, memo={})
+    stages = dealt_stages(shape, layout, again=True, memo=Memo())
     for place in range(2):
         held, *apart = stored_bytes(shape, layout, stages, place)
         mine = counts_of(model, 1, None, (), stage_layers(stages, place), experts)
@@ -158,7 +156,8 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     costs, *_ = pipeline_costs(shape, layout, ALONE, H100)
     whole = forward_and_backward(shape, layout, ALONE, H100)
     assert sum(costs.stages) == pytest.approx(sum(part.seconds - part.hidden for part in whole))
-    alike = forward_and_backward(replace(shape, experts=(True,) * 46), layout, ALONE, H100)
+    routed = replace(shape, model=replace(model, raw={**model.raw, "first_k_dense_replace": 0}))
+    alike = forward_and_backward(routed, layout, ALONE, H100)
     some, every = ([p.bytes for p in one if p.name == "experts"] for one in (whole, alike))
     assert some == pytest.approx([26 / 46 * size for size in every]) and bool(some) == (experts > 1)
     flops, head = layer_flops(model, windows, DrawnRows.whole(1 << 13))

@@ -20,10 +20,11 @@ from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.job import placed
 from uspft.layout import Layout
+from uspft.planner.mesh import tuned
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE
-from uspft.prepare.known import Known, cluster_of
+from uspft.prepare.known import Known, cluster_of, step_shape
 from uspft.prepare.remarks import memory_sentence
-from uspft.prepare.resolve import FIRST, SETTLED, resolved, tuning
+from uspft.prepare.resolve import FIRST, SETTLED, resolved
 from uspft.segments import Segments
 
 STAYS = {"checkpoint.resume"}
@@ -172,17 +173,19 @@ def test_slices_of_a_mesh_are_what_the_tuner_says(folder: Path) -> None:
     known = Known(gpus=4, shape=shape, cluster=cluster)
     assert mesh_of(asked, Known(gpus=4)) == ("auto", "auto")
     assert mesh_of(asked, replace(known, cluster=None)) == ((2, 2), (1, 1, 1, 1)), "likely"
-    found = tuning(asked, known)
-    assert found and len(found.tried) == 3
-    for one in found.tried:
-        given = on_a_mesh(folder, tensor_mesh=list(one.shape))
-        assert mesh_of(given, known) == (one.shape, one.slices)
-    chosen = found.on(resolve(asked, known).parallel_config.tensor_mesh)
-    assert chosen and mesh_of(asked, known) == (chosen.shape, chosen.slices)
+    step, found = step_shape(asked, shape), dict[object, object]()
+    for rows in (1, 2, 4):
+        layout = Layout(4 // rows, ring=rows, mesh_rows=rows, blocks=True)
+        found[rows, 4 // rows] = tuned(step, layout, known.hardware_on(4)).slices
+        given = on_a_mesh(folder, tensor_mesh=[rows, 4 // rows])
+        assert mesh_of(given, known) == ((rows, 4 // rows), found[rows, 4 // rows])
+    mesh, slices = mesh_of(asked, known)
+    assert slices == found[mesh]
     wide = replace(shape, hidden_size=8192, heads=64, kv_heads=8, head_dim=128)
-    long = on_a_mesh(folder, 1 << 17)
-    best = tuning(long, replace(known, shape=replace(wide, intermediate_size=28672)))
-    assert best and best.tried[0].shape[0] > 1 and max(best.tried[0].slices) > 1
+    wide = replace(wide, intermediate_size=28672)
+    mesh, slices = mesh_of(on_a_mesh(folder, 1 << 17), replace(known, shape=wide))
+    assert isinstance(mesh, tuple) and mesh[0] > 1
+    assert isinstance(slices, tuple) and max(slices) > 1
     twice = on_a_mesh(folder, tensor_slices=2)
     assert mesh_of(twice, known)[1] == (2, 2, 2, 2)
     settled = resolve(asked, known)
@@ -215,14 +218,10 @@ def test_attention_decides_how_many_mesh_rows_there_can_be(folder: Path) -> None
     cluster, _ = cluster_of("auto", "cpu", None)
     assert isinstance(shape, ModelShape)
     known = Known(shape=shape, cluster=cluster)
-    odd = tuning(on_a_mesh(folder, 4094, context_parallel_algo="planned_cp"), known)
-    assert odd and [one.shape for one in odd.tried] == [(1, 4)]
-    assert [line.split(":")[0] for line in odd.refused] == ["2 × 2", "4 × 1"]
+    odd = on_a_mesh(folder, 4094, context_parallel_algo="planned_cp")
+    assert mesh_of(odd, replace(known, ranks=4))[0] == (1, 4)
     hybrid = {"context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
-    both = tuning(on_a_mesh(folder, **hybrid), known)
-    assert both and {one.shape for one in both.tried} == {(2, 2), (4, 1)}
-    (line,) = both.refused
-    assert line == "1 × 4: a row is shared by 1, which Ulysses 2 does not divide"
+    assert mesh_of(on_a_mesh(folder, **hybrid), replace(known, ranks=4))[0] in ((2, 2), (4, 1))
     four = on_a_mesh(folder, **{**hybrid, "ulysses_degree_in_cp": 4})
     assert mesh_of(four, replace(known, cluster=None)) == ((4, 1), (1, 1, 1, 1))
     assert mesh_of(four, known)[0] == (4, 1)

@@ -26,9 +26,8 @@ def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rend
     """Return a record as text, with the spans that train; it holds no token ids.
 
     template: that of conversations. train_on: assistant, last or all; a turn's own weight wins.
-    Threads must not render conversations at once, since transformers keeps track of the marks in an
-    object that calls share. Raises SampleFault where the template refuses a conversation or leaves
-    a turn out, or where the spans do not hold the assistant's text.
+    Raises SampleFault where the template refuses a conversation or leaves a turn out, or where the
+    spans do not hold the assistant's text.
     """
     fields, unused, lost = record.fields, record.unused, ""
     if record.format == "text":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -66,6 +67,9 @@ TODAY = "26 Jul 2024"
 """The date for templates that write `date_string`: the one that Llama 3's own fall back to."""
 _USER = {"role": "user", "content": "a"}
 _PROBE = [_USER, {"role": "assistant", "content": PLACEHOLDER}]
+_RENDERING = threading.Lock()
+"""Threads render one at a time: transformers keeps a template's marks in an object that all calls
+share."""
 _ID = "abcdefghi"
 """The id of a call: Mistral's templates ask for nine characters."""
 _CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -127,12 +131,13 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, indices = render_jinja_template(
-                conversations=[list(turns)],
-                chat_template=self.source,
-                return_assistant_tokens_mask=marks,
-                **{**self.special, "date_string": TODAY, **more},
-            )
+            with _RENDERING:
+                texts, indices = render_jinja_template(
+                    conversations=[list(turns)],
+                    chat_template=self.source,
+                    return_assistant_tokens_mask=marks,
+                    **{**self.special, "date_string": TODAY, **more},
+                )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             what, remedy = str(error), "mend the record, or choose another data.chat_template"
             silent = [i for i, turn in enumerate(turns) if turn.get("content") is None]

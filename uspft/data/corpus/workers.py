@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -58,33 +57,24 @@ class SourcePart:
         return self.size * (SHRINKS if self.content.packed else 1)
 
 
+@dataclass(frozen=True)
 class Encoder:
-    """What makes tokens of records; tokenized records need no tokenizer. Threads may share it.
+    """What makes tokens of records; tokenized records need no tokenizer. Threads may share it."""
 
-    One thread at a time renders conversations: transformers keeps a template's marks in an object
-    that all calls share.
-    """
-
-    def __init__(self, tokeniser: TextTokeniser | None, vocab_size: int) -> None:
-        self.tokeniser = tokeniser
-        self._vocab_size = vocab_size
-        self._rendering = threading.Lock()
-
-    def __reduce__(self) -> tuple[type[Encoder], tuple[TextTokeniser | None, int]]:
-        return Encoder, (self.tokeniser, self._vocab_size)
+    tokeniser: TextTokeniser | None
+    vocab_size: int
 
     def sample(self, record: Record) -> Sample:
         """Return a record as tokens, whose ids are below vocab_size. Raises SampleFault."""
         if record.format == "tokenized":
-            return given(record, self._vocab_size)
+            return given(record, self.vocab_size)
         if self.tokeniser is None:
             raise SampleFault("its format needs a tokenizer; set model.tokenizer")
-        with self._rendering if record.format == "messages" else nullcontext():
-            rendered = render(record, self.tokeniser.template, self.tokeniser.train_on)
+        rendered = render(record, self.tokeniser.template, self.tokeniser.train_on)
         sample = self.tokeniser.sample(rendered)
         largest = int(sample.ids.max())
-        if largest >= self._vocab_size:
-            what = f"the tokenizer gives id {largest}, the model has {self._vocab_size}"
+        if largest >= self.vocab_size:
+            what = f"the tokenizer gives id {largest}, the model has {self.vocab_size}"
             raise SampleFault(f"{what}; set model.tokenizer to the model's own")
         return sample
 

@@ -233,17 +233,12 @@ def check_messages(name: str, value: Any) -> None:
         _check_turn(f"{name}[{i}]", turn)
         if turn["role"] not in ROLES:
             what = f"{name}[{i}] has the role {turn['role']!r:.40}"
-            raise SampleFault(f"{what}; write {_roles(value)}one of {', '.join(ROLES)}")
-
-
-def _roles(turns: list[Any]) -> str:
-    """Return the mapping to write for the roles of a conversation that are none of ours."""
-    given = [turn.get("role") for turn in turns if isinstance(turn, dict)]
-    other = [role for role in dict.fromkeys(map(str, given)) if role not in ROLES]
-    if not all(isinstance(role, str) for role in given):
-        return ""
-    pairs = ", ".join(f"{role:.40}: {LIKELY.get(role, 'one of ours')}" for role in other)
-    return f"data.fields: {{roles: {{{pairs}}}}}, or "
+            given = [one.get("role") for one in value if isinstance(one, dict)]
+            other = [role for role in dict.fromkeys(map(str, given)) if role not in ROLES]
+            pairs = ", ".join(f"{role:.40}: {LIKELY.get(role, 'one of ours')}" for role in other)
+            mapped = f"data.fields: {{roles: {{{pairs}}}}}, or "
+            remedy = mapped if all(isinstance(role, str) for role in given) else ""
+            raise SampleFault(f"{what}; write {remedy}one of {', '.join(ROLES)}")
 
 
 def _check_turn(here: str, turn: Any) -> None:

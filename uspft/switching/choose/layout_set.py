@@ -12,10 +12,9 @@ from uspft.pipeline.stages import Stages
 from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
-from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
-from uspft.planner.step import UPDATE_BYTES, zero_once
+from uspft.planner.step import UPDATE_BYTES, micro_step_seconds, zero_once
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
@@ -266,12 +265,11 @@ class Static:
         replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
         plan: list[MicroStep] = []
         for begin in range(0, len(rows), replicas * at_once):
+            end = min(begin + replicas * at_once, len(rows))
             groups = []
-            for replica in range(replicas):
-                first = begin + replica * at_once
-                mine = tuple(range(first, min(first + at_once, len(rows))))
-                if mine:
-                    groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
+            for replica, first in enumerate(range(begin, end, at_once)):
+                mine = tuple(range(first, min(first + at_once, end)))
+                groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
             plan.append(tuple(groups))
         each = fmean(rows) * at_once
         limits = Limits(1.0, one.beside, 0.0, setting.lockstep)

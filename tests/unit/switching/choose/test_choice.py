@@ -14,7 +14,7 @@ from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.row_time import micro_step_seconds
+from uspft.planner.step import micro_step_seconds
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choose.choice import AS_FAST, SwitchingChoice, beside_static, choose
