@@ -73,7 +73,7 @@ def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
     at = next((n for n, word in enumerate(words) if word.split("=")[0] == HOSTFILE), None)
     if at is None:
         return None, words
-    _, _, name = words.pop(at).partition("=")
+    name = words.pop(at).partition("=")[2]
     if not name and at < len(words):
         name = words.pop(at)
     if not name:
@@ -204,7 +204,12 @@ def require_versions(
     for each dependency that is missing or outside its range.
     """
     problems = []
-    for requirement in map(Requirement, _stated(wanted)):
+    try:
+        stated = wanted("uspft") or []
+    except PackageNotFoundError:
+        text = PROJECT.read_text() if PROJECT.exists() else "project.dependencies = []"
+        stated = tomllib.loads(text)["project"]["dependencies"]
+    for requirement in map(Requirement, stated):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -219,13 +224,3 @@ def require_versions(
         problems.append(f"{requirement.name}: {what}; {remedy}")
     if problems:
         raise InputError("\n".join(problems))
-
-
-def _stated(wanted: Callable[[str], list[str] | None]) -> list[str]:
-    try:
-        return wanted("uspft") or []
-    except PackageNotFoundError:
-        if not PROJECT.exists():
-            return []
-        found: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-        return found

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from uspft.calibration.fits import Points, as_yaml, fitted
-from uspft.calibration.sweeps import SIZES, Bench, Says, measure
+from uspft.calibration.sweeps import SIZES, Bench, measure
 from uspft.comm import said_by_all
 from uspft.commands.rank import joined, ranks_of_host, start_ranks
 from uspft.config import Recipe, dump, load
@@ -39,13 +39,18 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     Overrides: the recipe's, and `to=FILE`; without it OUTPUT/hardware.yaml. Raises InputError where
     that file is there already, before any rank starts.
     """
-    words, to = _without_to(overrides)
+    named = [word.removeprefix(TO) for word in overrides if word.startswith(TO)]
+    if len(named) > 1:
+        raise UsageError("to", "is given twice", "write it once")
+    if "" in named:
+        raise UsageError("to", "names no file", "write to=FILE")
     hosts = place.meeting.hosts
     place.meeting.says("examining the recipe")
+    words = [word for word in overrides if not word.startswith(TO)]
     found = examine(target, words, hosts.count, None, trains=False)
     with found.placed():
         require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
-    file = to or output_of(found.recipe) / FILE
+    file = Path(named[0]) if named else output_of(found.recipe) / FILE
     if hosts.index == 0:
         _require_new(file)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
@@ -75,17 +80,6 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     return 0
 
 
-def _without_to(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Return the recipe's overrides, and the file of `to=FILE`. Raises InputError."""
-    named = [word.removeprefix(TO) for word in overrides if word.startswith(TO)]
-    if len(named) > 1:
-        raise UsageError("to", "is given twice", "write it once")
-    if "" in named:
-        raise UsageError("to", "names no file", "write to=FILE")
-    rest = [word for word in overrides if not word.startswith(TO)]
-    return rest, Path(named[0]) if named else None
-
-
 def _require_new(file: Path) -> None:
     """Raise UsageError where the file is there, or could not be written."""
     if os.path.lexists(file):
@@ -110,23 +104,19 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
         kernel, _ = believed_kernel(
             recipe.model.attention, [heads], dtype, device, softcap, said_by_all=said_by_all
         )
+        started = time.monotonic()
+
+        def says(what: str) -> None:
+            """Tell a person what is measured next, and when: the first rank prints it."""
+            if dist.get_rank() == 0:
+                print(f"{time.monotonic() - started:4.0f} s: measuring {what}", flush=True)
+
         bench = Bench(device, dtype, Groups(), here, SIZES[device.type], kernel, heads)
-        points = measure(bench, _progress(dist.get_rank()))
+        points = measure(bench, says)
         if dist.get_rank() == 0:
             points.leave(folder)
         bench.groups.close()
     return 0
-
-
-def _progress(rank: int) -> Says:
-    """Return what tells a person what is measured next, and when: the first rank prints it."""
-    started = time.monotonic()
-
-    def says(what: str) -> None:
-        if rank == 0:
-            print(f"{time.monotonic() - started:4.0f} s: measuring {what}", flush=True)
-
-    return says
 
 
 def _heads(recipe: Recipe) -> tuple[tuple[int, int, int], float | None]:

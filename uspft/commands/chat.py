@@ -59,9 +59,9 @@ class Answer(TextStreamer):
         """Take the prompt, which is not shown, and then tokens of the answer."""
         if self.next_tokens_are_prompt:
             super().put(value)
-            return
-        for token in value.flatten().tolist():
-            self._take(token)
+        else:
+            for token in value.flatten().tolist():
+                self._take(token)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print a piece of a message; of a thought it ends the parenthesis around it."""
@@ -74,37 +74,27 @@ class Answer(TextStreamer):
     def _take(self, token: int) -> None:
         mark = self._marks.get(token)
         if mark in (START, CHANNEL):
-            if self._head is None:
-                self._end_message()
+            if self._head is None and (self._thinks or self._answer):  # a message ends
+                self.end()
+                self.next_tokens_are_prompt = self._thinks = False
             self._head = [*(self._head or ()), token]
         elif self._head is None:
             if not self._thinks:
                 self._answer.append(token)
             super().put(torch.tensor([token]))
         elif mark == MESSAGE:
-            self._begin_message(self.tokenizer.decode(self._head))
-            self._head = None
+            _, channel, name = self.tokenizer.decode(self._head).rpartition(CHANNEL)
+            self._head, self.channels = None, self.channels or bool(channel)
+            self._thinks = bool(channel) and name.split()[:1] != [FINAL]
+            if self._thinks:
+                print("(", end="", file=sys.stderr)
         else:
             self._head.append(token)
 
-    def _begin_message(self, head: str) -> None:
-        _, channel, name = head.rpartition(CHANNEL)
-        self.channels |= bool(channel)
-        self._thinks = bool(channel) and name.split()[:1] != [FINAL]
-        if self._thinks:
-            print("(", end="", file=sys.stderr)
-
-    def _end_message(self) -> None:
-        if self._thinks or self._answer:
-            self.end()
-            self.next_tokens_are_prompt = self._thinks = False
-
 
 HELP = "Ctrl-C ends an answer, /new the conversation, Ctrl-D the program"
-ANSWER_TOKENS = 1024
+ANSWER_TOKENS = "1024"
 """The most tokens of an answer where the command line says no other number."""
-
-
 SETTINGS = {"system": "TEXT", "max_new_tokens": "N", "base": "PLACE"}
 
 
@@ -120,7 +110,9 @@ def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         raise UsageError("system", "holds bytes that are not UTF-8", "write it in UTF-8")
     if sys.stdin is None or sys.stdin.closed:
         raise UsageError("chat", "there is no stdin to read questions from", "run it in a terminal")
-    limit = _limit(asked.get("max_new_tokens"))
+    limit = asked.get("max_new_tokens", ANSWER_TOKENS)
+    if not (limit.isascii() and limit.isdigit() and int(limit)):
+        raise UsageError("max_new_tokens", f"`{limit}` is no number of tokens", "write 512")
     folder = _folder(target, place)
     talker = load_talker(folder, asked.get("base"))
     opening = [{"role": "system", "content": asked["system"]}] if "system" in asked else []
@@ -135,7 +127,7 @@ def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
                 _note(f"`{line}` is no command: {HELP}; a blank before it makes it a question")
             continue
         turns.append({"role": "user", "content": line.strip()})
-        answer = _answer(talker, turns, limit, target)
+        answer = _answer(talker, turns, int(limit), target)
         if answer is None:
             turns.pop()
         else:
@@ -158,9 +150,8 @@ def _lines() -> Iterator[str]:
             return
         if not _is_text(line):
             what = f"line {number} of stdin holds bytes that are not UTF-8"
-            raise UsageError(
-                "chat", what, "write it in UTF-8: iconv -f LATIN1 -t UTF-8 makes it so"
-            )
+            remedy = "write it in UTF-8: iconv -f LATIN1 -t UTF-8 makes it so"
+            raise UsageError("chat", what, remedy)
         if line.strip():
             yield line
 
@@ -224,14 +215,6 @@ def _folder(target: Path, place: Invocation) -> Path:
     raise UsageError(str(target), "holds no hf, adapter or model", "name a run's output folder")
 
 
-def _limit(value: str | None) -> int:
-    if value is None:
-        return ANSWER_TOKENS
-    if not (value.isascii() and value.isdigit() and int(value)):
-        raise UsageError("max_new_tokens", f"`{value}` is no number of tokens", "write 512")
-    return int(value)
-
-
 class Talker(NamedTuple):
     """A model that answers, and its tokenizer."""
 
@@ -245,7 +228,7 @@ def load_talker(folder: Path, base: str | None) -> Talker:
     Raises InputError.
     """
     import transformers
-    from transformers import AutoConfig, AutoTokenizer, logging
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -259,7 +242,8 @@ def load_talker(folder: Path, base: str | None) -> Talker:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
-        if adapter and (quantised := _quantised(AutoConfig.from_pretrained(at))):
+        own = AutoConfig.from_pretrained(at).to_dict() if adapter else {}
+        if quantised := own.get("quantization_config"):
             config.quantization_config = {**quantised, "dequantize": True}
         model = getattr(transformers, loading_class(config.to_dict())).from_pretrained(
             at, config=config, dtype=config.dtype or "auto"
@@ -270,7 +254,8 @@ def load_talker(folder: Path, base: str | None) -> Talker:
             with warnings.catch_warnings():  # peft asks for what transformers has renamed
                 warnings.simplefilter("ignore", FutureWarning)
                 model = PeftModel.from_pretrained(model, str(folder))
-            model.generation_config = _generation(folder, model)
+            if (folder / "generation_config.json").is_file():  # which peft does not read
+                model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         remedy = "write base=PLACE, where its base model is" if adapter else "write it anew: export"
         raise UsageError(str(folder), f"cannot be loaded: {said(error)}", remedy) from error
@@ -280,21 +265,6 @@ def load_talker(folder: Path, base: str | None) -> Talker:
         raise UsageError("chat", what, remedy)
     device = "cuda" if usable() else "cpu"
     return Talker(model.to(device).eval(), tokenizer)
-
-
-def _quantised(config: Any) -> dict[str, Any]:
-    """Return how the weights of a config's model are quantised; empty where they are not."""
-    found: dict[str, Any] = config.to_dict().get("quantization_config") or {}
-    return found
-
-
-def _generation(folder: Path, model: Any) -> Any:
-    """Return the generation config of an adapter's folder, which peft does not read."""
-    from transformers import GenerationConfig
-
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return model.generation_config
 
 
 def _base(folder: Path, given: str | None) -> str:

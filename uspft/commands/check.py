@@ -39,8 +39,9 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     with found.placed():
         if recipe.data.cache_dir is None and (wrong := not_writable(CACHE, place.cache)):
             raise Fault([wrong])
-    model, examined = recipe.model, None
-    asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]
+    examined = None
+    named = ("adapter", "freeze", "overrides")
+    asks = [f"model.{key}" for key in named if getattr(recipe.model, key)]
     if shape:
         with found.placed():
             examined = examine_model(recipe)
@@ -56,37 +57,32 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         disk = _disk(recipe, examined) if examined else []
     if not examined:
         found.not_checked.append("disk (the sizes of the model are not known here)")
-    print(f"{target}: no problem found")
-    for line in look.shapes[:SHOWN_FILES]:
-        print(f"data: {line}")
-    if len(look.shapes) > SHOWN_FILES:
-        print(f"data: ... and {len(look.shapes) - SHOWN_FILES:,} more files")
-    for line in look.notes:
-        print(f"data: {line}")
-    print("\n".join(found.settled))
-    memory = found.memory
-    model_lines = _model(found, examined, memory)
-    for line in (*(f"warning: {what}" for what in found.wasted), *model_lines, *disk):
-        print(line)
+    data = [*look.shapes[:SHOWN_FILES]]
+    if more := len(look.shapes[SHOWN_FILES:]):
+        data.append(f"... and {more:,} more files")
+    lines = [f"{target}: no problem found", *(f"data: {line}" for line in (*data, *look.notes))]
+    memory, unknown = found.memory
+    lines += [*found.settled, *(f"warning: {what}" for what in found.wasted)]
+    lines += [*_model(found, examined, memory), *disk]
     sets = [source.title for source in recipe.data.eval or ()]
     if recipe.data.eval_fraction:
         sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
     if sets:
         every = recipe.training.eval_every_steps
         often = f"after every {counted(every, 'step')} and " if every else ""
-        print(f"evaluation: {', '.join(sets)}, {often}at the end")
+        lines.append(f"evaluation: {', '.join(sets)}, {often}at the end")
     if not memory:
-        found.not_checked.append(f"memory ({found.memory_unknown})")
+        found.not_checked.append(f"memory ({unknown})")
     if found.is_open:
         after = place.to_type("preprocess", str(target), *overrides)
         found.not_checked.append(f"strategies (a run knows the lengths of the data, or `{after}`)")
-    for thing in found.not_checked:
-        print(f"not checked: {thing}")
+    print("\n".join([*lines, *(f"not checked: {thing}" for thing in found.not_checked)]))
     return 0
 
 
 def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) -> list[str]:
-    """Return lines on the model: its sizes, its parameters, and what memory they take."""
+    """Return lines on the model: its sizes; its parameters in all, those that train, and those that
+    a token meets, each with their bytes; and what memory they take."""
     lines, shape, recipe = [], found.shape, found.recipe
     if shape:
         of = f", the language model of {shape.whole_type}" if shape.whole_type else ""
@@ -104,7 +100,13 @@ def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) 
                 "takes, are attended with ten times slower or more, and no price counts that"
             )
     if examined:
-        lines.append(f"parameters: {_parameters(examined, recipe.model.dtype)}")
+        every, active, dtype = examined.parameters, examined.active, recipe.model.dtype
+        size = {n: as_size(n * ELEMENT_BYTES[dtype]) for n in (every, active, examined.trained)}
+        said = f"{every:,} in all ({size[every]} in {dtype})"
+        if active < every:  # where a token chooses experts
+            said += f", {active:,} active for a token ({size[active]})"
+        trained = f"{examined.trained:,} trained ({size[examined.trained]})"
+        lines.append(f"parameters: {said}, {trained}")
     if memory:
         lines.append(f"memory: {memory}")
     if shape and (side := expert_side(recipe, shape, found.layout)):
@@ -112,19 +114,6 @@ def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) 
     if examined and examined.trains:
         lines.append(f"trains: {examined.trains}")
     return lines
-
-
-def _parameters(examined: ExaminedModel, dtype: str) -> str:
-    """Return the number of parameters in all, of those that train, and of those that a token meets
-    where it chooses experts, each with its bytes."""
-
-    def size(count: int) -> str:
-        return as_size(count * ELEMENT_BYTES[dtype])
-
-    said = f"{examined.parameters:,} in all ({size(examined.parameters)} in {dtype})"
-    if examined.active < examined.parameters:
-        said += f", {examined.active:,} active for a token ({size(examined.active)})"
-    return f"{said}, {examined.trained:,} trained ({size(examined.trained)})"
 
 
 def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
@@ -135,10 +124,9 @@ def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
     """
     output = output_of(recipe)
     needed = space_needed(recipe, examined.trained, examined.parameters)
-    wrong = space_finding(recipe, needed)
-    if wrong and os.path.isdir(output):
-        raise Fault([wrong])
-    if wrong:
+    if wrong := space_finding(recipe, needed):
+        if os.path.isdir(output):
+            raise Fault([wrong])
         return ["warning: {}: {}; {}".format(*wrong)]
     return [f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}"]
 

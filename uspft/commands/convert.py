@@ -40,7 +40,15 @@ def convert(
         what = f"`{tool}` is no tool whose configurations are read"
         raise UsageError("--from", what, f"write one of {', '.join(CONVERTERS)}")
     more = [Path(word) for word in words if "=" not in word]
-    given = dict(_given(word) for word in words if "=" in word)
+    given: dict[str, Any] = {}
+    for word in words:
+        key, found, value = word.partition("=")
+        if found and not key:
+            raise UsageError(word, "is no key.path=value", "write data.train=FILE, say")
+        tree, problems = parse(value or "null", str, key) if found else (None, [])
+        if problems:
+            raise UsageError(word, "is not YAML", "quote the value")
+        given |= {key: bare(tree)} if tree else {}
     outcome = convert_theirs(read_theirs(target, tool, *more), given, ranks)
     print("\n".join(outcome.lines()))
     if outcome.refused:
@@ -68,14 +76,3 @@ def _require_recipe(outcome: Outcome, text: str, to: Path) -> None:
             problems = [outcome.theirs(problem) for problem in error.problems]
             said = str(RecipeError(problems)).replace(str(aside), str(to))
             raise InputError(said) from error
-
-
-def _given(text: str) -> tuple[str, Any]:
-    """Return the key and the value of a word of the command line. Raises UsageError."""
-    key, found, value = text.partition("=")
-    if not found or not key:
-        raise UsageError(text, "is no key.path=value", "write data.train=FILE, say")
-    tree, problems = parse(value or "null", str, key)
-    if tree is None or problems:
-        raise UsageError(text, "is not YAML", "quote the value")
-    return key, bare(tree)

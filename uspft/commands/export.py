@@ -32,12 +32,12 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """
     asked = settings_of("export", overrides, {"to": "FOLDER", "base": "PLACE"})
     to = Path(asked["to"]).resolve() if "to" in asked else None
-    if to:
-        _require_new(to)
+    if to and to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError("to", f"{to} is there already", "name a new folder")
     checkpoint = _open(target)
     if not (checkpoint.model / "config.json").is_file():
-        what = f"{checkpoint.model} holds no config.json"
-        raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
+        what = f"{checkpoint.model} holds no config.json; name another checkpoint"
+        raise CheckpointError(f"{COMMAND_LINE}: {target}: {what}")
     whole = whole_model(checkpoint, asked.get("base"))
     if to:
         with _writing(to):
@@ -86,15 +86,14 @@ def _tell(checkpoint: Checkpoint, made: Path) -> None:
     print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {made}")
 
 
-def _require_new(to: Path) -> None:
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError("to", f"{to} is there already", "name a new folder")
-
-
 def _open(target: Path) -> Checkpoint:
     try:
         newest = named(target, contents=False)
-        best = best_up_to(target, newest) if _keeps_best(target) else None
+        try:
+            keeps_best = load(target / RECIPE).recipe.checkpoint.keep_best
+        except (InputError, OSError):  # it was brought here without its recipe, or is an older one
+            keeps_best = False
+        best = best_up_to(target, newest) if keeps_best else None
         if best is None or best.step is None or best.step == newest.step:
             return named(target)
         chosen = Checkpoint.open(folder_of(target, best.step))
@@ -114,11 +113,3 @@ def best_up_to(output: Path, checkpoint: Checkpoint | None) -> Best | None:
         return None
     records = Journal(output / METRICS).evaluations()
     return Best.of(r for r in records if not checkpoint or r["step"] <= checkpoint.step)
-
-
-def _keeps_best(output: Path) -> bool:
-    """Tell whether a folder is that of a run which keeps the best checkpoint."""
-    try:
-        return load(output / RECIPE).recipe.checkpoint.keep_best
-    except (InputError, OSError):
-        return False  # it was brought here without its recipe, or is an older one

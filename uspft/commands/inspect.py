@@ -34,9 +34,12 @@ from uspft.prepare.inspection import (
 )
 from uspft.prepare.make_job import with_data, with_model
 from uspft.prepare.model import tokenizer_of
+from uspft.sequence.rows.spans import Span
 
 ROWS = 2
 """How many rows are shown, where the command does not say."""
+PAGES = (".html", ".htm")
+"""Endings of files that the page may replace."""
 
 
 def inspect(
@@ -53,8 +56,11 @@ def inspect(
     Raises InputError.
     """
     screen = Console(highlight=False, soft_wrap=True)
-    if page:
-        _require_writable(page)
+    if page and (page.is_dir() or (page.exists() and page.suffix.lower() not in PAGES)):
+        raise UsageError("--html", f"{page} is there already, and no page", "name another file")
+    if page and not page.absolute().parent.is_dir():
+        what = f"there is no folder {page.absolute().parent}"
+        raise UsageError("--html", what, "make it, or name another file")
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():
         found = with_data(with_model(found, place), place, screen)
@@ -68,10 +74,9 @@ def inspect(
         show(seen, Console(highlight=False))
         return 0
     report = read_report(found.corpus)
-    told = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()))
-    notes = [*report.get("shapes", ()), *report.get("unused", ()), *told]
-    title = shlex.join(["inspect", str(target), *overrides])
-    write_text(page, page_of(seen, title, [*notes, *report.get("mix", ())]))
+    kinds = ("shapes", "unused", "notes", "skipped", "untrained", "mix")
+    notes = [line for kind in kinds for line in report.get(kind, ())]
+    write_text(page, page_of(seen, shlex.join(["inspect", str(target), *overrides]), notes))
     screen.print(f"page: {page}", markup=False)
     return 0
 
@@ -86,16 +91,6 @@ def _decoder(found: Examined) -> Decode:
         return lambda ids: "".join(f"{one} " for one in ids)
     backend = load_tokeniser(place, found.here.data).backend
     return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
-
-
-def _require_writable(page: Path) -> None:
-    """Check that the page replaces nothing but a page. Raises InputError."""
-    if page.is_dir() or (page.exists() and page.suffix.lower() not in (".html", ".htm")):
-        what = f"{page} is there already, and no page"
-        raise UsageError("--html", what, "name another file")
-    if not page.absolute().parent.is_dir():
-        what = f"there is no folder {page.absolute().parent}"
-        raise UsageError("--html", what, "make it, or name another file")
 
 
 TRAINED, MASKED, PADDING = "bold green", "dim", "dim"
@@ -114,10 +109,7 @@ def show(seen: Inspection, screen: Console) -> None:
     screen.print(Text("\nlengths: samples by their tokens", style="bold"))
     for line in histogram(seen.lengths, screen.width):
         screen.print(line, markup=False)
-    if seen.filling:
-        screen.print(f"rows: {filled(seen.filling)}", markup=False)
-    else:
-        screen.print("rows: made from samples inside each step; here each sample is alone")
+    screen.print(f"rows: {filled(seen.filling)}", markup=False)
     legend = Text("\n").append("tokens:", "bold").append(" «trained»", TRAINED)
     screen.print(legend.append(" masked", MASKED).append(" … left out here"))
     for row in seen.rows:
@@ -137,8 +129,10 @@ def histogram(lengths: Sequence[Bin], width: int) -> list[str]:
     ]
 
 
-def filled(filling: Filling) -> str:
+def filled(filling: Filling | None) -> str:
     """Return in words how many rows an epoch has, and how full they are."""
+    if filling is None:
+        return "made from samples inside each step; here each sample is alone"
     text = f"{filling.rows:,} of {filling.row_tokens:,} tokens in the first epoch"
     of_them = "" if filling.counted == filling.rows else f" of the first {filling.counted:,}"
     return f"{text}; {1 - filling.share:.1%}{of_them} is padding"
@@ -148,10 +142,17 @@ def _show_row(row: SeenRow, screen: Console) -> None:
     screen.print(Text(f"\nrow {row.index + 1} (step {row.step}): {row_counts(row)}", style="bold"))
     screen.print(Text(f"  {row.layout}", style=MASKED))
     cells = max(16, min(96, screen.width - 12))
-    screen.print(Text("  document ").append_text(_cells_of_documents(row, cells)))
+    documents: list[tuple[str, Sequence[Span], str | None]]
+    documents = [(_digit(n), [span], None) for n, span in enumerate(row.segments, 1)]
+    documents.append(("·", [(row.segments.bounds[-1], row.segments.length)], PADDING))
+    screen.print(Text("  document ").append_text(_line(row, cells, documents)))
     screen.print(Text("  trained  ").append(_cells_of_targets(row, cells), TRAINED))
     if len(row.holders) > 1:
-        screen.print(Text("  held by  ").append_text(_cells_of_holders(row, cells)))
+        held = [
+            (_digit(n), one.spans, _RANK_STYLES[n % len(_RANK_STYLES)])
+            for n, one in enumerate(row.holders)
+        ]
+        screen.print(Text("  held by  ").append_text(_line(row, cells, held)))
     for number, holder in enumerate(row.holders[:_HOLDERS]):
         digit = _digit(number) if len(row.holders) > 1 else "all"
         named = "" if digit == ",".join(map(str, holder.ranks)) else f"{digit}: "
@@ -186,18 +187,18 @@ def holds(holder: HeldPart, most: int) -> str:
     return f"{ranks}: {where} ({holder.tokens:,} tokens, {holder.targets:,} targets)"
 
 
-def _middles(row: SeenRow, cells: int) -> list[int]:
-    """Return the place in the row that each cell of a line stands for."""
-    length = row.segments.length
-    return [(2 * cell + 1) * length // (2 * cells) for cell in range(cells)]
-
-
-def _cells_of_documents(row: SeenRow, cells: int) -> Text:
-    """Return a cell for each part of the row, in which a document's digit is, or a dot."""
+def _line(
+    row: SeenRow, cells: int, parts: Sequence[tuple[str, Sequence[Span], str | None]]
+) -> Text:
+    """Return a cell for each part of the row, with the sign of what its middle lies in. parts: the
+    sign, spans and style of each thing that a row consists of."""
     text = Text()
-    for place in _middles(row, cells):
-        inside = [n for n, (start, stop) in enumerate(row.segments) if start <= place < stop]
-        text.append(_digit(inside[0] + 1) if inside else "·", None if inside else PADDING)
+    for cell in range(cells):
+        place = (2 * cell + 1) * row.segments.length // (2 * cells)
+        for sign, spans, style in parts:
+            if any(start <= place < stop for start, stop in spans):
+                text.append(sign, style)
+                break
     return text
 
 
@@ -211,32 +212,26 @@ def _cells_of_targets(row: SeenRow, cells: int) -> str:
     return "".join(_SHADES[-int(-share * (len(_SHADES) - 1) // 1)] for share in shares)
 
 
-def _cells_of_holders(row: SeenRow, cells: int) -> Text:
-    text = Text()
-    for place in _middles(row, cells):
-        for number, holder in enumerate(row.holders):
-            if any(start <= place < stop for start, stop in holder.spans):
-                text.append(_digit(number), _RANK_STYLES[number % len(_RANK_STYLES)])
-                break
-    return text
-
-
 def _digit(number: int) -> str:
     return _DIGITS[number % len(_DIGITS)]
 
 
 def _show_document(number: int, document: SeenDocument, screen: Console) -> None:
+    _print_inset(2, Text(f"── {number}: {visible(document.origin)}"), screen)
+    _print_inset(5, Text(placed(document), MASKED), screen)
+    text = Text()
+    for run in document.runs[:_RUNS]:
+        _append_run(text, run)
+    if more := len(document.runs[_RUNS:]):
+        text.append(f" … {more:,} more parts")
+    _print_inset(5, text, screen)
+
+
+def placed(document: SeenDocument) -> str:
+    """Return in words where a document lies, and how many of its tokens train."""
     start, stop = document.span
     where = f"places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}"
-    _print_inset(2, Text(f"── {number}: {visible(document.origin)}"), screen)
-    _print_inset(5, Text(f"{where}, {document.targets:,} train", MASKED), screen)
-    text = Text()
-    runs = document.runs
-    for run in runs[:_RUNS]:
-        _append_run(text, run)
-    if len(runs) > _RUNS:
-        text.append(f" … {len(runs) - _RUNS:,} more parts")
-    _print_inset(5, text, screen)
+    return f"{where}, {document.targets:,} train"
 
 
 def _print_inset(columns: int, text: Text, screen: Console) -> None:
@@ -285,14 +280,11 @@ pre s { text-decoration: none; box-shadow: inset -1px 0 var(--line); }
 def page_of(seen: Inspection, title: str, notes: Sequence[str]) -> str:
     """Return the page. notes: lines on what was read, dropped and mixed."""
     every = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    filling = "made from samples inside each step; here each sample is alone"
-    if seen.filling:
-        filling = filled(seen.filling)
     rows = "".join(_row(row) for row in seen.rows)
     body = (
         f"<ul>{every}</ul>\n"
         f"<h2>Samples by their tokens</h2>\n{_histogram(seen.lengths)}\n"
-        f"<p>Rows: {escape(filling)}.</p>\n"
+        f"<p>Rows: {escape(filled(seen.filling))}.</p>\n"
         '<p><span class="trained">trained</span> <span class="masked">masked</span>; '
         "point at a token for its place in the row, its position in the document and its id.</p>\n"
     )
@@ -301,19 +293,15 @@ def page_of(seen: Inspection, title: str, notes: Sequence[str]) -> str:
 
 def _histogram(lengths: Sequence[Bin]) -> str:
     most = max(one.samples for one in lengths)
+    bar = '<div class="bar" style="width: max({:.2%}, {}px)"></div>'  # that of one sample is seen
     lines = [
         f'<tr><td class="n">{one.least:,} – {one.most:,}</td>'
-        f'<td style="width: 30em">{_bar(one.samples, most)}</td>'
+        f'<td style="width: 30em">{bar.format(one.samples / most, min(one.samples, 1))}</td>'
         f'<td class="n">{one.samples:,}</td><td class="n">{one.tokens:,}</td></tr>'
         for one in lengths
     ]
     head = "<tr><th>length</th><th></th><th>samples</th><th>tokens</th></tr>"
     return f"<table>{head}{''.join(lines)}</table>"
-
-
-def _bar(samples: int, most: int) -> str:
-    """Return a bar for a part of the most samples; that of a single one is seen too."""
-    return f'<div class="bar" style="width: max({samples / most:.2%}, {min(samples, 1)}px)"></div>'
 
 
 def _row(row: SeenRow) -> str:
@@ -365,36 +353,30 @@ def _map(parts: Sequence[tuple[int, int, str, str]]) -> str:
 
 
 def _document(number: int, document: SeenDocument) -> str:
-    start, stop = document.span
-    runs = "".join(_run(run, start) for run in document.runs)
+    runs = "".join(_run(run, document.span[0]) for run in document.runs)
     return (
         f"<h3>{number}: {escape(visible(document.origin))}</h3>\n"
-        f'<p class="note">places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}, '
-        f"{document.targets:,} train</p>\n<pre>{runs}</pre>\n"
+        f'<p class="note">{placed(document)}</p>\n<pre>{runs}</pre>\n'
     )
 
 
 def _run(run: Stretch, start: int) -> str:
     head, tail = run.ends(_PAGE_HEAD, _PAGE_TAIL)
     left_out = len(run.ids) - len(head) - len(tail)
+    span = f'<span class="{"trained" if run.trained else "masked"}">'
     words = _tokens(run, head, run.first, start)
     if tail:
-        words += f"</span> … {left_out:,} tokens … <span class={_kind(run)}>"
+        words += f"</span> … {left_out:,} tokens … {span}"
         words += _tokens(run, tail, run.first + len(head) + left_out, start)
-    return f"<span class={_kind(run)}>{words}</span>"
-
-
-def _kind(run: Stretch) -> str:
-    return '"trained"' if run.trained else '"masked"'
+    return f"{span}{words}</span>"
 
 
 def _tokens(run: Stretch, ids: list[int], place: int, start: int) -> str:
-    words = []
-    at = 0
+    words, at = "", 0
     for text, count in texts_of(ids, run.decode):
         named = ", ".join(map(str, ids[at : at + count]))
         told = f"place {place + at}, position {place + at - start}, id {named}"
         seen = "↵\n".join(visible(line) for line in text.split("\n"))
-        words.append(f'<s title="{told}">{escape(seen)}</s>')
+        words += f'<s title="{told}">{escape(seen)}</s>'
         at += count
-    return "".join(words)
+    return words

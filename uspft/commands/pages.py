@@ -62,6 +62,10 @@ class Series:
     colour: int = 0
     dash: int = 0
 
+    @property
+    def style(self) -> str:
+        return f"s{self.colour % COLOURS} d{self.dash % DASHES}"
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -122,16 +126,18 @@ def figure(chart: Chart) -> str:
     x, y = _axes(chart, drawn)
     lines = [f"{escape(one.name)} {shown(one.points[-1][1])}" for one in series]
     lines += [f"{escape(one.name)} {shown(one.points[0][1])}" for one in chart.levels]
-    styles = [_style(one) for one in (*series, *chart.levels)]
+    styles = [one.style for one in (*series, *chart.levels)]
     legend = "".join(
         f'<span><svg width="22" height="8"><path class="{style}" d="M0 4H22"/></svg> {line}</span>'
         for style, line in zip(styles, lines, strict=True)
     )
     unit = f" ({escape(chart.unit)})" if chart.unit else ""
+    marks = [_within(x, step) for step, _ in chart.marks[:MARKS]]
+    levels = [(one.style, y.place(one.points[0][1])) for one in chart.levels]
     shapes = [
         *_grid(chart, x, y),
-        *_marks(chart, x),
-        *(_level(one, y) for one in chart.levels),
+        *(f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>' for at in marks),
+        *(f'<path class="{style}" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>' for style, at in levels),
         *(_line(one, points, x, y) for one, points in zip(series, drawn, strict=True)),
         *_hits(chart, series, drawn, x),
     ]
@@ -197,10 +203,6 @@ def _between(low: float, high: float, begin: float, end: float) -> AlongAxis:
     return lambda value: begin + (value - low) / (high - low) * (end - begin)
 
 
-def _style(one: Series) -> str:
-    return f"s{one.colour % COLOURS} d{one.dash % DASHES}"
-
-
 def _grid(chart: Chart, x: _Axis, y: _Axis) -> Iterator[str]:
     for value in y.ticks:
         at = y.place(value)
@@ -211,18 +213,8 @@ def _grid(chart: Chart, x: _Axis, y: _Axis) -> Iterator[str]:
         yield f'<text x="{at:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{value:,.0f}</text>'
 
 
-def _marks(chart: Chart, x: _Axis) -> Iterator[str]:
-    for step, _ in chart.marks[:MARKS]:
-        yield f'<path class="mark" d="M{_within(x, step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
-
-
 def _within(x: _Axis, step: float) -> float:
     return min(max(x.place(step), LEFT), WIDTH - RIGHT)
-
-
-def _level(one: Series, y: _Axis) -> str:
-    at = y.place(one.points[0][1])
-    return f'<path class="{_style(one)}" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
 
 
 def _line(one: Series, points: Sequence[Point], x: _Axis, y: _Axis) -> str:
@@ -230,9 +222,9 @@ def _line(one: Series, points: Sequence[Point], x: _Axis, y: _Axis) -> str:
     if len(points) == 1:
         ((step, value),) = points
         at = f'cx="{x.place(step):.1f}" cy="{y.place(value):.1f}"'
-        return f'<circle class="{_style(one)}" {at} r="3"/>'
+        return f'<circle class="{one.style}" {at} r="3"/>'
     path = " ".join(f"{x.place(step):.2f},{y.place(value):.2f}" for step, value in points)
-    return f'<polyline class="{_style(one)}" points="{path}"/>'
+    return f'<polyline class="{one.style}" points="{path}"/>'
 
 
 def _hits(

@@ -44,19 +44,17 @@ def preprocess(
     reports = [report for folder in made if (report := read_report(folder)).get("seconds")]
     seconds = sum(report["seconds"] for report in reports)
     tokens = sum(report["tokens"] for report in reports)
+    lines = ["all of it was in the cache"]
     if seconds:
         rate = f"{tokens / seconds:,.0f} tokens/s, up to {as_processes(cores)}"
-        screen.print(f"tokenised in {seconds:,.1f} s ({rate})", markup=False)
-    else:
-        screen.print("all of it was in the cache", markup=False)
+        lines = [f"tokenised in {seconds:,.1f} s ({rate})"]
     for folder in dict.fromkeys([corpus, *evaluation.values()]):
-        screen.print(f"prepared: {folder} ({as_size(holding([folder]).bytes)})", markup=False)
+        lines.append(f"prepared: {folder} ({as_size(holding([folder]).bytes)})")
     whole = holding(corpora_in(cache))
-    screen.print(
-        f"cache: {cache} holds {as_size(whole.bytes)} of {_sets(whole)}; "
-        f"{place.to_type('preprocess', str(target), *overrides, '--clean')} empties it",
-        markup=False,
-    )
+    holds = f"holds {as_size(whole.bytes)} of {_sets(whole)}"
+    empties = place.to_type("preprocess", str(target), *overrides, "--clean")
+    lines.append(f"cache: {cache} {holds}; {empties} empties it")
+    screen.print("\n".join(lines), markup=False)
     return 0
 
 
@@ -67,9 +65,8 @@ def _empty(cache: Path, screen: Console) -> None:
     except OSError as error:
         what = f"`{error.filename or cache}` cannot be deleted: {error.strerror}"
         raise Fault([("data.cache_dir", what, "delete it by hand, or name another")]) from error
-    screen.print(
-        f"cache: {cache} held {as_size(gone.bytes)} of {_sets(gone)}, now gone", markup=False
-    )
+    what = f"held {as_size(gone.bytes)} of {_sets(gone)}, now gone"
+    screen.print(f"cache: {cache} {what}", markup=False)
 
 
 def _sets(size: CacheSize) -> str:

@@ -55,13 +55,11 @@ def start_ranks(
     The ranks start when all hosts are ready. on_stop: what the ranks do when they are stopped, as
     the person who stops them is told. restart: decides what follows where the run is lost.
     """
-    launch = recipe.launch
+    launch, watch = recipe.launch, Watch(hosts)
     assert isinstance(launch.processes, int)
-    if hosts.count > 1:
+    if hosts.count > 1:  # not host 0's own part of `verify`
         gpus, limit = torch.cuda.device_count(), launch.timeout_minutes * 60
         watch = place.meeting.convene(launch.processes, launch.device, gpus, limit)
-    else:  # also host 0's own part of `verify`
-        watch = Watch(hosts)
     return run_ranks(
         [sys.executable, "-m", "uspft", "rank", *words],
         LocalRanks(launch.processes, hosts),
@@ -108,8 +106,11 @@ def joined(
     warnings.filterwarnings("ignore", category=FutureWarning)
     # autograd's thread says so of its first product on a GPU, and goes on as it should
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-    if trains:
-        _quiet()
+    if trains:  # messages that mean nothing to a user of uspft; errors still come through
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
     join(environment, device, deadline(launch.timeout_minutes, first_step=True))
     if trains:
         from uspft.engine.quarantine import prepare_deepspeed
@@ -131,14 +132,6 @@ def _device(kind: str, environment: Mapping[str, str]) -> torch.device:
         os.environ["LOCAL_RANK"] = str(local)  # where DeepSpeed looks for its GPU
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
-
-
-def _quiet() -> None:
-    """Silence messages that mean nothing to a user of uspft; errors still come through."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def join(environment: Mapping[str, str], device: torch.device, limit: timedelta) -> None:
@@ -196,8 +189,14 @@ def require_shared(folder: Path, environment: Mapping[str, str]) -> None:
     def mark(of: int) -> Path:
         return folder / f".host-{of}-{tokens[0]}"
 
+    wrong = ""
     try:
-        _require_none(folder, _written(mark(host)) if speaks else "")
+        try:
+            if speaks:
+                mark(host).touch()
+        except OSError as error:
+            wrong = f"{mark(host)} cannot be written: {error.strerror}"
+        _require_none(folder, wrong)
         missing = _missing([mark(of) for of in range(hosts)]) if speaks else set()
         names = ", ".join(str(of) for of in range(hosts) if mark(of) in missing)
         what = f"host {host} sees nothing there of what host {names} has written"
@@ -219,15 +218,6 @@ def _require_none(folder: Path, wrong: str) -> None:
         raise Fault([("output_dir", what, "name one on a file system that they share")])
 
 
-def _written(path: Path) -> str:
-    """Write an empty file, and return why that cannot be done, or "" where it can."""
-    try:
-        path.touch()
-    except OSError as error:
-        return f"{path} cannot be written: {error.strerror}"
-    return ""
-
-
 def _missing(paths: list[Path]) -> set[Path]:
     """Return those of the files that are not seen within SEEN_SECONDS."""
     until = time.monotonic() + SEEN_SECONDS
@@ -246,8 +236,10 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
     """
     job = Job.read(folder)
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
+    every = [one.parallel_config for one in layouts_of(job.recipe)]
+    shared = any(p.context_parallel > 1 or p.tensor_parallel_algo == "meshslice" for p in every)
     with (
-        searching_beside() if splits_rows(job.recipe) else nullcontext() as orders,
+        searching_beside() if shared else nullcontext() as orders,
         joined(job.recipe.launch, environment, talks=logs_transfers) as device,
     ):
         require_shared(job.output, environment)
@@ -259,12 +251,6 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
 
             deepspeed.comm.log_summary()
     return code
-
-
-def splits_rows(recipe: Recipe) -> bool:
-    """Tell whether ranks share rows under any of a recipe's layouts."""
-    every = [one.parallel_config for one in layouts_of(recipe)]
-    return any(p.context_parallel > 1 or p.tensor_parallel_algo == "meshslice" for p in every)
 
 
 def _run(

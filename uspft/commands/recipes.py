@@ -14,7 +14,7 @@ import yaml
 from uspft.called import to_type
 from uspft.config import Recipe, load
 from uspft.config.messages import closest
-from uspft.config.problems import UsageError
+from uspft.config.problems import UsageError, counted
 from uspft.config.strategies import layouts_of
 from uspft.data.files.sources import STDLIB
 from uspft.prepare.host import CONFIGS
@@ -38,8 +38,8 @@ def recipes(words: Sequence[str], environment: Mapping[str, str], shipped: Path 
         raise UsageError(words[2], "recipes takes a name and a file", remedy)
     found = {path.stem: path for path in shipped.glob("*.yaml")}
     if not found:
-        remedy = "take uspft's repository"
-        raise UsageError("recipes", f"no recipes are beside the package, in {shipped}", remedy)
+        what = f"no recipes are beside the package, in {shipped}"
+        raise UsageError("recipes", what, "take uspft's repository")
     if not words:
         print(f"{listing(found.values())}\ncopy one here: {typed} NAME [FILE]")
         return 0
@@ -66,31 +66,24 @@ def listing(files: Iterable[Path]) -> str:
 
 def cards(recipe: Recipe) -> int:
     """Return how many processes a recipe is made for, on all hosts together."""
-    every = [one.parallel_config for one in layouts_of(recipe)]
-    each = [
-        one.model_parallel
-        * one.context_parallel
-        * one.pipeline_stage
-        * (one.data_parallel if isinstance(one.data_parallel, int) else 1)
-        for one in every
-    ]
-    here = recipe.launch.processes
-    return max(*each, here if isinstance(here, int) else 1)
+    each = [recipe.launch.processes]
+    for one in (alone.parallel_config for alone in layouts_of(recipe)):
+        data = one.data_parallel if isinstance(one.data_parallel, int) else 1
+        each.append(one.model_parallel * one.context_parallel * one.pipeline_stage * data)
+    return max(one for one in each if isinstance(one, int))
 
 
 def purpose(recipe: Recipe) -> str:
     """Return a recipe's model, cards, row length, and what it trains on what."""
-    count, on_gpus = cards(recipe), recipe.launch.device == "cuda"
-    one, several = ("GPU", "GPUs") if on_gpus else ("CPU process", "CPU processes")
-    model, data = recipe.model, recipe.data
+    gpus, model, data = recipe.launch.device == "cuda", recipe.model, recipe.data
+    many = counted(cards(recipe), *(("GPU",) if gpus else ("CPU process", "es")))
     trains = "LoRA" if model.adapter else "all weights"
     on = DATA.get(data.format, data.format)
     if any(source.path == STDLIB for source in data.train):
         on = "Python's standard library"
     mega, rest = divmod(data.sequence_length, 1 << 20)
     length = f"rows of {data.sequence_length >> 10}k" if rest else f"rows of {mega}m"
-    name = model.name_or_path or "random weights"
-    return f"{name}, {count} {several if count > 1 else one}, {length}: {trains}, on {on}"
+    return f"{model.name_or_path or 'random weights'}, {many}, {length}: {trains}, on {on}"
 
 
 def copy(recipe: Path, to: Path, program: str) -> None:
@@ -107,22 +100,18 @@ def copy(recipe: Path, to: Path, program: str) -> None:
     try:
         with to.open("x") as file:
             file.write(changed)
-    except FileExistsError as error:
-        what = "is there already, and nothing is overwritten"
-        raise UsageError(str(to), what, "name another FILE") from error
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
+        if isinstance(error, FileExistsError):
+            what = "is there already, and nothing is overwritten"
         raise UsageError(str(to), what, "name another FILE") from error
 
 
 def _paths(node: yaml.Node | None, folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield where a value of a recipe stands that names something in or beside its folder."""
-    if isinstance(node, yaml.MappingNode):
-        for _, value in node.value:
-            yield from _paths(value, folder)
-    elif isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.CollectionNode):
         for value in node.value:
-            yield from _paths(value, folder)
+            yield from _paths(value[1] if isinstance(value, tuple) else value, folder)
     elif isinstance(node, yaml.ScalarNode) and node.value and (folder / node.value).exists():
         yield node.start_mark.index, node.end_mark.index, folder / node.value
 

@@ -176,8 +176,11 @@ def page_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted], again: 
     fresh = f'<meta http-equiv="refresh" content="{again}">\n' if again else ""
     charts = "".join(map(figure, charts_of(runs, predicted)))
     each = "".join("".join(_run(run, one)) for run, one in zip(runs, predicted, strict=True))
+    facts = [_facts(run) for run in runs]
+    names = dict.fromkeys(name for row in facts for name in row)
+    rows = ([name, *(row.get(name, "") for row in facts)] for name in names)
     body = (
-        f'<div class="wide words">{_overview(runs)}</div>\n'
+        f'<div class="wide words">{table(["", *(run.name for run in runs)], rows)}</div>\n'
         '<p class="note">Point at a chart for the numbers of a step; a red line says what happened '
         "there. Of long runs the lowest and the highest point of each stretch are drawn.</p>\n"
         f'<div class="charts">{charts}</div>\n{each}'
@@ -234,13 +237,6 @@ def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> li
             axis = chart.unit, chart.zero, chart.log
             found.append(Chart(chart.title, series, *axis, levels, marks))
     return found
-
-
-def _overview(runs: Sequence[ReportedRun]) -> str:
-    rows = [_facts(run) for run in runs]
-    heads = ["", *(run.name for run in runs)]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return table(heads, ([name, *(row.get(name, "") for row in rows)] for name in names))
 
 
 def _facts(run: ReportedRun) -> dict[str, str]:
@@ -340,12 +336,9 @@ def _loads(run: ReportedRun) -> Iterator[str]:
 
 def _is_matrix(value: Any) -> bool:
     """Tell whether a value of a record is a list of lists of numbers, none of them empty."""
-    if not (isinstance(value, list) and value):
-        return False
-    return all(
-        isinstance(row, list) and row and all(isinstance(one, int | float) for one in row)
-        for row in value
-    )
+    rows = value if isinstance(value, list) else []
+    lists = all(isinstance(row, list) and row for row in rows)
+    return bool(rows) and lists and all(isinstance(one, int | float) for row in rows for one in row)
 
 
 def _ranks(run: ReportedRun, predicted: Predicted) -> str:

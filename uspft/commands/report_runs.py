@@ -103,18 +103,14 @@ class ReportedRun:
 def read_runs(outputs: Sequence[Path]) -> list[ReportedRun]:
     """Return the runs of output folders. Raises UsageError, which names what is not there."""
     names = [output.resolve().name for output in outputs]
-    alike = {name for name in names if names.count(name) > 1}
-    return [
-        _read(output, str(output) if name in alike else name)
-        for output, name in zip(outputs, names, strict=True)
-    ]
+    each = zip(outputs, names, strict=True)
+    return [_read(output, str(output) if names.count(n) > 1 else n) for output, n in each]
 
 
 def _read(output: Path, name: str) -> ReportedRun:
-    if not output.is_dir():
-        raise UsageError(str(output), "is no folder", REMEDY)
     if not (output / METRICS).is_file():
-        raise UsageError(str(output), f"has no {METRICS}", REMEDY)
+        what = f"has no {METRICS}" if output.is_dir() else "is no folder"
+        raise UsageError(str(output), what, REMEDY)
     records, notes = _records(output / METRICS)
     steps = {r["step"]: _flat(r) for r in records if "learning_rate" in r and _is_step(r)}
     if not steps:
@@ -159,10 +155,9 @@ def _is_step(record: JournalLine, key: str = "step") -> bool:
 def _records(file: Path) -> tuple[list[JournalLine], list[str]]:
     """Return the objects of a file of JSON Lines, and notes on the lines that are none; the last
     line of a file that is being written may be in the making, and is no fault."""
-    text = file.read_text("utf-8", errors="replace")
     found: list[JournalLine] = []
-    damaged: list[int] = []
-    lines = text.split("\n")
+    damaged: list[str] = []
+    lines = file.read_text("utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -171,14 +166,10 @@ def _records(file: Path) -> tuple[list[JournalLine], list[str]]:
         if isinstance(record, dict):
             found.append(record)
         elif line.strip() and number < len(lines):
-            damaged.append(number)
-    return found, [_damage(file.name, damaged)] if damaged else []
-
-
-def _damage(name: str, lines: Sequence[int]) -> str:
-    few = ", ".join(map(str, lines[:10])) + (" …" if len(lines) > 10 else "")
-    what = "line" if len(lines) == 1 else f"{len(lines)} lines"
-    return f"{name}: {what} {few} damaged, left out"
+            damaged.append(str(number))
+    few = ", ".join(damaged[:10]) + (" …" if len(damaged) > 10 else "")
+    what = "line" if len(damaged) == 1 else f"{len(damaged)} lines"
+    return found, [f"{file.name}: {what} {few} damaged, left out"] if damaged else []
 
 
 SENT = "comm_bytes/"
@@ -228,11 +219,10 @@ def predicted(found: Examined, place: Invocation) -> Predicted:
     """Return what is predicted of a recipe's step. Raises InputError."""
     told = tuple(found.settled)
     if strategies_of(found.recipe):
-        seconds = mix_seconds(found, place)
-        if seconds is None:
-            unknown = not_predicted("the lengths of the data are not known here").lines
-            return Predicted(lines=(*told, *unknown))
-        return Predicted({"step_seconds": seconds}, lines=(*told, ALONE))
+        if seconds := mix_seconds(found, place):
+            return Predicted({"step_seconds": seconds}, lines=(*told, ALONE))
+        unknown = not_predicted("the lengths of the data are not known here").lines
+        return Predicted(lines=(*told, *unknown))
     step, hardware = step_of(found), hardware_of(found)
     step = replace(step, sample=sample_of(found, place))
     options = options_of(found.recipe, found.layout)

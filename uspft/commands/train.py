@@ -72,13 +72,14 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         restart = _restart(found.recipe, place)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
-    holding = held_output(output_of(found.recipe), screen) if first else nullcontext()
+    output = output_of(found.recipe)
+    holding = held_output(output, screen) if first else nullcontext()
     with found.placed(), holding as lease:  # on host 0 alone, for all hosts
         found, job, checkpoint, damaged, needed = prepare_job(found, place, screen, lease)
         recipe = found.recipe
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
-                if not is_of_a_run(output_of(recipe)):  # it goes on from another folder
+                if not is_of_a_run(output):  # it goes on from another folder
                     open_output(recipe, checkpoint, hosts, place, job.comments)
                 _note(recipe, place, damaged)
                 export_missing(recipe, checkpoint)
@@ -91,18 +92,16 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
             _note(recipe, place, damaged)
-        for line in found.settled:
-            screen.print(line, markup=False)
-        for line in found.wasted:
-            screen.print(f"warning: {line}", markup=False)
-        screen.print(f"run: {length_of_run(recipe, job.corpus, job.steps)}", markup=False)
+        lines = [*found.settled, *(f"warning: {line}" for line in found.wasted)]
+        lines.append(f"run: {length_of_run(recipe, job.corpus, job.steps)}")
         if checkpoint:
-            screen.print(f"going on from {checkpoint.folder}", markup=False)
-            if change := rate_after(recipe, checkpoint, job.steps):
-                screen.print(change, markup=False)
+            change = rate_after(recipe, checkpoint, job.steps)
+            lines += [f"going on from {checkpoint.folder}", *([change] if change else [])]
+        for line in lines:
+            screen.print(line, markup=False)
         with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
             job.write(Path(folder))
-            logs = output_of(recipe) / LOGS
+            logs = output / LOGS
             code = start_ranks([folder], job.recipe, hosts, place, logs=logs, restart=restart)
         if restart and restart.hosts:
             place.meeting.again = _loss(recipe, restart.why, restart.hosts)
@@ -124,9 +123,8 @@ def _restart(recipe: Recipe, place: Invocation) -> Restart | None:
     launch, metrics = recipe.launch, output_of(recipe) / METRICS
     if launch.min_hosts and BY_HOSTFILE in place.environment:
         what = "with --hostfile all hosts end where one is gone"
-        raise Fault(
-            [("launch.min_hosts", what, "write null, or start each host by srun or by hand")]
-        )
+        remedy = "write null, or start each host by srun or by hand"
+        raise Fault([("launch.min_hosts", what, remedy)])
 
     def may(why: str) -> bool:
         step, number = Journal(metrics).last_step(), len(place.losses) + 1
@@ -173,10 +171,8 @@ def how_to_go_on(recipe: Recipe) -> str:
         return str(error)
     if checkpoint is None:
         return f"nothing is saved in {output}: the same command starts anew"
-    how = "the same command goes on"
-    if recipe.checkpoint.resume != "auto":
-        how = "with checkpoint.resume=auto the same command goes on"
-    return f"saved step {checkpoint.step} in {checkpoint.folder}; {how}"
+    how = "" if recipe.checkpoint.resume == "auto" else "with checkpoint.resume=auto "
+    return f"saved step {checkpoint.step} in {checkpoint.folder}; {how}the same command goes on"
 
 
 def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> str | None:
@@ -188,14 +184,13 @@ def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> 
         return None
     if checkpoint.step >= steps:
         return f"all {steps} steps are done"
-    if checkpoint.step >= (recipe.training.stop_step or steps):
-        how = "to go on: a larger training.stop_step, or null"
-        return f"the run ended after step {checkpoint.step}, as training.stop_step says ({how})"
-    patience, best = recipe.training.patience, best_up_to(output_of(recipe), checkpoint)
-    if patience is None or best is None or best.since < patience:
-        return None
-    how = "to go on: a larger training.patience, or null"
-    return f"the run ended after step {checkpoint.step}, as training.patience says ({how})"
+    patience, key = recipe.training.patience, "stop_step"
+    if checkpoint.step < (recipe.training.stop_step or steps):
+        best, key = best_up_to(output_of(recipe), checkpoint), "patience"
+        if patience is None or best is None or best.since < patience:
+            return None
+    how = f"to go on: a larger training.{key}, or null"
+    return f"the run ended after step {checkpoint.step}, as training.{key} says ({how})"
 
 
 def all_done(recipe: Recipe, why: str, checkpoint: Checkpoint) -> str:
@@ -217,12 +212,11 @@ def export_missing(recipe: Recipe, checkpoint: Checkpoint | None) -> None:
     wanted = (model and MODEL) or (adapter and ADAPTER)
     if not wanted or not lacks_export(output, wanted):
         return
-    best = best_up_to(output_of(recipe), checkpoint) if recipe.checkpoint.keep_best else None
+    best = best_up_to(output, checkpoint) if recipe.checkpoint.keep_best else None
     if best and best.step is not None:
         checkpoint = Checkpoint.open(folder_of(output, best.step))
-    if checkpoint is None:
-        return
-    export_beside(whole_model(checkpoint), checkpoint, output, model=model)
+    if checkpoint:
+        export_beside(whole_model(checkpoint), checkpoint, output, model=model)
 
 
 QUICKSTART = "quickstart.yaml"
@@ -303,7 +297,11 @@ def _next(
 
     gpus = torch.cuda.device_count()
     if recipe.launch.device == "cpu" and gpus:
-        return [f"on this machine's GPUs: {command(_on_gpus(recipe, gpus))}"]
+        there = ["launch.device=cuda", f"launch.processes={gpus}", "model.dtype=bfloat16"]
+        there.append("parallel_config.data_parallel=auto")
+        if gpus % recipe.parallel_config.context_parallel:
+            there.append("parallel_config.context_parallel=1")
+        return [f"on this machine's GPUs: {command([*there, 'checkpoint.resume=never'])}"]
     if target.name == QUICKSTART and not chats:
         return [f"try next:   {command(_another_layout(recipe))}"]
     lines, output, training = [], output_of(recipe), recipe.training
@@ -351,21 +349,11 @@ def _adapter_served(recipe: Recipe, place: Invocation) -> list[str]:
 def _evaluated(records: list[dict[str, Any]]) -> list[str]:
     """Return a line on the first, last and best evaluation, or none where no loss was finite."""
     losses = [record["eval_loss"] for record in records if record["eval_loss"] is not None]
-    if not losses:
-        return []
-    known = f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"
+    known = " → ".join(f"{loss:.3f}" for loss in (losses[:1] + losses[1:][-1:]))
     best = Best.of(records)
     if best.since:
         known += f", best {best.loss:.3f} after step {best.step}"
-    return [f"evaluation: loss {known}"]
-
-
-def _on_gpus(recipe: Recipe, gpus: int) -> list[str]:
-    words = ["launch.device=cuda", f"launch.processes={gpus}", "model.dtype=bfloat16"]
-    words.append("parallel_config.data_parallel=auto")
-    if gpus % recipe.parallel_config.context_parallel:
-        words.append("parallel_config.context_parallel=1")
-    return [*words, "checkpoint.resume=never"]
+    return [f"evaluation: loss {known}"] if losses else []
 
 
 def _another_layout(recipe: Recipe) -> list[str]:
@@ -373,11 +361,10 @@ def _another_layout(recipe: Recipe) -> list[str]:
 
     Where rows are not split, they ask for twice as many steps instead.
     """
-    parallel = recipe.parallel_config
+    parallel, training = recipe.parallel_config, recipe.training
     if parallel.context_parallel == 1:
-        if recipe.training.stop_step:
-            return [f"training.stop_step={2 * recipe.training.stop_step}"]
-        return [f"training.steps={2 * (recipe.training.steps or 100)}"]
+        key = "stop_step" if training.stop_step else "steps"
+        return [f"training.{key}={2 * (training.stop_step or training.steps or 100)}"]
     others = [row for row in CONTEXT.values() if not row.ulysses_required]
     others.sort(key=lambda row: (row.splits is Splits.HEADS, row.automatic))
     other = next(row for row in others if row.name != parallel.context_parallel_algo)

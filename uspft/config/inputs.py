@@ -12,7 +12,6 @@ from uspft.config.types import (
     As,
     BelowOne,
     Count,
-    Elsewhere,
     FilePath,
     Free,
     Natural,
@@ -22,6 +21,7 @@ from uspft.config.types import (
     RecipeBlock,
     Text,
     Tokens,
+    elsewhere,
     listed,
     mapping_of,
     named,
@@ -213,7 +213,7 @@ Scaling: Any = Annotated[
 """A scaling of rotary positions, whose keys are those of its type."""
 
 
-_FLOAT16 = Elsewhere({"float16": "it needs a loss scale, and no GPU has run it here"})
+_FLOAT16 = elsewhere({"float16": "it needs a loss scale, and no GPU has run it here"})
 
 
 class ModelBlock(RecipeBlock):

@@ -66,11 +66,16 @@ class Read:
         return not any(touches(key, bad) for key in keys for bad in self.faulty)
 
     def together(self, findings: Sequence[Finding]) -> RecipeError:
-        """Return the error that tells the problems and these findings, in the files' order."""
+        """Return the error that tells the problems and these findings: the recipe's own come first,
+        each file's from top to bottom, and the command line's last."""
         found = [*self.problems, *(self.loaded.origins.problem(*one) for one in findings)]
-        return RecipeError(
-            sorted(found, key=_order(self.loaded.origins.file)) if self.problems else found
-        )
+
+        def order(problem: Problem) -> tuple[bool, bool, str, int]:
+            name, _, line = problem.where.rpartition(":")
+            own = name == self.loaded.origins.file
+            return not name, not own, name, int(line) if name and line.isdigit() else 0
+
+        return RecipeError(sorted(found, key=order) if self.problems else found)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -164,17 +169,6 @@ def _pruned(value: Any, at: str, keys: set[str]) -> Any:
     return value
 
 
-def _order(file: str) -> Any:
-    """Return the key by which problems are sorted: the recipe's own come first, each file's from
-    top to bottom, and the command line's last."""
-
-    def key(problem: Problem) -> tuple[bool, bool, str, int]:
-        name, _, line = problem.where.rpartition(":")
-        return (not name, name != file, name, int(line) if name and line.isdigit() else 0)
-
-    return key
-
-
 # The keys that each mapping of a recipe may hold, and what an unknown one was meant to be.
 
 _BY_THEMSELVES = (".fields", ".rope_scaling")  # their types say more of an unknown key
@@ -229,34 +223,34 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
     pattern = re.sub(r"\[\d+\]", "[]", at)
     findings: list[Finding] = []
     meant: set[str] = set()
+
+    def inside(value: Any, path: str) -> Any:
+        kept, more, names = unknown_keys(value, path)
+        findings.extend(more)
+        meant.update(names)
+        return kept
+
     if isinstance(raw, list):
-        parts = [unknown_keys(item, f"{at}[{index}]") for index, item in enumerate(raw)]
-        for _, more, names in parts:
-            findings += more
-            meant |= names
-        return [item for item, _, _ in parts], findings, meant
+        items = [inside(item, f"{at}[{index}]") for index, item in enumerate(raw)]
+        return items, findings, meant
     if not isinstance(raw, dict) or pattern not in mappings():
         return raw, findings, meant
     kept: dict[str, Any] = {}
     for key, value in raw.items():
         path = join(at, key)
         if key in mappings()[pattern]:
-            kept[key], more, names = unknown_keys(value, path)
-            findings += more
-            meant |= names
+            kept[key] = inside(value, path)
             continue
         remedy, names = _meant(key, value, at, pattern)
         meant |= names
         ruled = table_of("deepspeed").rows.get(path) if pattern == "deepspeed" else None
+        what = f"unknown key `{key}`"
         if ruled is not None and ruled.to:
-            remedy = f"leave it out: `{ruled.to}` rules it"
-            findings.append((path, f"uspft derives `{key}`", remedy))
+            what, remedy = f"uspft derives `{key}`", f"leave it out: `{ruled.to}` rules it"
         elif pattern == _ZERO and key in REMOVED:
             feature, remedy = REMOVED[key]
             what = f"is {shown(value)}, and DeepSpeed has no {feature} any more"
-            findings.append((path, what, remedy))
-        else:
-            findings.append((path, f"unknown key `{key}`", remedy))
+        findings.append((path, what, remedy))
     return kept, findings, meant
 
 
@@ -321,10 +315,9 @@ MAX_FRAGMENTS = 100  # fragments that name fragments twice double with every lev
 def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list[Problem]]:
     """Return the merged tree without `base`, and every problem; no tree if a file is unreadable."""
     reader = _Files()
-    tree = reader.top(path)
+    tree, problems = reader.top(path), reader.problems
     if tree is None or not reader.complete:
-        return None, reader.problems
-    problems = reader.problems
+        return None, problems
     for text in overrides:
         tree = _override(_opened(tree), text, problems)
     return _opened(tree), problems
@@ -394,12 +387,12 @@ class _Files:
         try:
             return self._tree(path, text_of(path), ())
         except Unreadable as error:
-            self._lost(Problem(f"{path}:{error.line or 1}", "", error.what, error.remedy))
-            return None
+            return self._lost(f"{path}:{error.line or 1}", "", error.what, error.remedy)
 
-    def _lost(self, problem: Problem) -> None:
-        self.problems.append(problem)
+    def _lost(self, where: str, key: str, what: str, remedy: str) -> Tree | None:
+        self.problems.append(Problem(where, key, what, remedy))
         self.complete = False
+        return None
 
     def _tree(self, path: Path, text: str, above: tuple[Path, ...]) -> Tree | None:
         tree, problems = parse(text, lambda line: f"{path}:{line}")
@@ -408,8 +401,7 @@ class _Files:
             self.complete = False
             return None
         if not isinstance(tree.value, dict):
-            self._lost(Problem(tree.where, "", "is not a mapping of keys", "write `key: value`"))
-            return None
+            return self._lost(tree.where, "", "is not a mapping of keys", "write `key: value`")
         own = Tree({k: v for k, v in tree.value.items() if k != "base"}, tree.where)
         merged = Tree({}, tree.where)
         if "base" in tree.value:
@@ -421,18 +413,15 @@ class _Files:
     def _entries(self, base: Tree) -> list[tuple[str, Tree]]:
         if isinstance(base.value, list):
             return [(f"base[{index}]", entry) for index, entry in enumerate(base.value)]
-        remedy = (
-            f"write base: [{base.value}]" if isinstance(base.value, str) else "write base: [FILE]"
-        )
-        self._lost(Problem(base.where, "base", "expected a list of files", remedy))
+        file = base.value if isinstance(base.value, str) else "FILE"
+        remedy = f"write base: [{file}]"
+        self._lost(base.where, "base", "expected a list of files", remedy)
         return []
 
     def _fragment(self, path: Path, key: str, entry: Tree, above: tuple[Path, ...]) -> Tree | None:
         if not isinstance(entry.value, str):
-            self._lost(
-                Problem(entry.where, key, "expected the path of a file", "write base: [FILE]")
-            )
-            return None
+            remedy = "write base: [FILE]"
+            return self._lost(entry.where, key, "expected the path of a file", remedy)
         target = path.parent / entry.value
         self._count += 1
         try:
@@ -443,16 +432,14 @@ class _Files:
                 raise Unreadable("leads back to a file that names it", "break the circle")
         except Unreadable as error:
             where = f"{target}:{error.line}" if error.line else entry.where
-            self._lost(Problem(where, key, f"`{entry.value}` {error.what}", error.remedy))
-            return None
+            return self._lost(where, key, f"`{entry.value}` {error.what}", error.remedy)
         return self._tree(target, text, above)
 
 
 def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
     """Return the tree under one `key.path=value` of the command line; unchanged if it is wrong."""
     key, _, value = text.partition("=")
-    fault = _malformed(text)
-    if fault is not None:
+    if fault := _malformed(text):
         problems.append(fault)
         return tree
     new, faults = parse(value, lambda line: COMMAND_LINE, key)
@@ -476,15 +463,14 @@ def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
 
 def _malformed(text: str) -> Problem | None:
     key, equals, value = text.partition("=")
-    names = key.split(".")
+    names, what = key.split("."), ""
     named = all(name and name == name.strip() for name in names) and len(names) <= MAX_DEPTH
     if not equals or not named:
         remedy = "write key.path=value, such as training.steps=10"
-        return Problem(COMMAND_LINE, text, "is not of the form key.path=value", remedy)
-    if not value.strip():
-        # An unset shell variable ends here too: seed=$SEED.
-        return Problem(COMMAND_LINE, key, "has no value", f"write {key}=null for none")
-    if names[0] == "base":
+        key, what = text, "is not of the form key.path=value"
+    elif not value.strip():  # an unset shell variable ends here too: seed=$SEED
+        what, remedy = "has no value", f"write {key}=null for none"
+    elif names[0] == "base":
+        what = "cannot be set on the command line"
         remedy = "list the fragment under `base:` in the recipe"
-        return Problem(COMMAND_LINE, key, "cannot be set on the command line", remedy)
-    return None
+    return Problem(COMMAND_LINE, key, what, remedy) if what else None

@@ -273,14 +273,11 @@ def _said(
     for token in key:
         above, around = node, value
         at = join(at, f"[{token}]" if isinstance(token, int) else token)
-        node = next(
-            (
-                part["items"] if isinstance(token, int) else part["properties"][token]
-                for part in inside(above, top, around)
-                if ("items" in part if isinstance(token, int) else token in part["properties"])
-            ),
-            {},
+        of = (
+            part.get("items") if isinstance(token, int) else part["properties"].get(token)
+            for part in inside(above, top, around)
         )
+        node = next((one for one in of if one is not None), {})
         held = (isinstance(around, dict) and token in around) or isinstance(around, list | tuple)
         value = around[token] if held else None
     causes = [one.get("ctx", {}).get("error") for one in errors]

@@ -14,7 +14,7 @@ recipe: top: they mean this outside all blocks alone. only: with these values al
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -218,13 +218,6 @@ def _block(path: str, value: Any) -> Hint | None:
     return None
 
 
-def _tops(paths: Iterable[str], at: str) -> set[str]:
-    """Return the keys that a tool's file has at its top, by paths of its table."""
-    start = f"{at}." if at else ""
-    inside = (path.removeprefix(start) for path in paths if path.startswith(start))
-    return {path.partition(".")[0] for path in inside} - {"*", "accelerate"}
-
-
 def tool_of(keys: Collection[str], ours: Collection[str]) -> Tool | None:
     """Return the tool whose configuration has these keys at its top, or None.
 
@@ -237,9 +230,12 @@ def tool_of(keys: Collection[str], ours: Collection[str]) -> Tool | None:
     marks = {}
     for name, tool in TOOLS.items():
         if tool.converts:
-            table = table_of(name)
-            tops, own = (_tops(paths, tool.at) for paths in (table.rows, table.own))
-            marks[name] = (len(theirs & tops), len(theirs & own))
+            start, table, known = f"{tool.at}." if tool.at else "", table_of(name), []
+            for paths in (table.rows, table.own):  # the keys that its file has at its top
+                inside = (path.removeprefix(start) for path in paths if path.startswith(start))
+                tops = {path.partition(".")[0] for path in inside} - {"*", "accelerate"}
+                known.append(len(theirs & tops))
+            marks[name] = tuple(known)
     best = max(marks, key=lambda name: (*marks[name], name == PLAIN))
     alone = best == PLAIN or list(marks.values()).count(marks[best]) == 1
     return TOOLS[best] if marks[best][0] >= _LEAST and alone else None

@@ -44,10 +44,8 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        text = ": ".join(
-            part for part in (self.where, self.key, f"{self.what}; {self.remedy}") if part
-        )
-        return on_one_line(text)
+        parts = (self.where, self.key, f"{self.what}; {self.remedy}")
+        return on_one_line(": ".join(filter(None, parts)))
 
 
 class InputError(ValueError):
@@ -78,8 +76,8 @@ def settings_of(verb: str, words: Sequence[str], known: Mapping[str, str]) -> di
     for word in words:
         key, _, value = word.partition("=")
         if key not in known or not value:
-            *rest, last = (f"{name}={what}" for name, what in known.items())
-            what = f"{verb} takes {', '.join(rest)} and {last} and nothing else"
+            takes = " and ".join(", ".join(f"{k}={v}" for k, v in known.items()).rsplit(", ", 1))
+            what = f"{verb} takes {takes} and nothing else"
             raise UsageError(word, what, "write one of them or leave it out")
         if key in found:
             raise UsageError(key, "is given twice", "write it once")

@@ -22,7 +22,6 @@ from uspft.config.types import (
     CountOpenOrNone,
     CountOrOpen,
     EachStage,
-    Elsewhere,
     FilePath,
     Fraction,
     Free,
@@ -34,6 +33,7 @@ from uspft.config.types import (
     RecipeBlock,
     Text,
     Tokens,
+    elsewhere,
     fixed,
     listed,
     named,
@@ -336,7 +336,7 @@ class LoggingBlock(RecipeBlock):
     """Whether the run ends with `report.html`, a page of its numbers beside those predicted."""
 
 
-_DEVICES = Elsewhere(
+_DEVICES = elsewhere(
     {
         "gpu": "GPUs are cuda here",
         **dict.fromkeys(

@@ -241,9 +241,8 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
 
 def _grouped(recipe: Recipe) -> Iterator[Finding]:
     """Refuse to remember what lies between exchanges of heads, where each group has its own."""
-    memory = recipe.memory
-    if memory.heads_at_once and memory.recompute == "exchange":
-        what = f"is exchange, and memory.attention_heads is {memory.attention_heads}: "
+    if recipe.memory.heads_at_once and recipe.memory.recompute == "exchange":
+        what = f"is exchange, and memory.attention_heads is {recipe.memory.attention_heads}: "
         what += "each group of heads is exchanged again in the backward"
         yield "memory.recompute", what, f"write {AUTO}, nothing or attention"
 

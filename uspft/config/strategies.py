@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from uspft.config.algorithms import AUTO
-from uspft.config.messages import as_written, shown
+from uspft.config.messages import as_written, refused, shown
 from uspft.config.problems import Finding
 from uspft.config.recipe import Degrees, ParallelBlock, Recipe, Strategy
 from uspft.config.types import Open
@@ -18,8 +18,11 @@ KEY = "parallel_config.strategies"
 def strategies_of(recipe: Recipe) -> tuple[Strategy, ...]:
     """Return the strategies that a recipe lists, shortest rows first; none where it has one layout
     or `auto`."""
-    found = recipe.parallel_config.strategies
-    return found if isinstance(found, tuple) else ()
+    return _listed(recipe.parallel_config)
+
+
+def _listed(parallel: ParallelBlock) -> tuple[Strategy, ...]:
+    return parallel.strategies if isinstance(parallel.strategies, tuple) else ()
 
 
 def row_lengths(recipe: Recipe) -> tuple[int, ...]:
@@ -49,24 +52,21 @@ def under(recipe: Recipe, number: int) -> Recipe:
 
 def each_alone(parallel: ParallelBlock) -> list[ParallelBlock]:
     """Return a block for each strategy, with its layout and no other."""
-    every = parallel.strategies if isinstance(parallel.strategies, tuple) else ()
+    every = _listed(parallel)
     return [parallel.model_copy(update={**degrees_of(one), "strategies": None}) for one in every]
 
 
 def alike(parallel: ParallelBlock) -> ParallelBlock:
     """Return the block with its own layout in every strategy, so that the same rows run in one."""
-    if not isinstance(parallel.strategies, tuple):
-        return parallel
     own = degrees_of(parallel)
-    every = tuple(one.model_copy(update=own) for one in parallel.strategies)
-    return parallel.model_copy(update={"strategies": every})
+    every = tuple(one.model_copy(update=own) for one in _listed(parallel))
+    return parallel.model_copy(update={"strategies": every}) if every else parallel
 
 
 def weights_move(parallel: ParallelBlock) -> bool:
     """Return whether weights move between the layouts that a recipe lists: where it says so, and
     where it leaves that open and a layout has stages, whose layers no other rank holds."""
-    every = parallel.strategies if isinstance(parallel.strategies, tuple) else ()
-    staged = any(one.pipeline_stage != 1 for one in every)
+    staged = any(one.pipeline_stage != 1 for one in _listed(parallel))
     return parallel.switching == "move" or (staged and parallel.switching in (AUTO, None))
 
 
@@ -97,9 +97,8 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
             what = f"is {longest}, and no row has more than data.sequence_length: {most} tokens"
             yield key, f"{what}, which {KEY}[{number - 1}] takes", "leave this strategy out"
     if every and max(one.max_length for one in every) < most:
-        number, last = len(every) - 1, every[-1].max_length
-        what = f"is {last}, and rows may have data.sequence_length: {most} tokens"
-        yield f"{KEY}[{number}].max_length", what, f"write {most} for the longest rows"
+        what = f"is {every[-1].max_length}, and rows may have data.sequence_length: {most} tokens"
+        yield f"{KEY}[{len(every) - 1}].max_length", what, f"write {most} for the longest rows"
 
 
 def one_layout(recipe: Recipe) -> Iterator[Finding]:
@@ -112,23 +111,23 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
         if not _open(value := getattr(parallel, key)) and value != field.default
     ]
     if every:
-        longest = every[-1]
         for key in Degrees.model_fields if beside else ():
-            here, there = getattr(parallel, key), getattr(longest, key)
+            here, there = getattr(parallel, key), getattr(every[-1], key)
             if here != there and not _open(here, there):
-                what = f"is {as_written(here)}, and {KEY}[{len(every) - 1}], whose rows are the "
-                what += f"longest, has {as_written(there)}"
-                yield f"parallel_config.{key}", what, _REMEDY
+                why = f"and {KEY}[{len(every) - 1}], whose rows are the longest, has "
+                what = f"is {as_written(here)}, {why}{as_written(there)}"
+                remedy = "leave out the degrees beside the strategies, or write those of the "
+                yield f"parallel_config.{key}", what, f"{remedy}longest rows"
     elif parallel.strategies == AUTO:
         for key in beside:
-            what = f"is {as_written(getattr(parallel, key))}, and {KEY}: {AUTO} chooses the layouts"
-            yield f"parallel_config.{key}", what, f"leave it out, or list {KEY}"
-    elif parallel.switching not in (AUTO, None):
-        what = f"is {parallel.switching}, and there are no strategies to switch between"
-        yield "parallel_config.switching", what, f"write {AUTO}, or list parallel_config.strategies"
-
-
-_REMEDY = "leave out the degrees beside the strategies, or write those of the longest rows"
+            why, remedy = f"and {KEY}: {AUTO} chooses the layouts", f"leave it out, or list {KEY}"
+            yield from refused(parallel, key, (), why, remedy, "parallel_config")
+    else:
+        why, remedy = (
+            "and there are no strategies to switch between",
+            f"write {AUTO}, or list {KEY}",
+        )
+        yield from refused(recipe, "parallel_config.switching", (AUTO, None), why, remedy)
 
 
 def _open(*values: object) -> bool:
@@ -160,43 +159,28 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
             continue
         there = f"{KEY}[{least}], {ways} ways"
         divides = not one.mesh_is_open and degree // one.mesh_rows % ways == 0
+        # The same mesh by name: one that is chosen later may differ.
+        named = one.on_a_mesh and not one.mesh_is_open
+        same = stored.on_a_mesh and named and one.tensor_mesh == stored.tensor_mesh
         if stored.on_a_mesh or (one.on_a_mesh and not divides):
-            if not (stored.on_a_mesh and _same_mesh(one, stored)):
-                yield _not_nested(key, one, there)
+            remedy = "write the same tensor_mesh in all, or let one strategy have model_parallel 1"
+            if not one.on_a_mesh:
+                what = f"is {degree}: its parts do not lie inside the blocks of {there}"
+                yield f"{key}.model_parallel", what, remedy
+            elif not same:
+                mesh = "left to be chosen" if one.mesh_is_open else list(one.tensor_mesh or ())
+                what = f"is {mesh}: its blocks do not lie inside those of {there}"
+                yield f"{key}.tensor_mesh", what, remedy
         elif not divides:
             what = f"is {degree}: its parts do not lie inside those of {there}"
             yield f"{key}.model_parallel", what, f"write a multiple of {ways} here, or 1 there"
-        elif _splits_tokens(one) != _splits_tokens(stored):
+        elif one.use_seq_parallel | one.on_a_mesh != stored.use_seq_parallel | stored.on_a_mesh:
             what = f"is {shown(one.use_seq_parallel)}, and {KEY}[{least}] has the other"
             remedy = "write the same in all, or let one strategy have model_parallel 1"
             if one.on_a_mesh:
                 what = f"is false, and the mesh of {KEY}[{number}] splits tokens between blocks"
                 key, remedy = f"{KEY}[{least}]", remedy.replace("the same in all", "true")
             yield f"{key}.use_seq_parallel", what, remedy
-
-
-def _same_mesh(one: Strategy, stored: Strategy) -> bool:
-    """Return whether two strategies name the same mesh; one that is chosen later may differ."""
-    return one.on_a_mesh and not one.mesh_is_open and one.tensor_mesh == stored.tensor_mesh
-
-
-def _splits_tokens(one: Strategy) -> bool:
-    return one.use_seq_parallel or one.on_a_mesh
-
-
-def _not_nested(key: str, one: Strategy, there: str) -> Finding:
-    """Return the finding that a strategy cannot use parts of the shards that ranks store, where the
-    strategy or the stored layout is a mesh.
-
-    there: the stored layout in words, with the number of ways in which it splits matrices.
-    """
-    remedy = "write the same tensor_mesh in all, or let one strategy have model_parallel 1"
-    if not one.on_a_mesh:
-        what = f"is {one.model_parallel}: its parts do not lie inside the blocks of {there}"
-        return f"{key}.model_parallel", what, remedy
-    mesh = "left to be chosen" if one.mesh_is_open else list(one.tensor_mesh or ())
-    what = f"is {mesh}: its blocks do not lie inside those of {there}"
-    return f"{key}.tensor_mesh", what, remedy
 
 
 def _movable(recipe: Recipe) -> Iterator[Finding]:
@@ -208,18 +192,18 @@ def _movable(recipe: Recipe) -> Iterator[Finding]:
     tokens: dict[int, bool] = {}
     layers: dict[object, object] = {}
     for number, one in enumerate(strategies_of(recipe)):
-        degree, splits = one.model_parallel, one.use_seq_parallel
+        at, degree, splits = f"{KEY}[{number}]", one.model_parallel, one.use_seq_parallel
         stages, given = one.pipeline_stage, one.layers_per_stage
         if given and layers.setdefault(stages, given) != given:
             what = f"differs from that of another strategy with pipeline_stage {stages}"
-            yield f"{KEY}[{number}].layers_per_stage", what, "write the same in both"
+            yield f"{at}.layers_per_stage", what, "write the same in both"
         if one.on_a_mesh:
-            what = f"is {one.tensor_parallel_algo}, whose blocks owners do not gather"
+            why = "whose blocks owners do not gather"
             remedy = "write megatron in every strategy, or switching: in_place"
-            yield f"{KEY}[{number}].tensor_parallel_algo", what, remedy
+            yield from refused(one, "tensor_parallel_algo", (), why, remedy, at)
         if tokens.setdefault(degree, splits) != splits:
             what = f"is {shown(splits)}, and another strategy with model_parallel {degree} has not"
-            yield f"{KEY}[{number}].use_seq_parallel", what, "write the same in both"
+            yield f"{at}.use_seq_parallel", what, "write the same in both"
     zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
     if (stage := zero.get("stage", 1)) > 1:
         what = f"is {stage}, and with switching: move weights belong to owners, as in stage 1"

@@ -151,21 +151,16 @@ FilePath = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """Words of other tools that are not allowed here, each with a sentence without its end."""
+def elsewhere(known: Mapping[str, str]) -> BeforeValidator:
+    """Return a validator that refuses words of other tools, each with a sentence without its end
+    that says why."""
 
-    known: Mapping[str, str]
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and (said := known.get(value.lower())):
+            raise PydanticCustomError("elsewhere", "not here", {"elsewhere": said})
+        return value
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        def check(value: Any) -> Any:
-            if isinstance(value, str) and (said := self.known.get(value.lower())):
-                raise PydanticCustomError("elsewhere", "not here", {"elsewhere": said})
-            return value
-
-        return core_schema.no_info_before_validator_function(check, handler(source))
+    return BeforeValidator(check)
 
 
 @dataclass(frozen=True)

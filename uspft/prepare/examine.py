@@ -21,10 +21,10 @@ from uspft.layout import Layout, layout_of, settled_layout
 from uspft.prepare.files import file_findings, find_paths, in_the_way
 from uspft.prepare.host import gpu_count, gpu_name, tracker_findings
 from uspft.prepare.known import Known, cluster_of
-from uspft.prepare.layout_findings import exchange_findings, host_findings, run_findings
+from uspft.prepare.layout_findings import exchange_findings, run_findings
 from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
-from uspft.prepare.model import shape_of
-from uspft.prepare.remarks import memory_sentence, memory_unknown, stages_sentence, wasted
+from uspft.prepare.model import shape_of, tokenizer_of
+from uspft.prepare.remarks import memory_sentence, stages_sentence, wasted
 from uspft.prepare.resolve import on_device, resolved
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
@@ -90,22 +90,15 @@ class Examined:
         return self.known.cluster.sentence
 
     @property
-    def memory(self) -> str | None:
-        """What a rank needs of its card's memory, for a person; None where nothing predicts it."""
-        if self.shape is None or self.known.cluster is None or self.is_open:
-            return None
+    def memory(self) -> tuple[str | None, str]:
+        """What a rank needs of its card's memory, for a person; or None, and why nothing predicts
+        it."""
+        if self.is_open:
+            return None, "the layouts are not chosen yet"
+        if self.shape is None or self.known.cluster is None:
+            return None, "the sizes of the model are not known here"
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
         return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked)
-
-    @property
-    def memory_unknown(self) -> str:
-        """Why nothing predicts what a rank needs of its card's memory, for a person."""
-        if self.is_open:
-            return "the layouts are not chosen yet"
-        if self.shape is None or self.known.cluster is None:
-            return "the sizes of the model are not known here"
-        hardware = self.known.cluster.hardware
-        return memory_unknown(self.recipe, self.shape, self.layout, hardware)
 
     @property
     def here(self) -> Recipe:
@@ -179,10 +172,9 @@ class Examined:
         """
         local = placed(self.loaded.recipe, places)
         shape = shape_of(local.model)
-        findings = shape if isinstance(shape, list) else []
-        if isinstance(shape, ModelShape):
-            findings = check_length(shape, local.model, local.data.sequence_length)
-        if findings or not isinstance(shape, ModelShape):
+        if not isinstance(shape, ModelShape):
+            raise Fault(shape or [])
+        if findings := check_length(shape, local.model, local.data.sequence_length):
             raise Fault(findings)
         found = self.knowing(shape=shape, places=places)
         if findings := run_findings(found.recipe, found.layout, shape):
@@ -230,7 +222,11 @@ def examine(
     findings += source_problems(asked.data) if sound(*SOURCES) else []
     findings += tracker_findings(asked, environment) if sound("logging") else []
     findings += in_the_way(asked, path) if trains and sound("output_dir", "checkpoint") else []
-    open_questions = _not_here(asked)
+    # What of the data and the tokenizer cannot be looked at on this machine.
+    open_questions = list(not_checked(asked.data))
+    tokenizer = tokenizer_of(asked.model)
+    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises where it may not look
+        open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
     shape = shape_of(asked.model) if sound(*SHAPE) else None
     if isinstance(shape, ModelShape):
         known = replace(known, shape=shape)
@@ -247,15 +243,21 @@ def examine(
     findings += wrong
     known = replace(known, cluster=cluster)
     recipe, decision = resolved(asked, known)
-    findings += _precision(recipe, device) if sound(*PRECISION) else []
+    findings += _precision(recipe, device) if sound(*PRECISION) else ()
     ranks = ranks_of(recipe, known)
     layout = layout_of(recipe.parallel_config, ranks)
     if recipe.parallel_config.strategies == AUTO and ranks is None:
         findings.append((KEY, UNTOLD, "write launch.processes, or list the strategies"))
-    elif isinstance(layout, Layout) and (key := degrees_are_open(recipe)):
-        findings.append(_no_way(key, ranks))
+    elif isinstance(layout, Layout) and (key := degrees_are_open(recipe)):  # still
+        what, remedy = UNTOLD, "write launch.processes (check and plan also take --ranks N)"
+        if ranks is not None:
+            what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
+        findings.append((key, what, "leave some of them out" if ranks else f"{remedy}, or degrees"))
     if isinstance(layout, Layout):
-        more = run_findings(recipe, layout, known.shape) + host_findings(layout, hosts)
+        more = run_findings(recipe, layout, known.shape)
+        if layout.ranks % hosts:
+            what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
+            more.append(("launch.processes", what, "start as many on each host"))
         open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
         if AUTO not in open_yet:  # else data may change what it is
             more += exchange_findings(recipe, layout)
@@ -271,29 +273,10 @@ def examine(
     return Examined(loaded, known, recipe, layout, open_questions, decision)
 
 
-def _no_way(key: str, ranks: int | None) -> Finding:
-    """Return why a degree that was left to the planner is open still."""
-    if ranks is None:
-        remedy = "write launch.processes (check and plan also take --ranks N), or degrees"
-        return key, UNTOLD, remedy
-    what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
-    return key, what, "leave some of them out"
-
-
-def _not_here(recipe: Recipe) -> list[str]:
-    """List what of a recipe's data and tokenizer cannot be looked at on this machine."""
-    found = list(not_checked(recipe.data))
-    tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
-    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises where it may not look
-        found.append(f"the tokenizer {tokenizer} (not on this machine)")
-    return found
-
-
-def _precision(recipe: Recipe, device: str) -> list[Finding]:
+def _precision(recipe: Recipe, device: str) -> Iterator[Finding]:
     if device == "cuda" and recipe.model.dtype == "float32":
         what, remedy = "float32 has no flash attention on a GPU", "bfloat16, or launch.device: cpu"
-        return [("model.dtype", what, f"write {remedy}")]
+        yield "model.dtype", what, f"write {remedy}"
     if device == "cpu" and recipe.model.attention.startswith("flash"):
         what = f"{recipe.model.attention} runs on GPUs only"
-        return [("model.attention", what, "write auto or torch")]
-    return []
+        yield "model.attention", what, "write auto or torch"

@@ -85,8 +85,7 @@ def held_output(output: Path, screen: Console) -> Iterator[Lease]:
 
 
 def not_written(output: Path, error: OSError) -> Fault:
-    what = f"`{output}` cannot be written: {error.strerror}"
-    return Fault([(KEY, what, ANOTHER)])
+    return Fault([(KEY, f"`{output}` cannot be written: {error.strerror}", ANOTHER)])
 
 
 def open_output(
@@ -133,6 +132,9 @@ def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
         import torch
 
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    commit, git = None, ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    with suppress(OSError):  # there is no git to ask
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     found = {
         "command": place.command,
         "python": platform.python_version(),
@@ -140,19 +142,9 @@ def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
         "versions": {"uspft": __version__} | {name: version(name) for name in LIBRARIES},
         "ranks": processes * hosts.count,
         "gpus": gpus,
-        "git_commit": _git_commit(),
+        "git_commit": commit or None,
     }
     return json.dumps(found, indent=2) + "\n"
-
-
-def _git_commit() -> str | None:
-    """Return the commit of uspft's own checkout; None if it is none, or there is no git to ask."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return asked.stdout.strip() or None
 
 
 METADATA = "__metadata__"
@@ -274,32 +266,25 @@ def not_whole(error: CheckpointError) -> Fault:
 
 
 def not_writable(key: str, folder: Path) -> Finding | None:
-    """Return the finding that a folder cannot be written, or None where it can be.
-
-    key: what names the folder.
-    """
-    why = _cannot_write(folder)
-    return (key, f"`{folder}` cannot be written: {why}", ANOTHER) if why else None
-
-
-def _cannot_write(folder: Path) -> str | None:
-    """Return why a folder, made where it is missing, could not be written to, or None."""
+    """Return the finding that a folder, made where it is missing, cannot be written, or None where
+    it can be. key: what names the folder."""
+    why: str | None = None
     try:
-        os.stat(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(folder)
+        there = nearest(folder)
+        mount = os.statvfs(there)
+        # The kernel's own folders let root pass, and yet nothing can be made there.
+        kernels = mount.f_blocks == 0 and not there.stat().st_mode & 0o222
+        if not there.is_dir():
+            why = f"{there} is not a folder"
+        elif mount.f_flag & os.ST_RDONLY:
+            why = f"{there} is on a read-only mount"
+        elif kernels or not os.access(there, os.W_OK | os.X_OK):
+            why = f"no permission in {there}"
     except OSError as error:
-        return error.strerror
-    there = nearest(folder)
-    if not there.is_dir():
-        return f"{there} is not a folder"
-    mount = os.statvfs(there)
-    if mount.f_flag & os.ST_RDONLY:
-        return f"{there} is on a read-only mount"
-    # The kernel's own folders let root pass, and yet nothing can be made there.
-    kernels = mount.f_blocks == 0 and not there.stat().st_mode & 0o222
-    may = os.access(there, os.W_OK | os.X_OK) and not kernels
-    return None if may else f"no permission in {there}"
+        why = error.strerror
+    return (key, f"`{folder}` cannot be written: {why}", ANOTHER) if why else None
 
 
 def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
@@ -310,11 +295,10 @@ def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
     output = output_of(recipe)
     inside: dict[str, list[tuple[str, str, str]]] = {}
     told = f"is what a run in output_dir `{output}` moves aside or replaces"
+    remedy = "name another output_dir, or move it"
     for key, path in _inputs(recipe):
         if _is_inside(path, output):
-            inside.setdefault(key, []).append(
-                (f"`{path}`", told, "name another output_dir, or move it")
-            )
+            inside.setdefault(key, []).append((f"`{path}`", told, remedy))
     found = [(key, *line) for key, lines in inside.items() for line in grouped(lines)]
     if _is_inside(file, output) and not _is_resolved(file):
         what = f"a run in `{output}` writes its own {file.name} in place of {file}"
@@ -353,10 +337,9 @@ def _is_inside(path: Path, output: Path) -> bool:
 
 def _is_resolved(file: Path) -> bool:
     """Tell whether a recipe file was left by a run, so that the next run would write the same."""
-    try:
+    with suppress(OSError, ValueError):
         return file.read_text(encoding="utf-8") == dump(load(file).recipe)
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 class Found(NamedTuple):
@@ -391,40 +374,36 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
         beside = os.path.join(file.parent, name)
         if os.path.realpath(beside) == os.path.realpath(name) and _is_there(name):
             return value
-        if _is_there(beside):
-            return type(value)(_short(beside))
+        if _is_there(beside):  # without detours through `..`, where it leads to the same place
+            short = os.path.normpath(beside)
+            same = os.path.exists(beside) and os.path.exists(short)
+            return type(value)(short if same and os.path.samefile(beside, short) else beside)
         if not _is_there(name):
             looked = [os.path.abspath(beside), os.path.abspath(name)]
             missing[key] = list(dict.fromkeys(looked))
         return value
 
-    model, data = recipe.model, recipe.data
-    named = ("name_or_path", "config", "tokenizer")
-    blocks: dict[str, dict[str, Any]] = {
-        "model": {key: found(f"model.{key}", getattr(model, key)) for key in named},
-        "data": {"chat_template": found("data.chat_template", data.chat_template)},
-        "launch": {
-            "hardware": found("launch.hardware", recipe.launch.hardware, words=("auto", *shipped()))
-        },
-        "checkpoint": {
-            "resume": found("checkpoint.resume", recipe.checkpoint.resume, words=("auto", "never"))
-        },
+    blocks: dict[str, dict[str, Any]] = {}
+    named: dict[str, tuple[str, ...]] = {
+        **dict.fromkeys(("model.name_or_path", "model.config", "model.tokenizer"), ()),
+        "data.chat_template": (),
+        "launch.hardware": (AUTO, *shipped()),
+        "checkpoint.resume": (AUTO, "never"),
     }
+    for path, words in named.items():
+        block, _, key = path.partition(".")
+        value = getattr(getattr(recipe, block), key)
+        blocks.setdefault(block, {})[key] = found(path, value, words=words)
     for block in ("train", "eval"):
-        sources = getattr(data, block)
-        if sources:
+        if sources := getattr(recipe.data, block):
+            at = [f"data.{block}[{n}].path" for n in range(len(sources))]
+            at = at if at[1:] else [f"data.{block}.path"]  # as messages name the only one
             blocks["data"][block] = tuple(
                 source.model_copy(update={"path": found(key, source.path, words=(STDLIB,))})
-                for key, source in zip(_keys(block, len(sources)), sources, strict=True)
+                for key, source in zip(at, sources, strict=True)
             )
     update = {name: getattr(recipe, name).model_copy(update=own) for name, own in blocks.items()}
     return Found(recipe.model_copy(update=update), missing)
-
-
-def _keys(block: str, count: int) -> Iterator[str]:
-    """Yield the key by which messages name each source of data.train or data.eval."""
-    for number in range(count):
-        yield f"data.{block}.path" if count == 1 else f"data.{block}[{number}].path"
 
 
 def _is_there(name: str) -> bool:
@@ -432,10 +411,3 @@ def _is_there(name: str) -> bool:
     if os.path.exists(name) or os.path.isfile(f"{name}.idx"):  # both files of an index
         return True
     return glob.has_magic(name) and next(glob.iglob(name, recursive=True), None) is not None
-
-
-def _short(name: str) -> str:
-    """Return the path without detours through `..`, where it still leads to the same place."""
-    short = os.path.normpath(name)
-    same = os.path.exists(name) and os.path.exists(short) and os.path.samefile(name, short)
-    return short if same else name

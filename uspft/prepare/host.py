@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,11 +72,9 @@ KEY, ANYWAY = "launch.device", "or write launch.device: cpu"
 def has_driver() -> bool:
     """Tell whether a driver of GPUs is on this host."""
     for name in LIBRARIES:
-        try:
+        with suppress(OSError):
             ctypes.CDLL(name)
-        except OSError:
-            continue
-        return True
+            return True
     return False
 
 
@@ -90,14 +89,12 @@ def gpu_count() -> int:
 
 def gpu_name() -> str | None:
     """Return the name of this host's first GPU, or None where there is none to be asked."""
-    if not gpu_count():
-        return None
-    import torch
+    if gpu_count():
+        import torch
 
-    try:
-        return torch.cuda.get_device_name(0)
-    except (AssertionError, RuntimeError):  # torch without CUDA, or a driver that does not answer
-        return None
+        with suppress(AssertionError, RuntimeError):  # no CUDA, or a driver that does not answer
+            return torch.cuda.get_device_name(0)
+    return None
 
 
 def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> None:
@@ -141,13 +138,11 @@ def usable() -> int:
     """
     import torch
 
-    count = torch.cuda.device_count()
-    try:
-        if count:
+    with suppress(AssertionError, RuntimeError):
+        if count := torch.cuda.device_count():
             torch.cuda.init()
-    except (AssertionError, RuntimeError):
-        return 0
-    return count
+            return count
+    return 0
 
 
 def why_none(environment: Mapping[str, str]) -> str | None:
@@ -196,11 +191,11 @@ def in_machine() -> bool:
 
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver that is loaded, or None."""
-    try:
-        found = re.search(r"(?<![\d.])\d{3,}\.\d+(\.\d+)?", DRIVER.read_text().partition("\n")[0])
-    except OSError:
-        return None
-    return found[0] if found else None
+    with suppress(OSError):
+        line = DRIVER.read_text().partition("\n")[0]
+        if found := re.search(r"(?<![\d.])\d{3,}\.\d+(\.\d+)?", line):
+            return found[0]
+    return None
 
 
 def _require_flash(processes: int) -> None:
@@ -276,9 +271,8 @@ def _file_store(
     is_folder = uri and urlsplit(uri).scheme in ("", "file") and uri not in _NOT_FOLDERS
     if not is_folder or allowed or installed < NO_FILE_STORE:
         return []
-    key, name = "logging.mlflow", "MLFLOW_TRACKING_URI"
-    if own:
-        key, name = f"{key}.tracking_uri", "it"
+    name = "it" if own else "MLFLOW_TRACKING_URI"
+    key = "logging.mlflow" + ".tracking_uri" * bool(own)
     what = f"`{uri}` is a folder of files, which MLflow {installed} refuses"
     remedy = f"write sqlite:///FILE, leave {name} out, or set MLFLOW_ALLOW_FILE_STORE=true"
     return [(key, what, remedy)]
@@ -299,11 +293,8 @@ def _has_netrc(environment: Mapping[str, str]) -> bool:
     """Tell whether the file of passwords in the home folder has one for Weights & Biases."""
     home = Path.home()
     named = environment.get("NETRC")
-    files = [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]
-    for file in files:
-        try:
+    for file in [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]:
+        with suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):
             if netrc.netrc(file).authenticators(_WANDB_HOST):
                 return True
-        except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
-            continue
     return False

@@ -137,10 +137,13 @@ def inspected(found: Examined, count: int, decode: Decode) -> Inspection:
     recipe, whole = found.recipe, Corpus.open(found.corpus)
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, found.corpus, recipe.seed, one_document=switches)
-    filling = None if switches else _filling(stream, recipe.data.sequence_length)
-    ways = _ways(found)
-    shown = min(count, stream.rows_in_epoch(0))
-    rows = [_seen(recipe, ways, whole, stream, index, decode) for index in range(shown)]
+    every, filling, ways = stream.rows_in_epoch(0), None, _ways(found)
+    if not switches:
+        counted = min(every, _COUNTED_ROWS)
+        tokens = sum(map(stream.tokens_of, range(counted)))
+        filling = Filling(every, counted, tokens, recipe.data.sequence_length)
+    shown = range(min(count, every))
+    rows = [_seen(recipe, ways, whole, stream, index, decode) for index in shown]
     return Inspection(bins(whole.lengths), filling, rows)
 
 
@@ -152,12 +155,6 @@ def bins(lengths: NDArray[np.int64]) -> list[Bin]:
         inside = lengths[powers == power]
         found.append(Bin(1 << power, (2 << power) - 1, len(inside), int(inside.sum())))
     return found
-
-
-def _filling(stream: RowStream, row_tokens: int) -> Filling:
-    rows = stream.rows_in_epoch(0)
-    counted = min(rows, _COUNTED_ROWS)
-    return Filling(rows, counted, sum(map(stream.tokens_of, range(counted))), row_tokens)
 
 
 class _Way(NamedTuple):

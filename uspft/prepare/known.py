@@ -59,7 +59,10 @@ def cluster_of(wish: str, device: str, gpu: str | None) -> tuple[Cluster | None,
     if wish != AUTO:
         file = files.get(wish) or Path(wish)
         if wish not in files and not os.path.isfile(file):
-            return None, [_unknown(wish, list(files))]
+            near = closest(wish, list(files))
+            remedy = f"did you mean `{near}`? Names are" if near else "write auto, a file or one of"
+            what = f"`{wish}` is no file, and no name in configs/hardware"
+            return None, [(KEY, what, f"{remedy} {', '.join(files)}")]
         try:
             return Cluster(read_hardware(file), f"as {KEY} says"), []
         except RecipeError as error:
@@ -76,13 +79,6 @@ def cluster_of(wish: str, device: str, gpu: str | None) -> tuple[Cluster | None,
     if device == "cuda":
         why += f", none being there for {gpu}" if gpu else ", there being no GPU here"
     return Cluster(read_hardware(files[STANDS_IN[device]]), why), []
-
-
-def _unknown(wish: str, names: list[str]) -> Finding:
-    what = f"`{wish}` is no file, and no name in configs/hardware"
-    near = closest(wish, names)
-    remedy = f"did you mean `{near}`? Names are" if near else "write auto, a file or one of"
-    return KEY, what, f"{remedy} {', '.join(names)}"
 
 
 class Weighed(NamedTuple):
@@ -134,6 +130,9 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
     # What the file leaves out is as transformers has it, such as how many experts a token meets.
     whole = replace(model, raw=model.full)
     counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
+    asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
+    if recipe.launch.device == "cpu":  # DeepSpeed does it by streams, and there are none
+        asked = False
     return StepShape(
         whole,
         Segments.single(recipe.data.sequence_length),
@@ -145,7 +144,7 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
         recompute=bool(recipe.memory.gradient_checkpointing),
         tiles=recipe.memory.mlp_tile_tokens != "none",
         attention=forwards_of(recipe),
-        overlaps=_overlaps(recipe),
+        overlaps=None if asked is None else bool(asked),
         trained=counts.trained / counts.every,
         gradient_bytes=gradient_bytes(recipe),
         **matrices_of(recipe.parallel_config),
@@ -165,9 +164,8 @@ def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
 def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
     """Return the slices of each product that a recipe asks for; None where they are `auto`."""
     asked = parallel.tensor_slices
-    if isinstance(asked, int):
-        return (asked,) * 4
-    return asked if isinstance(asked, tuple) else None
+    every = (asked,) * 4 if isinstance(asked, int) else asked
+    return every if isinstance(every, tuple) else None
 
 
 def gradient_bytes(recipe: Recipe) -> int:
@@ -186,17 +184,6 @@ def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
 
 def stage_of(recipe: Recipe) -> int:
     return int(recipe.deepspeed.zero_optimization.get("stage", 1))
-
-
-def _overlaps(recipe: Recipe) -> bool | None:
-    """Return DeepSpeed's overlap_comm; None where the recipe leaves it out.
-
-    On a CPU nothing overlaps: DeepSpeed does it by streams, and there are none.
-    """
-    if recipe.launch.device == "cpu":
-        return False
-    asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
-    return None if asked is None else bool(asked)
 
 
 def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:

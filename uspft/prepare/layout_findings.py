@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from uspft.config import Finding, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, strategies_of, under
@@ -32,29 +34,24 @@ def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> li
         alone = under(recipe, number)
         found = layout_of(alone.parallel_config, layout.ranks)
         wrong = [found] if not isinstance(found, Layout) else layout_findings(alone, found, shape)
-        findings += [_of_strategy(one, number) for one in wrong]
+        for key, what, remedy in wrong:  # in the terms of the whole recipe
+            if key == "data.sequence_length":
+                key = f"{KEY}[{number}].max_length"
+            elif key != EXPERTS:  # which all of them have
+                key = key.replace("parallel_config.", f"{KEY}[{number}].", 1)
+            findings.append((key, what, remedy))
     return findings
-
-
-def _of_strategy(finding: Finding, number: int) -> Finding:
-    """Return a finding about the recipe of one strategy's rows in the terms of the whole recipe."""
-    key, what, remedy = finding
-    if key == "data.sequence_length":
-        return f"{KEY}[{number}].max_length", what, remedy
-    if key == EXPERTS:  # said once for all of them
-        return finding
-    return key.replace("parallel_config.", f"{KEY}[{number}].", 1), what, remedy
 
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return what is wrong with the `parallel_config` of a recipe that has one layout."""
-    if layout.tensor > 1 and (wrong := tile_findings(recipe)):
-        return wrong
-    if wrong := group_findings(recipe, shape, layout.mesh_columns):
-        return wrong
-    if wrong := _copies(recipe, shape):
-        return wrong
-    if shape and layout.tensor > 1 and (wrong := _tensor(recipe, layout, shape)):
+    first = (
+        tile_findings(recipe) if layout.tensor > 1 else [],
+        group_findings(recipe, shape, layout.mesh_columns),
+        _copies(recipe, shape),
+        _tensor(recipe, layout, shape) if shape and layout.tensor > 1 else [],
+    )
+    if wrong := next(filter(None, first), None):
         return wrong
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = [Heads(layout.ulysses, layout.ulysses, 1)]
@@ -63,37 +60,32 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
         wide = [one.on(layout.mesh_columns) for one in each]
     algorithm, length = of_recipe(recipe, layout), recipe.data.sequence_length
     problems = next(filter(None, (algorithm.problems(length, one) for one in wide)), [])
-    problems = problems + stage_findings(recipe, layout, shape) + _experts(layout, shape)
-    return problems + _accumulation(recipe, layout)
+    stages = stage_findings(recipe, layout, shape)
+    return [*problems, *stages, *_experts(layout, shape), *_accumulation(recipe, layout)]
 
 
 def _copies(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
     """Return why `fine_grain_interleave` cannot be used with a model or layout."""
     number = recipe.parallel_config.fine_grain_interleave
-    if number == 1 or shape is None:
+    states = shape and FAMILIES[shape.model_type].states
+    if number == 1 or shape is None or not (states or shape.experts > 1):
         return []
-    family = FAMILIES[shape.model_type]
-    if not (family.states or shape.experts > 1):
-        return []
-    kind = "a state" if family.states else "experts"
+    kind = "a state" if states else "experts"
     what = f"is {number}, and layers with {kind} of `{shape.model_type}` take their tokens at once"
     return [("parallel_config.fine_grain_interleave", what, "write 1")]
 
 
 def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return why a model's experts cannot be divided among ranks."""
-    degree = layout.experts
-    if degree == 1 or shape is None:
+    degree, every = layout.experts, shape.experts if shape else 0
+    if degree == 1 or shape is None or (shape.routed and every % degree == 0):
         return []
     if not shape.routed:
         able = ", ".join(name for name, one in FAMILIES.items() if one.routed)
         what = f"is {degree}, and `{shape.model_type}` has no experts"
         return [(EXPERTS, what, f"write 1, or name a model of type {able}")]
-    if shape.experts % degree == 0:
-        return []
-    every, copies = shape.experts, layout.copies
-    fitting = [d for d in range(1, every + 1) if every % d == copies % d == 0]
-    what = f"is {degree}, which does not divide the {shape.experts} experts of a layer"
+    fitting = [d for d in range(1, every + 1) if every % d == layout.copies % d == 0]
+    what = f"is {degree}, which does not divide the {every} experts of a layer"
     return [(EXPERTS, what, f"write one of {', '.join(map(str, fitting))}")]
 
 
@@ -110,38 +102,25 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
     algorithm, hidden = tensor_algorithm(recipe.parallel_config, layout), shape.hidden_size
     each = (algorithm.problems(one.heads, one.kv_heads, hidden) for one in shape.of_each_size)
-    return next(filter(None, each), []) or _states(layout, shape)
-
-
-def _states(layout: Layout, shape: ModelShape) -> list[Finding]:
-    """Return why the layers with a state of a model cannot be split over tensor ranks."""
-    sizes = state_sizes(shape)
-    if sizes is None:
-        return []
-    if layout.is_mesh:
-        what = f"is meshslice, and `{shape.model_type}` has layers with a state"
+    if wrong := next(filter(None, each), []):
+        return wrong
+    states = state_sizes(shape)
+    if states and layout.is_mesh:
+        what = f"is meshslice, and `{kind}` has layers with a state"
         return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
-    if layout.tensor <= sizes.keys:
-        return []
-    what = f"is {layout.tensor}, and layers with a state have {sizes.keys} key heads"
-    return [("parallel_config.model_parallel", what, f"write at most {sizes.keys}")]
-
-
-def host_findings(layout: Layout, hosts: int) -> list[Finding]:
-    if layout.ranks % hosts == 0:
-        return []
-    what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
-    return [("launch.processes", what, "start as many on each host")]
+    if states and layout.tensor > states.keys:
+        what = f"is {layout.tensor}, and layers with a state have {states.keys} key heads"
+        return [("parallel_config.model_parallel", what, f"write at most {states.keys}")]
+    return []
 
 
 def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
     """Return why the gradients of several micro-batches would not be summed in float32."""
-    passes = micro_batches(recipe, layout)
+    passes, zero = micro_batches(recipe, layout), recipe.deepspeed.zero_optimization
+    stage, place = zero.get("stage", 1), "deepspeed.zero_optimization"
+    what = f"would sum the gradients of {passes} micro-batches in bfloat16"
     if recipe.model.dtype != "bfloat16" or passes == 1:
         return []
-    zero, place = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
-    stage = zero.get("stage", 1)
-    what = f"would sum the gradients of {passes} micro-batches in bfloat16"
     if stage == 0:
         remedy = "write stage 1, or model.dtype float32"
         return [(f"{place}.stage", f"stage 0 {what}", remedy)]
@@ -166,18 +145,17 @@ def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
 def tile_findings(recipe: Recipe) -> list[Finding]:
     """Return why MLPs whose matrices lie on a mesh cannot work in tiles, nor attention in groups of
     heads."""
-    algorithm = recipe.parallel_config.tensor_parallel_algo
-    memory = recipe.memory
-    found: list[Finding] = []
+    memory, algorithm = recipe.memory, recipe.parallel_config.tensor_parallel_algo
     ways = (
         ("mlp_tile_tokens", memory.mlp_tile_tokens, "none", "tile"),
         ("attention_heads", memory.heads_at_once or "all", "all", "group of heads"),
     )
-    for key, asked, off, part in ways if recipe.parallel_config.on_a_mesh else ():
-        if asked != off:
-            what = f"is {asked}, and {algorithm} would move its matrices again for every {part}"
-            found.append((f"memory.{key}", what, f"write {off}, or tensor_parallel_algo: megatron"))
-    return found
+    why, remedy = f"and {algorithm} would move its matrices again for every", "tensor_parallel_algo"
+    return [
+        (f"memory.{key}", f"is {asked}, {why} {part}", f"write {off}, or {remedy}: megatron")
+        for key, asked, off, part in (ways if recipe.parallel_config.on_a_mesh else ())
+        if asked != off
+    ]
 
 
 def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) -> list[Finding]:
@@ -225,9 +203,8 @@ def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
     return None
 
 
-def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return findings against a recipe's pipeline stages and its number of micro-batches."""
-    findings: list[Finding] = []
+def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> Iterator[Finding]:
+    """Yield findings against a recipe's pipeline stages and its number of micro-batches."""
     parallel, training = recipe.parallel_config, recipe.training
     asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
     if asked not in (AUTO, passes) and (asked != 1 or layout.pipeline > 1):
@@ -236,39 +213,32 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
         what = f"is {asked}, and {batch} ÷ ({of}) makes {passes}"
         one = "" if layout.pipeline > 1 else ", or 1"
         remedy = f"write {AUTO} or {passes}{one}, or change the batch"
-        findings.append(("parallel_config.micro_batch_num", what, remedy))
+        yield "parallel_config.micro_batch_num", what, remedy
     found = stages_said(recipe, shape) if shape else None
     if isinstance(found, tuple):
-        findings.append(found)
+        yield found
     if layout.pipeline > 1 and parallel.seq_split_num > 1:
-        findings += _chunk_findings(recipe, layout, shape)
+        yield from _chunk_findings(recipe, layout, shape)
     if shape and layout.pipeline > 1 and shape.raw.get("output_router_logits"):
         beside = f"parallel_config.pipeline_stage {layout.pipeline}"
         what = f"is true, which is not available beside {beside}"
-        findings.append(("model.overrides.output_router_logits", what, "write false"))
-    return findings
+        yield "model.overrides.output_router_logits", what, "write false"
 
 
-def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return findings against the chunks in which a recipe's rows go through the stages."""
+def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> Iterator[Finding]:
+    """Yield findings against the chunks in which a recipe's rows go through the stages."""
     parallel, row = recipe.parallel_config, recipe.data.sequence_length
     chunks = parallel.seq_split_num
-    findings: list[Finding] = []
     if shape and FAMILIES[shape.model_type].states and layout.context > 1:
-        what = (
-            f"is {chunks}, and layers with a state of `{shape.model_type}` carry it from chunk to "
-            f"chunk on one rank, where {layout.context} share a row"
-        )
-        findings.append(("parallel_config.seq_split_num", what, "write 1, or share no rows"))
+        what = f"is {chunks}, and layers with a state of `{shape.model_type}` carry it from chunk "
+        what += f"to chunk on one rank, where {layout.context} share a row"
+        yield "parallel_config.seq_split_num", what, "write 1, or share no rows"
     if row < chunks * (multiple := chunk_multiple(layout, parallel.use_seq_parallel)):
-        what = (
-            f"{row} tokens do not make {chunks} chunks (parallel_config.seq_split_num), each of a "
-            f"multiple of {multiple}"
-        )
+        what = f"{row} tokens do not make {chunks} chunks (parallel_config.seq_split_num), each of "
+        what += f"a multiple of {multiple}"
         remedy = f"write at least {chunks * multiple}, or fewer chunks"
-        findings.append(("data.sequence_length", what, remedy))
+        yield "data.sequence_length", what, remedy
     elif row % multiple:
         what = f"{row} tokens are no multiple of {multiple}, of which chunks have multiples"
         remedy = f"the next length that is one is {-(-row // multiple) * multiple}"
-        findings.append(("data.sequence_length", what, remedy))
-    return findings
+        yield "data.sequence_length", what, remedy

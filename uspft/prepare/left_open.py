@@ -40,7 +40,8 @@ from uspft.prepare.layout_findings import layout_findings
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"
 MOST_ROWS = 32
-"""The most rows in one forward that `micro_batch_size: auto` tries; launches count little then."""
+"""The most rows in one forward that `micro_batch_size: auto` tries, which are powers of two that
+divide the rows of a step; launches count little then."""
 BY_RECIPE = "by the recipe and the machine"
 BY_MODEL = "by the model's sizes"
 BY_ROWS = "by the documents of the run's first rows"
@@ -109,50 +110,40 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
     Where a degree is `auto`, keys that say how the degree is used are open too, if they are left
     out.
     """
-    parallel, found = recipe.parallel_config, list[str]()
+    parallel, again = recipe.parallel_config, recomputes_of(recipe, recipe.launch.device)
     tensor = isinstance(parallel.model_parallel, Open)
     context = isinstance(parallel.context_parallel, Open)
     stages = isinstance(parallel.pipeline_stage, Open)
     mesh = _on_a_mesh(parallel)
     algorithm, shared = parallel.context_parallel_algo, context or parallel.row_ranks > 1 or mesh
-    if parallel.data_parallel == AUTO and (tensor or context or stages):
-        found.append("data_parallel")
-    if tensor:
-        found.append("model_parallel")
-        if (not _says_of_tokens(parallel) or parallel.use_seq_parallel) and not mesh:
-            found.append("use_seq_parallel")
-    if stages:
-        found += ["pipeline_stage", "pp_interleave_num"]
-    if context:
-        found.append("context_parallel")
+    tokens = not _says_of_tokens(parallel) or parallel.use_seq_parallel
     free = shared and (algorithm == AUTO or (algorithm is None and context))
-    if free:
-        found.append("context_parallel_algo")
-    named = CONTEXT.get(algorithm or "")
+    named, ulysses = CONTEXT.get(algorithm or ""), parallel.ulysses_degree_in_cp
     both = free or bool(named and named.splits is Splits.BOTH and context)
-    ulysses = parallel.ulysses_degree_in_cp
-    if isinstance(ulysses, Open) or (ulysses is None and both):
-        found.append("ulysses_degree_in_cp")
-    if isinstance(parallel.expert_parallel, Open):
-        found.append("expert_parallel")
-    if mesh and not isinstance(parallel.tensor_mesh, tuple):
-        found.append("tensor_mesh")
-    if mesh and slices_of(parallel) is None:
-        found.append("tensor_slices")
-    keys = [f"{BLOCK}.{key}" for key in found]
-    if isinstance(recipe.deepspeed.zero_optimization.get("stage", 1), Open):
-        keys.append(STAGE)
-    if isinstance(recipe.training.micro_batch_size, Open):
-        keys.append(ROWS)
-    if recipe.memory.recompute == AUTO and len(recomputes_of(recipe, recipe.launch.device)) > 1:
-        keys.append(RECOMPUTE)
-    return tuple(keys)
+    zero_stage = recipe.deepspeed.zero_optimization.get("stage", 1)
+    every = {
+        f"{BLOCK}.data_parallel": parallel.data_parallel == AUTO and (tensor or context or stages),
+        f"{BLOCK}.model_parallel": tensor,
+        f"{BLOCK}.use_seq_parallel": tensor and tokens and not mesh,
+        f"{BLOCK}.pipeline_stage": stages,
+        f"{BLOCK}.pp_interleave_num": stages,
+        f"{BLOCK}.context_parallel": context,
+        f"{BLOCK}.context_parallel_algo": free,
+        f"{BLOCK}.ulysses_degree_in_cp": isinstance(ulysses, Open) or (ulysses is None and both),
+        f"{BLOCK}.expert_parallel": isinstance(parallel.expert_parallel, Open),
+        f"{BLOCK}.tensor_mesh": mesh and not isinstance(parallel.tensor_mesh, tuple),
+        SLICES: mesh and slices_of(parallel) is None,
+        STAGE: isinstance(zero_stage, Open),
+        ROWS: isinstance(recipe.training.micro_batch_size, Open),
+        RECOMPUTE: recipe.memory.recompute == AUTO and len(again) > 1,
+    }
+    return tuple(key for key, is_open in every.items() if is_open)
 
 
 def _says_of_tokens(parallel: ParallelBlock) -> bool:
     """Return whether `use_seq_parallel` is fixed: by the recipe, or since the tensor degree is."""
-    fixed = not isinstance(parallel.model_parallel, Open)
-    return fixed or "use_seq_parallel" in parallel.model_fields_set
+    given = "use_seq_parallel" in parallel.model_fields_set
+    return given or not isinstance(parallel.model_parallel, Open)
 
 
 def _virtual(parallel: ParallelBlock) -> set[int]:
@@ -190,6 +181,7 @@ def space_of(recipe: Recipe) -> Space:
         ulysses = {1} if any(row.splits is Splits.BOTH for row in rows) else None
     zero, batch = recipe.deepspeed.zero_optimization, recipe.training.global_batch_size
     several = ROWS in open_ and recipe.launch.device != "cpu"
+    powers = [1 << n for n in range(MOST_ROWS.bit_length()) if batch % (1 << n) == 0]
     return Space(
         tensor=fixed("model_parallel"),
         context=fixed("context_parallel"),
@@ -200,7 +192,7 @@ def space_of(recipe: Recipe) -> Space:
         flat=not mesh,
         meshes=mesh,
         stages=stages_for(zero) if STAGE in open_ else {stage_of(recipe)},
-        rows=_powers(batch) if several else {_rows(recipe)},
+        rows=powers if several else {int(recipe.training.micro_batch_size)},
         recomputes=recomputes_of(recipe, recipe.launch.device),
         pipelines=fixed("pipeline_stage"),
         schedulers={schedule_of(parallel).scheduler},
@@ -208,15 +200,6 @@ def space_of(recipe: Recipe) -> Space:
         chunks=parallel.seq_split_num,
         experts=fixed("expert_parallel"),
     )
-
-
-def _rows(recipe: Recipe) -> int:
-    return int(recipe.training.micro_batch_size)
-
-
-def _powers(batch: int) -> list[int]:
-    """Return the powers of two up to MOST_ROWS that divide the rows of a step."""
-    return [1 << n for n in range(MOST_ROWS.bit_length()) if batch % (1 << n) == 0]
 
 
 def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None]:
@@ -244,7 +227,8 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
         asked = ulysses is not None and not isinstance(ulysses, Open)
         if asked and shares and ulysses != layout.ulysses:
             return "another Ulysses degree is asked for"
-        if isinstance(mesh, tuple) and layout.is_mesh and mesh != _mesh(layout):
+        shape = layout.mesh_rows, layout.mesh_columns
+        if isinstance(mesh, tuple) and layout.is_mesh and mesh != shape:
             return "another mesh is asked for"
         staged = layout.pipeline > 1 and isinstance(parallel.pipeline_stage, Open)
         passes = -(-batch // (way.rows * layout.data))
@@ -255,10 +239,6 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
         return None
 
     return why_not
-
-
-def _mesh(layout: Layout) -> tuple[int, int]:
-    return layout.mesh_rows, layout.mesh_columns
 
 
 def wrong_in(

@@ -199,8 +199,7 @@ def _newest(recipe: Recipe, meeting: Meeting) -> Newest:
 
 def _same(checkpoint: Checkpoint | None, identity: dict[str, object]) -> None:
     """Check that the recipe has not changed since the checkpoint. Raises Fault where it has."""
-    changed = differences(checkpoint.state["identity"], identity) if checkpoint else []
-    if changed:
+    if checkpoint and (changed := differences(checkpoint.state["identity"], identity)):
         raise Fault(changed)
 
 
@@ -286,12 +285,11 @@ def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) 
 
 def steps_of(recipe: Recipe, corpus: Path) -> int:
     """Return how many steps the whole run has."""
-    training = recipe.training
-    if training.steps:
-        return training.steps
+    if steps := recipe.training.steps:
+        return steps
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
-    return stream.steps_in_epochs(training.epochs or 1, training.global_batch_size)
+    return stream.steps_in_epochs(recipe.training.epochs or 1, recipe.training.global_batch_size)
 
 
 def first_rows(recipe: Recipe, corpus: Path) -> list[Segments]:

@@ -47,8 +47,7 @@ def examine_for_plan(
     target: Path, overrides: Sequence[str], hosts: int, ranks: int | None
 ) -> Examined:
     """Examine the recipe for the device of the hardware that it names, whatever is here."""
-    loaded = read(target, overrides).loaded
-    launch = find_paths(loaded.recipe, target).recipe.launch
+    launch = find_paths(read(target, overrides).loaded.recipe, target).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
         cluster, findings = cluster_of(launch.hardware, "cpu", None)
         if cluster and not findings:
@@ -67,11 +66,10 @@ def step_of(found: Examined) -> StepShape:
 
     Raises Fault where the model's config is not on this machine.
     """
-    recipe, model = found.recipe, found.shape
-    if model is None:
-        what = f"the sizes of {recipe.model.name_or_path} are not on this machine"
+    if found.shape is None:
+        what = f"the sizes of {found.recipe.model.name_or_path} are not on this machine"
         raise Fault([("model.name_or_path", what, "name its folder, or a model of configs/models")])
-    return step_shape(recipe, model)
+    return step_shape(found.recipe, found.shape)
 
 
 def own_way(found: Examined) -> Way:
@@ -210,10 +208,9 @@ def documents_of(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
     """Return the lengths of the documents that samples become under `data.overlong`."""
     most, how = recipe.data.sequence_length, recipe.data.overlong
     cut = [min(length, most) for length in lengths if how != "drop" or length <= most]
-    if how == "split":
-        for length in lengths:
-            cut += [most] * (length // most - 1) if length > most else []
-            cut += [length % most] if length > most and length % most else []
+    for length in lengths if how == "split" else ():
+        if length > most:
+            cut += [most] * (length // most - 1) + [length % most] * (length % most > 0)
     return cut
 
 
@@ -240,7 +237,11 @@ def weighing(
     if found.loaded.recipe.parallel_config.strategies == AUTO:
         choice = choose(setting, drawn, keeps=keeps)
         if not choice.switches and choice.best_static is None:
-            raise Fault([_too_much(found.recipe, setting)])
+            size = f"{setting.memory_bytes / (1 << 30):.3g} GiB"
+            rows = f"{found.recipe.training.micro_batch_size} × {data.sequence_length} tokens"
+            what = f"is {AUTO}, and by the planner no layout has room for {rows} in {size} a rank"
+            remedy = "take shorter rows or more processes, or list the strategies"
+            raise Fault([(KEY, what, remedy)])
     else:
         choice = beside_static(_listed(found, setting, drawn), drawn)
     weighed = found.knowing(weighed=Weighed(choice, drawn, source))
@@ -248,13 +249,6 @@ def weighing(
     if findings := findings + exchange_findings(weighed.recipe, weighed.layout):
         raise Fault(findings)
     return weighed
-
-
-def _too_much(recipe: Recipe, setting: Setting) -> tuple[str, str, str]:
-    size = f"{setting.memory_bytes / (1 << 30):.3g} GiB"
-    rows = f"{recipe.training.micro_batch_size} × {recipe.data.sequence_length} tokens"
-    what = f"is {AUTO}, and by the planner no layout has room for {rows} in {size} a rank"
-    return KEY, what, "take shorter rows or more processes, or list the strategies"
 
 
 def _setting(found: Examined) -> Setting:
@@ -284,9 +278,8 @@ def mix_seconds(found: Examined, place: Invocation) -> float | None:
         corpus = corpus_here(found, place, tokenizer)
     if corpus is None:
         return None
-    lengths = lengths_of(found.here, corpus)
     data, samples = found.recipe.data, found.recipe.training.global_batch_size
-    drawn = DrawnSteps(lengths, samples, data.sequence_length, data.packing)
+    drawn = DrawnSteps(lengths_of(found.here, corpus), samples, data.sequence_length, data.packing)
     return _listed(found, _setting(found), drawn).seconds(drawn)
 
 
@@ -327,17 +320,13 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
         return None
     with tokenizer_here(recipe) as tokenizer:
         if corpus := corpus_here(found, place, tokenizer):
-            return _rows_of(recipe, corpus)
+            stream = training_rows(recipe.data, corpus, recipe.seed)
+            rows = _spread(range(stream.rows_in_epoch(0)))
+            segments = tuple(stream.row(number).segments for number in rows)
+            return DrawnRows(segments, "the data") if segments else None
         lengths = first_look(recipe.data, tokenizer, found.shape.vocab_size).lengths
     packed = _packed(recipe, documents_of(recipe, lengths))
     return DrawnRows(packed, "the first records") if packed else None
-
-
-def _rows_of(recipe: Recipe, corpus: Path) -> DrawnRows | None:
-    stream = training_rows(recipe.data, corpus, recipe.seed)
-    rows = _spread(range(stream.rows_in_epoch(0)))
-    segments = tuple(stream.row(number).segments for number in rows)
-    return DrawnRows(segments, "the data") if segments else None
 
 
 def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:

@@ -210,7 +210,16 @@ def prepare_verify(
     if found.why_strategies:
         screen.print(f"strategies: {found.why_strategies}", markup=False)
     job = job_of(found, place, {})
-    layouts = _candidates(found, None if every else MAX_LAYOUTS)
+
+    def problems(recipe: Recipe, layout: Layout) -> list[Finding]:
+        wrong = beside_stages(recipe) if layout.pipeline > 1 else ()
+        return [*wrong, *run_findings(recipe, layout, found.shape)]
+
+    possible = candidates(found.recipe, found.layout.ranks, problems)
+    layouts = [
+        with_layers(found.recipe, one, found.known)
+        for one in chosen(possible, None if every else MAX_LAYOUTS)
+    ]
     work = VerifyJob(
         job,
         tuple(one.parallel for one in layouts if one.reason is None),
@@ -219,40 +228,25 @@ def prepare_verify(
         with_plain=why_not is None,
         inject=inject,
     )
-    return (
-        work,
-        layouts,
-        {**_facts(work, found.layout.ranks), "layers": {"kept": kept, "of": whole}},
-    )
-
-
-def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
-    def problems(recipe: Recipe, layout: Layout) -> list[Finding]:
-        wrong = beside_stages(recipe) if layout.pipeline > 1 else ()
-        return [*wrong, *run_findings(recipe, layout, found.shape)]
-
-    every = chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
-    return [with_layers(found.recipe, one, found.known) for one in every]
-
-
-def with_layers(recipe: Recipe, one: Candidate, known: Known) -> Candidate:
-    """Return a layout in which each of several stages has its layers, as ranks read it."""
-    recipe = recipe.model_copy(update={"parallel_config": one.parallel})
-    return replace(one, parallel=with_stages(recipe, one.layout, known).parallel_config)
-
-
-def _facts(work: VerifyJob, ranks: int) -> dict[str, Any]:
-    recipe = work.job.recipe
-    return {
-        "command": work.job.command,
-        "ranks": ranks,
+    recipe = job.recipe
+    facts = {
+        "command": job.command,
+        "ranks": found.layout.ranks,
         "device": recipe.launch.device,
         "dtype": recipe.model.dtype,
         "zero_stage": recipe.deepspeed.zero_optimization.get("stage", 1),
         "sequence_length": recipe.data.sequence_length,
         "global_batch_size": recipe.training.global_batch_size,
         "steps": work.steps,
+        "layers": {"kept": kept, "of": whole},
     }
+    return work, layouts, facts
+
+
+def with_layers(recipe: Recipe, one: Candidate, known: Known) -> Candidate:
+    """Return a layout in which each of several stages has its layers, as ranks read it."""
+    recipe = recipe.model_copy(update={"parallel_config": one.parallel})
+    return replace(one, parallel=with_stages(recipe, one.layout, known).parallel_config)
 
 
 def clear_results(work: VerifyJob) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,29 +91,19 @@ def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
     parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), place, *tokens)
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
     folder = cache / "tokenizers" / digest
-    try:
-        _save(tokenizer, folder)
-    except OSError as error:
-        what = f"the tokenizer that has them cannot be written to {folder}: {error.strerror}"
-        raise Fault([(KEY, what, "give XDG_CACHE_HOME a folder with room")]) from error
-    return folder
-
-
-def _save(tokenizer: object, folder: Path) -> None:
-    """Write a tokenizer aside, and give it its name; another process may do the same."""
     if folder.exists():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-    try:
-        tokenizer.save_pretrained(aside)  # type: ignore[attr-defined]
-        aside.chmod(0o755)
-        aside.rename(folder)
-    except OSError:
+        return folder
+    try:  # it is written aside, and then gets its name: another process may do the same
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as aside:
+            made = Path(aside, "made")
+            tokenizer.save_pretrained(made)
+            made.rename(folder)
+    except OSError as error:
         if not folder.exists():
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            what = f"the tokenizer that has them cannot be written to {folder}: {error.strerror}"
+            raise Fault([(KEY, what, "give XDG_CACHE_HOME a folder with room")]) from error
+    return folder
 
 
 def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
@@ -210,10 +199,11 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
 
 
 def _require_inside(recipe: Recipe, model: Any) -> None:
-    """Check that every strategy uses parts of what ranks store. Raises Fault.
+    """Check that every strategy uses parts of what ranks store: the shards of the least tensor
+    degree. Raises Fault.
 
-    Ranks store the shards of the least tensor degree. Nothing is to be checked where weights move,
-    since they are stored at each degree then; strategies on a mesh all have the same mesh.
+    Nothing is to be checked where weights move, since they are stored at each degree then;
+    strategies on a mesh all have the same mesh.
     """
     every = strategies_of(recipe)
     degrees = {one.model_parallel for one in every}
@@ -267,7 +257,14 @@ def serving_of(
     the one that is exported, which need not be there where samples hold tokens; their generation
     config is the base model's own. Raises Fault where that cannot be read.
     """
-    base, tokens = _generation(recipe), not set(formats) - {"tokenized"}
+    place, base = Path(recipe.model.name_or_path or "") / GENERATION, dict[str, Any]()
+    try:
+        if recipe.model.name_or_path and place.is_file():
+            base = dict(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        what = f"{place} cannot be read: {said(error)}"
+        raise Fault([("model.name_or_path", what, "mend that file, or delete it")]) from error
+    tokens = not set(formats) - {"tokenized"}
     if tokens and tokenizer is None:
         return Serving(None, (), base)
     tokeniser = load_tokeniser(tokenizer or tokenizer_of(recipe.model), recipe.data)
@@ -287,15 +284,3 @@ def serving_of(
         generation[EOS] = stops if len(stops) > 1 else stops[0]
         generation.setdefault(PAD, tokeniser.eos if tokeniser.eos is not None else stops[0])
     return Serving(source, tuple(ends), generation)
-
-
-def _generation(recipe: Recipe) -> dict[str, Any]:
-    """Return the base model's generation config, empty where it has none. Raises Fault."""
-    place = Path(recipe.model.name_or_path or "") / GENERATION
-    if not (recipe.model.name_or_path and place.is_file()):
-        return {}
-    try:
-        return dict(json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        what = f"{place} cannot be read: {said(error)}"
-        raise Fault([("model.name_or_path", what, "mend that file, or delete it")]) from error

@@ -46,7 +46,7 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
 
     Where ranks do not divide experts, the degrees that may are named with theirs.
     """
-    every, degree = shape.experts, layout.experts
+    every, degree, copies = shape.experts, layout.experts, layout.copies
     if every == 1:
         return None
     step = step_shape(recipe, shape)
@@ -56,7 +56,6 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
         most = _crossover(recipe, step, layout, degree)
         side, sends = ("below", "less") if tokens < most else ("above", "more")
         return f"{said}, {side} the crossover of {most:,.0f}: dispatch sends {sends} than it saves"
-    copies = layout.copies
     able = [d for d in range(2, copies + 1) if copies % d == every % d == 0][:NAMED]
     if not able:
         return said
@@ -78,8 +77,7 @@ def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> f
 def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
     """Return the bytes of one of the experts' parameters that ZeRO moves for each forward and
     backward; an all-reduce moves a gradient twice."""
-    model = recipe.model
-    layers = trained_layers(step.model, lora_of(model), tuple(model.freeze))
+    layers = trained_layers(step.model, lora_of(recipe.model), tuple(recipe.model.freeze))
     matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
     gradient, weight, passes = step.gradient_bytes, step.element_bytes, step.passes(layout)
@@ -167,7 +165,11 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
     The schedule runs over all steps of a run, so that other steps make another rate of each. What
     the rate was stands in the metrics of the run that wrote the checkpoint.
     """
-    last = _recorded(checkpoint)
+    last: tuple[int, float] | None = None
+    with suppress(OSError):
+        for record in Journal(checkpoint.folder.parent.parent / METRICS).records():
+            if "learning_rate" in record and record["step"] <= checkpoint.step:
+                last = record["step"], record["learning_rate"]
     if last is None:
         return None
     step, was = last
@@ -182,25 +184,18 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
     )
 
 
-def _recorded(checkpoint: Checkpoint) -> tuple[int, float] | None:
-    """Return the last step up to a checkpoint's whose learning rate is recorded, and that rate."""
-    found = None
-    with suppress(OSError):
-        for record in Journal(checkpoint.folder.parent.parent / METRICS).records():
-            if "learning_rate" in record and record["step"] <= checkpoint.step:
-                found = record["step"], record["learning_rate"]
-    return found
-
-
 def memory_sentence(
     recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, asked: MemoryBlock
-) -> str | None:
-    """Return what a rank needs beside what its card has, for a person; None where the formula
-    does not know. asked: what the recipe leaves open, which longer rows may have otherwise."""
+) -> tuple[str | None, str]:
+    """Return what a rank needs beside what its card has, for a person; or None, and why the formula
+    does not know it with what is known all the same. asked: what the recipe leaves open, which
+    longer rows may have otherwise."""
     options = options_of(recipe, layout)
     predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
     if predicted.unpredicted:
-        return None
+        why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
+        of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
+        return None, f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
     parts = (
         f"activations {_gib(predicted.activation_bytes)}, "
         f"weights, gradients and optimizer {_gib(predicted.state_bytes)}"
@@ -210,7 +205,7 @@ def memory_sentence(
     if FAMILIES[shape.model_type].states and hardware.device:
         parts += "; states with fla's kernels, without which they take more"
     if not hardware.device:
-        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})"
+        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})", ""
     card = hardware.memory.bytes
     lacking = "" if fits(predicted, card) else ", which is too much"
     said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
@@ -222,16 +217,7 @@ def memory_sentence(
         more = longest_row(shape, layout, card, options=away)
         if more != longest:
             said.append(f"with offload_activations: cpu {_tokens(more)}")
-    return "; ".join(said)
-
-
-def memory_unknown(recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware) -> str:
-    """Return why the formula does not know what a rank needs, and what is known all the same."""
-    options, row = options_of(recipe, layout), recipe.data.sequence_length
-    predicted = memory_of(shape, layout, row, options=options)
-    why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
-    of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
-    return f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
+    return "; ".join(said), ""
 
 
 def _gib(byte_count: float) -> str:
@@ -240,9 +226,9 @@ def _gib(byte_count: float) -> str:
 
 def _tokens(count: int) -> str:
     """Return a number of tokens with a recipe's suffix."""
-    if not count:
-        return "none"
-    return f"{count / (1 << 20):.3g}m" if count >= 1 << 20 else f"{count >> 10}k"
+    if count >= 1 << 20:
+        return f"{count / (1 << 20):.3g}m"
+    return f"{count >> 10}k" if count else "none"
 
 
 def says_layers(asked: Recipe) -> bool:

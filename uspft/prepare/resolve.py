@@ -54,7 +54,7 @@ from uspft.segments import Segments
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
     """Return the resolved recipe, and the planner's decision; None where the planner was not
     asked."""
-    for settle in FIRST.values():
+    for settle in dict.fromkeys(FIRST.values()):  # one of them may settle several keys
         recipe = settle(recipe, known)
     decision, again = decided(recipe, known), recipe.memory.recompute
     recipe = with_values(recipe, decision.values if decision else {})
@@ -62,7 +62,7 @@ def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
         recipe = with_values(with_layouts(recipe, known.weighed), {RECOMPUTE: again})
         of_layouts = decided(recipe, known)
         recipe = with_values(recipe, of_layouts.values if of_layouts else {})
-    for settle in dict.fromkeys(SETTLED.values()):  # one of them may settle several keys
+    for settle in dict.fromkeys(SETTLED.values()):
         recipe = settle(recipe, known)
     return with_vocabulary(recipe, known.shape), decision
 
@@ -74,10 +74,9 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     as the layout of the longest rows has.
     """
     every, parallel = strategies_of(recipe), recipe.parallel_config
-    if parallel.strategies is None:
-        return _with(recipe, "parallel_config", switching=None)
     if not every:
-        return recipe
+        off = parallel.strategies is None
+        return _with(recipe, "parallel_config", switching=None) if off else recipe
     settles = (_slices, _algorithm, _replicas, _options, _stages)
     found = []
     longest = under(recipe, len(every) - 1)
@@ -120,17 +119,14 @@ def on_device(recipe: Recipe, known: Known) -> Recipe:
     return _with(recipe, "launch", device="cuda" if known.gpus else "cpu")
 
 
-def _hardware(recipe: Recipe, known: Known) -> Recipe:
-    if recipe.launch.hardware != AUTO or known.cluster is None:
-        return recipe
-    return _with(recipe, "launch", hardware=known.cluster.hardware.name)
-
-
-def _attention(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the kernel: on CPU there is only one, on GPUs ranks try those that are installed."""
-    if recipe.model.attention != AUTO or recipe.launch.device != "cpu":
-        return recipe
-    return _with(recipe, "model", attention="torch")
+def _on_hardware(recipe: Recipe, known: Known) -> Recipe:
+    """Settle the hardware file, and the kernel: on CPU there is only one, on GPUs ranks try those
+    that are installed."""
+    if recipe.launch.hardware == AUTO and known.cluster:
+        recipe = _with(recipe, "launch", hardware=known.cluster.hardware.name)
+    if recipe.model.attention == AUTO and recipe.launch.device == "cpu":
+        recipe = _with(recipe, "model", attention="torch")
+    return recipe
 
 
 def _scaling(recipe: Recipe, known: Known) -> Recipe:
@@ -163,13 +159,12 @@ def _algorithm(recipe: Recipe, known: Known) -> Recipe:
     """
     parallel = recipe.parallel_config
     name, shared = parallel.context_parallel_algo, parallel.row_ranks > 1
-    if name == AUTO and not parallel.mesh_is_open:
-        open_ = isinstance(parallel.context_parallel, Open)
-        settled = name if open_ else ON_A_MESH if shared else None
-        return _with(recipe, "parallel_config", context_parallel_algo=settled)
-    if name is None and parallel.on_a_mesh and shared:
-        return _with(recipe, "parallel_config", context_parallel_algo=ON_A_MESH)
-    return recipe
+    open_ = parallel.mesh_is_open or isinstance(parallel.context_parallel, Open)
+    if name == AUTO and not open_:
+        name = ON_A_MESH if shared else None
+    elif name is None and parallel.on_a_mesh and shared:
+        name = ON_A_MESH
+    return _with(recipe, "parallel_config", context_parallel_algo=name)
 
 
 def _layout(recipe: Recipe, known: Known) -> Layout | None:
@@ -222,20 +217,19 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
         return recipe
     recipe, block = settled_memory(recipe, known.shape), recipe.memory
     choices = recomputes_of(recipe, recipe.launch.device)
-    if block.recompute != AUTO or not block.gradient_checkpointing or len(choices) > 1:
-        return recipe
-    return _with(recipe, "memory", recompute=next(iter(choices)))
+    if block.recompute == AUTO and block.gradient_checkpointing and len(choices) == 1:
+        return _with(recipe, "memory", recompute=next(iter(choices)))
+    return recipe
 
 
 def _head_groups(recipe: Recipe, known: Known) -> Recipe:
     """Settle how many heads attention works on at once, by the memory that a rank needs."""
-    layout = _layout(recipe, known)
-    if recipe.memory.attention_heads != AUTO or not (known.shape and known.cluster and layout):
-        return recipe
-    if recipe.memory.recompute == AUTO and recipe.memory.gradient_checkpointing:
-        return recipe  # the planner has not chosen yet
-    found = fitting_heads(recipe, known.shape, layout, known.cluster.hardware)
-    return _with(recipe, "memory", attention_heads=found)
+    layout, block = _layout(recipe, known), recipe.memory
+    chosen = not (block.recompute == AUTO and block.gradient_checkpointing)  # by the planner
+    if block.attention_heads == AUTO and chosen and known.shape and known.cluster and layout:
+        found = fitting_heads(recipe, known.shape, layout, known.cluster.hardware)
+        return _with(recipe, "memory", attention_heads=found)
+    return recipe
 
 
 def _stages(recipe: Recipe, known: Known) -> Recipe:
@@ -305,8 +299,8 @@ def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stage
 Settle = Callable[[Recipe, Known], Recipe]
 FIRST: Mapping[str, Settle] = {
     "launch.device": on_device,
-    "launch.hardware": _hardware,
-    "model.attention": _attention,
+    "launch.hardware": _on_hardware,
+    "model.attention": _on_hardware,
     "model.rope_scaling": _scaling,
     "data.format": _format,
 }

@@ -21,11 +21,11 @@ model: {model_config: {seq_length: 4096, compute_dtype: bfloat16}}
 def test_a_recipe_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, to = tmp_path / "theirs.yaml", tmp_path / "recipe.yaml"
     theirs.write_text(THEIRS)
-    assert convert(theirs, [], to, None, None, "uspft", force=False) == 2
+    assert convert(theirs, [], "uspft", to=to) == 2
     assert not to.exists()
     assert "add data.train=FILE" in capsys.readouterr().out
     given = ["data.train=rows.jsonl"]
-    assert convert(theirs, given, to, None, None, "uspft", force=False) == 0
+    assert convert(theirs, given, "uspft", to=to) == 0
     said = capsys.readouterr().out
     assert f"next: uspft check {to}" in said
     recipe = load(to).recipe
@@ -33,8 +33,8 @@ def test_a_recipe_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert recipe.parallel_config.context_parallel_algo == "ulysses_cp"
     assert "# parallel_config.context_parallel_algo: ulysses_cp" in to.read_text()
     with pytest.raises(InputError, match="--force"):
-        convert(theirs, given, to, None, None, "uspft", force=False)
-    assert convert(theirs, given, to, 8, None, "uspft", force=True) == 0
+        convert(theirs, given, "uspft", to=to)
+    assert convert(theirs, given, "uspft", to=to, ranks=8, force=True) == 0
     assert load(to).recipe.parallel_config.data_parallel == 4
     assert load(to).recipe.training.global_batch_size == 4
 
@@ -44,10 +44,10 @@ def test_what_comes_out_wrong_is_told_with_the_recipe_s_key(tmp_path: Path) -> N
     theirs.write_text(THEIRS)
     with pytest.raises(InputError, match=r"data\.packing: unknown value `tight`") as told:
         words = ["data.train=a", "data.packing=tight"]
-        convert(theirs, words, to, None, None, "uspft", force=False)
+        convert(theirs, words, "uspft", to=to)
     assert str(told.value).startswith(f"{to}:")
     assert not to.exists()
     with pytest.raises(InputError, match="stands beside a configuration of MindSpore"):
-        convert(theirs, ["data.train"], to, None, None, "uspft", force=False)
+        convert(theirs, ["data.train"], "uspft", to=to)
     with pytest.raises(InputError, match="write one of mindspore"):
-        convert(theirs, [], to, None, "mindformers", "uspft", force=False)
+        convert(theirs, [], "uspft", to=to, tool="mindformers")

@@ -15,7 +15,7 @@ from tests.support.launch import ROOT
 from uspft.__main__ import main
 from uspft.prepare.examine import examine
 from uspft.prepare.host import Invocation
-from uspft.prepare.make_job import cache_of, prepare_job
+from uspft.prepare.make_job import prepare_job
 
 
 def recipe_in(folder: Path) -> Path:
@@ -51,7 +51,7 @@ def test_a_run_uses_what_it_left(
     said = capsys.readouterr().out
     assert "tokenised in " in said and " tokens/s, up to " in said
     place = Invocation("uspft", cache=home / "uspft")
-    folder = cache_of(examine(path, [], 1, None).recipe, place)
+    folder = place.data_cache(examine(path, [], 1, None).recipe)
     assert len(list(folder.iterdir())) == 2
     assert f"cache: {folder} holds " in said and f" of 2 data sets; {again} empties it" in said
     monkeypatch.setattr("uspft.data.corpus.prepare.build", None)  # nothing may be made again

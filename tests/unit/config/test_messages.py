@@ -16,7 +16,6 @@ from uspft.config.types import (
     As,
     BelowOne,
     Count,
-    Elsewhere,
     FilePath,
     Free,
     Natural,
@@ -25,11 +24,12 @@ from uspft.config.types import (
     Positive,
     RecipeBlock,
     Tokens,
+    elsewhere,
     validated,
 )
 
 MESH = Annotated[tuple[Count, Count], Strict(False), Field(title="[rows, cols]")]
-DEVICES = Elsewhere({"tpu": "CUDA and CPUs alone are run on"})
+DEVICES = elsewhere({"tpu": "CUDA and CPUs alone are run on"})
 
 
 def read(kind: Any, value: Any) -> Any:
