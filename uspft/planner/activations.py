@@ -1,26 +1,34 @@
-"""The bytes of activations on one rank as they run, on a tape: each layer, and from behind the last
-its norm, the head and the loss, that of experts' balance too (model/causal.py, model/loss.py)."""
+"""The bytes of activations of one micro-batch as it runs, on a tape: each layer, and from behind
+the last its norm, the head and the loss, that of experts' balance too (model/causal.py,
+model/loss.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from uspft.planner.copies_memory import LayerOfCopies
 from uspft.planner.expert_memory import logit_bytes
 from uspft.planner.group_memory import LayerInGroups
 from uspft.planner.layer_memory import Layer, enter, norm
-from uspft.planner.layer_sizes import LayerSizes
+from uspft.planner.layer_sizes import LayerSizes, layers_of
 from uspft.planner.mesh_memory import all_features
-from uspft.planner.operations import (
-    INDEX,
-    WIDE,
-    remade,
-    viewed,
-)
-from uspft.planner.tape import GradientStorages, Tape, Tensor
+from uspft.planner.operations import INDEX, WIDE, LayerTape
+from uspft.planner.products import head_projection
+from uspft.planner.state_memory import StateLayer
+from uspft.planner.tape import GradientStorages, Tensor
+from uspft.planner.trained import EMBEDDING, HEAD, LAST_NORM, outside_trains
+
+if TYPE_CHECKING:
+    from uspft.families import ModelShape
+    from uspft.layout import Layout
+    from uspft.planner.options import Options
+
+BATCH_BYTES = 6 * 8
+"""Of a token in a batch: its number, label, position, place in the stream, row, and whether it has
+a target, all in int64."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,13 @@ class LayerBytes:
 def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> LayerBytes:
     """Return what a layer takes. reached: whether the gradient goes on below it. beside: how many
     tensors as large as its input transformers holds by itself until the last layer is done."""
-    tape = Tape()
+    tape = LayerTape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
     if not reached:
-        hidden = [Tensor(size, hidden[0].storage, None, 0)]
-    kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else Layer
+        hidden = [Tensor(size, hidden[0].storage)]
+    plain = StateLayer if sizes.state else Layer
+    kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else plain
     layer = kind(tape, sizes)
     if sizes.recompute is None:
         out = layer(hidden[0])
@@ -94,15 +103,15 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     """Return what is alive from behind the last layer until before its backward (model/causal.py,
     model/loss.py): between forward and backward, and at the most. reached: whether the gradient
     goes on below it."""
-    tape, s = Tape(), sizes.layer
+    tape, s = LayerTape(), sizes.layer
     size = s.between_bytes()
     before = tape.leaf(size)
     if not reached:
-        before = Tensor(size, before.storage, None, 0)
+        before = Tensor(size, before.storage)
     hidden = norm(tape, s, before, s.between, trains=sizes.norm_trains)
     del before
     every = all_features(tape, hidden, s.tensor) if s.mesh_rows else enter(tape, s, hidden)
-    every = viewed(tape, every)
+    every = tape.viewed(every)
     loss = _loss(tape, sizes, every)
     del every, hidden
     kept = tape.live
@@ -112,11 +121,11 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     return LayerBytes(kept, tape.most)
 
 
-def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
+def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = remade(tape, hidden, back=hidden.size)  # those that have a target
+    rows = tape.remade(hidden, back=hidden.size)  # those that have a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
@@ -169,3 +178,127 @@ def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
     wide = WIDE / s.element
     gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
     return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0
+
+
+class ChunkKeys(NamedTuple):
+    """The bytes of a chunk's keys and values in a layer, for later chunks."""
+
+    kept: float
+    """Beside what the layer keeps anyway."""
+    first: float
+    """Of what the next chunk finds for their gradients."""
+    summed: float
+    """Of the sum with what further ones find, in float32."""
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """What one micro-batch, or its largest chunk, takes on a rank that has every layer, by
+    layer."""
+
+    layers: tuple[LayerBytes, ...]
+    head: LayerBytes
+    """From behind the last layer, with the loss."""
+    any_head: LayerBytes
+    """Of that what a chunk takes whatever its size, as the gradient of the head's weight."""
+    hidden: float
+    """Between layers, which is what stages send one another."""
+    angles: float
+    """Of the rotary positions that each forward of a stage makes."""
+    embedded: float = 0.0
+    """Of the embedding's output, where it stays beside what the first layer keeps."""
+    offloads: bool = False
+    """Whether what layers keep waits on the host."""
+    keeps_input: tuple[bool, ...] = ()
+    """Of each layer whether what it keeps has its input."""
+    bare: tuple[LayerBytes, ...] = ()
+    """The same of the first layers where they are no stage's that has the embedding, and what
+    enters needs no gradient: those that do not train, and the first that does."""
+
+    routers: tuple[float, ...] = ()
+    """Of the logits of each layer's router, where their loss is asked for; stages have none."""
+    keys: tuple[ChunkKeys, ...] = ()
+    """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
+
+    @property
+    def first(self) -> int:
+        """The first layer that trains; a stage before it keeps nothing: it has no backward."""
+        return max(0, len(self.bare) - 1)
+
+
+def pass_bytes(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
+) -> tuple[PassBytes, float]:
+    """Return what one micro-batch takes by layer, and its batch. behind: as of KeyTransfer."""
+    kinds = layers_of(shape, layout, row_tokens, options, behind)
+    outside = outside_trains(options.lora, options.freeze)
+    # With checkpointing transformers makes the embedding's output ask for a gradient.
+    reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
+    known: dict[tuple[int, bool, int], LayerBytes] = {}
+    offloads = kinds[0].offloads
+    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
+    copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
+    leaf = options.checkpointing and not outside[EMBEDDING] and copied
+    embedded = kinds[0].inside_bytes() if leaf else 0.0
+    if offloads and all(one is not kinds[0] for one in kinds[1:]):
+        kinds[0] = replace(kinds[0], first=True)
+    for sizes in kinds:
+        # transformers' forward holds what the first layer takes, and what was scaled to it.
+        scaled, apart = sizes.kind.scaled, not leaf or sizes.tensor > 1
+        beside = (scaled and apart) + (offloads and bool(each) and (scaled or apart))
+        if sizes.recompute is None:
+            beside = (bool(each) and each[0].lets_go) + (scaled and options.element < WIDE)
+        key = id(sizes), reached, beside
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=beside)
+        each.append(known[key])
+        reached = reached or bool(sizes.trained or sizes.adapted)
+    head = HeadSizes(
+        kinds[-1],
+        head_projection(shape).on(layout.mesh_columns).outputs,
+        options.loss_tile,
+        trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
+        norm_trains=outside[LAST_NORM],
+        capped=shape.full.get("final_logit_softcapping") is not None,
+    )
+    loss = head_bytes(head, reached=reached)
+    any_head = LayerBytes(0.0, 0.0)
+    if layout.pipeline > 1:  # of a token, beside which that is nothing
+        one_token = replace(head.layer, sharing=replace(head.layer.sharing, tokens=1))
+        any_head = head_bytes(replace(head, layer=one_token), reached=reached)
+    tokens = kinds[0].sharing.tokens
+    angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
+    # Without checkpointing a norm keeps its input where that is in float32 anyway.
+    keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
+    trains = [bool(one.trained or one.adapted) for one in kinds]
+    first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
+    alone = kinds[: first + 1] if first else []
+    routers = tuple(router_bytes(shape.full, sizes) for sizes in kinds)
+    balanced = max(loss.most, balance_bytes(head, routers))
+    one = PassBytes(
+        tuple(each),
+        LayerBytes(loss.kept, balanced),
+        any_head,
+        kinds[0].between_bytes(),
+        float(angles),
+        embedded,
+        offloads,
+        tuple(map(bool, keeps)),
+        tuple(layer_bytes(sizes, reached=False, beside=not sizes.recompute) for sizes in alone),
+        routers,
+    )
+    return one, float(BATCH_BYTES * tokens)
+
+
+def chunk_keys(layer: LayerSizes) -> ChunkKeys:
+    """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
+    hands on, whose gradient comes once that is done. layer: of that chunk."""
+    if layer.state:
+        of = layer.state.sizes
+        return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
+    how, seen = layer.sharing, 1.0
+    if how.window:
+        seen = min(1.0, how.window.keys / (how.tokens * how.ulysses))
+    pair = seen * how.bytes(2 * how.ulysses * how.widest[1])
+    # They are the attention's own, unless it keeps none, or an exchange has brought them together.
+    kept, wide = pair if layer.recompute or how.ulysses > 1 else 0.0, pair * WIDE / how.element
+    return ChunkKeys(kept, pair if how.ring == 1 else wide, wide)

@@ -10,8 +10,8 @@ from uspft.planner.in_flight import (
     forward_bytes,
 )
 from uspft.planner.layer_sizes import Sharing
-from uspft.planner.operations import WIDE, remade
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.operations import WIDE, LayerTape
+from uspft.planner.tape import GradientStorages, Storage, Tensor
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""
@@ -19,17 +19,19 @@ DIM_STEP = 32
 """To whose multiples flash attention rounds the features of a head."""
 
 
-def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: InnerAttention) -> Tensor:
+def attend_over_heads(
+    tape: LayerTape, qkv: list[Tensor], how: Sharing, inner: InnerAttention
+) -> Tensor:
     """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
     if how.ulysses == 1:
         return inner(qkv)
     heads, kv = (how.bytes(how.ulysses * each) for each in how.widest)
     made = inner(scattered(tape, qkv, [heads, kv, kv], how.element))
-    return remade(tape, made, how.bytes(how.heads), beside=made.size, back=made.size)
+    return tape.remade(made, how.bytes(how.heads), beside=made.size, back=made.size)
 
 
 def scattered(
-    tape: Tape, parts: list[Tensor], sizes: Sequence[float], element: int
+    tape: LayerTape, parts: list[Tensor], sizes: Sequence[float], element: int
 ) -> list[Tensor]:
     """Return some heads of all tokens of the group: three as views of what came, others as copies.
     sizes: of each, more than before where members share a head, whose gradients are summed."""
@@ -57,7 +59,7 @@ def scattered(
     return tape.record(parts, sizes, backward, made=made)
 
 
-def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
+def attend(tape: LayerTape, qkv: list[Tensor], how: Sharing) -> Tensor:
     """Return attention of this rank's queries over the keys of all."""
     heads, kv = (how.ulysses * each for each in how.widest)
     sizes, work = [one.size for one in qkv], work_bytes(how, heads, kv)
@@ -90,7 +92,7 @@ def flash_bytes(how: Sharing, queries: int, keys: int) -> float:
     return wide + (2.0 * how.element * queries * how.dim if queries != keys else 0.0)
 
 
-def attended(tape: Tape, how: Sharing, queries: int, keys: int) -> list[Storage]:
+def attended(tape: LayerTape, how: Sharing, queries: int, keys: int) -> list[Storage]:
     """Return the log-sum-exp and the output of so many query and KV heads."""
     token, out = how.token(queries, keys), how.bytes(queries)
     lse, large = token.lse * how.tokens, out * token.wide
@@ -118,7 +120,7 @@ def attended(tape: Tape, how: Sharing, queries: int, keys: int) -> list[Storage]
 class Remembered:
     """What model/recompute.py keeps of one layer's attention between its two runs."""
 
-    def __init__(self, tape: Tape, wanted: bool) -> None:
+    def __init__(self, tape: LayerTape, wanted: bool) -> None:
         """wanted: whether its graph keeps its inputs, which the second run makes again."""
         self._tape, self._wanted = tape, wanted
         self._leaves: list[Tensor] = []

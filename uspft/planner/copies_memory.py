@@ -9,17 +9,8 @@ from dataclasses import replace
 
 from uspft.planner.layer_memory import Layer
 from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
-from uspft.planner.operations import (
-    added,
-    copied,
-    gated,
-    joined,
-    multiplied,
-    parted,
-    remade,
-    viewed,
-)
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.operations import LayerTape
+from uspft.planner.tape import GradientStorages, Storage, Tensor
 
 PutOffProducts = deque[Callable[[], None]]
 """Products that make gradients of weights, which wait until a transfer is awaited."""
@@ -28,7 +19,7 @@ PutOffProducts = deque[Callable[[], None]]
 class PutOffGradient:
     """The gradient of a weight that is put off, as far as it has been made."""
 
-    def __init__(self, tape: Tape, waiting: PutOffProducts, size: float) -> None:
+    def __init__(self, tape: LayerTape, waiting: PutOffProducts, size: float) -> None:
         self._tape, self._waiting, self._size = tape, waiting, size
         self._sum: Storage | None = None
         given = [tape.parameter(True)]
@@ -55,7 +46,9 @@ class PutOffGradient:
 class CopiesUnderWay:
     """Copies on their way into a block or out of it, either way."""
 
-    def __init__(self, tape: Tape, one: LayerSizes, waiting: PutOffProducts, *, into: bool) -> None:
+    def __init__(
+        self, tape: LayerTape, one: LayerSizes, waiting: PutOffProducts, *, into: bool
+    ) -> None:
         """one: a copy's."""
         self._tape, self._waiting, self._into, self._one = tape, waiting, into, one
         self._there: dict[int, list[Storage | None]] = {}
@@ -66,7 +59,7 @@ class CopiesUnderWay:
     def begin(self, copy: int, x: Tensor, *, sends: bool = True) -> None:
         """Let a copy go. sends: whether now, and not by `send`, as in a second run, whose graph is
         in the order of the first one's."""
-        x = viewed(self._tape, x)
+        x = self._tape.viewed(x)
         self._there[copy] = self._start(x.storage, self._into) if sends else [x.storage]
 
         def backward(grads: GradientStorages) -> GradientStorages:
@@ -102,7 +95,7 @@ class CopiesUnderWay:
 class OneCopy(Layer):
     """What works on a copy token by token, whose weights' gradients are put off."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         self._plain = Layer(tape, sizes)
         self.put_off: dict[str, PutOffGradient] = {}
@@ -166,7 +159,7 @@ class OneCopy(Layer):
 class LayerOfCopies(Layer):
     """A layer on a tape that takes its tokens in copies."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         tokens = -(-sizes.sharing.tokens // sizes.copies)
         of = replace(sizes.sharing, tokens=tokens)
@@ -186,12 +179,12 @@ class LayerOfCopies(Layer):
         self._waiting.clear()
         sizes = one.puts_off() if s.puts_off else {}
         one.put_off = {n: PutOffGradient(tape, self._waiting, size) for n, size in sizes.items()}
-        residual = self._cut(viewed(tape, hidden))
+        residual = self._cut(tape.viewed(hidden))
         del hidden
         entering, leaving, into_mlp, out_of_mlp = self._ways
         for copy in numbers:
             entering.begin(copy, one.norm(residual[copy], norms.before_attention))
-        attended = self._attended(entering)
+        attended = self._attended_each(entering)
         for copy in numbers:
             leaving.begin(copy, one.project(attended[copy], OUT))
         for copy in numbers:
@@ -210,41 +203,36 @@ class LayerOfCopies(Layer):
         self._again = s.recompute is not None
         ends = []
         for copy in numbers:
-            base = copied(tape, residual[copy])
+            base = tape.copied(residual[copy])
             ends.append(self._plus(base, one.norm(out_of_mlp.arrived(copy), norms.behind_mlp)))
             del base
-        return joined(tape, ends)
+        return tape.joined(ends)
 
     def project(self, x: Tensor, name: str) -> Tensor:
         """Return what has been made of all copies, or a projection of x."""
         return self._whole[name] if name in self._whole else super().project(x, name)
 
     def _plus(self, residual: Tensor, made: Tensor) -> Tensor:
-        return added(
-            self.tape, residual, remade(self.tape, made) if self.sizes.kind.scaled else made
-        )
+        return self.tape.added(residual, self.tape.remade(made) if self.sizes.kind.scaled else made)
 
     def _cut(self, x: Tensor) -> list[Tensor]:
-        return parted(self.tape, x, [x.size / self.sizes.copies] * self.sizes.copies)
+        return self.tape.parted(x, [x.size / self.sizes.copies] * self.sizes.copies)
 
-    def _attended(self, entering: CopiesUnderWay) -> list[Tensor]:
+    def _attended_each(self, entering: CopiesUnderWay) -> list[Tensor]:
         """Return of each copy what attention hands to its projection out."""
         tape, s = self.tape, self.sizes
         parts: dict[str, list[Tensor]] = {name: [] for name in s.outputs("self_attn")}
         for copy in range(s.copies):
             arrived = entering.arrived(copy)
             for name, made in parts.items():
-                made.append(viewed(tape, self._one.project(arrived, name)))
+                made.append(tape.viewed(self._one.project(arrived, name)))
         self._whole = {name: self._together(made) for name, made in parts.items()}
-        gate: list[Tensor] = []
-        out = self._attend(self._qkv(Tensor(0.0, None, None, 0), gate))
-        if gate:
-            out = multiplied(tape, out, gated(tape, gate.pop()))
+        out = super()._attended(Tensor(0.0))
         del arrived, made
-        out = viewed(tape, out)
+        out = tape.viewed(out)
         if s.splits_tokens:
-            whole = remade(tape, out)  # filled up for all ranks
-            found = [copied(tape, one) for one in self._cut(whole)]
+            whole = tape.remade(out)  # filled up for all ranks
+            found = [tape.copied(one) for one in self._cut(whole)]
         else:
             found = self._cut(out)
         self._whole = {}
@@ -253,5 +241,5 @@ class LayerOfCopies(Layer):
 
     def _together(self, made: list[Tensor]) -> Tensor:
         if self.sizes.splits_tokens:  # of each rank some
-            made = [viewed(self.tape, one) for one in made]
-        return joined(self.tape, made)
+            made = [self.tape.viewed(one) for one in made]
+        return self.tape.joined(made)

@@ -6,20 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from uspft.planner.layer_sizes import Experts, LayerSizes
-from uspft.planner.operations import (
-    INDEX,
-    WIDE,
-    added,
-    bent,
-    gated,
-    halves,
-    linear,
-    multiplied,
-    remade,
-    sliced,
-    tiled,
-)
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.operations import INDEX, WIDE, LayerTape
+from uspft.planner.tape import GradientStorages, Storage, Tensor
 from uspft.planner.trained import matrices_of_experts
 
 
@@ -29,7 +17,7 @@ def logit_bytes(s: LayerSizes, tokens: int) -> float:
     return float((WIDE if s.kind.wide_router else s.element) * tokens * s.experts.number)
 
 
-def routed(tape: Tape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], Tensor]) -> Tensor:
+def routed(tape: LayerTape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], Tensor]) -> Tensor:
     """Return what a layer's experts make of x, which their router sees as it is between blocks.
     enter: returns what tensor ranks take of it."""
     assert s.experts
@@ -39,12 +27,12 @@ def routed(tape: Tape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], Tenso
     matrix = _formed(tape, weight, s, of) if router in s.adapted else None
     tokens = x
     if wide > 1:  # tokens and matrix alike
-        tokens = remade(tape, x, wide * x.size)
+        tokens = tape.remade(x, wide * x.size)
         plain = matrix or Tensor(weight, None, tape.parameter(trains).node, 0)
-        matrix = remade(tape, plain, wide * weight)
+        matrix = tape.remade(plain, wide * weight)
         del plain
     size = logit_bytes(s, s.between)
-    logits = linear(tape, tokens, size, wide * weight, trains=trains, matrix=matrix)
+    logits = tape.linear(tokens, size, wide * weight, trains=trains, matrix=matrix)
     del matrix, tokens
     index, scores = _chosen(tape, logits, s, of)
     del logits
@@ -53,14 +41,14 @@ def routed(tape: Tape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], Tenso
     return _Experts(tape, s, of)(x, index, scores)
 
 
-def _formed(tape: Tape, size: float, s: LayerSizes, of: Experts) -> Tensor:
+def _formed(tape: LayerTape, size: float, s: LayerSizes, of: Experts) -> Tensor:
     """Return a router's matrix with its adapter's product (model/adapter.py)."""
     thin = float(s.element * s.rank * (of.number + s.hidden))
 
     of_thin = lambda grads: [tape.new(thin)]  # noqa: E731
     (product,) = tape.record((tape.parameter(True),), (size,), of_thin, saves=True)
-    product = remade(tape, product)
-    return added(tape, product, Tensor(size, None, None, 0))
+    product = tape.remade(product)
+    return tape.added(product, Tensor(size))
 
 
 def _score(s: LayerSizes) -> int:
@@ -68,28 +56,28 @@ def _score(s: LayerSizes) -> int:
     return WIDE if s.kind.wide_scores else s.element
 
 
-def _chosen(tape: Tape, logits: Tensor, s: LayerSizes, of: Experts) -> tuple[Tensor, Tensor]:
+def _chosen(tape: LayerTape, logits: Tensor, s: LayerSizes, of: Experts) -> tuple[Tensor, Tensor]:
     """Return which experts each token meets, and what their outputs are multiplied by."""
     choices, found = s.between * of.met, logits
     if s.kind.probabilities:
         wide = WIDE * s.between * of.number
-        found = gated(tape, found if wide == logits.size else remade(tape, logits, wide))
+        found = tape.gated(found if wide == logits.size else tape.remade(logits, wide))
     index = tape.new(INDEX * choices)
-    scores = gated(tape, remade(tape, found, found.size / of.number * of.met, keeps=[index]))
+    scores = tape.gated(tape.remade(found, found.size / of.number * of.met, keeps=[index]))
     if scores.size != _score(s) * choices:
-        scores = remade(tape, scores, _score(s) * choices)
-    return Tensor(index.size, index, None, 0), scores
+        scores = tape.remade(scores, _score(s) * choices)
+    return Tensor(index.size, index), scores
 
 
-def _taken(tape: Tape, x: Tensor, size: float, index: object) -> Tensor:
+def _taken(tape: LayerTape, x: Tensor, size: float, index: object) -> Tensor:
     """Return rows of x by an index, which its backward needs."""
-    return remade(tape, x, size, back=x.size, keeps=[index])
+    return tape.remade(x, size, back=x.size, keeps=[index])
 
 
 class _Experts:
     """The experts of a layer, in tiles where that is asked for, and ranks that divide them."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes, of: Experts) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes, of: Experts) -> None:
         self._tape, self._sizes, self._of = tape, sizes, of
         matrices = matrices_of_experts(sizes.kind.router)
         self._into, self._out = (name in sizes.trained for name in matrices)
@@ -111,12 +99,12 @@ class _Experts:
             sent = tape.new(INDEX * choices)
             whole = [tape.new(INDEX / 2 * choices) for _ in range(2)]
             del sent, whole
-            index = Tensor(INDEX * choices, tape.new(INDEX * choices), None, 0)
+            index = Tensor(INDEX * choices, tape.new(INDEX * choices))
         every = [rows, index, factors]
         if s.tile:
             share = min(1.0, s.tile / (self._rows if divides else self._tokens))
             trains = any((self._into, self._out, *self._adapted))
-            made = tiled(tape, every, run, share, s.wide, trains=trains)
+            made = tape.tiled(every, run, share, s.wide, trains=trains)
         else:
             made = run(every)
         return self._returned(made, size) if of.ranks > 1 else made
@@ -132,17 +120,17 @@ class _Experts:
         factors = _taken(tape, scores, scores.size, order)
         counted = tape.new(INDEX / 2 * choices)
         biases = tape.new(e * choices * 2 * of.inner) if s.kind.clamped else None
-        made = linear(tape, selected, e * choices * 2 * of.inner, 2 * matrix, trains=self._into)
+        made = tape.linear(selected, e * choices * 2 * of.inner, 2 * matrix, trains=self._into)
         made = self._bent(made)
         if biases:
             biases = tape.new(e * choices * s.hidden)
-        made = linear(tape, made, e * choices * s.hidden, matrix, trains=self._out)
-        weighted = multiplied(tape, made, factors, _score(s) * choices * s.hidden)
+        made = tape.linear(made, e * choices * s.hidden, matrix, trains=self._out)
+        weighted = tape.multiplied(made, factors, _score(s) * choices * s.hidden)
         back = tape.new(INDEX * choices)
         weighted = _taken(tape, weighted, weighted.size, back)
-        total = remade(tape, weighted, weighted.size / of.met)
+        total = tape.remade(weighted, weighted.size / of.met)
         del sorted_ids, counted
-        return total if total.size == x.size else remade(tape, total, x.size)
+        return total if total.size == x.size else tape.remade(total, x.size)
 
     def _here(self, parts: Sequence[Tensor]) -> Tensor:
         """Return what the experts that are here make of rows, in pairs of a row with one of them
@@ -162,25 +150,25 @@ class _Experts:
         row, slot = tape.new(one), tape.new(one)
         del found
         selected = _taken(tape, x, e * pairs * s.hidden, row)
-        made = linear(tape, selected, e * pairs * 2 * of.inner, 2 * matrix, trains=self._into)
+        made = tape.linear(selected, e * pairs * 2 * of.inner, 2 * matrix, trains=self._into)
         if self._adapted[0]:
-            made = added(tape, made, self._beside(selected, s.hidden, 2 * of.inner))
+            made = tape.added(made, self._beside(selected, s.hidden, 2 * of.inner))
         del selected
         made = self._biased(made)
         inner = self._bent(made)
-        made_of = linear(tape, inner, e * pairs * s.hidden, matrix, trains=self._out)
+        made_of = tape.linear(inner, e * pairs * s.hidden, matrix, trains=self._out)
         if self._adapted[1]:
-            made_of = added(tape, made_of, self._beside(inner, of.inner, s.hidden))
+            made_of = tape.added(made_of, self._beside(inner, of.inner, s.hidden))
         del made, inner
         made_of = self._biased(made_of)
         factors = _taken(tape, scores, scores.size / rows / of.met * pairs, slot)
-        weighted = multiplied(tape, made_of, factors, _score(s) * pairs * s.hidden)
+        weighted = tape.multiplied(made_of, factors, _score(s) * pairs * s.hidden)
         del made_of, factors
-        wide = weighted if _score(s) == WIDE else remade(tape, weighted, WIDE * pairs * s.hidden)
+        wide = weighted if _score(s) == WIDE else tape.remade(weighted, WIDE * pairs * s.hidden)
         size = WIDE * rows * s.hidden
-        total = remade(tape, wide, size, beside=size, keeps=[row])  # summed for each row
+        total = tape.remade(wide, size, beside=size, keeps=[row])  # summed for each row
         del order, index, expert
-        return total if e == WIDE else remade(tape, total, x.size)
+        return total if e == WIDE else tape.remade(total, x.size)
 
     def _sent(self, x: Tensor, scores: Tensor, route: object) -> list[Tensor]:
         """Return the rows that come, and what their experts weigh."""
@@ -227,8 +215,8 @@ class _Experts:
         """Return what the adapters of experts make of rows, times a number."""
         tape, s, of = self._tape, self._sizes, self._of
         each = float(s.element * (of.number // of.ranks) * s.rank)
-        thin = linear(tape, x, x.size / takes * s.rank, each * takes, trains=True)
-        return remade(tape, linear(tape, thin, x.size / takes * gives, each * gives, trains=True))
+        thin = tape.linear(x, x.size / takes * s.rank, each * takes, trains=True)
+        return tape.remade(tape.linear(thin, x.size / takes * gives, each * gives, trains=True))
 
     def _biased(self, x: Tensor) -> Tensor:
         """Return x with the biases of its rows' experts, where they have any."""
@@ -244,9 +232,9 @@ class _Experts:
         those between, both clamped."""
         tape = self._tape
         if not self._sizes.kind.clamped:
-            gate, up = halves(tape, x)
-            return multiplied(tape, bent(tape, gate), up)
-        gate, up = (sliced(tape, x, x.size / 2) for _ in range(2))
-        gate, up = bent(tape, gate), bent(tape, up)
-        linked = multiplied(tape, gate, gated(tape, remade(tape, gate)))
-        return multiplied(tape, remade(tape, up), linked)
+            gate, up = tape.halves(x)
+            return tape.multiplied(tape.bent(gate), up)
+        gate, up = (tape.sliced(x, x.size / 2) for _ in range(2))
+        gate, up = tape.bent(gate), tape.bent(up)
+        linked = tape.multiplied(gate, tape.gated(tape.remade(gate)))
+        return tape.multiplied(tape.remade(up), linked)

@@ -16,70 +16,25 @@ from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
 from uspft.planner.attention_memory import attended, work_bytes
 from uspft.planner.layer_memory import Layer, enter
 from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
-from uspft.planner.operations import (
-    WIDE,
-    Angles,
-    added,
-    copied,
-    gated,
-    halves,
-    joined,
-    multiplied,
-    parted,
-    remade,
-    tiled,
-    viewed,
-)
+from uspft.planner.operations import WIDE, LayerTape
 from uspft.planner.state_memory import (
+    StateLayer,
     at_home,
     convolved,
     inside_heads,
     kept_bytes,
-    normed_by_head,
     rule_gradients,
     run_rule,
 )
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, Storage, Tensor
 from uspft.sequence.rows.heads import key_groups, key_ranges
-
-
-class _Part(Layer):
-    """A layer as it takes a tile of tokens, or some heads."""
-
-    def taken(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return what the last projection takes of a layer's input and of what attention, or the
-        rule, gives."""
-        tape, s = self.tape, self.sizes
-        if s.state:
-            _, gate, *held = self._before_rule(x, lambda every: every)
-            gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
-            trains = self._trains(f"{STATE_LAYER}.{s.state.norm}")
-            found = normed_by_head(tape, out, gate, s.state, trains)
-            del held
-            return found
-        if not s.kind.gated:
-            return out
-        query, other = halves(tape, self.project(x, "self_attn.q_proj"))
-        gate = remade(tape, other)
-        del other
-        if s.kind.turned:
-            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
-        return multiplied(tape, out, gated(tape, gate))
-
-    def before(self, x: Tensor) -> list[Tensor]:
-        """Return what attention, or the convolution before the rule, takes of an input."""
-        if not self.sizes.state:
-            return self._qkv(x, [])
-        found, *held = self._before_rule(x, lambda every: every)
-        del held
-        return found
 
 
 class GroupMemory(ABC):
     """A block in groups of heads, with its norms and residual where these are one function with it.
     It is called once for each run."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         self.tape, self.sizes = tape, sizes
         s = sizes
         self._features = s.inside(s.block)
@@ -181,37 +136,38 @@ class GroupMemory(ABC):
         """Return the sizes of a tile. use: BEFORE or BEHIND. some: heads, where not all are."""
         return self.sizes.of_tile(some, use if self._gated else "", split=self.sizes.gathers)
 
-    def _part(self, use: str, some: Sharing | StateHeads | None = None) -> _Part:
-        return _Part(self.tape, self._sizes_of(use, some))
+    def _part(self, use: str, some: Sharing | StateHeads | None = None) -> Layer:
+        sizes = self._sizes_of(use, some)
+        return StateLayer(self.tape, sizes) if sizes.state else Layer(self.tape, sizes)
 
-    def _input(self, one: _Part, *, wanted: bool = False) -> Tensor:
+    def _input(self, one: Layer, *, wanted: bool = False) -> Tensor:
         """Return what the block takes of a tile. wanted: whether its gradient is."""
         size = self._tile.between_bytes()
-        x = Tensor(size, None, None, 0)
+        x = Tensor(size)
         if wanted:
             x = self.tape.leaf(size, self.tape.new(0.0))
         x = one.norm(x, self._before)
         if not self.sizes.gathers:
             return x
-        return remade(self.tape, viewed(self.tape, x), one.sizes.inside_bytes())
+        return self.tape.remade(self.tape.viewed(x), one.sizes.inside_bytes())
 
     @property
     def _tile_out(self) -> float:
         """The bytes of attention's output of a tile."""
         return float(self._features * self._tile.sharing.tokens * self.sizes.element)
 
-    def _projected(self, one: _Part, *, wanted: bool) -> Tensor:
+    def _projected(self, one: Layer, *, wanted: bool) -> Tensor:
         """Return what the last projection makes of a tile. wanted: whether the input's gradient
         is."""
-        x = Tensor(self._tile.between_bytes(), None, None, 0)
+        x = Tensor(self._tile.between_bytes())
         if self._gated:
             with self.tape.no_gradient():
                 x = self._input(one)
             x = self.tape.leaf(x.size, x.storage) if wanted else x
-        out = Tensor(self._tile_out, None, None, 0)
+        out = Tensor(self._tile_out)
         if self.sizes.gathers:  # of all ranks, which is put together
             size = out.size * (self._tile.sharing.tokens < self.sizes.sharing.tokens)
-            out = Tensor(out.size, self.tape.new(size), None, 0)
+            out = Tensor(out.size, self.tape.new(size))
             out = self.tape.leaf(out.size, out.storage) if wanted else out
         return one.project(one.taken(x, out), self.sizes.out)
 
@@ -221,10 +177,10 @@ class GroupMemory(ABC):
             one = self._part(BEHIND)
             made = self._projected(one, wanted=False)
             if self.sizes.gathers:
-                made = remade(self.tape, made, self._tile.between_bytes())
+                made = self.tape.remade(made, self._tile.between_bytes())
             made = one.norm(made, self._behind)
             if self.sizes.whole_first:
-                added(self.tape, made, made)
+                self.tape.added(made, made)
 
     def _last_gradients(self) -> None:
         """Make the gradients of the last projection's weights, and of what makes gates."""
@@ -244,7 +200,7 @@ class GroupMemory(ABC):
         with self.tape.no_gradient():
             one = self._part(BEFORE, some)
             made = one.before(self._input(one))
-            every = joined(self.tape, made[:3]) if self.sizes.state else None
+            every = self.tape.joined(made[:3]) if self.sizes.state else None
             del made, every
 
     def _first_gradients(self) -> None:
@@ -271,7 +227,7 @@ class GroupMemory(ABC):
             del held
             return
         with tape.apart(), tape.no_gradient():
-            one = _Part(tape, self.sizes.of_tile(some, use=BEHIND))
+            one = self._part(BEHIND, some)
             leaf = tape.leaf(out, tape.new(0.0) if share == 1 else None)  # a view of all
             made = one.project(one.taken(self._input(one), leaf), self.sizes.out)
             tape.backward(made, tape.new(0.0))
@@ -296,7 +252,7 @@ def _arrived(coming: list[list[Storage]]) -> list[Storage]:
 class AttentionGroupMemory(GroupMemory):
     """Attention in groups of heads."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         self._home: list[list[Storage]] = []
         """What is on its way home, each with the place where it arrives."""
@@ -479,7 +435,7 @@ def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages
 class StateGroupMemory(GroupMemory):
     """A state in groups of key heads with their value heads."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         assert self.sizes.state
         self._heads = self.sizes.state
@@ -499,7 +455,7 @@ class StateGroupMemory(GroupMemory):
     def _taken(self, every: list[Tensor], some: StateHeads) -> list[Tensor]:
         """Return what the rule takes of a group, where it runs."""
         every[0] = convolved(self.tape, every[0], some, self._convolves)
-        parts = [*parted(self.tape, every.pop(0), some.taken(some.sizes)[:3]), *every]
+        parts = [*self.tape.parted(every.pop(0), some.taken(some.sizes)[:3]), *every]
         every.clear()
         return parts if some.ulysses == 1 else inside_heads(self.tape, parts, some)
 
@@ -508,7 +464,7 @@ class StateGroupMemory(GroupMemory):
         found = [tape.new(of.bytes(of.values))]
         for some in self._groups():
             with tape.no_gradient():
-                every = [Tensor(one.size, one, None, 0) for one in self._made_of(some)]
+                every = [Tensor(one.size, one) for one in self._made_of(some)]
                 inside = self._taken(every, some)
                 own = run_rule(tape, inside, some)
                 kept = tape.new(kept_bytes(some))
@@ -557,7 +513,7 @@ class LayerInGroups(Layer):
     """A layer on a tape that attends in groups of heads, as two functions where `in_halves` says
     so."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         kind = StateGroupMemory if sizes.state else AttentionGroupMemory
         self.groups = (GatheredGroupMemory if sizes.gathers else kind)(tape, sizes)
@@ -574,13 +530,11 @@ class LayerInGroups(Layer):
             return super().second_half(hidden)
         plain = super().second_half
         if s.experts or not s.tile:
-            return plain(copied(tape, hidden))  # and nothing added
+            return plain(tape.copied(hidden))  # and nothing added
         part = Layer(tape, s.of_tile(split=s.splits_tokens))
         trains = self._any_trains("mlp.", *s.kind.norms[2:])
-        run = lambda parts: part.second_half(copied(tape, parts[0]))  # noqa: E731
-        return tiled(
-            tape, [hidden], run, min(1.0, s.tile / s.sharing.tokens), s.wide, trains=trains
-        )
+        run = lambda parts: part.second_half(tape.copied(parts[0]))  # noqa: E731
+        return tape.tiled([hidden], run, min(1.0, s.tile / s.sharing.tokens), s.wide, trains=trains)
 
     def _attention(self, x: Tensor) -> Tensor:
         return self._leave(self._in_groups(enter(self.tape, self.sizes, x)))

@@ -7,7 +7,7 @@ in the order in which an algorithm deals tokens out, on a tape. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -84,19 +84,6 @@ SHORT = (8, 12)
 as much, and walks take a time that grows with the third power of the ranks."""
 
 
-def _drawn_out(
-    found: Callable[[int, Window | None], float], ring: int, window: Window | None
-) -> float:
-    """Return the bytes for a token on a ring longer than SHORT. found: tells them of so many ranks,
-    which have as many tokens each."""
-    each = window.row_tokens // ring if window else 0
-    if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
-        window = None
-    seen = (window and window._replace(row_tokens=each * few) for few in SHORT)
-    less, more = (found(few, one) for few, one in zip(SHORT, seen, strict=True))
-    return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
-
-
 @lru_cache(maxsize=256)
 def _shares(ulysses: int, ring: int, window: Window | None, way: KeyTransfer) -> Sequence[Share]:
     """Return the share of each ring rank of a row of one document, or of a chunk of it that has as
@@ -124,21 +111,7 @@ def backward_bytes(
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
-    if window is None and ulysses > 1:  # whose members have the same share of fewer tokens
-        return backward_bytes(1, ring, token, way, None)
-    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
-        return _drawn_out(lambda n, w: backward_bytes(ulysses, n, token, way, w), ring, window)
-
-    def walk(tape: Tape, share: Share) -> float:
-        own = _up_to_end(tape, share, token)
-        if way.stages is None or ring == 1:
-            _ring(tape, share, token)
-        else:
-            _exchange(tape, share, _exchange_of(share, way, window), token)
-        del own
-        return tape.most
-
-    return _of_a_token(ulysses, ring, window, way, walk)
+    return _of_a_token(backward_bytes, _back, ulysses, ring, token, way, window)
 
 
 @lru_cache(maxsize=256)
@@ -151,53 +124,89 @@ def forward_bytes(
         return 0.0
     if way.stages is None and not way.behind:
         return 2 * token.pair
-    if window is None and ulysses > 1:
-        return forward_bytes(1, ring, token, way, None)
-    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
-        return _drawn_out(lambda n, w: forward_bytes(ulysses, n, token, way, w), ring, window)
+    return _of_a_token(forward_bytes, _forth, ulysses, ring, token, way, window)
 
-    def walk(tape: Tape, share: Share) -> float:
-        own = _up_to_end(tape, share, token)
-        if way.stages is None:
-            return own.size + 2 * token.pair * share.keys[share.ring_index].tokens
-        under_way = _arriving(tape, _exchange_of(share, way, window), token)
-        found = tape.live
-        under_way.clear()
-        del own
-        return found
 
-    return _of_a_token(ulysses, ring, window, way, walk)
+BytesFound = Callable[[int, int, BytesPerToken, KeyTransfer, Window | None], float]
+"""backward_bytes or forward_bytes."""
+Walk = Callable[[Tape, Share, BytesPerToken, KeyTransfer, Window | None], float]
 
 
 def _of_a_token(
+    found: BytesFound,
+    walk: Walk,
     ulysses: int,
     ring: int,
-    window: Window | None,
+    token: BytesPerToken,
     way: KeyTransfer,
-    walk: Callable[[Tape, Share], float],
+    window: Window | None,
 ) -> float:
     """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
 
-    A rank with many windows is drawn out from two with fewer: what it has in flight is a line of
-    its tokens, of which the keys before each of its spans are what does not grow.
+    A ring longer than SHORT is drawn out from two with as many tokens a rank. So is a rank with
+    many windows from two with fewer: what it has in flight is a line of its tokens, of which the
+    keys before each of its spans are what does not grow.
     """
+    if window is None and ulysses > 1:  # whose members have the same share of fewer tokens
+        return found(1, ring, token, way, None)
+    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
+        each = window.row_tokens // ring if window else 0
+        if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
+            window = None
+        less, more = (
+            found(ulysses, few, token, way, window and window._replace(row_tokens=each * few))
+            for few in SHORT
+        )
+        return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
+
+    def most(seen: Window | None) -> tuple[float, int]:
+        shares = _shares(ulysses, ring, seen, way)
+        tokens = min(share.holdings[share.ring_index].tokens for share in shares)
+        return max(walk(Tape(), share, token, way, window) for share in shares), tokens
+
     unit = 2 * ring * ulysses
     short = -(-WINDOWS_WALKED * window.keys * ring // unit) * unit if window else 0
     if window is None or window.row_tokens <= 2 * short:
-        most, tokens = _most(_shares(ulysses, ring, window, way), walk)
-        return most / tokens
-    (less, few), (more, many) = (
-        _most(_shares(ulysses, ring, window._replace(row_tokens=row), way), walk)
-        for row in (short, 2 * short)
-    )
+        whole, tokens = most(window)
+        return whole / tokens
+    (less, few), (more, many) = (most(window._replace(row_tokens=n)) for n in (short, 2 * short))
     here = window.row_tokens / ring
     return (more + (more - less) / (many - few) * (here - many)) / here
 
 
-def _most(shares: Sequence[Share], walk: Callable[[Tape, Share], float]) -> tuple[float, int]:
-    """Return the most that a walk finds on any ring rank, and the tokens of the one with fewest."""
-    found = [walk(Tape(), share) for share in shares]
-    return max(found), min(share.holdings[share.ring_index].tokens for share in shares)
+def _forth(
+    tape: Tape, share: Share, token: BytesPerToken, way: KeyTransfer, window: Window | None
+) -> float:
+    """Return the bytes of keys that are under way in the forward."""
+    own = _up_to_end(tape, share, token)
+    if way.stages is None:
+        return own.size + 2 * token.pair * share.keys[share.ring_index].tokens
+    under_way = _arriving(tape, _exchange_of(share, way, window), token)
+    found = tape.live
+    del under_way, own
+    return found
+
+
+def _back(
+    tape: Tape, share: Share, token: BytesPerToken, way: KeyTransfer, window: Window | None
+) -> float:
+    """Return the most that is alive while a rank's backward runs."""
+    me, own = share.ring_index, _up_to_end(tape, share, token)
+    tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
+    dq = _Sum(tape, tokens, token.query, token.wide)
+    dkv = _Sum(tape, keys, token.pair, token.wide)
+    last: RangeGradients = []
+    if way.stages is None or share.ring == 1:
+        last = _ring(tape, share, token, dq, dkv)
+    else:
+        _exchange(tape, share, _exchange_of(share, way, window), token, dq, dkv)
+    # What was summed is rounded, the keys' before the queries', and between the sinks' gradient is
+    # made.
+    rounded = dkv.result()
+    tape.new(token.of_sinks * tokens)
+    queries = dq.result()
+    del rounded, queries, own, last
+    return tape.most
 
 
 def _up_to_end(tape: Tape, share: Share, token: BytesPerToken) -> Storage:
@@ -212,12 +221,8 @@ def _exchange_of(share: Share, way: KeyTransfer, window: Window | None) -> Excha
     return Exchange(share, way.stages, trimmed=way.trimmed, keep=False, least=least)
 
 
-class _Found(NamedTuple):
-    """The gradients of a range of tokens, which may share their storage with others'."""
-
-    start: int
-    stop: int
-    storage: Storage
+RangeGradients = list[tuple[int, Storage]]
+"""Of ranges of so many tokens, which may share their storage."""
 
 
 class _Sum:
@@ -229,10 +234,10 @@ class _Sum:
         self._whole: Storage | None = None
         self._sum: Storage | None = None
 
-    def add(self, gradients: Sequence[_Found]) -> None:
-        places = [(one.start, one.stop) for one in gradients]
-        if self._sum is None and self._whole is None and places == [(0, self._tokens)]:
-            self._whole = gradients[0].storage
+    def add(self, gradients: RangeGradients) -> None:
+        covers = [tokens for tokens, _ in gradients] == [self._tokens]
+        if self._sum is None and self._whole is None and covers:
+            self._whole = gradients[0][1]
         else:
             self.open()
 
@@ -255,14 +260,14 @@ class _Sum:
 
 def _kernel(
     tape: Tape, blocks: Sequence[Block], keys: int, queries: int, token: BytesPerToken
-) -> tuple[list[_Found], list[_Found]]:
+) -> tuple[RangeGradients, RangeGradients]:
     """Return the gradients of queries, and of keys and values, of blocks (VarlenKernel.backward).
 
     keys, queries: how many there are.
     """
     given = rows = tape.new(0.0)
-    of_queries: list[_Found] = []
-    of_keys: list[_Found] = []
+    of_queries: RangeGradients = []
+    of_keys: RangeGradients = []
     for call in in_calls(blocks, keys):
         turned = call[0].mask is Mask.FLIPPED
         q_runs, k_runs = joined((b.q0, b.q1) for b in call), joined((b.k0, b.k1) for b in call)
@@ -276,19 +281,18 @@ def _kernel(
             flipped = tape.new(token.query * q_tokens), tape.new(token.pair * k_tokens)
             dq, dkv = flipped
             del flipped
-        of_queries += [_Found(*run, dq) for run in q_runs]
-        of_keys += [_Found(*run, dkv) for run in k_runs]
+        of_queries += [(stop - start, dq) for start, stop in q_runs]
+        of_keys += [(stop - start, dkv) for start, stop in k_runs]
         del dq, dkv
     del given, rows
     return of_queries, of_keys
 
 
-def _ring(tape: Tape, share: Share, token: BytesPerToken) -> None:
-    me, ring = share.ring_index, share.ring
-    tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
-    dq = _Sum(tape, tokens, token.query, token.wide)
-    own = _Sum(tape, keys, token.pair, token.wide)
-    hand = [tape.new(token.pair * keys)] if ring > 1 else []
+def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -> RangeGradients:
+    """Add to the gradients of queries, and of a rank's own keys, as keys go round a ring. Returns
+    what is held until these are rounded."""
+    me, ring, tokens = share.ring_index, share.ring, share.holdings[share.ring_index].tokens
+    hand = [tape.new(token.pair * share.keys[me].tokens)] if ring > 1 else []
     pending: tuple[Storage, Storage] | None = None
     for step in range(ring):
         source, following = ((me - s) % ring for s in (step, step + 1))
@@ -303,9 +307,8 @@ def _ring(tape: Tape, share: Share, token: BytesPerToken) -> None:
         if source == me:
             own.add(partials)
         else:
-            seen = tokens_in(share.places(me, source))
-            part = _Sum(tape, seen, token.pair, token.wide)
-            part.add(_among(share, source, partials))
+            part = _Sum(tape, tokens_in(share.places(me, source)), token.pair, token.wide)
+            part.add(partials)
             del partials
             leaving = part.result(stacked=True)
             if pending:
@@ -319,27 +322,7 @@ def _ring(tape: Tape, share: Share, token: BytesPerToken) -> None:
         del coming
     if pending:
         own.open()
-        pending = None
-    _end(tape, own, dq, token.of_sinks * tokens)
-
-
-def _among(share: Share, source: int, partials: Iterable[_Found]) -> list[_Found]:
-    """Return gradients by their places among the keys that are seen."""
-    seen = share.places(share.ring_index, source)
-    found = []
-    for start, stop, storage in partials:
-        first = sum(min(b, start) - a for a, b in seen if a < start)
-        found.append(_Found(first, first + stop - start, storage))
-    return found
-
-
-def _end(tape: Tape, own: _Sum, dq: _Sum, of_sinks: float) -> None:
-    """Let what was summed be rounded, the keys' before the queries'. of_sinks: what the gradient of
-    sinks needs between."""
-    keys = own.result()
-    tape.new(of_sinks)
-    queries = dq.result()
-    del keys, queries
+    return partials
 
 
 Parcels = dict[object, list[tuple[Storage, Storage]]]
@@ -362,10 +345,11 @@ def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
     return parcels
 
 
-def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken) -> None:
+def _exchange(
+    tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken, dq: _Sum, own: _Sum
+) -> None:
+    """Add to the gradients of queries, and of a rank's own keys, as an exchange brings keys."""
     tokens, held = (each[share.ring_index].tokens for each in (share.holdings, share.keys))
-    dq = _Sum(tape, tokens, token.query, token.wide)
-    own = _Sum(tape, held, token.pair, token.wide)
     parcels = _arriving(tape, exchange, token)
     queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)
     dq.add(queries)
@@ -373,34 +357,28 @@ def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken
     del queries, keys
     pending: list[tuple[Storage, Storage]] = []
     for arrival in exchange.arrivals:
-        several = len(arrival.sizes) > 1
+        arrived = sum(arrival.sizes)
         here = parcels.pop(arrival.leg)
-        whole = tape.new(token.pair * sum(arrival.sizes)) if several else here[0][1]
+        whole = tape.new(token.pair * arrived) if len(here) > 1 else here[0][1]
         del here
-        queries, partials = _kernel(tape, arrival.blocks, sum(arrival.sizes), tokens, token)
+        queries, partials = _kernel(tape, arrival.blocks, arrived, tokens, token)
         del whole
         dq.add(queries)
         del queries
-        total = _Sum(tape, sum(arrival.sizes), token.pair, token.wide)
+        total = _Sum(tape, arrived, token.pair, token.wide)
         total.add(partials)
         del partials
-        pending += _sent(tape, exchange, arrival, total, token)
+        pending += _sent(tape, exchange, arrival, [total.result(stacked=True)], token)
     own.open()
-    pending.clear()
-    _end(tape, own, dq, token.of_sinks * tokens)
 
 
 def _sent(
-    tape: Tape, exchange: Exchange, arrival: Arrival, total: _Sum, token: BytesPerToken
+    tape: Tape, exchange: Exchange, arrival: Arrival, parts: list[Storage], token: BytesPerToken
 ) -> list[tuple[Storage, Storage]]:
-    """Return what goes home of an arrival, and what comes home."""
-    rounded = total.result(stacked=True)
+    """Return what goes home of an arrival, and what comes home. parts: has their gradients as one,
+    and is changed."""
     if len(arrival.sizes) > 1:
-        parts = [tape.new(token.pair * size) for size in arrival.sizes]
-        del rounded
-    else:
-        parts = [rounded]
-        del rounded
+        parts[:] = [tape.new(token.pair * size) for size in arrival.sizes]
     homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]
     return [
         (part, tape.new(token.pair * tokens_in(cuts)))

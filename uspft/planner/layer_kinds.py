@@ -7,17 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from uspft.families import ModelShape, expert_layers, layer_windows, state_layers
-from uspft.planner.operations import (
-    WIDE,
-    Angles,
-    turned_by_halves,
-    turned_in_pairs,
-    turned_in_part,
-    turned_plainly,
-    turned_wide,
-)
+from uspft.planner.operations import WIDE, Angles, LayerTape
 from uspft.planner.products import SHARED_EXPERT, SHARED_EXPERTS
-from uspft.planner.tape import Tape, Tensor
+from uspft.planner.tape import Tensor
 
 
 class Norms(NamedTuple):
@@ -39,7 +31,7 @@ class LayerKind:
     norms: Norms = _FRONT
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
-    turned: Callable[[Tape, Tensor, Angles], Tensor] | None = turned_plainly
+    turned: Callable[[LayerTape, Tensor, Angles], Tensor] | None = LayerTape.turned_plainly
     """What brings queries and keys into their positions; None: they have none."""
     turned_share: float = 1.0
     """The share of a head that is turned."""
@@ -80,7 +72,9 @@ class LayerKind:
 
     def angle_bytes(self, dim: int, element: int) -> float:
         """Return the bytes of the cosines and sines of a token."""
-        size = WIDE if self.turned in (turned_wide, turned_in_pairs) else element
+        size = (
+            WIDE if self.turned in (LayerTape.turned_wide, LayerTape.turned_in_pairs) else element
+        )
         return self.angles * self.turned_share * dim * size
 
 
@@ -92,7 +86,7 @@ _GEMMA = Norms(
     "post_feedforward_layernorm",
 )
 _BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-_GATED = LayerKind(wide_norms=True, normed_heads=True, gated=True, turned=turned_in_part)
+_GATED = LayerKind(wide_norms=True, normed_heads=True, gated=True, turned=LayerTape.turned_in_part)
 
 LAYER_KINDS: dict[str, LayerKind] = {
     "llama": LLAMA,
@@ -101,7 +95,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "qwen2": LLAMA,
     "qwen3": LayerKind(normed_heads=True),
     "granite": LayerKind(scaled=True),
-    "phi3": LayerKind(fused=True, turned=turned_in_part),
+    "phi3": LayerKind(fused=True, turned=LayerTape.turned_in_part),
     "gemma2": LayerKind(_GEMMA, wide_norms=True),
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
     "gemma4_text": LayerKind(
@@ -112,8 +106,12 @@ LAYER_KINDS: dict[str, LayerKind] = {
         router="router.proj",
         wide_scores=True,
     ),
-    "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
-    "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
+    "olmo2": LayerKind(
+        _BEHIND, wide_norms=True, normed_together=True, turned=LayerTape.turned_wide
+    ),
+    "olmo_hybrid": LayerKind(
+        _BEHIND, wide_norms=True, normed_together=True, turned=LayerTape.turned_wide
+    ),
     "qwen3_5_text": _GATED,
     "qwen3_5_moe_text": replace(_GATED, router="mlp.gate"),
     "qwen3_next": replace(_GATED, router="mlp.gate"),
@@ -123,7 +121,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "mixtral": LayerKind(router="mlp.gate", wide_scores=True),
     "qwen3_moe": LayerKind(router="mlp.gate", normed_heads=True),
     "glm4_moe": LayerKind(
-        turned=turned_in_part,
+        turned=LayerTape.turned_in_part,
         turned_share=0.5,
         router="mlp.gate",
         wide_router=True,
@@ -132,14 +130,14 @@ LAYER_KINDS: dict[str, LayerKind] = {
         shared_last=True,
     ),
     "ernie4_5_moe": LayerKind(
-        turned=turned_in_pairs, router="mlp.gate", wide_router=True, shared=SHARED_EXPERTS
+        turned=LayerTape.turned_in_pairs, router="mlp.gate", wide_router=True, shared=SHARED_EXPERTS
     ),
     "minimax_m2": LayerKind(
-        normed_together=True, turned=turned_in_part, router="mlp.gate", wide_scores=True
+        normed_together=True, turned=LayerTape.turned_in_part, router="mlp.gate", wide_scores=True
     ),
     "gpt_oss": LayerKind(
         wide_norms=True,
-        turned=turned_by_halves,
+        turned=LayerTape.turned_by_halves,
         router="mlp.router",
         probabilities=False,
         clamped=True,

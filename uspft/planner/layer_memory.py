@@ -9,38 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from uspft.planner.attention_memory import Remembered, attend, attend_over_heads
+from uspft.planner.attention_memory import InnerAttention, Remembered, attend, attend_over_heads
 from uspft.planner.expert_memory import routed
-from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
-from uspft.planner.mesh_memory import MeshOperation, inward, outward
-from uspft.planner.operations import (
-    Angles,
-    NormKind,
-    added,
-    bent,
-    copied,
-    dropped,
-    gated,
-    halves,
-    joined,
-    linear,
-    multiplied,
-    remade,
-    rms_norm,
-    sliced,
-    tiled,
-    turned_in_pairs,
-    viewed,
-)
+from uspft.planner.layer_sizes import OUTWARD, LayerSizes
+from uspft.planner.mesh_memory import ProductOnMesh
+from uspft.planner.operations import Angles, LayerTape, NormKind
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.state_memory import before_rule, state_block
-from uspft.planner.tape import Storage, Tape, Tensor
+from uspft.planner.tape import Storage, Tensor
 
 
 class Layer:
     """A layer on a tape."""
 
-    def __init__(self, tape: Tape, sizes: LayerSizes) -> None:
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         self.tape, self.sizes = tape, sizes
         self._remembered: Remembered | None = None
         self.below: Storage | None = None
@@ -70,8 +51,8 @@ class Layer:
         hidden = self.norm(residual, norms[0])
         hidden = self.norm(block(hidden), norms[1])
         if self.sizes.kind.scaled:
-            hidden = remade(self.tape, hidden)
-        return added(self.tape, residual, hidden)
+            hidden = self.tape.remade(hidden)
+        return self.tape.added(residual, hidden)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         s = self.sizes
@@ -97,18 +78,18 @@ class Layer:
         share = s.made_share(name)
         size, made = x.size / takes * gives, round(share * gives)
         if not made:
-            return Tensor(size, tape.new(0.0), None, 0)
+            return Tensor(size, tape.new(0.0))
 
         def among_zeros(found: Tensor) -> Tensor:
-            rest = Tensor(size - found.size, None, None, 0)
-            return joined(tape, [found, rest]) if made < gives else found
+            rest = Tensor(size - found.size)
+            return tape.joined([found, rest]) if made < gives else found
 
         found = among_zeros(self._product(x, name, takes, made))
         if name not in s.adapted:
             return found
         part = x.size / takes * made
-        return added(
-            tape, found, remade(tape, among_zeros(self._adapted(x, name, takes, part, made)))
+        return tape.added(
+            found, tape.remade(among_zeros(self._adapted(x, name, takes, part, made)))
         )
 
     def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
@@ -119,35 +100,34 @@ class Layer:
             if s.kind.qkv_bias and block == "self_attn":
                 bias = float(s.element * gives)
             size = x.size / takes * gives
-            return linear(tape, x, size, weight, trains=self._trains(name), bias=bias)
+            return tape.linear(x, size, weight, trains=self._trains(name), bias=bias)
         into = name != OUTWARD[block]
-        of = MeshOperation(
-            s.element,
-            s.sharing.tokens,
-            s.hidden,
-            s.mesh_rows,
-            s.tensor,
-            s.slices[2 * (block == "mlp") + (not into)],
-        )
+        number = 2 * (block == "mlp") + (not into)
+        mesh = s.mesh_rows, s.tensor, s.slices[number]
+        product = ProductOnMesh(tape, s.element, s.sharing.tokens, s.hidden, *mesh)
         if not into:
-            return outward(tape, viewed(tape, x), of, takes, trains=self._trains(name))
+            return product.outward(tape.viewed(x), takes, trains=self._trains(name))
         if name not in self._made:
             each = s.outputs(block)
-            made = inward(tape, viewed(tape, x), of, [*each.values()], [*map(self._trains, each)])
+            made = product.inward(tape.viewed(x), [*each.values()], [*map(self._trains, each)])
             self._made = dict(zip(each, made, strict=True))
         return self._made.pop(name)
 
     def _adapted(self, x: Tensor, name: str, takes: int, size: float, gives: int) -> Tensor:
         """Return what an adapter's two factors make of x."""
         tape, s = self.tape, self.sizes
-        given = dropped(tape, x, x.size / s.element) if s.dropout else x
+        given = tape.dropped(x, x.size / s.element) if s.dropout else x
         sizes = x.size / takes * s.rank, float(s.element * takes * s.rank)
         thin = self._factor(given, f"{name}.lora_A", *sizes)
         del given
         return self._factor(thin, f"{name}.lora_B", size, float(s.element * s.rank * gives))
 
     def _factor(self, x: Tensor, name: str, size: float, weight: float) -> Tensor:
-        return linear(self.tape, x, size, weight, trains=True)
+        return self.tape.linear(x, size, weight, trains=True)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Return what a block takes of what lies between."""
+        return x if self.sizes.mesh_rows else enter(self.tape, self.sizes, x)
 
     def _leave(self, x: Tensor) -> Tensor:
         """Return the sum of what ranks have made of a block."""
@@ -155,40 +135,53 @@ class Layer:
         if s.tensor == 1 or s.mesh_rows:
             return x
         if not s.splits_tokens:
-            return copied(tape, x)
-        return remade(tape, viewed(tape, x), s.between_bytes())
+            return tape.copied(x)
+        return tape.remade(tape.viewed(x), s.between_bytes())
 
-    def _before_rule(
-        self, x: Tensor, convolve: Callable[[Tensor], Tensor]
-    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        assert self.sizes.state
-        return before_rule(self.tape, x, self.sizes.state, self.project, self._trains, convolve)
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what attention gives."""
+        tape, s = self.tape, self.sizes
+        if not s.kind.gated:
+            return out
+        query, other = tape.halves(self.project(x, "self_attn.q_proj"))
+        gate = tape.remade(other)
+        del other
+        if s.kind.turned:
+            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
+        return tape.multiplied(out, tape.gated(gate))
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what attention takes of an input."""
+        return self._qkv(x, [])
 
     def _attention(self, x: Tensor) -> Tensor:
-        tape, s = self.tape, self.sizes
-        inner = x if s.mesh_rows else enter(tape, s, x)
-        if s.state:
-            return self._leave(self.project(self._mixed(inner), s.state.out))
-        gate: list[Tensor] = []
-        out = self._attend(self._qkv(inner, gate))
-        if gate:
-            out = multiplied(tape, out, gated(tape, gate.pop()))
-        return self._leave(self.project(out, OUT))
+        inner = self._enter(x)
+        out = self._attended(inner)
+        return self._leave(self.project(out, self.sizes.out))
 
-    def _mixed(self, x: Tensor) -> Tensor:
-        """Return what a state makes of x."""
-        s = self.sizes
-        assert s.state
-        return state_block(
-            self.tape,
-            x,
-            s.state,
-            self.project,
-            self._trains,
-            self._remembered,
-            inside=s.recompute == "exchange",
-            fetch=self._fetch if s.offloads else None,
-        )
+    def _attended(self, x: Tensor) -> Tensor:
+        """Return what the projection out of attention takes."""
+        tape, how = self.tape, self.sizes.sharing
+        gate: list[Tensor] = []
+        whole = partial(attend_over_heads, tape, how=how)
+        out = self._mix(self._qkv(x, gate), whole, partial(attend, tape, how=how))
+        return tape.multiplied(out, tape.gated(gate.pop())) if gate else out
+
+    def _mix(
+        self, parts: list[Tensor], whole: Callable[..., Tensor], inner: InnerAttention
+    ) -> Tensor:
+        """Return what attention, or a rule, makes of parts. whole: it with the exchanges of heads
+        around, inner: between these."""
+        calls = [self._fetch if self.sizes.offloads else None, *[None] * (len(parts) - 1)]
+        parts = [self.tape.viewed(one, then) for one, then in zip(parts, calls, strict=True)]
+        kept = self._remembered
+        if kept and self.sizes.recompute == "exchange":
+            return whole(parts, inner=partial(kept, inner))
+        around = partial(whole, inner=inner)
+        return kept(around, parts) if kept else around(parts)
+
+    def _fetch(self) -> None:
+        self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
 
     def _qkv(self, x: Tensor, gate: list[Tensor]) -> list[Tensor]:
         """Return queries, keys and values. gate: gets what gates the output, if anything."""
@@ -199,15 +192,15 @@ class Layer:
             every = self.project(x, "self_attn.qkv_proj")
             heads, kv = s.sharing.heads, s.sharing.kv_heads
             each = every.size / (heads + 2 * kv)
-            query, key, value = (sliced(tape, every, n * each) for n in (heads, kv, kv))
+            query, key, value = (tape.sliced(every, n * each) for n in (heads, kv, kv))
             del every
         else:
             query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
             key = self._normed(self.project(x, "self_attn.k_proj"), "k", s.sharing.kv_heads)
-            value = viewed(tape, self.project(x, "self_attn.v_proj"))
+            value = tape.viewed(self.project(x, "self_attn.v_proj"))
         if s.kind.turned:
             again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
-            own = tape.new(again) if s.kind.turned is turned_in_pairs else None
+            own = tape.new(again) if s.kind.turned is LayerTape.turned_in_pairs else None
             by = Angles(s.wide, s.kind.turned_share, own)
             query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
@@ -222,7 +215,7 @@ class Layer:
         query = s.kind.turned(tape, query, by)
         made = self.project(x, "self_attn.k_proj")
         alike = s.kind.keys_are_values
-        value = viewed(tape, made if alike else self.project(x, "self_attn.v_proj"))
+        value = tape.viewed(made if alike else self.project(x, "self_attn.v_proj"))
         key = self._normed(made, "k", heads)
         del made
         key = s.kind.turned(tape, key, by)
@@ -241,27 +234,13 @@ class Layer:
             some = s.some_heads or s.tensor > 1
             found = norm(tape, s, found, tokens, trains=trains, split=some)
         if s.kind.gated and gate is not None:
-            found, other = halves(tape, found)
-            gate.append(remade(tape, other))
+            found, other = tape.halves(found)
+            gate.append(tape.remade(other))
             del other
-        found = viewed(tape, found)
+        found = tape.viewed(found)
         if s.kind.normed_heads:
             found = norm(tape, s, found, tokens * heads, trains=trains, split=False)
         return found
-
-    def _attend(self, qkv: list[Tensor]) -> Tensor:
-        tape, how = self.tape, self.sizes.sharing
-        calls = [self._fetch if self.sizes.offloads else None, None, None]
-        qkv = [viewed(tape, one, then) for one, then in zip(qkv, calls, strict=True)]
-        inner = partial(attend, tape, how=how)
-        remembered = self._remembered
-        if remembered and self.sizes.recompute == "exchange":
-            return attend_over_heads(tape, qkv, how, partial(remembered, inner))
-        whole = partial(attend_over_heads, tape, how=how, inner=inner)
-        return remembered(whole, qkv) if remembered else whole(qkv)
-
-    def _fetch(self) -> None:
-        self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
 
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
@@ -278,13 +257,12 @@ class Layer:
             return made
         every = every or self._of_every(x)
         if s.mlp == SHARED_EXPERT:
-            every = multiplied(tape, every, gated(tape, self.project(x, SHARED_GATE)))
-        return added(tape, made, every)
+            every = tape.multiplied(every, tape.gated(self.project(x, SHARED_GATE)))
+        return tape.added(made, every)
 
     def _of_every(self, x: Tensor) -> Tensor:
         """Return what the MLP that every token meets makes of x."""
-        tape, s = self.tape, self.sizes
-        return self._leave(self.in_tiles(x if s.mesh_rows else enter(tape, s, x)))
+        return self._leave(self.in_tiles(self._enter(x)))
 
     def in_tiles(self, x: Tensor) -> Tensor:
         """Return what the MLP makes of x, a tile at a time where that is asked for."""
@@ -294,35 +272,34 @@ class Layer:
         share = min(1.0, s.tile / s.sharing.tokens)
         trains = self._any_trains(f"{s.mlp}.")
         run = lambda parts: self._dense(parts[0])  # noqa: E731
-        return tiled(self.tape, [x], run, share, s.wide, trains=trains)
+        return self.tape.tiled([x], run, share, s.wide, trains=trains)
 
     def _dense(self, x: Tensor) -> Tensor:
         tape, name = self.tape, self.sizes.mlp
         if self.sizes.kind.fused:
-            gate, up = halves(tape, self.project(x, "mlp.gate_up_proj"))
-            up = multiplied(tape, up, bent(tape, gate))
+            gate, up = tape.halves(self.project(x, "mlp.gate_up_proj"))
+            up = tape.multiplied(up, tape.bent(gate))
             return self.project(up, "mlp.down_proj")
         return self.project(
-            multiplied(
-                tape,
-                bent(tape, self.project(x, f"{name}.gate_proj")),
+            tape.multiplied(
+                tape.bent(self.project(x, f"{name}.gate_proj")),
                 self.project(x, f"{name}.up_proj"),
             ),
             f"{name}.down_proj",
         )
 
 
-def enter(tape: Tape, sizes: LayerSizes, x: Tensor) -> Tensor:
+def enter(tape: LayerTape, sizes: LayerSizes, x: Tensor) -> Tensor:
     """Return what a block, or the head, takes of what lies between (tensor/megatron.py)."""
     if sizes.tensor == 1:
         return x
     if not sizes.splits_tokens:
-        return viewed(tape, x)
-    return remade(tape, viewed(tape, x), x.size / sizes.between * sizes.sharing.tokens)
+        return tape.viewed(x)
+    return tape.remade(tape.viewed(x), x.size / sizes.between * sizes.sharing.tokens)
 
 
 def norm(
-    tape: Tape,
+    tape: LayerTape,
     sizes: LayerSizes,
     x: Tensor,
     number: float,
@@ -340,8 +317,8 @@ def norm(
     how = NormKind(sizes.kind.wide_norms or some, some, weighs)
     if tile and tile < tokens and not split:
         share = tile / tokens
-        module = lambda parts: rms_norm(  # noqa: E731
-            tape, parts[0], wide * parts[0].size, number * share, how, trains=trains
+        module = lambda parts: tape.rms_norm(  # noqa: E731
+            parts[0], wide * parts[0].size, number * share, how, trains=trains
         )
-        return tiled(tape, [x], module, share, wide, trains=trains)
-    return rms_norm(tape, x, wide * x.size, number, how, trains=trains)
+        return tape.tiled([x], module, share, wide, trains=trains)
+    return tape.rms_norm(x, wide * x.size, number, how, trains=trains)

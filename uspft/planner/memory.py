@@ -1,4 +1,13 @@
-"""The only memory formula: the bytes of one rank by part, their peak, and the longest row."""
+"""The only memory formula: the bytes of one rank by part, their peak, and the longest row.
+
+What rows take is read in this order: `options` and `layer_sizes` say what a rank has of a layer,
+`tape` and `operations` what torch keeps of an operation, and `layer_memory` is the one walk over a
+layer. Where a part of it runs in another way, that part stands beside it: `attention_memory` and
+`in_flight` (ranks share a row), `mesh_memory`, `expert_memory`, and as layers of their own
+`state_memory`, `group_memory` and `copies_memory`. `activations` runs layers and the head one after
+another, and `stage_memory` counts what of that stays in a pipeline. `state` and `trained` are
+weights, gradients and the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +19,17 @@ from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AlgorithmRow
 from uspft.families import layer_windows
-from uspft.planner.activations import (
-    HeadSizes,
-    LayerBytes,
-    balance_bytes,
-    head_bytes,
-    layer_bytes,
-    router_bytes,
-)
+from uspft.planner.activations import PassBytes, chunk_keys, pass_bytes
 from uspft.planner.layer_sizes import layers_of
 from uspft.planner.operations import WIDE
 from uspft.planner.options import Options
 from uspft.planner.products import head_projection
-from uspft.planner.stage_memory import ROUNDS, PassBytes, chunk_keys, each_chunk, rank_bytes
+from uspft.planner.stage_memory import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.step_shape import DrawnRows
 from uspft.planner.trained import (
     EMBEDDING,
-    HEAD,
-    LAST_NORM,
     StageLayers,
     counts_of,
     outside_trains,
@@ -45,9 +45,6 @@ USABLE_SHARE = 0.92
 and gaps take the rest."""
 ACTIVATIONS = ("activations", "at work", "batch")
 """The parts that rows need."""
-BATCH_BYTES = 6 * 8
-"""Of a token in a batch: its number, label, position, place in the stream, row, and whether it has
-a target, all in int64."""
 KILOTOKEN = 1024
 MOST_KILOTOKENS = 1 << 20
 """Of a rank, at which the search for the longest row ends."""
@@ -233,69 +230,6 @@ def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str
     work = peak - made - kept
     parts = {"activations": kept, "at work": work, "batch": batch + one.angles, **beside}
     return parts, sum(each.kept - each.held for each in one.layers) if one.offloads else 0.0
-
-
-def pass_bytes(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
-) -> tuple[PassBytes, float]:
-    """Return what one micro-batch takes by layer, and its batch. behind: as of KeyTransfer."""
-    kinds = layers_of(shape, layout, row_tokens, options, behind)
-    outside = outside_trains(options.lora, options.freeze)
-    # With checkpointing transformers makes the embedding's output ask for a gradient.
-    reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
-    known: dict[tuple[int, bool, int], LayerBytes] = {}
-    offloads = kinds[0].offloads
-    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
-    copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
-    leaf = options.checkpointing and not outside[EMBEDDING] and copied
-    embedded = kinds[0].inside_bytes() if leaf else 0.0
-    if offloads and all(one is not kinds[0] for one in kinds[1:]):
-        kinds[0] = replace(kinds[0], first=True)
-    for sizes in kinds:
-        # transformers' forward holds what the first layer takes, and what was scaled to it.
-        scaled, apart = sizes.kind.scaled, not leaf or sizes.tensor > 1
-        beside = (scaled and apart) + (offloads and bool(each) and (scaled or apart))
-        if sizes.recompute is None:
-            beside = (bool(each) and each[0].lets_go) + (scaled and options.element < WIDE)
-        key = id(sizes), reached, beside
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=beside)
-        each.append(known[key])
-        reached = reached or bool(sizes.trained or sizes.adapted)
-    head = HeadSizes(
-        kinds[-1],
-        head_projection(shape).on(layout.mesh_columns).outputs,
-        options.loss_tile,
-        trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
-        norm_trains=outside[LAST_NORM],
-        capped=shape.full.get("final_logit_softcapping") is not None,
-    )
-    loss = head_bytes(head, reached=reached)
-    any_head = LayerBytes(0.0, 0.0)
-    if layout.pipeline > 1:  # of a token, beside which that is nothing
-        one_token = replace(head.layer, sharing=replace(head.layer.sharing, tokens=1))
-        any_head = head_bytes(replace(head, layer=one_token), reached=reached)
-    tokens = kinds[0].sharing.tokens
-    angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
-    # Without checkpointing a norm keeps its input where that is in float32 anyway.
-    keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
-    trains = [bool(one.trained or one.adapted) for one in kinds]
-    first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
-    alone = kinds[: first + 1] if first else []
-    routers = tuple(router_bytes(shape.full, sizes) for sizes in kinds)
-    balanced = max(loss.most, balance_bytes(head, routers))
-    one = PassBytes(
-        tuple(each),
-        LayerBytes(loss.kept, balanced),
-        any_head,
-        kinds[0].between_bytes(),
-        float(angles),
-        embedded,
-        offloads,
-        tuple(map(bool, keeps)),
-        tuple(layer_bytes(sizes, reached=False, beside=not sizes.recompute) for sizes in alone),
-        routers,
-    )
-    return one, float(BATCH_BYTES * tokens)
 
 
 def fits(memory: Memory, card_bytes: float) -> bool:

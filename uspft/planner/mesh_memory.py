@@ -4,15 +4,21 @@ on a GPU. Sizes are bytes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from uspft.planner.operations import WIDE, remade
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.operations import WIDE, LayerTape
+from uspft.planner.tape import GradientStorages, Storage, Tensor
+
+Panels = tuple[Storage, ...]
+"""What is gathered or summed over a mesh line: what leaves, and what arrives."""
 
 
-class MeshOperation(NamedTuple):
-    """A product of this rank's tokens with one or more matrices side by side."""
+@dataclass(frozen=True)
+class ProductOnMesh:
+    """Products of this rank's tokens with one or more matrices side by side; n is their features
+    inside the block, of which this rank has n/C, and d those between blocks."""
 
+    tape: LayerTape
     element: int
     tokens: int
     hidden: int
@@ -20,186 +26,150 @@ class MeshOperation(NamedTuple):
     columns: int
     slices: int
 
-    def slice(self, features: float) -> float:
-        """Return the bytes of all ranks' features of a slice, times features of this rank."""
-        return self.element * self.hidden / self.slices * features
-
-    @property
-    def panels(self) -> float:
-        """The bytes of all ranks' features of a slice of this rank's tokens."""
-        return self.slice(self.tokens)
-
     def own(self, features: float) -> float:
         """Return the bytes of features of this rank's tokens."""
         return float(self.element * self.tokens * features)
 
+    def weight(self, features: float) -> float:
+        """Return the bytes of [d/R, features]."""
+        return self.element * self.hidden / self.rows * features
 
-Panels = tuple[Storage | None, ...]
+    def _slice(self, features: float) -> float:
+        """Return the bytes of all ranks' features of a slice, times features of this rank."""
+        return self.element * self.hidden / self.slices * features
 
+    def _new(self, size: float, there: bool = True) -> Storage:
+        return self.tape.new(size * there)
 
-def _maybe(tape: Tape, there: bool, size: float) -> Storage | None:
-    return tape.new(size) if there else None
+    def _panels(self) -> Storage:
+        """Return all ranks' features of a slice of this rank's tokens, where those are others'."""
+        return self._new(self._slice(self.tokens), self.columns > 1)
 
+    def _gather(self) -> Panels:
+        """Start to gather a slice of this rank's tokens over mesh columns."""
+        part = self._new(self._slice(self.tokens) / self.columns, self.slices > 1)
+        return part, self._panels()
 
-def _features_gathered(tape: Tape, of: MeshOperation) -> Panels:
-    """Start to gather a slice of this rank's tokens over mesh columns."""
-    part = _maybe(tape, of.slices > 1, of.panels / of.columns)
-    return part, _maybe(tape, of.columns > 1, of.panels)
+    def _gather_weights(self, n: float, *, copied: bool = True) -> Panels:
+        """Start to gather a slice of the weights over mesh rows. copied: whether it is one
+        first."""
+        along = self._new(self._slice(n) / self.rows, copied)
+        return along, self._new(self._slice(n), self.rows > 1)
 
+    def _gather_both(self, n: float, *, copied: bool = True) -> Panels:
+        return self._gather() + self._gather_weights(n, copied=copied)
 
-def _weights_gathered(
-    tape: Tape, of: MeshOperation, features: float, *, copied: bool = True
-) -> Panels:
-    """Start to gather a slice of the weights over mesh rows. copied: whether it is one first."""
-    along = _maybe(tape, copied, of.slice(features) / of.rows)
-    return along, _maybe(tape, of.rows > 1, of.slice(features))
+    def _plus(self, out: Storage | None, size: float) -> Storage:
+        """Return the sum of what slices have made, which each makes apart where it is rounded."""
+        if out and self.element == WIDE:
+            return out
+        made = self._new(size)
+        return out or made
 
+    def _summed(self, n: float, element: int) -> Panels:
+        """Make a slice of a weight's gradient, and start to sum it over mesh rows."""
+        made = self._new(element / self.element * self._slice(n))
+        return made, self._new(made.size / self.rows, self.rows > 1)
 
-def _plus(tape: Tape, out: Storage | None, of: MeshOperation, size: float) -> Storage:
-    """Return the sum of what slices have made, which each makes apart where it is rounded."""
-    if out and of.element == WIDE:
+    def output_stationary(self, n: float) -> Storage:
+        """Return [t, n/C]."""
+        wide = WIDE if self.slices > 1 else self.element
+        ahead, out = self._gather_both(n), None
+        for left in reversed(range(self.slices)):
+            here, ahead = ahead, self._gather_both(n) if left else ahead
+            panels = self._panels()
+            out = self._plus(out, wide * self.tokens * n)
+            del panels
+        assert out
+        made = out if wide == self.element else self._new(self.own(n))
+        del here, ahead
+        return made
+
+    def left_stationary(self, n: float) -> Storage:
+        """Return [t, d/C], of [t, n/C]."""
+        out = self._new(self.own(self.hidden / self.columns))
+        ahead, leaving = self._gather_weights(n), Panels()
+        for left in reversed(range(self.slices)):
+            here, ahead = ahead, self._gather_weights(n) if left else ahead
+            product = self._new(self._slice(self.tokens))
+            made = self._panels() if self.columns > 1 else product
+            del product
+            leaving = made, self._new(made.size / self.columns, self.columns > 1)
+        del here, leaving
         return out
-    made = tape.new(size)
-    return out or made
+
+    def right_stationary(self, n: float) -> Storage:
+        """Return [d/R, n/C], of [t, d/C] and [t, n/C]."""
+        out, ahead, leaving = self._new(self.weight(n)), self._gather(), Panels()
+        for left in reversed(range(self.slices)):
+            panels = self._panels()
+            if left:
+                ahead = self._gather()
+            leaving = self._summed(n, WIDE if self.rows > 1 else self.element)
+        del panels, ahead, leaving
+        return out
+
+    def output_and_right_stationary(self, n: float) -> list[Storage | None]:
+        """Return [t, n/C] and [d/R, n/C], of [t, d/C], [d/R, n/C] and [t, n/C]."""
+        right, cut = self._new(self.weight(n)), self.slices > 1
+        ahead, out, leaving = self._gather_both(n, copied=cut), None, Panels()
+        for left in reversed(range(self.slices)):
+            here, ahead = ahead, self._gather_both(n, copied=cut) if left else ahead
+            panels = self._panels()
+            summed = self._new(WIDE / self.element * self._slice(n))
+            out = self._plus(out, WIDE * self.tokens * n)
+            leaving = summed, self._new(summed.size / self.rows, self.rows > 1)
+        assert out
+        found = out if self.element == WIDE else self._new(self.own(n))
+        del here, panels, leaving
+        return [found, right]
+
+    def inward(self, x: Tensor, outputs: Sequence[float], trains: Sequence[bool]) -> list[Tensor]:
+        """Return what projections into a block make. outputs: the features of each."""
+        before, held, every = x.node, x.storage if any(trains) else None, sum(outputs)
+        whole = self.output_stationary(every)
+        made = [whole if len(outputs) == 1 else self._new(self.own(each)) for each in outputs]
+        del whole
+
+        def backward(grads: GradientStorages) -> GradientStorages:
+            found: GradientStorages = [None] * (1 + len(outputs))
+            if before:
+                joined = self._new(self.own(every))
+                found[0] = self.left_stationary(every)
+                del joined
+            wanted = sum(each for each, train in zip(outputs, trains, strict=True) if train)
+            if wanted:
+                joined = self._new(self.own(wanted))
+                weights = self.right_stationary(wanted)
+                del joined
+                for number, train in enumerate(trains):
+                    if train:
+                        found[1 + number] = self._new(self.weight(outputs[number]))
+                del weights
+            return found
+
+        given = [x, *(self.tape.parameter(train) for train in trains)]
+        sizes, saves = [self.own(each) for each in outputs], any(trains)
+        return self.tape.record(given, sizes, backward, saves=saves, keeps=[held], made=made)
+
+    def outward(self, x: Tensor, n: float, *, trains: bool) -> Tensor:
+        """Return what the projection out of a block makes of this rank's features inside of it."""
+        before, held = x.node, x.storage if trains else None
+        made = self.left_stationary(n)
+
+        def backward(grads: GradientStorages) -> GradientStorages:
+            if before and trains:
+                return self.output_and_right_stationary(n)
+            if trains:
+                return [None, self.right_stationary(n)]
+            return [self.output_stationary(n), None]
+
+        given, size = [x, self.tape.parameter(trains)], self.own(self.hidden / self.columns)
+        one = self.tape.record(given, [size], backward, saves=trains, keeps=[held], made=[made])
+        return one[0]
 
 
-def output_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
-    """Return [t, n/C]. features: n/C."""
-
-    def start() -> tuple[Panels, Panels]:
-        return _features_gathered(tape, of), _weights_gathered(tape, of, features)
-
-    wide = WIDE if of.slices > 1 else of.element
-    ahead, out = start(), None
-    for number in range(of.slices):
-        here, ahead = ahead, start() if number + 1 < of.slices else ahead
-        panels = _maybe(tape, of.columns > 1, of.panels)
-        out = _plus(tape, out, of, wide * of.tokens * features)
-        del panels
-    assert out
-    made = out if wide == of.element else tape.new(of.own(features))
-    del here, ahead
-    return made
-
-
-def left_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
-    """Return [t, d/C], of [t, k/C]. features: k/C."""
-    out = tape.new(of.own(of.hidden / of.columns))
-    ahead: Panels = _weights_gathered(tape, of, features)
-    leaving: Panels = ()
-    for number in range(of.slices):
-        more = number + 1 < of.slices
-        here, ahead = ahead, _weights_gathered(tape, of, features) if more else ahead
-        product = tape.new(of.panels)
-        made = tape.new(of.panels) if of.columns > 1 else product
-        del product
-        leaving = made, _maybe(tape, of.columns > 1, of.panels / of.columns)
-    del here, leaving
-    return out
-
-
-def right_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
-    """Return [d/R, n/C], of [t, d/C] and [t, n/C]. features: n/C."""
-    out, wide = tape.new(of.element * of.hidden / of.rows * features), _wide(of)
-    ahead = _features_gathered(tape, of)
-    leaving: Panels = ()
-    for number in range(of.slices):
-        panels = _maybe(tape, of.columns > 1, of.panels)
-        if number + 1 < of.slices:
-            ahead = _features_gathered(tape, of)
-        leaving = _leaving(tape, of, features, wide)
-    del panels, ahead, leaving
-    return out
-
-
-def _wide(of: MeshOperation) -> int:
-    return WIDE if of.rows > 1 else of.element
-
-
-def _leaving(tape: Tape, of: MeshOperation, features: float, wide: int) -> Panels:
-    """Make a slice of a weight's gradient, and start to sum it over mesh rows."""
-    size = wide / of.element * of.slice(features)
-    return tape.new(size), _maybe(tape, of.rows > 1, size / of.rows)
-
-
-def output_and_right_stationary(
-    tape: Tape, of: MeshOperation, features: float
-) -> tuple[Storage, Storage]:
-    """Return [t, n/C] and [d/R, n/C], of [t, d/C], [d/R, n/C] and [t, n/C]. features: n/C."""
-
-    def start() -> tuple[Panels, Panels]:
-        cut = of.slices > 1
-        return _features_gathered(tape, of), _weights_gathered(tape, of, features, copied=cut)
-
-    right = tape.new(of.element * of.hidden / of.rows * features)
-    ahead, out = start(), None
-    leaving: Panels = ()
-    for number in range(of.slices):
-        here, ahead = ahead, start() if number + 1 < of.slices else ahead
-        panels = _maybe(tape, of.columns > 1, of.panels)
-        made = tape.new(WIDE / of.element * of.slice(features))
-        out = _plus(tape, out, of, WIDE * of.tokens * features)
-        leaving = made, _maybe(tape, of.rows > 1, made.size / of.rows)
-    assert out
-    found = out if of.element == WIDE else tape.new(of.own(features))
-    del here, panels, leaving
-    return found, right
-
-
-def inward(
-    tape: Tape, x: Tensor, of: MeshOperation, outputs: Sequence[float], trains: Sequence[bool]
-) -> list[Tensor]:
-    """Return what projections into a block make. outputs: the features of each."""
-    before, held = x.node, x.storage if any(trains) else None
-    whole = output_stationary(tape, of, sum(outputs))
-    alone = len(outputs) == 1
-    made = [whole if alone else tape.new(of.own(each)) for each in outputs]
-    del whole
-
-    def backward(grads: GradientStorages) -> GradientStorages:
-        found: GradientStorages = [None] * (1 + len(outputs))
-        if before:
-            joined = tape.new(of.own(sum(outputs)))
-            found[0] = left_stationary(tape, of, sum(outputs))
-            del joined
-        wanted = [each for each, train in zip(outputs, trains, strict=True) if train]
-        if wanted:
-            joined = tape.new(of.own(sum(wanted)))
-            every = right_stationary(tape, of, sum(wanted))
-            del joined
-            for number, train in enumerate(trains, 1):
-                if train:
-                    found[number] = tape.new(_weight(of, outputs[number - 1]))
-            del every
-        return found
-
-    ways = [tape.parameter(train) for train in trains]
-    sizes = [of.own(each) for each in outputs]
-    return tape.record([x, *ways], sizes, backward, saves=any(trains), keeps=[held], made=made)
-
-
-def outward(tape: Tape, x: Tensor, of: MeshOperation, features: float, *, trains: bool) -> Tensor:
-    """Return what the projection out of a block makes of this rank's features inside of it."""
-    before, held = x.node, x.storage if trains else None
-    made = left_stationary(tape, of, features)
-
-    def backward(grads: GradientStorages) -> GradientStorages:
-        if before and trains:
-            return [*output_and_right_stationary(tape, of, features)]
-        if trains:
-            return [None, right_stationary(tape, of, features)]
-        return [output_stationary(tape, of, features), None]
-
-    size = of.own(of.hidden / of.columns)
-    given = [x, tape.parameter(trains)]
-    return tape.record(given, [size], backward, saves=trains, keeps=[held], made=[made])[0]
-
-
-def _weight(of: MeshOperation, features: float) -> float:
-    return of.element * of.hidden / of.rows * features
-
-
-def all_features(tape: Tape, x: Tensor, ways: int) -> Tensor:
+def all_features(tape: LayerTape, x: Tensor, ways: int) -> Tensor:
     """Return what so many ranks have features of, whole."""
     whole = x.size * ways
-    return x if ways == 1 else remade(tape, x, whole, beside=whole, back=whole)
+    return x if ways == 1 else tape.remade(x, whole, beside=whole, back=whole)

@@ -21,6 +21,7 @@ from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
+from uspft.planner.activations import PassBytes, pass_bytes
 from uspft.planner.attention_step import is_whole
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
@@ -29,14 +30,12 @@ from uspft.planner.memory import (
     fits,
     longest_of,
     memory_of,
-    pass_bytes,
     state_in,
     unpredicted,
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
 from uspft.planner.row_time import Memo
-from uspft.planner.stage_memory import PassBytes
 from uspft.planner.stages import as_many, estimated, simulated
 from uspft.planner.state import State
 from uspft.planner.step_shape import DrawnRows, StepShape, StepTime

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from uspft.pipeline.schedules import Schedule, actions_of
 from uspft.pipeline.stages import Stages
-from uspft.planner.activations import LayerBytes
-from uspft.planner.layer_sizes import LayerSizes
-from uspft.planner.state import WIDE
+from uspft.planner.activations import ChunkKeys, PassBytes
 
 SENT = 2
 """Sent tensors that a line to another rank keeps, until the next ones are sent."""
@@ -38,52 +35,6 @@ class Moment(NamedTuple):
     """Of each of the rank's stages how many have gone forward and not back, but for this one."""
     awaited: tuple[float, ...] = ()
     """Of those under way the chunks that later ones follow."""
-
-
-class ChunkKeys(NamedTuple):
-    """The bytes of a chunk's keys and values in a layer, for later chunks."""
-
-    kept: float
-    """Beside what the layer keeps anyway."""
-    first: float
-    """Of what the next chunk finds for their gradients."""
-    summed: float
-    """Of the sum with what further ones find, in float32."""
-
-
-@dataclass(frozen=True)
-class PassBytes:
-    """What one micro-batch, or its largest chunk, takes on a rank that has every layer, by
-    layer."""
-
-    layers: tuple[LayerBytes, ...]
-    head: LayerBytes
-    """From behind the last layer, with the loss."""
-    any_head: LayerBytes
-    """Of that what a chunk takes whatever its size, as the gradient of the head's weight."""
-    hidden: float
-    """Between layers, which is what stages send one another."""
-    angles: float
-    """Of the rotary positions that each forward of a stage makes."""
-    embedded: float = 0.0
-    """Of the embedding's output, where it stays beside what the first layer keeps."""
-    offloads: bool = False
-    """Whether what layers keep waits on the host."""
-    keeps_input: tuple[bool, ...] = ()
-    """Of each layer whether what it keeps has its input."""
-    bare: tuple[LayerBytes, ...] = ()
-    """The same of the first layers where they are no stage's that has the embedding, and what
-    enters needs no gradient: those that do not train, and the first that does."""
-
-    routers: tuple[float, ...] = ()
-    """Of the logits of each layer's router, where their loss is asked for; stages have none."""
-    keys: tuple[ChunkKeys, ...] = ()
-    """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
-
-    @property
-    def first(self) -> int:
-        """The first layer that trains; a stage before it keeps nothing: it has no backward."""
-        return max(0, len(self.bare) - 1)
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
@@ -257,18 +208,3 @@ def each_chunk(
     behind = [a / b if ring > 1 else float(a > 0) for a, b in zip(before, tokens, strict=True)]
     known = {one: taking(one) for one in {*behind}}
     return [known[one] for one in behind]
-
-
-def chunk_keys(layer: LayerSizes) -> ChunkKeys:
-    """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
-    hands on, whose gradient comes once that is done. layer: of that chunk."""
-    if layer.state:
-        of = layer.state.sizes
-        return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
-    how, seen = layer.sharing, 1.0
-    if how.window:
-        seen = min(1.0, how.window.keys / (how.tokens * how.ulysses))
-    pair = seen * how.bytes(2 * how.ulysses * how.widest[1])
-    # They are the attention's own, unless it keeps none, or an exchange has brought them together.
-    kept, wide = pair if layer.recompute or how.ulysses > 1 else 0.0, pair * WIDE / how.element
-    return ChunkKeys(kept, pair if how.ring == 1 else wide, wide)

@@ -4,126 +4,115 @@ OLMo Hybrid have it and as uspft exchanges its heads (sequence/mixing.py). Sizes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 from uspft.families.projections import STATE_LAYER
-from uspft.planner.attention_memory import Remembered, scattered
-from uspft.planner.layer_sizes import StateHeads
-from uspft.planner.operations import (
-    WIDE,
-    NormKind,
-    bent,
-    copied,
-    gated,
-    joined,
-    multiplied,
-    parted,
-    remade,
-    rms_norm,
-    sliced,
-    viewed,
-)
-from uspft.planner.tape import GradientStorages, Tape, Tensor
-
-if TYPE_CHECKING:
-    pass
-
-Project = Callable[[Tensor, str], Tensor]
-"""A function from x and the name of a projection to what it makes of x, with its adapter's."""
+from uspft.planner.attention_memory import InnerAttention, scattered
+from uspft.planner.layer_memory import Layer
+from uspft.planner.layer_sizes import LayerSizes, StateHeads
+from uspft.planner.operations import WIDE, LayerTape, NormKind
+from uspft.planner.tape import GradientStorages, Tensor
 
 
-def before_rule(
-    tape: Tape,
-    x: Tensor,
-    of: StateHeads,
-    project: Project,
-    trains: Callable[[str], bool],
-    convolved: Callable[[Tensor], Tensor],
-) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """Return what the rule takes, the output's gate where it is made before, and what the model's
-    forward holds until it is done."""
-    held: list[Tensor] = []
-    gate: Tensor | None = None
-    if of.separate:
-        every = joined(tape, [project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
-    elif of.grouped:
-        every, gate, replaced, kept = _by_key_heads(tape, x, of, project, held)
-    else:
-        every, gate, replaced, kept = (
-            project(x, f"{STATE_LAYER}.in_proj_{one}") for one in ("qkv", "z", "b", "a")
-        )
-    every = convolved(every)
-    del held[2:]
-    query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
-    if of.separate:
-        replaced = remade(tape, gated(tape, project(x, f"{STATE_LAYER}.b_proj")))
-        taken = [_decay(tape, project(x, f"{STATE_LAYER}.a_proj"), of, trains), replaced]
-    else:
-        taken = [_decay(tape, kept, of, trains), gated(tape, replaced)]
-        held += [replaced, kept]
-    return [query, key, value, *taken], gate, [*held, every]
+class StateLayer(Layer):
+    """A layer on a tape with a state and no attention."""
+
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
+        super().__init__(tape, sizes)
+        assert sizes.state
+        self._heads = sizes.state
+
+    def taken(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what the last projection takes of a layer's input and of what the rule gives."""
+        _, gate, *held = self._before_rule(x)
+        found = self._by_gate(x, out, gate)
+        del held
+        return found
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return what the convolution before the rule takes of an input, and both gates."""
+        found, *held = self._before_rule(x)
+        del held
+        return found
+
+    def _attended(self, x: Tensor) -> Tensor:
+        tape, of = self.tape, self._heads
+        convolve = partial(convolved, tape, of=of, trains=self._trains(f"{STATE_LAYER}.conv1d"))
+        # transformers' forward holds what goes into the rule, and both gates, until it is done.
+        taken, gate, *held = self._before_rule(x, convolve)
+        out = self._mix(taken, partial(_over_heads, tape, of=of), partial(run_rule, tape, of=of))
+        found = self._by_gate(x, out, gate)
+        del taken, held
+        return found
+
+    def _by_gate(self, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
+        """Return the norm of the rule's output, a head at a time, times an activation of the gate
+        in float32."""
+        tape, of = self.tape, self._heads
+        gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
+        number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
+        trains = self._trains(f"{STATE_LAYER}.{of.norm}")
+        normed = tape.rms_norm(out, wide, number, NormKind(), trains=trains)
+        act = tape.bent(gate if gate.size == wide else tape.remade(gate, wide))
+        made = tape.multiplied(normed, act, wide)
+        del normed, act
+        return made if made.size == out.size else tape.remade(made, out.size)
+
+    def _before_rule(
+        self, x: Tensor, convolve: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        """Return what the rule takes, the output's gate where it is made before, and what the
+        model's forward holds until it is done."""
+        tape, of = self.tape, self._heads
+        held: list[Tensor] = []
+        gate: Tensor | None = None
+        if of.separate:
+            every = tape.joined([self.project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
+        elif of.grouped:
+            every, gate, replaced, kept = self._by_key_heads(x, held)
+        else:
+            every, gate, replaced, kept = (
+                self.project(x, f"{STATE_LAYER}.in_proj_{one}") for one in ("qkv", "z", "b", "a")
+            )
+        every = convolve(every) if convolve else every
+        del held[2:]
+        query, key, value = tape.parted(every, of.taken(of.sizes)[:3])
+        if of.separate:
+            replaced = tape.remade(tape.gated(self.project(x, f"{STATE_LAYER}.b_proj")))
+            taken = [self._decay(self.project(x, f"{STATE_LAYER}.a_proj")), replaced]
+        else:
+            taken = [self._decay(kept), tape.gated(replaced)]
+            held += [replaced, kept]
+        return [query, key, value, *taken], gate, [*held, every]
+
+    def _by_key_heads(self, x: Tensor, held: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries with keys and values, the output's gate, and both of the rule's, where a
+        projection has those of a key head together. held: gets what the forward holds until it is
+        done, and behind these what it holds until the convolution is."""
+        tape, of = self.tape, self._heads
+        both, gates = (self.project(x, name) for name, _ in of.into)
+        queries, keys, values = of.taken(of.sizes)[:3]
+        query, key, value, gate = tape.parted(both, [queries, keys, values, values])
+        replaced, kept = tape.halves(gates)
+        if of.sizes.values > of.sizes.keys:  # else they lie as they are wanted
+            gate, replaced, kept = (tape.copied(one) for one in (gate, replaced, kept))
+        held += [both, gates, *(tape.copied(one) for one in (query, key, value))]
+        return tape.joined(held[2:]), gate, replaced, kept
+
+    def _decay(self, x: Tensor) -> Tensor:
+        """Return −e^A · softplus(x + dt) in float32."""
+        tape, size = self.tape, self._heads.bytes(self._heads.sizes.values, WIDE)
+        wide = x if x.size == size else tape.remade(x, size)
+        names = "dt_bias", "A_log"
+        dt, a = (tape.parameter(self._trains(f"{STATE_LAYER}.{name}")) for name in names)
+        shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
+        del wide
+        soft = tape.remade(shifted, keeps=[shifted.storage])
+        del shifted
+        return tape.multiplied(soft, Tensor(0.0, soft.storage, a.node, 0), size)
 
 
-def state_block(
-    tape: Tape,
-    x: Tensor,
-    of: StateHeads,
-    project: Project,
-    trains: Callable[[str], bool],
-    remembered: Remembered | None,
-    *,
-    inside: bool,
-    fetch: Callable[[], None] | None,
-) -> Tensor:
-    """Return what a layer with a state makes of x, before its last projection.
-
-    trains: tells it of a module by its name in the layer. remembered: what keeps the rule between
-    two runs; inside: whether between exchanges of heads alone. fetch: is called before the first
-    gradient of what the rule takes is made.
-    """
-    conv = trains(f"{STATE_LAYER}.conv1d")
-    taken, gate, *held = before_rule(
-        tape, x, of, project, trains, lambda every: convolved(tape, every, of, conv)
-    )
-    # transformers' forward holds what goes into the rule, and both gates, until it is done.
-    calls = [fetch, *[None] * 4]
-    taken = [viewed(tape, one, then) for one, then in zip(taken, calls, strict=True)]
-
-    def rule(parts: list[Tensor]) -> Tensor:
-        return run_rule(tape, parts, of)
-
-    def exchanged(parts: list[Tensor]) -> Tensor:
-        return _over_heads(tape, parts, of, remembered if inside else None)
-
-    if of.ulysses == 1:
-        out = remembered(rule, taken) if remembered else rule(taken)
-    else:
-        out = remembered(exchanged, taken) if remembered and not inside else exchanged(taken)
-    gate = gate or project(x, f"{STATE_LAYER}.g_proj")
-    found = normed_by_head(tape, out, gate, of, trains(f"{STATE_LAYER}.{of.norm}"))
-    del held
-    return found
-
-
-def _by_key_heads(
-    tape: Tape, x: Tensor, of: StateHeads, project: Project, held: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return queries with keys and values, the output's gate, and both of the rule's, where a
-    projection has those of a key head together. held: gets what the forward holds until it is done,
-    and behind these what it holds until the convolution is."""
-    both, gates = (project(x, name) for name, _ in of.into)
-    queries, keys, values = of.taken(of.sizes)[:3]
-    query, key, value, gate = parted(tape, both, [queries, keys, values, values])
-    replaced, kept = parted(tape, gates, [gates.size / 2] * 2)
-    if of.sizes.values > of.sizes.keys:  # else they lie as they are wanted
-        value, gate, replaced, kept = (copied(tape, one) for one in (value, gate, replaced, kept))
-    else:
-        value = copied(tape, value)
-    held += [both, gates, copied(tape, query), copied(tape, key), value]
-    return joined(tape, held[2:]), gate, replaced, kept
-
-
-def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
+def convolved(tape: LayerTape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     """Return what the convolution makes of x: with the taps that reach beyond it, which are cut
     off. Where ranks share a row, the tokens before each fragment are laid before it, and taken out
     again."""
@@ -141,13 +130,13 @@ def convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
 
     given = x, tape.parameter(trains)
     made = tape.record(given, (whole,), backward, saves=True, keeps=[held])[0]
-    seen = sliced(tape, made, before)
-    found = bent(tape, seen)
+    seen = tape.sliced(made, before)
+    found = tape.bent(seen)
     del made, seen
-    return remade(tape, found, size) if shared else found
+    return tape.remade(found, size) if shared else found
 
 
-def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
+def _with_halo(tape: LayerTape, x: Tensor, of: StateHeads) -> Tensor:
     """Return tokens with those before each fragment (sequence/mixing.py, laid_out)."""
     size, wide = x.size, x.size * WIDE / of.element
 
@@ -163,19 +152,7 @@ def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
     return tape.record((x,), (size,), backward, made=made)[0]
 
 
-def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool]) -> Tensor:
-    """Return −e^A · softplus(x + dt) in float32."""
-    size = of.bytes(of.sizes.values, WIDE)
-    wide = x if x.size == size else remade(tape, x, size)
-    dt, a = (tape.parameter(trains(f"{STATE_LAYER}.{name}")) for name in ("dt_bias", "A_log"))
-    shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
-    del wide
-    soft = remade(tape, shifted, keeps=[shifted.storage])
-    del shifted
-    return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
-
-
-def run_rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
+def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
     """Return the rule's output of one document, of which each rank of a ring has FRAGMENTS. What
     the rule's kernel takes inside is not in it."""
     sizes, heads, number = [one.size for one in parts], of.inside, of.fragments
@@ -212,7 +189,7 @@ def kept_bytes(of: StateHeads) -> float:
     return entered * (of.state + of.passes) if of.ring > 1 else 0.0
 
 
-def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
+def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
     """Return the gradients of what the rule took, of these sizes."""
     heads, number = of.inside, of.fragments
     out = of.bytes(heads.values * heads.value_dim)
@@ -233,39 +210,28 @@ def rule_gradients(tape: Tape, sizes: Sequence[float], of: StateHeads) -> Gradie
     return found
 
 
-def inside_heads(tape: Tape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
+def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
     """Return what the rule takes of some heads and all tokens of a Ulysses group."""
     heads = of.inside
     inside = scattered(tape, parts, of.taken(heads), of.element)
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
         each = of.bytes(heads.values * heads.key_dim)
-        inside[:2] = [remade(tape, one, each) for one in inside[:2]]
+        inside[:2] = [tape.remade(one, each) for one in inside[:2]]
     return inside
 
 
-def at_home(tape: Tape, out: Tensor, of: StateHeads) -> Tensor:
+def at_home(tape: LayerTape, out: Tensor, of: StateHeads) -> Tensor:
     """Return the rule's output of all heads of this rank's tokens."""
-    return remade(tape, out, of.bytes(of.values), beside=out.size, back=out.size)
+    return tape.remade(out, of.bytes(of.values), beside=out.size, back=out.size)
 
 
 def _over_heads(
-    tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
+    tape: LayerTape, parts: list[Tensor], of: StateHeads, inner: InnerAttention
 ) -> Tensor:
-    """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
-    alone."""
+    """Return the rule's output between two exchanges of heads. inner: the rule between them."""
+    if of.ulysses == 1:
+        return inner(parts)
     inside = inside_heads(tape, parts, of)
-    rule: Callable[[list[Tensor]], Tensor] = lambda x: run_rule(tape, x, of)  # noqa: E731
-    made = remembered(rule, inside) if remembered else rule(inside)
+    made = inner(inside)
     del inside
     return at_home(tape, made, of)
-
-
-def normed_by_head(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:
-    """Return the norm of x, a head at a time, times an activation of the gate in float32."""
-    number = float(of.tokens * of.sizes.values)
-    wide = of.bytes(of.values, WIDE)
-    normed = rms_norm(tape, x, wide, number, NormKind(), trains=trains)
-    act = bent(tape, gate if gate.size == wide else remade(tape, gate, wide))
-    made = multiplied(tape, normed, act, wide)
-    del normed, act
-    return made if made.size == x.size else remade(tape, made, x.size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 
 class Storage:
@@ -27,15 +28,14 @@ class Storage:
         self._tape.live -= self.size
 
 
+@dataclass(slots=True, eq=False)
 class Tensor:
     """A tensor of so many bytes, and the operation that made it; None: it needs no gradient."""
 
-    __slots__ = ("node", "size", "slot", "storage")
-
-    def __init__(
-        self, size: float, storage: Storage | None, node: TapeNode | None, slot: int
-    ) -> None:
-        self.size, self.storage, self.node, self.slot = size, storage, node, slot
+    size: float
+    storage: Storage | None = None
+    node: TapeNode | None = None
+    slot: int = 0
 
 
 GradientStorages = list[Storage | None]
@@ -43,28 +43,20 @@ RunBackward = Callable[[GradientStorages], Sequence[Storage | None]]
 """A function from the gradients of what an operation made to those of what it took."""
 
 
+@dataclass(slots=True, eq=False)
 class TapeNode:
-    """An operation whose backward is still to run; without one it is a leaf, which keeps its
-    gradient or lets go of it."""
+    """An operation whose backward is still to run; without one it is a leaf."""
 
-    __slots__ = ("backward", "collects", "edges", "gradient", "held", "number", "outputs", "saves")
-
-    def __init__(
-        self,
-        number: int,
-        edges: list[tuple[TapeNode | None, int]],
-        backward: RunBackward | None,
-        outputs: int = 1,
-        *,
-        saves: bool = False,
-        collects: bool = False,
-    ) -> None:
-        """saves: whether its backward needs what was kept. collects: whether a leaf keeps its
-        gradient."""
-        self.number, self.edges, self.backward = number, edges, backward
-        self.gradient: Storage | None = None
-        self.held: tuple[object, ...] = ()
-        self.outputs, self.saves, self.collects = outputs, saves, collects
+    number: int
+    edges: list[tuple[TapeNode | None, int]]
+    backward: RunBackward | None
+    outputs: int = 1
+    saves: bool = False
+    """Whether its backward needs what was kept."""
+    collects: bool = False
+    """Whether a leaf keeps its gradient."""
+    gradient: Storage | None = None
+    held: tuple[object, ...] = ()
 
     def __lt__(self, other: TapeNode) -> bool:
         return self.number > other.number
@@ -81,16 +73,12 @@ class Tape:
         self.stays: list[Storage] = []
         """What the graph of a first run holds by itself, as no checkpoint keeps it from."""
         self._numbers = 0
-        self._keeps = self._grows = True
+        self.keeps = self._grows = True
+        """Whether anything is kept for a backward: not in a checkpoint's first run."""
         self._saves, self._last_save = 0, -1
         self._sizeless = False
         self._parameters: list[TapeNode] | None = None
         self._nodes: dict[int, TapeNode] | None = None
-
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is kept for a backward: not in a checkpoint's first run."""
-        return self._keeps
 
     def new(self, size: float) -> Storage:
         """Return a new storage; one without bytes where a second run has already ended."""
@@ -99,7 +87,7 @@ class Tape:
 
     def hold(self, *storages: Storage) -> None:
         """Let the graph of a first run hold storages that its functions have as attributes."""
-        self.stays += [] if self._keeps else storages
+        self.stays += [] if self.keeps else storages
 
     def leaf(self, size: float, storage: Storage | None = None) -> Tensor:
         """Return a tensor whose gradient is kept: new, or in a storage."""
@@ -134,11 +122,11 @@ class Tape:
         self._saves += saves and needed
         storages = list(made) if made is not None else [self.new(size) for size in sizes]
         if not needed:
-            return [Tensor(*each, None, 0) for each in zip(sizes, storages, strict=True)]
-        edges = [(one.node, one.slot) for one in inputs] if self._keeps else []
-        run = backward if self._keeps else None
+            return [Tensor(*each) for each in zip(sizes, storages, strict=True)]
+        edges = [(one.node, one.slot) for one in inputs] if self.keeps else []
+        run = backward if self.keeps else None
         node = self._node(edges, run, outputs=len(storages), saves=saves)
-        node.held = tuple(keeps) if self._keeps else ()
+        node.held = tuple(keeps) if self.keeps else ()
         each = zip(sizes, storages, range(len(storages)), strict=True)
         return [Tensor(size, storage, node, slot) for size, storage, slot in each]
 
@@ -147,9 +135,11 @@ class Tape:
         edges: list[tuple[TapeNode | None, int]],
         backward: RunBackward | None,
         outputs: int = 1,
-        **about: bool,
+        *,
+        saves: bool = False,
+        collects: bool = False,
     ) -> TapeNode:
-        node = TapeNode(self._numbers, edges, backward, outputs, **about)
+        node = TapeNode(self._numbers, edges, backward, outputs, saves, collects)
         self._numbers += 1
         if self._nodes is not None:
             self._nodes[node.number] = node
@@ -158,11 +148,11 @@ class Tape:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Keep nothing for the backward within the `with` block, as a checkpoint's first run."""
-        self._saves, self._keeps = 0, False
+        self._saves, self.keeps = 0, False
         try:
             yield
         finally:
-            self._keeps = True
+            self.keeps = True
 
     def second_run(
         self, run: Callable[[], Tensor], gradient: float, then: Callable[[], None]
@@ -212,14 +202,14 @@ class Tape:
 
         collects: whether the gradients of its parameters stay, at what is yielded.
         """
-        before = self._keeps, self._saves, self._last_save, self._parameters, self.recomputed
-        self._keeps, self._last_save, self.recomputed = True, -1, False
+        before = self.keeps, self._saves, self._last_save, self._parameters, self.recomputed
+        self.keeps, self._last_save, self.recomputed = True, -1, False
         found: list[TapeNode] = []
         self._parameters = found if collects else None
         try:
             yield found
         finally:
-            self._keeps, self._saves, self._last_save, self._parameters, self.recomputed = before
+            self.keeps, self._saves, self._last_save, self._parameters, self.recomputed = before
 
     def backward(self, made: Tensor, gradient: Storage) -> None:
         """Run the backward of all that led to a tensor, and leave gradients at the leaves."""
