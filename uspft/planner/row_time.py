@@ -13,6 +13,7 @@ from uspft.job import ChunkPrices
 from uspft.layout import EXPERTS, Layout
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.attention_step import attention_parts, state_parts
+from uspft.planner.elementwise import bytes_of_layer, outside_bytes
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.machine import Collective, Hardware, Spread
@@ -35,8 +36,6 @@ from uspft.segments import Segments
 from uspft.sequence import Algorithm
 from uspft.sequence.rows.spans import pairs
 
-LOSS_PASSES = 8
-"""Times that a tile of logits in float32 is read or written (model/loss.py)."""
 Priced = TypeVar("Priced")
 
 
@@ -108,9 +107,7 @@ def _layer_parts(
         yield from _sums(step, layer.blocks, layout, hardware, products.seconds)
     if layer.blocks.experts and layout.experts > 1:
         yield from _dispatch(step, layout, hardware)
-    # The backward of the work between products reads and writes twice as much.
-    elements = step.tokens(layout) * _elements_per_token(step, layout, projections)
-    between = (step.forwards + 2) * 2 * step.element_bytes * elements
+    between = bytes_of_layer(step, layer.blocks, layout)
     yield StepPart("elementwise", hardware.memory_seconds(between))
     if layer.blocks.state:
         yield from state_parts(step, layout, algorithm, hardware)
@@ -131,7 +128,8 @@ def _outside_parts(step: StepShape, layout: Layout, hardware: Hardware) -> Itera
             seconds = 2 * _sum_seconds(step, layout, hardware, activations)
             yield StepPart("tensor", seconds, bytes=2 * activations)
             yield from _on_mesh([number_sums(step, layout, hardware, "loss", LOSS_SUMS)])
-    yield StepPart("elementwise", hardware.memory_seconds(LOSS_PASSES * 4 * tokens * head.outputs))
+    between = sum(outside_bytes(step, layout).values())
+    yield StepPart("elementwise", hardware.memory_seconds(between))
 
 
 def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
@@ -167,24 +165,6 @@ def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
     for one in exchanges(rows, sizes, layout.experts, step.forwards):
         seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
         yield StepPart("experts", seconds, bytes=one.bytes)
-
-
-def _elements_per_token(
-    step: StepShape, layout: Layout, projections: Sequence[ProductShape]
-) -> float:
-    """Return how many elements a layer with these projections makes of a token on a tensor rank.
-
-    They are norms and residuals, which Megatron's ranks divide under use_seq_parallel alone; q, k,
-    v before and after rotation, or what goes into a rule before and after its convolution; and the
-    inside of the MLP.
-    """
-    model, tensor = step.model, layout.mesh_columns
-    into = [one for one in projections if one.splits == "outputs"]
-    heads = sum(one.outputs for one in into if one.unit > 1)
-    inner = sum(one.on(tensor).outputs * one.per_token for one in into if one.unit == 1)
-    divided = step.use_seq_parallel or step.on_mesh(layout)
-    outside = 8 * model.hidden_size / (tensor if divided else 1)
-    return outside + 3 * heads / tensor + 2 * inner
 
 
 def _sums(
