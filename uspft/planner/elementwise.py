@@ -39,8 +39,7 @@ def bytes_of_layer(step: StepShape, blocks: Blocks, layout: Layout) -> float:
     again."""
     tokens, columns = step.tokens(layout), layout.mesh_columns
     parts = layer_bytes(step, blocks, columns).values()
-    forward, backward = (sum(one) for one in zip(*parts, strict=True))
-    each = step.forwards * forward + backward
+    each = sum(step.forwards * one.forward + one.backward for one in parts)
     if step.recompute and not layer_kind(step.model).norms.behind_mlp:
         # What is run again ends before the last sum, which nothing keeps.
         each -= 3 * step.element_bytes * _between(step, columns)
@@ -75,10 +74,10 @@ def layer_bytes(step: StepShape, blocks: Blocks, columns: int) -> dict[str, Both
     if blocks.state:
         # What goes through a convolution, its activation and the norms of heads.
         into = [one for one in state_projections(of).values() if one.splits == "outputs"]
-        turned = sum(one.on(columns).outputs for one in into)
-        heads, normed = turned, 0
+        heads, normed = sum(one.on(columns).outputs for one in into), 0
+        turned = float(heads)
     else:
-        turned = (query + key) * kind.turned_share if kind.turned else 0
+        turned = (query + key) * kind.turned_share * bool(kind.turned)
         heads = query + key + value
         normed = (query + key) * (kind.normed_heads or kind.normed_together)
         normed += value * kind.normed_values
