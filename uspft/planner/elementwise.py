@@ -7,10 +7,10 @@ them. A tile's gradient of the head is added to its sum by the product that make
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from uspft.families import Blocks, ModelShape
-from uspft.layout import Layout
 from uspft.planner.layer_kinds import Norms, layer_kind
 from uspft.planner.operations import WIDE
 from uspft.planner.products import (
@@ -34,16 +34,28 @@ class BothWays(NamedTuple):
         return BothWays(count * self.forward, count * self.backward)
 
 
-def bytes_of_layer(step: StepShape, blocks: Blocks, layout: Layout) -> float:
-    """Return the bytes of a layer's forward and backward on a rank, and of a forward that is run
-    again."""
-    tokens, columns = step.tokens(layout), layout.mesh_columns
-    parts = layer_bytes(step, blocks, columns).values()
-    each = sum(step.forwards * one.forward + one.backward for one in parts)
+class Moved(NamedTuple):
+    """Bytes of a forward and backward on a rank."""
+
+    per_token: float
+    per_pass: float = 0.0
+
+    def of(self, tokens: float) -> float:
+        return self.per_token * tokens + self.per_pass
+
+
+def layer_moved(step: StepShape, blocks: Blocks, columns: int) -> Moved:
+    """Return the bytes of a layer's forward and backward on one of so many tensor ranks, and of a
+    forward that is run again."""
+    parts = layer_bytes(step, blocks, columns)
+    each = sum(step.forwards * one.forward + one.backward for one in parts.values())
     if step.recompute and not layer_kind(step.model).norms.behind_mlp:
         # What is run again ends before the last sum, which nothing keeps.
         each -= 3 * step.element_bytes * _between(step, columns)
-    return tokens * each + _tiled(step, blocks, layout)
+    if not step.tiles:
+        return Moved(each)
+    tiled = _tiled(step, blocks, columns, parts)
+    return Moved(each + tiled.per_token, tiled.per_pass)
 
 
 def _between(step: StepShape, columns: int) -> float:
@@ -132,26 +144,30 @@ def _experts(step: StepShape, of: ModelShape, columns: int) -> dict[str, BothWay
     return found
 
 
-def _tiled(step: StepShape, blocks: Blocks, layout: Layout) -> float:
+def _tiled(step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, BothWays]) -> Moved:
     """Return the bytes that a layer's tiles of tokens add: norms and MLP are run again for each
     tile's gradients, outputs are put in place, and weights' gradients are summed in float32."""
-    if not step.tiles:
-        return 0.0
-    e, columns, tokens = step.element_bytes, layout.mesh_columns, step.tokens(layout)
-    parts = layer_bytes(step, blocks, columns)
-    between = _between(step, columns)
+    e, between = step.element_bytes, _between(step, columns)
     again = parts["norms"].forward + (0.0 if step.recompute else parts["mlp"].forward)
     copies = 2 * e * between * (3 + 3 + 2 * step.recompute)
-    *_, gate, up, down = layer_projections(blocks.sizes(step.model), experts=blocks.experts)
-    weights = sum(one.on(columns).parameters for one in (gate, up, down))
-    sums = (2 * WIDE + e) * max(0.0, tokens / step.tiles - 1) + 2 * (WIDE + e)
-    return tokens * (again + copies) + weights * sums * (step.lora is None)
+    if step.lora:
+        return Moved(again + copies)
+    matrices = layer_projections(blocks.sizes(step.model), experts=blocks.experts)[-3:]
+    weights = sum(one.on(columns).parameters for one in matrices)
+    added = weights * (2 * WIDE + e)
+    # The first tile's are cast, not added, and in the end the sum is.
+    return Moved(again + copies + added / step.tiles, 2 * (WIDE + e) * weights - added)
 
 
-def outside_bytes(step: StepShape, layout: Layout) -> dict[str, float]:
-    """Return by part the bytes of a pass outside of layers, on a rank."""
-    model, e, columns = step.model, step.element_bytes, layout.mesh_columns
-    tokens, hidden = step.tokens(layout), model.hidden_size
+def outside_moved(step: StepShape, columns: int) -> Moved:
+    """Return the bytes of a pass outside of layers, on one of so many tensor ranks."""
+    every = outside_bytes(step, columns).values()
+    return Moved(sum(one.per_token for one in every), sum(one.per_pass for one in every))
+
+
+def outside_bytes(step: StepShape, columns: int) -> dict[str, Moved]:
+    """Return by part the bytes of a pass outside of layers, on one of so many tensor ranks."""
+    model, e, hidden = step.model, step.element_bytes, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
     cast, trains = (e + WIDE if e < WIDE else 0), step.lora is None
     norm = norm_bytes(e, wide=layer_kind(model).wide_norms, trains=trains)
@@ -161,16 +177,13 @@ def outside_bytes(step: StepShape, layout: Layout) -> dict[str, float]:
         logits += 19 * WIDE
     elif model.full.get("logits_scaling", 1.0) != 1.0:
         logits += 4 * WIDE
-    rows = 2 * e + 2 * e + 2 * e + 2 * e + 4 * e  # chosen, of the head, times its factor, put back
-    found = {
-        "norms": tokens * _between(step, columns) * sum(norm),
-        "loss": tokens * (words * logits + hidden * rows),
-        "embedding": tokens * hidden * (2 + 3 * trains) * e,
+    rows = (2 + 2 + 2 + 2 + 4) * e  # chosen, of the head, put in place, times a factor, put back
+    table = words * hidden * trains
+    return {
+        "norms": Moved(_between(step, columns) * sum(norm)),
+        "loss": Moved(words * logits + hidden * rows, table * (WIDE + cast + 2 * e)),
+        "embedding": Moved(hidden * (2 + 3 * trains) * e, table * e * (1 + 3 * model.tied)),
     }
-    if trains:
-        found["head's gradient"] = words * hidden * (WIDE + cast + 2 * e)
-        found["embedding"] += words * hidden * e * (1 + 3 * model.tied)
-    return found
 
 
 class GradientBytes(NamedTuple):

@@ -30,7 +30,7 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.planner.elementwise import bytes_of_layer, outside_bytes, update_bytes
+from uspft.planner.elementwise import layer_moved, outside_moved, update_bytes
 from uspft.planner.options import lora_of
 from uspft.planner.step_shape import StepShape
 from uspft.prepare.host import CONFIGS
@@ -121,8 +121,8 @@ def predicted(shape: ModelShape, saving: str, trained: str, dtype: str, **other:
         lora=lora_of(ModelBlock(config=Path("none"), **TRAINED[trained])),
         **other,
     )
-    of_layers = sum(bytes_of_layer(step, one.blocks, Layout()) for one in step.layers)
-    return of_layers + sum(outside_bytes(step, Layout()).values())
+    every = [layer_moved(step, one.blocks, 1) for one in step.layers] + [outside_moved(step, 1)]
+    return sum(one.of(TOKENS) for one in every)
 
 
 def test_a_pass_moves_what_is_counted(tmp_path: Path) -> None:
