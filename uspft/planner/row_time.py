@@ -13,6 +13,7 @@ from uspft.job import ChunkPrices
 from uspft.layout import EXPERTS, Layout
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.attention_step import attention_parts, state_parts
+from uspft.planner.elementwise import layer_moved, outside_moved
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.machine import Collective, Hardware, Spread
@@ -35,8 +36,6 @@ from uspft.segments import Segments
 from uspft.sequence import Algorithm
 from uspft.sequence.rows.spans import pairs
 
-LOSS_PASSES = 8
-"""Times that a tile of logits in float32 is read or written (model/loss.py)."""
 Priced = TypeVar("Priced")
 
 
@@ -76,6 +75,7 @@ def parts_apart(
     degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
     ranks = layout.data * layout.pipeline, layout.experts, algorithm
     chunks = step.schedule.chunks if layout.pipeline > 1 else 1
+    known = Memo() if memo is None else memo
     runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt, chunks
     slices = None if step.slices is None else tuple(step.slices)
 
@@ -87,16 +87,21 @@ def parts_apart(
         every = dict.fromkeys(step.layers)
         kinds = sorted(every, key=lambda one: (one.blocks.state, -one.blocks.experts))
         one_of = {
-            one: by_name(_layer_parts(step, one, layout, algorithm, hardware)) for one in kinds
+            one: by_name(_layer_parts(step, one, layout, algorithm, hardware, known))
+            for one in kinds
         }
-        return one_of, by_name(_outside_parts(step, layout, hardware))
+        return one_of, by_name(_outside_parts(step, layout, hardware, known))
 
-    key = "apart", *degrees, *ranks, *runs, slices
-    return apart() if memo is None else memo.once(key, apart)
+    return known.once(("apart", *degrees, *ranks, *runs, slices), apart)
 
 
 def _layer_parts(
-    step: StepShape, layer: StepLayer, layout: Layout, algorithm: Algorithm, hardware: Hardware
+    step: StepShape,
+    layer: StepLayer,
+    layout: Layout,
+    algorithm: Algorithm,
+    hardware: Hardware,
+    memo: Memo,
 ) -> Iterator[StepPart]:
     """Yield what one layer takes forward and backward, without ZeRO's part in it."""
     projections = block_projections(step.model, layer.blocks)
@@ -108,17 +113,16 @@ def _layer_parts(
         yield from _sums(step, layer.blocks, layout, hardware, products.seconds)
     if layer.blocks.experts and layout.experts > 1:
         yield from _dispatch(step, layout, hardware)
-    # The backward of the work between products reads and writes twice as much.
-    elements = step.tokens(layout) * _elements_per_token(step, layout, projections)
-    between = (step.forwards + 2) * 2 * step.element_bytes * elements
-    yield StepPart("elementwise", hardware.memory_seconds(between))
+    yield _between(step, layout, hardware, memo, layer.blocks)
     if layer.blocks.state:
         yield from state_parts(step, layout, algorithm, hardware)
     else:
         yield from attention_parts(step, layout, algorithm, hardware, layer.window)
 
 
-def _outside_parts(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
+def _outside_parts(
+    step: StepShape, layout: Layout, hardware: Hardware, memo: Memo
+) -> Iterator[StepPart]:
     """Yield what embedding, head and loss take forward and backward, without ZeRO's part in it."""
     tokens, head = step.tokens(layout), head_projection(step.model).on(layout.mesh_columns)
     if step.on_mesh(layout):
@@ -131,7 +135,19 @@ def _outside_parts(step: StepShape, layout: Layout, hardware: Hardware) -> Itera
             seconds = 2 * _sum_seconds(step, layout, hardware, activations)
             yield StepPart("tensor", seconds, bytes=2 * activations)
             yield from _on_mesh([number_sums(step, layout, hardware, "loss", LOSS_SUMS)])
-    yield StepPart("elementwise", hardware.memory_seconds(LOSS_PASSES * 4 * tokens * head.outputs))
+    yield _between(step, layout, hardware, memo)
+
+
+def _between(
+    step: StepShape, layout: Layout, hardware: Hardware, memo: Memo, blocks: Blocks | None = None
+) -> StepPart:
+    """Return what lies between products in a layer that has these blocks; None: outside of all."""
+    columns, split = layout.mesh_columns, (step.use_seq_parallel, step.slices is None)
+    moved = memo.once(
+        ("between", blocks, columns, step.recompute, *split),
+        lambda: layer_moved(step, blocks, columns) if blocks else outside_moved(step, columns),
+    )
+    return StepPart("elementwise", hardware.memory_seconds(moved.of(step.tokens(layout))))
 
 
 def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
@@ -167,24 +183,6 @@ def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
     for one in exchanges(rows, sizes, layout.experts, step.forwards):
         seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
         yield StepPart("experts", seconds, bytes=one.bytes)
-
-
-def _elements_per_token(
-    step: StepShape, layout: Layout, projections: Sequence[ProductShape]
-) -> float:
-    """Return how many elements a layer with these projections makes of a token on a tensor rank.
-
-    They are norms and residuals, which Megatron's ranks divide under use_seq_parallel alone; q, k,
-    v before and after rotation, or what goes into a rule before and after its convolution; and the
-    inside of the MLP.
-    """
-    model, tensor = step.model, layout.mesh_columns
-    into = [one for one in projections if one.splits == "outputs"]
-    heads = sum(one.outputs for one in into if one.unit > 1)
-    inner = sum(one.on(tensor).outputs * one.per_token for one in into if one.unit == 1)
-    divided = step.use_seq_parallel or step.on_mesh(layout)
-    outside = 8 * model.hidden_size / (tensor if divided else 1)
-    return outside + 3 * heads / tensor + 2 * inner
 
 
 def _sums(

@@ -15,6 +15,7 @@ from uspft.families import NO_KEYS
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
+from uspft.planner.elementwise import update_bytes
 from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.products import (
     head_projection,
@@ -36,7 +37,7 @@ from uspft.planner.step_shape import DrawnRows, StepLayer, StepPart, StepShape, 
 from uspft.sequence import Algorithm
 
 NOT_PREDICTED = (
-    "the time of offloading and MLPs in tiles",
+    "the time of offloading, and the products of MLPs in tiles that are made again",
     "host time: Python, reading data, launches that a device waits for",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
 )
@@ -221,11 +222,6 @@ def _hiding_seconds(parts: Sequence[StepPart]) -> float:
     return sum(part.seconds for part in parts if part.name in HIDING)
 
 
-UPDATE_BYTES = 30
-"""AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
-the weight to 16 bits."""
-
-
 class StoredBytes(NamedTuple):
     """What a rank's layout gives it of the model, before ZeRO divides it."""
 
@@ -282,18 +278,19 @@ def zero_once(
 ) -> list[StepPart]:
     """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
 
-    These are the update, and at stages 1 and 2 the gathering of the new weights. stored: by a
-    rank of a pipeline; none: all layers.
+    These are the update with the sums of gradients in memory, and at stages 1 and 2 the gathering
+    of the new weights. stored: by a rank of a pipeline; none: all layers.
     """
     summed, update, gathered = StepPart("gradients", 0.0), StepPart("update", 0.0), []
     for own in stored or stored_bytes(step, layout):
         spread = Spread.of(layout, own.axes, hardware.ranks_per_host)
-        mine = own.gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
+        held, passes = own.gradients / step.gradient_bytes, step.passes(layout)
         if spread.ranks > 1 and step.stage < 2:
             kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
             seconds = hardware.collective_seconds(kind, own.gradients, spread)
             summed = summed.plus(StepPart("gradients", seconds, bytes=own.gradients))
-        update = update.plus(StepPart("update", hardware.memory_seconds(UPDATE_BYTES * mine)))
+        moved = update_bytes(step, held, spread.ranks, passes)
+        update = update.plus(StepPart("update", hardware.memory_seconds(moved)))
         if spread.ranks > 1 and step.stage in (1, 2):
             new = own.weights * step.trained
             seconds = hardware.collective_seconds("all_gather", new, spread)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.layout import Layout
@@ -14,6 +14,9 @@ from uspft.planner.machine import Hardware
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Forwards
 from uspft.sequence.rows.spans import work_of
+
+if TYPE_CHECKING:
+    from uspft.planner.trained import Lora
 
 GRADIENT_BYTES = 4
 """Gradients of weights are summed in float32, and travel in it where a step says nothing else."""
@@ -155,13 +158,15 @@ class StepShape:
     stage: int = 1
     element_bytes: int = 2
     recompute: bool = True
-    tiles: bool = False
-    """Whether MLPs work on a tile of tokens after another."""
+    tiles: int = 0
+    """The tokens of a tile where MLPs work on one after another; 0 where they do not."""
     attention: Forwards = ONCE
     """How often a layer's attention makes its forward transfers, and those of keys its products."""
     use_seq_parallel: bool = False
     overlaps: bool | None = False
     """DeepSpeed's overlap_comm; None where it is left to DeepSpeed, which overlaps at stage 3."""
+    lora: Lora | None = None
+    """The adapters that train alone."""
     trained: float = 1.0
     """The share of the parameters that train."""
     gradient_bytes: int = GRADIENT_BYTES

@@ -142,7 +142,8 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
         stage=stage_of(recipe),
         element_bytes=4 if recipe.model.dtype == "float32" else 2,
         recompute=bool(recipe.memory.gradient_checkpointing),
-        tiles=recipe.memory.mlp_tile_tokens != "none",
+        tiles=_mlp_tile(recipe.memory.mlp_tile_tokens, whole) or 0,
+        lora=lora_of(recipe.model),
         attention=forwards_of(recipe),
         overlaps=None if asked is None else bool(asked),
         trained=counts.trained / counts.every,
@@ -193,9 +194,14 @@ def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
     if block.loss_tile_tokens == AUTO:
         found["loss_tile_tokens"] = tile_tokens(AUTO, shape.vocab_size)
     if block.mlp_tile_tokens == AUTO:
-        last = layer_projections(shape)[-1]
-        found["mlp_tile_tokens"] = mlp_tile_tokens(AUTO, last.per_token * last.inputs)
+        found["mlp_tile_tokens"] = _mlp_tile(AUTO, shape)
     return recipe.model_copy(update={"memory": block.model_copy(update=found)})
+
+
+def _mlp_tile(wish: str | int, shape: ModelShape) -> int | None:
+    """Return the tokens of a tile of a model's MLPs; None where they work on all at once."""
+    last = layer_projections(shape)[-1]
+    return mlp_tile_tokens(wish, last.per_token * last.inputs)
 
 
 def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: Options) -> Options:

@@ -175,7 +175,9 @@ def test_parts_name_the_bubble_and_what_stages_send() -> None:
     assert found.bytes_of("stage_messages") == 2 * 16 * (1 << 13) * 4096 * 2
     named_seconds = found.of(*work, "bubble", "stage_messages", "update")
     assert found.seconds == pytest.approx(named_seconds - found.hidden)
-    assert found.of("update") == pytest.approx(30 * (9 * LAYER + TABLE) / 3.35e12, rel=0.1)
+    first, later = (34 + 20 + 34), 26  # DeepSpeed's bytes of a step's passes at stage 1
+    held = 9 * LAYER + TABLE
+    assert found.of("update") == pytest.approx((first + 15 * later) * held / 3.35e12, rel=0.1)
 
 
 def test_interleaving_makes_the_bubble_smaller_and_sends_more() -> None:

@@ -62,7 +62,8 @@ def test_one_rank_computes_all_and_moves_nothing() -> None:
     pairs = 8 * 32 * (1 << 15) * ((1 << 15) + 1) / 2
     attention = pairs * 32 * 128 * (4 / 370e12 + 10 / 323e12)
     assert found.of("attention") == pytest.approx(attention, rel=0.01)
-    assert found.of("update") == pytest.approx(30 * PARAMETERS / 3.35e12, rel=1e-3)
+    update = 34 + 20 + 34 + 7 * 26  # bytes of DeepSpeed's passes and update at stage 1
+    assert found.of("update") == pytest.approx(update * PARAMETERS / 3.35e12, rel=1e-3)
 
 
 def test_layers_with_heads_of_two_sizes_cost_what_they_would_apart() -> None:
@@ -109,8 +110,8 @@ def test_bytes_of_zero(stage: int, gradients: int, weights: int) -> None:
     found = timed(Layout(data=2), stage=stage)
     assert found.bytes_of("gradients") == pytest.approx(gradients * PARAMETERS, rel=1e-3)
     assert found.bytes_of("weights") == pytest.approx(weights * PARAMETERS, rel=1e-3)
-    sharded = timed(Layout(data=2), stage=stage).of("update")
-    assert sharded == pytest.approx(timed(ONE).of("update") / (2 if stage else 1))
+    few, many = (timed(Layout(data=n), stage=stage, step_rows=n).of("update") for n in (2, 8))
+    assert many < few if stage else many == few, "from stage 1 on ranks share it"
 
 
 def test_zero_divides_over_context_ranks_too() -> None:
@@ -361,7 +362,7 @@ def test_of_divided_experts_a_part_moves(stage: int) -> None:
         times = 4 if stage == 3 else 2
         assert found.bytes_of("weights") == pytest.approx(times * here, rel=1e-6)
         alone = timed_under_zero(Layout(data=8), H100, 4096, stage)
-        assert found.of("update") == pytest.approx(alone.of("update")), "each rank owns as much"
+        assert (found.of("update") < alone.of("update")) == (degree > 1), "it has fewer to sum"
         assert (found.bytes_of("experts") > 0) == (degree > 1)
     whole = timed_under_zero(Layout(data=8, experts=8), H100, 4096, stage)
     assert whole.bytes_of("weights") == pytest.approx(times * rest, rel=1e-6), "no one has the same"

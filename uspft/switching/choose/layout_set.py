@@ -9,12 +9,13 @@ from statistics import fmean
 
 from uspft.layout import COPIES, Layout, StoredAs
 from uspft.pipeline.stages import Stages
+from uspft.planner.elementwise import ADAMW_BYTES
 from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
-from uspft.planner.step import UPDATE_BYTES, micro_step_seconds, zero_once
+from uspft.planner.step import micro_step_seconds, zero_once
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
@@ -149,7 +150,7 @@ class LayoutSet:
         if not self.moves:
             return sum(part.seconds for part in zero_once(step, self.stored, hardware))
         return sum(seconds for _, seconds in self.transfers) + hardware.memory_seconds(
-            UPDATE_BYTES * step.trained * _parameters(step, 1) / self.setting.ranks
+            ADAMW_BYTES * step.trained * _parameters(step, 1) / self.setting.ranks
         )
 
     @cached_property

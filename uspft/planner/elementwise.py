@@ -1,0 +1,235 @@
+"""The bytes that a step reads and writes beside matrix products and attention, by named parts.
+
+Each operation of torch reads what it takes and writes what it makes: a norm is a cast, a square, a
+mean, a product and a cast, and its product with a weight. Tests count them where torch dispatches
+them. A tile's gradient of the head is added to its sum by the product that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from uspft.families import Blocks, ModelShape
+from uspft.planner.layer_kinds import Norms, layer_kind
+from uspft.planner.operations import WIDE
+from uspft.planner.products import (
+    head_projection,
+    layer_projections,
+    shared_projections,
+    state_projections,
+)
+from uspft.planner.step_shape import StepShape
+from uspft.planner.trained import EXPERT_WORDS, layer_modules
+
+
+class BothWays(NamedTuple):
+    """Bytes forward, and backward without a forward that is run again."""
+
+    forward: float
+    backward: float
+
+    def times(self, count: float) -> BothWays:
+        """Return so many times these."""
+        return BothWays(count * self.forward, count * self.backward)
+
+
+class Moved(NamedTuple):
+    """Bytes of a forward and backward on a rank."""
+
+    per_token: float
+    per_pass: float = 0.0
+
+    def of(self, tokens: float) -> float:
+        return self.per_token * tokens + self.per_pass
+
+
+def layer_moved(step: StepShape, blocks: Blocks, columns: int) -> Moved:
+    """Return the bytes of a layer's forward and backward on one of so many tensor ranks, and of a
+    forward that is run again."""
+    parts = layer_bytes(step, blocks, columns)
+    each = sum(step.forwards * one.forward + one.backward for one in parts.values())
+    if step.recompute and not layer_kind(step.model).norms.behind_mlp:
+        # What is run again ends before the last sum, which nothing keeps.
+        each -= 3 * step.element_bytes * _between(step, columns)
+    if not step.tiles:
+        return Moved(each)
+    tiled = _tiled(step, blocks, columns, parts)
+    return Moved(each + tiled.per_token, tiled.per_pass)
+
+
+def _between(step: StepShape, columns: int) -> float:
+    """Return a rank's hidden features of a token between blocks, which Megatron's ranks divide
+    under use_seq_parallel alone."""
+    divided = step.use_seq_parallel or step.slices is not None
+    return step.model.hidden_size / (columns if divided else 1)
+
+
+def norm_bytes(element: int, *, wide: bool, trains: bool) -> BothWays:
+    """Return the bytes of an element that is normed. wide: whether it meets its weight in float32.
+    trains: whether the weight does."""
+    cast = element + WIDE if element < WIDE else 0
+    own = WIDE if wide else element
+    forward = 2 * cast + 5 * WIDE + 2 * own
+    return BothWays(forward, 2 * cast + 17 * WIDE + 2 * own + 4 * own * trains)
+
+
+def layer_bytes(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWays]:
+    """Return by part the bytes of a token in a layer that has these blocks, on one of so many
+    tensor ranks. All choices of experts are taken to be equally likely."""
+    e, of, kind = step.element_bytes, blocks.sizes(step.model), layer_kind(step.model)
+    between, entered = _between(step, columns), step.model.hidden_size
+    trains = step.lora is None
+    every = layer_projections(of, experts=blocks.experts)
+    query, key, value = (one.on(columns).outputs for one in every[:3])
+    query //= 2 if kind.gated else 1
+    if blocks.state:
+        # What goes through a convolution, its activation and the norms of heads.
+        into = [one for one in state_projections(of).values() if one.splits == "outputs"]
+        heads, normed = sum(one.on(columns).outputs for one in into), 0
+        turned = float(heads)
+    else:
+        turned = (query + key) * kind.turned_share * bool(kind.turned)
+        heads = query + key + value
+        normed = (query + key) * (kind.normed_heads or kind.normed_together)
+        normed += value * kind.normed_values
+    number = sum(map(bool, Norms() if blocks.state else kind.norms))
+    norm = norm_bytes(e, wide=kind.wide_norms, trains=trains)
+    fused = 0 if kind.fused else 3 * e * entered
+    found = {
+        "norms": norm.times(number * between + normed),
+        "positions": BothWays(10 * e * turned, 14 * e * turned),
+        "heads": BothWays(0.0, 4 * e * heads + 2 * fused),
+        "residuals": BothWays(6 * e * between, 6 * e * between + fused),
+    }
+    if kind.gated or blocks.state:
+        found["gates"] = BothWays(5 * e * query, 9 * e * query)
+    if kind.scaled:
+        found["scales"] = BothWays(4 * e * between, 4 * e * between)
+    if blocks.experts:
+        found |= _experts(step, of, columns)
+    else:
+        inner = every[-1].on(columns).inputs
+        found["mlp"] = BothWays(5 * e * inner, (9 + 4 * kind.fused) * e * inner)
+    if step.lora:
+        words = EXPERT_WORDS if blocks.experts else ()
+        for name, one in layer_modules(of, blocks).items():
+            if step.lora.adapts(name, words):
+                part, before = one.on(columns), found.get("adapters", BothWays(0.0, 0.0))
+                more = 5 * part.outputs, 2 * part.outputs + 3 * part.inputs
+                found["adapters"] = BothWays(
+                    *(b + e * m for b, m in zip(before, more, strict=True))
+                )
+    return found
+
+
+def _experts(step: StepShape, of: ModelShape, columns: int) -> dict[str, BothWays]:
+    """Return the bytes of a token in its experts, on their way there and back, and in what every
+    token meets beside them."""
+    e, kind, hidden = step.element_bytes, layer_kind(step.model), of.hidden_size
+    down = layer_projections(of, experts=True)[-1].on(columns)
+    rows, inner = down.per_token * hidden, down.per_token * down.inputs
+    s = WIDE if kind.wide_scores else e  # in which rows are weighted and summed
+    cast = s + e if s > e else 0
+    forward = (3 * e + 4 * s) * rows + (s + cast) * hidden
+    backward = (2 * e + 10 * s + cast) * rows + (s + 3 * e + cast) * hidden
+    found = {
+        "mlp": BothWays(5 * e * inner, 13 * e * inner),
+        "dispatch": BothWays(forward, backward),
+    }
+    into = [one for one in shared_projections(of).values() if one.splits == "inputs"]
+    for one in into:
+        met = one.on(columns).inputs
+        found["shared expert"] = BothWays(e * (5 * met + 3 * hidden), e * (9 * met + 3 * hidden))
+    return found
+
+
+def _tiled(step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, BothWays]) -> Moved:
+    """Return the bytes that a layer's tiles of tokens add: norms and MLP are run again for each
+    tile's gradients, outputs are put in place, and weights' gradients are summed in float32."""
+    e, between = step.element_bytes, _between(step, columns)
+    again = parts["norms"].forward + (0.0 if step.recompute else parts["mlp"].forward)
+    copies = 2 * e * between * (3 + 3 + 2 * step.recompute)
+    if step.lora:
+        return Moved(again + copies)
+    matrices = layer_projections(blocks.sizes(step.model), experts=blocks.experts)[-3:]
+    weights = sum(one.on(columns).parameters for one in matrices)
+    added = weights * (2 * WIDE + e)
+    # The first tile's are cast, not added, and in the end the sum is.
+    return Moved(again + copies + added / step.tiles, 2 * (WIDE + e) * weights - added)
+
+
+def outside_moved(step: StepShape, columns: int) -> Moved:
+    """Return the bytes of a pass outside of layers, on one of so many tensor ranks."""
+    every = outside_bytes(step, columns).values()
+    return Moved(sum(one.per_token for one in every), sum(one.per_pass for one in every))
+
+
+def outside_bytes(step: StepShape, columns: int) -> dict[str, Moved]:
+    """Return by part the bytes of a pass outside of layers, on one of so many tensor ranks."""
+    model, e, hidden = step.model, step.element_bytes, step.model.hidden_size
+    words = head_projection(model).on(columns).outputs
+    cast, trains = (e + WIDE if e < WIDE else 0), step.lora is None
+    norm = norm_bytes(e, wide=layer_kind(model).wide_norms, trains=trains)
+    # A tile's logits: the largest, what is less by it, exponentials, their sum, and shares of it.
+    logits = 2 * cast + 8 * WIDE
+    if model.full.get("final_logit_softcapping"):
+        logits += 19 * WIDE
+    elif model.full.get("logits_scaling", 1.0) != 1.0:
+        logits += 4 * WIDE
+    rows = (2 + 2 + 2 + 2 + 4) * e  # chosen, of the head, put in place, times a factor, put back
+    table = words * hidden * trains
+    return {
+        "norms": Moved(_between(step, columns) * sum(norm)),
+        "loss": Moved(words * logits + hidden * rows, table * (WIDE + cast + 2 * e)),
+        "embedding": Moved(hidden * (2 + 3 * trains) * e, table * e * (1 + 3 * model.tied)),
+    }
+
+
+class GradientBytes(NamedTuple):
+    """The bytes of each trained element in DeepSpeed's sums of gradients and its update: of what a
+    rank holds, and of the share of it that the rank updates."""
+
+    first: tuple[float, float]
+    """Of a step's first pass, held and updated."""
+    later: tuple[float, float]
+    """Of each pass after it."""
+    averaged: float
+    """Of what it holds, where ranks have summed it."""
+    once: tuple[float, float]
+    """Of the norm, clipping, AdamW and the rounded weights."""
+
+
+GRADIENT_BYTES_OF: dict[tuple[int, bool], GradientBytes] = {
+    (0, False): GradientBytes((20, 0), (20, 0), 8, (34, 28)),
+    (1, False): GradientBytes((34, 0), (26, 0), 8, (20, 34)),
+    (2, False): GradientBytes((24, 22), (24, 18), 0, (0, 70)),
+    (3, False): GradientBytes((22, 8), (22, 12), 0, (0, 70)),
+    (0, True): GradientBytes((16, 0), (12, 0), 8, (0, 40)),
+    (1, True): GradientBytes((32, 0), (12, 0), 0, (0, 72)),
+    (2, True): GradientBytes((24, 8), (24, 20), 0, (0, 72)),
+    (3, True): GradientBytes((24, 8), (24, 12), 0, (0, 72)),
+}
+"""By ZeRO's stage, and whether weights are float32: as DeepSpeed 0.19's operations are counted."""
+
+
+ADAMW_BYTES = 30
+"""AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
+the weight to 16 bits."""
+
+
+def update_bytes(step: StepShape, held: float, ranks: int, passes: int) -> float:
+    """Return the bytes of a step's sums of gradients and of its update.
+
+    held: trained elements of a rank. ranks: that hold the same, and share the update from stage 1
+    on. passes: forwards and backwards of the step.
+    """
+    if step.scatters:  # then it is no DeepSpeed, and products add to the sums themselves
+        return ADAMW_BYTES * held / ranks
+    of = GRADIENT_BYTES_OF[step.stage, step.element_bytes == WIDE]
+    each = [
+        first + (passes - 1) * later + once
+        for first, later, once in zip(of.first, of.later, of.once, strict=True)
+    ]
+    whole = each[0] + of.averaged * (ranks > 1)
+    return held * (whole + each[1] / (ranks if step.stage else 1))
