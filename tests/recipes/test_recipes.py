@@ -69,11 +69,11 @@ WANTED = {
         1, "each row whole on one process, 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
     "llama3.1-8b-text-ring-8m.yaml": Wanted(
-        8, "each row shared by 8 (ring), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+        8, "each row shared by 8 (zigzag ring), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
     "llama3.1-8b-text-ring-32m-32gpu.yaml": Wanted(
         32,
-        "each row shared by 32 (ring), 1 row at a time; ZeRO-3, bfloat16 on cuda",
+        "each row shared by 32 (zigzag ring), 1 row at a time; ZeRO-3, bfloat16 on cuda",
     ),
     "llama3.1-70b-lora-tensor-32k.yaml": Wanted(
         8,

@@ -59,7 +59,10 @@ class LayoutSet:
             part = max(parts, key=lambda one: one.every)
             state = moving_state_bytes(options.element, whole, part, setting.ranks)
         else:
-            state = memory_of(model, self.stored, bucket.length, options=options).state_bytes
+            # Of one micro-batch's gradients some stay beside the rows of the next.
+            rows = 2 * options.micro_batch * self.stored.data
+            more = replace(options, step_rows=rows)
+            state = memory_of(model, self.stored, bucket.length, options=more).state_bytes
         _, once = row_memory(options, model, bucket.row, bucket.layout, bucket.length)
         return USABLE_SHARE * setting.memory_bytes - state - once
 
