@@ -382,7 +382,7 @@ def test_no_other_number_of_ranks_divides_experts_that_a_model_lacks() -> None:
     for experts in ({1}, None):
         space = Space(experts=experts, pipelines=None)
         found = recommend(step, 64, space, H100, FULL, asked=[key, "parallel_config.data_parallel"])
-        assert found and "with 4 a step takes" in found.reasons["parallel_config.data_parallel"]
+        assert found and "a step takes" in found.reasons["parallel_config.data_parallel"]
         reasons.append(found.reasons[key])
     assert reasons[0] == "nothing else is possible here" and reasons[1].startswith("none of the")
 
