@@ -68,7 +68,7 @@ def step_time(
     behind = _hiding_seconds(one)
     each = hidden_behind(step, zero_in_each_pass(step, layout, hardware), behind)
     parts = [part.times(passes) for part in (*one, *each)]
-    summed, *others = zero_once(step, layout, hardware)
+    summed, *others = zero_once(step, layout, hardware, passes=passes)
     return StepTime((*parts, *hidden_behind(step, [summed], passes * behind), *others))
 
 
@@ -103,7 +103,7 @@ def _pipeline_time(
     sent = 2 * passes * costs.virtual
     seconds = max(sent * max(costs.links), waits.messages)
     messages = sent * message_bytes(step, layout)
-    summed, *others = zero_once(step, layout, hardware, stored)
+    summed, *others = zero_once(step, layout, hardware, stored, passes=passes)
     return StepTime(
         (
             *(part.times(passes) for part in most),
@@ -274,17 +274,23 @@ def micro_step_seconds(
 
 
 def zero_once(
-    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredParts = ()
+    step: StepShape,
+    layout: Layout,
+    hardware: Hardware,
+    stored: StoredParts = (),
+    *,
+    passes: int = 1,
 ) -> list[StepPart]:
     """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
 
     These are the update with the sums of gradients in memory, and at stages 1 and 2 the gathering
-    of the new weights. stored: by a rank of a pipeline; none: all layers.
+    of the new weights. stored: by a rank of a pipeline; none: all layers. passes: whose gradients
+    are summed.
     """
     summed, update, gathered = StepPart("gradients", 0.0), StepPart("update", 0.0), []
     for own in stored or stored_bytes(step, layout):
         spread = Spread.of(layout, own.axes, hardware.ranks_per_host)
-        held, passes = own.gradients / step.gradient_bytes, step.passes(layout)
+        held = own.gradients / step.gradient_bytes
         if spread.ranks > 1 and step.stage < 2:
             kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
             seconds = hardware.collective_seconds(kind, own.gradients, spread)

@@ -67,10 +67,13 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
 def _copies(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
     """Return why `fine_grain_interleave` cannot be used with a model or layout."""
     number = recipe.parallel_config.fine_grain_interleave
-    states = shape and FAMILIES[shape.model_type].states
-    if number == 1 or shape is None or not (states or shape.experts > 1):
+    if number == 1 or shape is None:
         return []
-    kind = "a state" if states else "experts"
+    family = FAMILIES[shape.model_type]
+    kinds = {"a state": family.states, "heads of two sizes": family.two_sizes}
+    kinds["experts"] = shape.experts > 1
+    if (kind := next((what for what, here in kinds.items() if here), None)) is None:
+        return []
     what = f"is {number}, and layers with {kind} of `{shape.model_type}` take their tokens at once"
     return [("parallel_config.fine_grain_interleave", what, "write 1")]
 

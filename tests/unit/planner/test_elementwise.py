@@ -20,8 +20,8 @@ import transformers
 
 from benchmarks.memory.count import count
 from benchmarks.memory.measured import one_of
+from benchmarks.memory.movedbytes import MovedBytes
 from tests.support import known
-from tests.support.moved import MovedBytes
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
 from tests.support.shapes import hub

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.launch import ROOT
 from tests.support.shapes import TINY, hub
 from uspft.config import MemoryBlock, ParallelBlock, Recipe, RecipeError, dump, load
 from uspft.layout import Layout
@@ -19,7 +20,7 @@ from uspft.pipeline.stages import stages_of
 from uspft.planner.memory import USABLE_SHARE, memory_of
 from uspft.planner.options import options_of
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.layout_findings import group_findings, tile_findings
+from uspft.prepare.layout_findings import group_findings, run_findings, tile_findings
 from uspft.prepare.resolve import fitting_heads
 from uspft.segments import Segments
 
@@ -474,6 +475,19 @@ def test_copies_of_layers_that_take_their_tokens_at_once(
     (problem,) = raised.value.problems
     assert problem.key.endswith("parallel_config.fine_grain_interleave")
     assert (problem.what, problem.remedy) == (what, "write 1")
+
+
+def test_copies_of_layers_with_heads_of_two_sizes_are_refused() -> None:
+    """Their layers are called with an embedding of their own, which no copy has."""
+    shape = replace(hub("meta-llama/Llama-3.1-8B"), seeing_all=(2, 256), model_type="gemma4_text")
+    words = ["parallel_config.fine_grain_interleave=2", "parallel_config.model_parallel=8"]
+    file = ROOT / "recipes" / "llama3.1-70b-lora-tensor-32k.yaml"
+    recipe = load(file, [*words, "parallel_config.use_seq_parallel=true"]).recipe
+    found = run_findings(recipe, Layout(mesh_columns=8), shape)
+    what = "is 2, and layers with heads of two sizes of `gemma4_text` take their tokens at once"
+    assert ("parallel_config.fine_grain_interleave", what, "write 1") in [
+        tuple(one) for one in found
+    ]
 
 
 @pytest.mark.parametrize("asked", [True, False, 1, 3, [2, 0], [[2, 0], [1, 1]]])

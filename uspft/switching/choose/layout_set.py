@@ -9,7 +9,6 @@ from statistics import fmean
 
 from uspft.layout import COPIES, Layout, StoredAs
 from uspft.pipeline.stages import Stages
-from uspft.planner.elementwise import ADAMW_BYTES
 from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
@@ -22,6 +21,10 @@ from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan
 from uspft.switching.deal.schedule import schedule
+
+SUMMED_BYTES, OWNED_BYTES = 4 + 10, 4 + 4 + 8 + 28 + 6
+"""Where weights move, of each element: float32 sums are made 0 and a gradient of 16 bits is added;
+its owner makes its own 0, takes the norm, clips, and has AdamW's states and a rounded weight."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +150,15 @@ class LayoutSet:
 
     @cached_property
     def once_seconds(self) -> float:
-        """The seconds of what happens once in a step: gradient reduction, the update, and the
-        switches."""
+        """The seconds of what happens once in a step: gradient reduction, the update with the sums
+        of one pass's gradients, and the switches."""
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
             return sum(part.seconds for part in zero_once(step, self.stored, hardware))
-        return sum(seconds for _, seconds in self.transfers) + hardware.memory_seconds(
-            ADAMW_BYTES * step.trained * _parameters(step, 1) / self.setting.ranks
-        )
+        summed = sum(_parameters(step, one.tensor) / one.pipeline for one in self.stored_in_turn)
+        owned = _parameters(step, 1) / self.setting.ranks
+        moved = step.trained * (SUMMED_BYTES * summed + OWNED_BYTES * owned)
+        return sum(seconds for _, seconds in self.transfers) + hardware.memory_seconds(moved)
 
     @cached_property
     def transfers(self) -> list[tuple[float, float]]:
