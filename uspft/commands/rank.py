@@ -55,11 +55,13 @@ def start_ranks(
     The ranks start when all hosts are ready. on_stop: what the ranks do when they are stopped, as
     the person who stops them is told. restart: decides what follows where the run is lost.
     """
-    launch, watch = recipe.launch, Watch(hosts)
+    launch = recipe.launch
     assert isinstance(launch.processes, int)
-    if hosts.count > 1:  # not host 0's own part of `verify`
+    if hosts.count > 1:
         gpus, limit = torch.cuda.device_count(), launch.timeout_minutes * 60
         watch = place.meeting.convene(launch.processes, launch.device, gpus, limit)
+    else:  # also host 0's own part of `verify`
+        watch = Watch(hosts)
     return run_ranks(
         [sys.executable, "-m", "uspft", "rank", *words],
         LocalRanks(launch.processes, hosts),

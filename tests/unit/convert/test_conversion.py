@@ -163,7 +163,7 @@ def refused_whole(folder: Path, tool: str | None, *words: str) -> str:
     """What is said where nothing can be read: lines with places, and no file beside."""
     to = folder / "recipe.yaml"
     with pytest.raises(InputError) as told:
-        convert(folder / "theirs.yaml", words, to, 8, tool, "uspft", force=False)
+        convert(folder / "theirs.yaml", words, "uspft", to=to, ranks=8, tool=tool)
     lines = str(told.value).splitlines()
     assert lines and all(line.startswith((str(folder), "command line:")) for line in lines)
     assert not to.exists()
@@ -205,7 +205,7 @@ def test_what_is_no_recipe_is_told_with_their_key_and_line(tmp_path: Path) -> No
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     with pytest.raises(InputError) as told:
         words = ["logging.wandb=null"]
-        convert(tmp_path / "theirs.yaml", words, tmp_path / "r.yaml", 4, None, "", force=False)
+        convert(tmp_path / "theirs.yaml", words, "", to=tmp_path / "r.yaml", ranks=4)
     found = str(told.value)
     assert f"{tmp_path / 'theirs.yaml'}:" in found
     assert "sequence_len: as `data.sequence_length`: " in found
