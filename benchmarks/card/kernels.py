@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,16 +42,16 @@ def kernels() -> dict[str, Kernel]:
     return found
 
 
-def rates(kernel: Kernel, heads: Heads, tokens: int) -> dict[str, float]:
+def rates(kernel: Kernel, heads: Heads, tokens: int, device: str = "cuda") -> dict[str, float]:
     """Return FLOP/s of a causal row, forward and backward: 4 · pairs · features, and 2.5 times that
     (FlashAttention-2, section 4.1)."""
-    qkv, dout = _inputs(heads, tokens)
+    qkv, dout = _inputs(heads, tokens, device)
     blocks, scale = [Block(0, tokens, 0, tokens, Mask.CAUSAL)], heads.dim**-0.5
     (part,) = kernel.forward(qkv, blocks, scale)
     flops = 4 * tokens**2 / 2 * heads.query * heads.dim
     saved = part.out, part.lse, dout
-    forward = seconds(lambda: kernel.forward(qkv, blocks, scale))
-    backward = seconds(lambda: kernel.backward(qkv, saved, blocks, scale))
+    forward = seconds(lambda: kernel.forward(qkv, blocks, scale), device)
+    backward = seconds(lambda: kernel.backward(qkv, saved, blocks, scale), device)
     return {"forward": flops / forward, "backward": 2.5 * flops / backward}
 
 
@@ -90,24 +91,34 @@ def product(inputs: int, outputs: int, tokens: int) -> dict[str, float]:
     }
 
 
-def _inputs(heads: Heads, tokens: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def _inputs(
+    heads: Heads, tokens: int, device: str = "cuda"
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
     def draw(number: int) -> Tensor:
-        return torch.randn(tokens, number, heads.dim, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(tokens, number, heads.dim, device=device, dtype=dtype)
 
     return (draw(heads.query), draw(heads.kv), draw(heads.kv)), draw(heads.query)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the least of several times on the GPU's own clock, after one that warms up."""
+def seconds(work: Callable[[], object], device: str = "cuda") -> float:
+    """Return the least of several times, on the GPU's own clock where it is one, after one that
+    warms up."""
     work()
     best = float("inf")
     for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3)
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            work()
+            best = min(best, time.perf_counter() - began)
     return best
 
 
