@@ -13,7 +13,8 @@ from typing import Any
 from uspft.config import Fault, Recipe, read
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, strategies_of
-from uspft.data import first_look, prepared, training_rows
+from uspft.data.corpus.prepare import first_look, prepared
+from uspft.data.rows.stream import training_rows
 from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting

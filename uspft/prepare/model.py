@@ -17,7 +17,7 @@ from uspft.config import Fault, Finding, ModelBlock, Recipe
 from uspft.config.problems import said
 from uspft.config.strategies import KEY as STRATEGIES
 from uspft.config.strategies import strategies_of
-from uspft.data import turn_ends, without_marks
+from uspft.data.chat.template import turn_ends, without_marks
 from uspft.data.corpus.tokenise import holds_tokenizer, load_tokeniser, read_tokenizer
 from uspft.families import ModelShape, read_shape
 from uspft.families.shape import config_file
