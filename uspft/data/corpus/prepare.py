@@ -9,10 +9,10 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +57,14 @@ from uspft.data.files.sources import (
 from uspft.data.files.tables import loaded
 from uspft.data.records.reader import first_record, pair_notes, read
 from uspft.data.records.values import Naming
-from uspft.data.samples import Record
+from uspft.data.samples import Record, Sample
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from uspft.config import Recipe
-    from uspft.config.inputs import DataBlock
+    from uspft.config.inputs import DataBlock, Source
 
 Progress = Callable[[int, int], None]
 """progress(done, total): bytes of files and records of hub data sets."""
@@ -338,8 +338,6 @@ def _copy(
 
 RECORDS = 100
 """How many records of each file are looked at."""
-FirstRecords = tuple[SourcePart, list[Record | BadRecord]]
-"""A file or split, and the records that it begins with: one more than RECORDS where there are."""
 
 
 @dataclass
@@ -361,13 +359,12 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     neither rendered nor tokenised. Hub data sets and Python's own library are left out. Raises
     DataError with all that is wrong.
     """
-    sets = [data.train, *((source,) for source in data.eval or ())]
-    here = [tuple(source for source in some if not is_hub_id(source.path)) for some in sets]
-    blocks = [data.model_copy(update={"train": some, "eval": None}) for some in here]
-    read_of = [_first_records(block) for block in blocks]
-    every = [one for of_set in read_of for one in of_set]
-    first = [(part, one) for part, items in every for one in _records(items) if one.shape]
-    formats = {record.format for _, items in every for record in _records(items)}
+    seen = [_FirstRecords(data, data.train)]
+    seen += [_FirstRecords(data, (source,)) for source in data.eval or ()]
+    found = [(part, items) for some in seen for part, items in some.found]
+    good = [(part, one) for part, items in found for one in items if isinstance(one, Record)]
+    first = [(part, record) for part, record in good if record.shape]
+    formats = {record.format for _, record in good}
     look = Look([f"{part.content.shown}: {record.shape}" for part, record in first])
     look.shapes += describing_files(data)
     encoder = None
@@ -376,23 +373,22 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     tokeniser = encoder.tokeniser if encoder else None
     look.notes += pair_notes([one for _, one in first], bool(tokeniser and tokeniser.template))
     look.notes += tokeniser.notes(formats) if tokeniser else []
-    tallies: list[Tally] = []
-    for block, of_set in zip(blocks, read_of, strict=True):
-        tally, lengths = _tallied(block, of_set, encoder)
-        look.lengths = look.lengths if tallies else lengths
-        tallies.append(tally)
-    unused = [unused_lines(*one) for one in zip(blocks, (t.unused for t in tallies), strict=True)]
-    look.notes += chain(*unused)
-    bad, long = (list(chain(*(vars(t)[name].lines() for t in tallies))) for name in ("bad", "long"))
+    for some in seen:
+        some.count(encoder)
+    look.lengths = seen[0].lengths
+    unused = [line for some in seen for line in unused_lines(some.block, some.tally.unused)]
+    look.notes += unused
+    bad = [line for some in seen for line in some.tally.bad.lines()]
+    long = [line for some in seen for line in some.tally.long.lines()]
     if wrong := (bad if data.on_bad_sample == "error" else []) + long:
         raise DataError(wrong)
-    for number, tally in enumerate(tallies):
-        if here[number] == sets[number]:
-            with _as_set(number - 1, len(sets) - 1) if number else nullcontext():
-                _require(blocks[number], read_of[number], tally, tokenised=encoder is not None)
-    require_used(data, list(chain(*unused)))
-    look.shapes += chain(bad, *(tally.left.lines() for tally in tallies))
-    more = sum(len(items) > RECORDS for _, items in every)
+    seen[0].require(encoder)
+    for number, some in enumerate(seen[1:]):
+        with _as_set(number, len(seen) - 1):
+            some.require(encoder)
+    require_used(data, unused)
+    look.shapes += bad + [line for some in seen for line in some.tally.left.lines()]
+    more = sum(len(items) > RECORDS for _, items in found)
     if more:
         look.not_read.append(f"data: records after the first {RECORDS} of {counted(more, 'file')}")
     if encoder is None and formats:
@@ -400,49 +396,47 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     return look
 
 
-def _first_records(block: DataBlock) -> list[FirstRecords]:
-    """Return the parts of a block, without Python's own library, and what each begins with."""
-    return [
-        (part, list(islice(read(part.content, part.asked), RECORDS + 1)))
-        for part in parts_of(block)
-        if not (isinstance(part.content, SourceFile) and part.content.library)
-    ]
+class _FirstRecords:
+    """The first records of a set of data: of data.train, or of one source of data.eval."""
 
+    def __init__(self, data: DataBlock, sources: tuple[Source, ...]) -> None:
+        here = tuple(source for source in sources if not is_hub_id(source.path))
+        self.block = data.model_copy(update={"train": here, "eval": None})
+        self.tally, self.lengths = Tally(self.block), list[int]()
+        self._hub = len(here) < len(sources)
+        self._library = any(
+            source.path == STDLIB for source in here
+        )  # no more is known: it is text
+        # Of each file or split one record more than are counted, which tells whether it has more.
+        self.found = [
+            (part, list(islice(read(part.content, part.asked), RECORDS + 1)))
+            for part in parts_of(self.block)
+            if not (isinstance(part.content, SourceFile) and part.content.library)
+        ]
 
-def _records(items: Sequence[Record | BadRecord]) -> list[Record]:
-    return [item for item in items if isinstance(item, Record)]
+    def count(self, encoder: Encoder | None) -> None:
+        """Count what becomes of the records; without an encoder, without their tokens."""
+        for part, items in self.found:
+            for item in items[:RECORDS]:
+                made = encoder.tried(item, part.content.shown) if encoder else item
+                if isinstance(made, Record):
+                    self.tally.unused[part.source].update(dict.fromkeys(made.unused))
+                    self.tally.counts.samples += 1
+                    continue
+                self.tally.kept(made, part.source, part.content.shown)
+                if isinstance(made, Sample):
+                    self.lengths.append(len(made.ids))
 
-
-def _tallied(
-    block: DataBlock, parts: Sequence[FirstRecords], encoder: Encoder | None
-) -> tuple[Tally, list[int]]:
-    """Return what becomes of the first records of a block's parts, and how many tokens they have.
-
-    encoder: None: records are counted without their tokens.
-    """
-    tally, lengths = Tally(block), list[int]()
-    for part, items in parts:
-        for item in items[:RECORDS]:
-            made = encoder.tried(item, part.content.shown) if encoder else item
-            if isinstance(made, Record):
-                tally.unused[part.source].update(dict.fromkeys(made.unused))
-                tally.counts.samples += 1
-                continue
-            tally.kept(made, part.source, part.content.shown)
-            lengths += [] if isinstance(made, BadRecord) else [len(made.ids)]
-    return tally, lengths
-
-
-def _require(
-    block: DataBlock, parts: Sequence[FirstRecords], tally: Tally, *, tokenised: bool
-) -> None:
-    """Check what a run checks of a block's data, as far as it was seen whole. Raises DataError."""
-    records = [record for _, items in parts for record in _records(items)]
-    library = any(source.path == STDLIB for source in block.train)  # no more is known: it is text
-    require_answers(block, {record.format for record in records} | ({"text"} if library else set()))
-    shapes = [record.shape for record in records if record.shape]
-    require_instructions(block, [*shapes, *(["text"] if library else [])])
-    if library or any(len(items) > RECORDS for _, items in parts):
-        return
-    require = require_targets if tokenised else require_samples
-    require(block, tally.counts, tally.bad.lines())
+    def require(self, encoder: Encoder | None) -> None:
+        """Check what a run checks of the whole set, as far as it was read. Raises DataError."""
+        if self._hub:
+            return
+        records = [one for _, items in self.found for one in items if isinstance(one, Record)]
+        text = {"text"} if self._library else set()
+        require_answers(self.block, {record.format for record in records} | text)
+        shapes = {record.shape for record in records if record.shape}
+        require_instructions(self.block, shapes | text)
+        if self._library or any(len(items) > RECORDS for _, items in self.found):
+            return
+        require = require_targets if encoder else require_samples
+        require(self.block, self.tally.counts, self.tally.bad.lines())
