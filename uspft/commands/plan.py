@@ -26,7 +26,7 @@ from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
 from uspft.config.messages import aligned, closest
 from uspft.config.problems import UsageError, counted
-from uspft.data import first_look
+from uspft.data.corpus.prepare import first_look
 from uspft.launcher.hosts import planned_hosts
 from uspft.planner.mesh import TunedMesh, mesh_products, tuned, why_not_kept
 from uspft.planner.rank import Ranked, Ranking

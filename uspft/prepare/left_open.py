@@ -246,9 +246,13 @@ def wrong_in(
 ) -> WhyNot:
     """Return a function that tells why a recipe cannot run in a way, or None where it can.
 
-    asked: the open keys. Where no formula predicts memory, they get the values that need least.
+    asked: the open keys. Where no formula predicts memory, they get the values that need least; in
+    one slice every mesh is legal that is in others.
     """
     known = dict[tuple[object, ...], str | None]()
+    slices = (1,) * 4 if SLICES in asked else slices_of(recipe.parallel_config)
+    if slices and _on_a_mesh(recipe.parallel_config):
+        recipe = with_values(recipe, {SLICES: slices})
 
     def why_not(way: Way) -> str | None:
         # What layers make again changes nothing here.
@@ -305,8 +309,6 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     step = step_shape(alone, model)
     seen = known.rows if alone is recipe else ()
     tiled = settled_memory(alone, model)
-    if _on_a_mesh(alone.parallel_config):  # in one slice every mesh is legal that is in others
-        tiled = with_values(tiled, {SLICES: slices_of(alone.parallel_config) or (1,) * 4})
     wrong, other = wrong_in(tiled, model, hardware, asked), other_than_asked(alone)
 
     def why_not(way: Way) -> str | None:

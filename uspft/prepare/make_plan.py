@@ -13,7 +13,8 @@ from typing import Any
 from uspft.config import Fault, Recipe, read
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, strategies_of
-from uspft.data import first_look, prepared, training_rows
+from uspft.data.corpus.prepare import first_look, prepared
+from uspft.data.rows.stream import training_rows
 from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
@@ -31,7 +32,7 @@ from uspft.prepare.files import find_paths
 from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed, cluster_of, matrices_of, saving_most, stage_of, step_shape
 from uspft.prepare.layout_findings import exchange_findings, run_findings
-from uspft.prepare.left_open import open_keys, space_of, wrong_in
+from uspft.prepare.left_open import SLICES, open_keys, space_of, wrong_in
 from uspft.prepare.model import tokenizer_here, tokenizer_of
 from uspft.prepare.remarks import says_layers
 from uspft.segments import Segments
@@ -109,7 +110,10 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
         virtual={1, 2, 4, own.schedule.virtual},
         chunks=own.schedule.chunks,
     )
-    wrong = wrong_in(recipe, step.model, hardware, open_keys(asked))
+    opened = open_keys(asked)
+    if SLICES in opened:  # each mesh has those that suit it
+        step = replace(step, slices=None)
+    wrong = wrong_in(recipe, step.model, hardware, opened)
 
     def why_not(way: Way) -> str | None:
         return among(way) or wrong(way)

@@ -344,6 +344,25 @@ def test_auto_slices_are_those_of_each_product_that_take_least(
     assert seconds_of(tmp_path, key, "auto") == pytest.approx(1e6 / most)
 
 
+def test_plan_prices_a_mesh_in_the_slices_that_a_recipe_of_that_mesh_has(tmp_path: Path) -> None:
+    """Where these are `auto`, each mesh has its own; where they are written, all have those."""
+    *mesh, _ = BESIDE["parallel_config.tensor_mesh"]
+    for slices in ("auto", "[2, 1, 4, 2]"):
+        orders = []
+        for shape in AUTO["parallel_config.tensor_mesh"]:
+            words = (
+                f"parallel_config.tensor_mesh={shape}",
+                f"parallel_config.tensor_slices={slices}",
+            )
+            found = SMALL.examined(tmp_path, *FIXED, *mesh, *words)
+            orders.append(ranking_of(found, step_of(found)))
+        own = {one.own.name: (one.own.step.slices, one.own.seconds) for one in orders if one.own}
+        assert len(own) == 3 and len({cut for cut, _ in own.values()}) == 1 + (slices == "auto")
+        for order in orders:
+            found_here = {one.name: (one.step.slices, one.seconds) for one in order.layouts}
+            assert own.items() <= found_here.items()
+
+
 def test_no_key_that_may_be_auto_is_left_out(tmp_path: Path) -> None:
     """`use_seq_parallel` and `pp_interleave_num` say more of degrees, and are chosen with them."""
     tested = {*AUTO, "parallel_config.tensor_slices"}
