@@ -30,14 +30,13 @@ from uspft.planner.memory import (
     fits,
     longest_of,
     memory_of,
-    state_in,
     unpredicted,
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
 from uspft.planner.row_time import Memo
 from uspft.planner.stages import as_many, estimated, simulated
-from uspft.planner.state import State
+from uspft.planner.state import State, state_of
 from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
@@ -381,7 +380,7 @@ class Needs:
         )
         degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
         if (key := (*degrees, options.several(layout), plain)) not in self._states:
-            self._states[key] = state_in(self._model, layout, options)
+            self._states[key] = state_of(self._model, layout, options)
         return self._states[key]
 
     def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
