@@ -250,9 +250,9 @@ def wrong_in(
     one slice every mesh is legal that is in others.
     """
     known = dict[tuple[object, ...], str | None]()
-    slices = (1,) * 4 if SLICES in asked else slices_of(recipe.parallel_config)
-    if slices and _on_a_mesh(recipe.parallel_config):
-        recipe = with_values(recipe, {SLICES: slices})
+    if _on_a_mesh(recipe.parallel_config):
+        written = None if SLICES in asked else slices_of(recipe.parallel_config)
+        recipe = with_values(recipe, {SLICES: written or (1,) * 4})
 
     def why_not(way: Way) -> str | None:
         # What layers make again changes nothing here.
