@@ -24,6 +24,7 @@ from uspft.planner.attention_step import (
     attention_of_sample,
     wire_of,
 )
+from uspft.planner.machine import Hardware
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import (
     DEALT_ROWS,
