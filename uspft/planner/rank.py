@@ -30,14 +30,18 @@ from uspft.planner.memory import (
     fits,
     longest_of,
     memory_of,
-    state_in,
     unpredicted,
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
 from uspft.planner.stages import as_many, estimated, simulated
+<<<<<<< HEAD
 from uspft.planner.state import State
 from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
+=======
+from uspft.planner.state import State, state_of
+from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
+>>>>>>> price2-land
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 
@@ -379,7 +383,7 @@ class Needs:
         )
         degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
         if (key := (*degrees, options.several(layout), plain)) not in self._states:
-            self._states[key] = state_in(self._model, layout, options)
+            self._states[key] = state_of(self._model, layout, options)
         return self._states[key]
 
     def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
