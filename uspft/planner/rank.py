@@ -35,13 +35,8 @@ from uspft.planner.memory import (
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
 from uspft.planner.stages import as_many, estimated, simulated
-<<<<<<< HEAD
-from uspft.planner.state import State
-from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
-=======
 from uspft.planner.state import State, state_of
-from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
->>>>>>> price2-land
+from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 
