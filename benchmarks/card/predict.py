@@ -14,6 +14,7 @@ from uspft.layout import Layout
 from uspft.planner.memory import memory_of
 from uspft.planner.options import options_of
 from uspft.planner.step import step_time
+from uspft.planner.step_shape import PlacedStep
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, step_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
@@ -37,5 +38,5 @@ def predicted(case: Case, device: str) -> dict[str, Any]:
     length = case.tokens // case.documents
     row = Segments(tuple(range(0, case.tokens + 1, length)), case.tokens)
     shape = replace(step_of(found), row=row)
-    step = step_time(shape, Layout(), way, hardware_of(found))
+    step = step_time(PlacedStep(shape, Layout(), hardware_of(found), way))
     return {"predicted_bytes": memory.peak_bytes, "predicted_seconds": step.seconds}

@@ -324,7 +324,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        mesh = tuned(found.way.step(step), found.way.layout, hardware)
+        mesh = tuned(found.way.placed(found.way.step(step), hardware))
         why = f"in one slice matrices take {mesh.whole_seconds / mesh.seconds:.3g} × as long"
         found = found._replace(reasons={**found.reasons, SLICES: why})
         values[SLICES] = mesh.slices
