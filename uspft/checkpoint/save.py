@@ -4,9 +4,8 @@ It is on the disk aside and then renamed, so it is complete or absent."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,12 +61,11 @@ class Save:
         dist.barrier()
         self._files: dict[str, str] = {}
         """The file that holds each key's tensor."""
-        self._waiting: deque[tuple[str, dict[str, Tensor]]] = deque()
-        self._written: dict[str, Written] = {}
-        """What was written of each file."""
+        self._written: dict[str, Future[Written]] = {}
+        """What is written of each file, one after another."""
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._wanted, self._split = _dealt_out(engine)
         self._adam_steps, self._course = adam_steps(engine), dict(course or {})
-        self._error: Exception | None = None
         held, size = dict[str, Tensor](), 0
         for one, value in gather(engine, self._wanted):
             held[_key(one, self._split)] = value.detach().float().cpu().contiguous().clone()
@@ -76,34 +74,20 @@ class Save:
                 self._fill(held, beside=beside)
                 held, size = {}, 0
         self._fill(held, beside=beside)
-        self._thread = threading.Thread(target=self._write_beside, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._writer.shutdown(wait=False)
 
     def _fill(self, held: dict[str, Tensor], *, beside: bool) -> None:
-        """Have tensors be a file of this rank, which is written at once unless it is beside."""
+        """Have tensors be a file of this rank, which is waited for unless it is written beside."""
         if held:
-            number = len(self._waiting) + len(self._written)
-            name = f"part-{self._rank:05d}-{number:05d}.safetensors"
-            self._waiting.append((name, held))
+            name = f"part-{self._rank:05d}-{len(self._written):05d}.safetensors"
             self._files |= dict.fromkeys(held, name)
-        if not beside:
-            self._write()
-
-    def _write(self) -> None:
-        """Write the files that wait, and give their memory back one after another."""
-        while self._waiting:
-            name, tensors = self._waiting.popleft()
-            self._written[name] = write_part(tensors, self._aside / name)
-
-    def _write_beside(self) -> None:
-        try:
-            self._write()
-        except Exception as error:  # what a thread raises would be lost, and the checkpoint named
-            self._error = error
+            self._written[name] = self._writer.submit(write_part, held, self._aside / name)
+            if not beside:
+                self._written[name].result()
 
     def is_written(self) -> bool:
         """Return whether this rank's files are on the disk, or writing them has failed."""
-        return not self._thread.is_alive()
+        return all(one.done() for one in self._written.values())
 
     def finish(self, identity: Mapping[str, Any], write_model: Callable[[Path], object]) -> int:
         """Wait for the files of all ranks, and give the checkpoint its name; collective.
@@ -114,11 +98,9 @@ class Save:
         rank 0's, and OSError where one cannot be written: the checkpoints before are then as they
         were.
         """
-        self._thread.join()
-        if self._error:
-            raise self._error
+        mine = {name: one.result() for name, one in self._written.items()}
         every_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every_rank, (self._files, self._written))
+        dist.all_gather_object(every_rank, (self._files, mine))
         size = 0
         if self._rank == 0:
             every = {key: file for found, _ in every_rank for key, file in found.items()}

@@ -11,10 +11,11 @@ import re
 import signal
 import subprocess
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from traceback import extract_tb, format_exception
 
 from uspft.config.problems import RunFailed
 from uspft.launcher.hosts import LocalRanks, free_port, interface_to
@@ -222,14 +223,10 @@ def report_exception(path: str | Path, rank: int, error: BaseException, code: in
         "type": type(error).__name__,
         "message": str(error),
         "waited": waited(str(error), collective_in(error)),
-        "traceback": "" if isinstance(error, RunFailed) else _traceback(error),
+        "traceback": "" if isinstance(error, RunFailed) else "".join(format_exception(error)),
     }
     aside.write_text(json.dumps(found))
     aside.replace(path)
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def waited(said: str, collective: str = "") -> str:
@@ -244,7 +241,7 @@ def waited(said: str, collective: str = "") -> str:
 
 def collective_in(error: BaseException) -> str:
     """Return the collective that raised an error, and where uspft asked for it; "" for none."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = extract_tb(error.__traceback__)
     calls = [f.name for f in frames if "/torch/distributed/" in f.filename and f.name[0] != "_"]
     places = [f for f in frames if "/uspft/" in f.filename]
     names = [name for name in calls if name != "wrapper"][-1:]
@@ -281,18 +278,16 @@ def from_status(rank: Rank, status: int) -> Failure:
     details = f"  the end of {rank.log}:\n{shown}"
     if rank.number == 0:
         details = "  what it printed stands above"
-    number, ended = rank.number, rank.ended
+    found = partial(Failure, rank.number, rank.ended, details=details)
     if in_vain := waited(printed):
-        return Failure(number, ended, in_vain, details, consequence=True, waited=True)
+        return found(in_vain, consequence=True, waited=True)
     if status > 0:
         code = WRONG_INPUT if status == WRONG_INPUT else 1
-        return Failure(number, ended, f"exit code {status}", details, code, consequence)
+        return found(f"exit code {status}", code=code, consequence=consequence)
     if status == -signal.SIGKILL:
-        killed = "killed (SIGKILL), probably out of memory"
-        return Failure(number, ended, killed, details, signalled=True)
+        return found("killed (SIGKILL), probably out of memory", signalled=True)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    told = f"killed by {name}"
-    return Failure(number, ended, told, details, consequence=consequence, signalled=True)
+    return found(f"killed by {name}", consequence=consequence, signalled=True)
 
 
 def root_cause(failures: list[Failure]) -> Failure:
