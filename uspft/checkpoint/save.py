@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.checkpoint.folder import Checkpoint
     from uspft.engine.step import Engine
-    from uspft.parameters.part import Part
 
 
 PART_BYTES = 1 << 30
@@ -64,11 +63,11 @@ class Save:
         self._written: dict[str, Future[Written]] = {}
         """What is written of each file, one after another."""
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._wanted, self._split = _dealt_out(engine)
+        self._keys, self._parts = _dealt_out(engine)
         self._adam_steps, self._course = adam_steps(engine), dict(course or {})
         held, size = dict[str, Tensor](), 0
-        for one, value in gather(engine, self._wanted):
-            held[_key(one, self._split)] = value.detach().float().cpu().contiguous().clone()
+        for one, value in gather(engine, list(self._keys)):
+            held[self._keys[one]] = value.detach().float().cpu().contiguous().clone()
             size += 4 * value.numel()
             if size >= PART_BYTES:
                 self._fill(held, beside=beside)
@@ -105,48 +104,41 @@ class Save:
         if self._rank == 0:
             every = {key: file for found, _ in every_rank for key, file in found.items()}
             write_model(self._aside / MODEL_FILES)
-            files = {key: every[key] for key in (_key(one, self._split) for one in self._wanted)}
             written = {name: one for _, found in every_rank for name, one in found.items()}
             state: dict[str, Any] = {
                 "format": FORMAT,
                 "step": self.step,
                 "adam_steps": self._adam_steps,
                 "course": self._course,
-                "parts": {
-                    name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
-                    for name, held in self._split.items()
-                },
+                "parts": self._parts,
                 "identity": identity,
-                "files": files,
+                "files": {key: every[key] for key in self._keys.values()},
             }
             size = _publish(self._aside, self._final, state, written)
         dist.barrier()
         return size
 
 
-def _dealt_out(engine: Engine) -> tuple[list[Wanted], dict[str, list[Part]]]:
-    """Return each part of all weights and moments with the rank that writes it, and by name the
-    parts of the tensors that ranks hold in several.
+def _dealt_out(engine: Engine) -> tuple[dict[Wanted, str], dict[str, dict[str, Any]]]:
+    """Return each part of all weights and moments, by the rank that writes it, with its key; and of
+    the tensors that ranks hold in several parts the shape and ranges, as state.json has them.
 
     A rank writes only what it holds, and all ranks write about as much.
     """
     shards, load = engine.holders.shards, [0] * engine.holders.everyone.size
-    wanted, split = [], {}
+    keys, split = dict[Wanted, str](), dict[str, dict[str, Any]]()
     for name in engine.trained():
-        parts = shards.parts(name, engine.part_of(name).shape)
+        shape = engine.part_of(name).shape
+        parts = shards.parts(name, shape)
         if len(parts) > 1:
-            split[name] = list(parts)
+            split[name] = {"shape": shape, "ranges": [part.ranges for part in parts]}
         for kind in KINDS:
-            for part, ranks in parts.items():
+            for number, (part, ranks) in enumerate(parts.items()):
                 owner = min(ranks, key=lambda rank: (load[rank], rank))
                 load[owner] += part.count
-                wanted.append(Wanted(kind, name, part, owner))
-    return wanted, split
-
-
-def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
-    number = f"#{split[one.name].index(one.part)}" if one.name in split else ""
-    return f"{one.kind}/{one.name}{number}"
+                key = f"{kind}/{name}" + (f"#{number}" if name in split else "")
+                keys[Wanted(kind, name, part, owner)] = key
+    return keys, split
 
 
 def _publish(

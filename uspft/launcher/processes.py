@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb, format_exception
@@ -75,7 +75,7 @@ class Rank:
 
         A rank may have reported its error and still hang on its way out.
         """
-        left = from_error_file(self.error_file, self.status)
+        left = from_error_file(self.error_file)
         if left or self.status in (None, 0, INTERRUPTED):
             return left
         assert self.status is not None
@@ -214,18 +214,19 @@ def report_exception(path: str | Path, rank: int, error: BaseException, code: in
 
     With code 2, wrong input, the user is shown the message alone; RunFailed has no traceback.
     """
-    path = Path(path)
+    path, message = Path(path), str(error)
+    found = Failure(rank, time.time(), message, "", code)
+    if code != WRONG_INPUT:
+        expected, in_vain = isinstance(error, RunFailed), waited(message, collective_in(error))
+        found = replace(
+            found,
+            summary=in_vain or (message if expected else f"{type(error).__name__}: {message}"),
+            details="" if expected else "".join(format_exception(error)).rstrip(),
+            consequence=bool(CONSEQUENCES.search(message)),
+            waited=bool(in_vain),
+        )
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    found = {
-        "rank": rank,
-        "time": time.time(),
-        "code": code,
-        "type": type(error).__name__,
-        "message": str(error),
-        "waited": waited(str(error), collective_in(error)),
-        "traceback": "" if isinstance(error, RunFailed) else "".join(format_exception(error)),
-    }
-    aside.write_text(json.dumps(found))
+    aside.write_text(json.dumps(asdict(found)))
     aside.replace(path)
 
 
@@ -249,23 +250,12 @@ def collective_in(error: BaseException) -> str:
     return names[0] + "".join(f" ({name})" for name in names[1:]) if names else ""
 
 
-def from_error_file(path: Path, status: int | None) -> Failure | None:
+def from_error_file(path: Path) -> Failure | None:
     """Read the failure that a rank left in its error file, or None where it left nothing."""
     try:
-        found = json.loads(path.read_text())
+        return Failure(**json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    if WRONG_INPUT in (status, found["code"]):
-        return Failure(found["rank"], found["time"], found["message"], "", WRONG_INPUT)
-    summary = f"{found['type']}: {found['message']}" if found["traceback"] else found["message"]
-    return Failure(
-        rank=found["rank"],
-        time=found["time"],
-        summary=found["waited"] or summary,
-        details=found["traceback"].rstrip(),
-        consequence=bool(CONSEQUENCES.search(found["message"])),
-        waited=bool(found["waited"]),
-    )
 
 
 def from_status(rank: Rank, status: int) -> Failure:
