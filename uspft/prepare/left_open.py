@@ -250,9 +250,9 @@ def wrong_in(
     one slice every mesh is legal that is in others.
     """
     known = dict[tuple[object, ...], str | None]()
-    slices = (1,) * 4 if SLICES in asked else slices_of(recipe.parallel_config)
-    if slices and _on_a_mesh(recipe.parallel_config):
-        recipe = with_values(recipe, {SLICES: slices})
+    if _on_a_mesh(recipe.parallel_config):
+        written = None if SLICES in asked else slices_of(recipe.parallel_config)
+        recipe = with_values(recipe, {SLICES: written or (1,) * 4})
 
     def why_not(way: Way) -> str | None:
         # What layers make again changes nothing here.
@@ -324,7 +324,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        mesh = tuned(found.way.step(step), found.way.layout, hardware)
+        mesh = tuned(found.way.placed(found.way.step(step), hardware))
         why = f"in one slice matrices take {mesh.whole_seconds / mesh.seconds:.3g} × as long"
         found = found._replace(reasons={**found.reasons, SLICES: why})
         values[SLICES] = mesh.slices

@@ -25,7 +25,7 @@ from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step import micro_step_seconds
-from uspft.planner.step_shape import DrawnRows, StepShape
+from uspft.planner.step_shape import DrawnRows, PlacedStep, StepShape
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
@@ -131,8 +131,8 @@ def chunk_prices_of(found: Examined) -> ChunkPrices | None:
     parallel = recipe.parallel_config
     if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
         return None
-    step, algorithm = step_of(found), of_recipe(recipe, layout)
-    return chunk_prices(step, layout, algorithm, hardware_of(found))
+    hardware, algorithm = hardware_of(found), of_recipe(recipe, layout)
+    return chunk_prices(PlacedStep(step_of(found), layout, hardware, algorithm))
 
 
 def prices_of(found: Examined) -> Prices | None:
@@ -148,9 +148,9 @@ def prices_of(found: Examined) -> Prices | None:
     for alone, layout in found.each_layout:
         length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
         shape = replace(step, **matrices_of(alone.parallel_config))
+        placed = PlacedStep(shape, layout, hardware, algorithm)
         empty, full = (
-            row_time(shape, layout, algorithm, hardware, row)
-            for row in (Segments((0,), length), Segments.single(length))
+            row_time(placed, row) for row in (Segments((0,), length), Segments.single(length))
         )
         layouts.append(layout)
         rows.append(empty.row)
@@ -160,7 +160,7 @@ def prices_of(found: Examined) -> Prices | None:
         options = options_of(alone, layout)
         taken.append(row_memory(options, step.model, row, layout, length)[0])
     stored = min(layouts, key=lambda layout: layout.tensor)
-    together = micro_step_seconds(step, stored, hardware)
+    together = micro_step_seconds(PlacedStep(step, stored, hardware))
     return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))
 
 
