@@ -264,7 +264,7 @@ class StageRunner(Protocol):
     has some stages."""
 
     idle: nn.Parameter | None
-    """A parameter for the optimizer on a rank whose stages have none that trains; else None."""
+    """A parameter that is always 0, for stages in which no other trains; None if there is none."""
 
     def __call__(self, engine: Any, batches: Sequence[Batch], scales: Scales) -> Tensor: ...
 
