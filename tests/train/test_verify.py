@@ -29,11 +29,11 @@ from uspft.verify.work import GRADIENTS
 ROW = 64
 LENGTHS = [40, 24, 64, 33, 31, 64, 50, 14]
 CASES: dict[str, tuple[str, str, int, list[str]]] = {
-    "packed": ("float32", "best_fit", 3, ["ulysses_cp 2", "planned_cp 2"]),
-    "single": ("float32", "none", 1, ["ring_cp 2", "whole rows, stages 2"]),
-    "bfloat16": ("bfloat16", "best_fit", 2, ["whole rows, data 2"]),
-    "adapter": ("float32", "best_fit", 3, ["ring_cp 2"]),
-    "experts": ("float32", "best_fit", 2, ["ring_cp 2"]),
+    "packed": ("float32", "best_fit", 3, ["ulysses2", "planned2"]),
+    "single": ("float32", "none", 1, ["ring2", "pipeline2"]),
+    "bfloat16": ("bfloat16", "best_fit", 2, ["data2"]),
+    "adapter": ("float32", "best_fit", 3, ["ring2"]),
+    "experts": ("float32", "best_fit", 2, ["ring2"]),
 }
 """(compute type, packing, ZeRO stage, the layouts that each fault is tried in)."""
 MODELS: dict[str, dict[str, Any]] = {

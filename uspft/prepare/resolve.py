@@ -18,8 +18,6 @@ from uspft.config.algorithms import (
     CONTEXT,
     MESH_OPTIONS,
     ON_A_MESH,
-    AlgorithmRow,
-    Splits,
     every_option,
     row_of,
 )
@@ -330,28 +328,11 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
     is as fast and as many packed rows in a step as its samples make."""
     found, layouts = weighed.choice, weighed.choice.layouts
     if found.switches and layouts:
-        listed = tuple(
-            Strategy(max_length=one.length, **keys_of(one.layout, one.row))
-            for one in layouts.buckets
-        )
+        listed = tuple(Strategy(max_length=one.length, **one.keys) for one in layouts.buckets)
         way = "move" if layouts.moves else "in_place"
         return _with(recipe, "parallel_config", strategies=listed, switching=way)
     best = found.best_static
     assert best  # or the choice would have been refused
-    layout = best.priced.layout
-    degrees = {**keys_of(layout, best.priced.row), "data_parallel": layout.data}
+    degrees = {**best.priced.keys, "data_parallel": best.priced.layout.data}
     recipe = _with(recipe, "training", global_batch_size=weighed.drawn.packed_rows)
     return _with(recipe, "parallel_config", strategies=None, **degrees)
-
-
-def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:
-    """Return the keys of `parallel_config` for a layout whose matrices are split in Megatron's way,
-    with its tokens split between them."""
-    shared = layout.context > 1
-    return {
-        "model_parallel": layout.tensor,
-        "use_seq_parallel": layout.tensor > 1,
-        "context_parallel": layout.context,
-        "context_parallel_algo": row.name if shared else None,
-        "ulysses_degree_in_cp": layout.ulysses if shared and row.splits is Splits.BOTH else None,
-    }
