@@ -48,7 +48,7 @@ def test_the_verdict_of_all() -> None:
     )
     assert not nowhere.ok and "one process: step 2: the loss is nan" in nowhere.text()
     missed = report(bad, good, inject="mask").text()
-    assert "NOT CAUGHT: --inject mask shows in 1 of 2 layouts, not in whole rows" in missed
+    assert "NOT CAUGHT: --inject mask shows in 1 of 2 layouts, not in data2" in missed
     entries = json.loads(json.dumps(report(good, result(off=math.inf)).as_json(), allow_nan=False))
     assert [one["verdict"] for one in entries["layouts"]] == ["equal", "DIFFERS"]
     assert entries["verdict"] == "differs"
