@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, Strict
 
 from uspft.config.messages import LARGEST
 from uspft.config.problems import Fault, Finding, join
@@ -21,19 +21,18 @@ from uspft.config.types import (
     Natural,
     NotNegative,
     Open,
-    listed,
+    Text,
     mapping_of,
-    named,
     null_alone,
     or_open,
 )
 
 _Size = Annotated[Natural, EXPONENT]
 _SizeAbove0 = Annotated[Count, EXPONENT]
-_Name = Annotated[str, named("a name")]
-_Names = Annotated[tuple[str, ...], listed(_Name, "a list of names")]
-_Operation = Annotated[str, named("an operation")]
-_Operations = Annotated[tuple[str, ...], listed(_Operation, "a list of operations")]
+_Name = Annotated[Text, Field(title="a name")]
+_Names = Annotated[tuple[_Name, ...], Strict(False), Field(title="a list of names")]
+_Operation = Annotated[Text, Field(title="an operation")]
+_Operations = Annotated[tuple[_Operation, ...], Strict(False), Field(title="a list of operations")]
 _Number = Annotated[int, Field(ge=0, le=3)]
 _Stage = Annotated[_Number, or_open(_Number)]
 

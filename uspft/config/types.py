@@ -209,23 +209,7 @@ class NotYet:
         return core_schema.no_info_after_validator_function(check, handler(source))
 
 
-# Lists and mappings.
-
-
-def listed(item: Any, title: str) -> As:
-    """Return the type of lists of items, which the recipe holds as a tuple. title: what messages
-    call such a list."""
-    return As(Annotated[tuple[item, ...], Strict(False), Field(title=title)])
-
-
-def fixed(title: str, *items: Any) -> As:
-    """Return the type of lists with one item of each of these types. title: as of `listed`."""
-    return As(Annotated[tuple.__class_getitem__(items), Strict(False), Field(title=title)])
-
-
-def named(title: str) -> As:
-    """Return the type of text that messages call by a title."""
-    return As(Annotated[Text, Field(title=title)])
+# Lists, which are tuples in the recipe (hence Strict(False)), and mappings.
 
 
 EachStage = tuple[int, ...] | tuple[tuple[int, ...], ...]
