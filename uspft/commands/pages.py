@@ -72,13 +72,15 @@ class Chart:
     """What a chart shows over steps."""
 
     title: str
-    series: Sequence[Series]
+    names: Sequence[str] = ()
+    """The fields of metrics.jsonl that it shows, or what their names begin with."""
     unit: str = ""
     """What stands behind numbers; `bytes` become binary units."""
     zero: bool = False
     """Whether the axis begins at 0."""
     log: bool = False
     """Whether the axis is logarithmic, where no value is 0 or less."""
+    series: Sequence[Series] = ()
     levels: Sequence[Series] = ()
     """Dashed lines over all steps, each with the one value of its points."""
     marks: Sequence[tuple[float, str]] = ()

@@ -99,28 +99,19 @@ FlopsProfiler = mapping_of(
 )
 
 
-REDUCE_BUCKET = 50_000_000
-"""The reduce_bucket_size, in elements, of a recipe that says none. DeepSpeed's own default is ten
-times as large: 2 GB in float32, of which stage 3 makes a second copy as it sums."""
-PREFETCH_BUCKET, LIVE_PARAMETERS, REUSE_DISTANCE = 50_000_000, 1_000_000_000, 1_000_000_000
-"""DeepSpeed's elements of stage3_prefetch_bucket_size, stage3_max_live_parameters and
-stage3_max_reuse_distance."""
+ELEMENTS = {
+    "reduce_bucket_size": 50_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""The elements of a recipe that says none, which are DeepSpeed's own but for reduce_bucket_size: of
+that it has ten times as many, 2 GB in float32, of which stage 3 makes a second copy as it sums."""
 
 
-def live_parameters(zero: Mapping[str, Any]) -> int:
-    """Return up to how many gathered elements ZeRO-3 fetches weights ahead."""
-    return int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))
-
-
-def prefetch_bucket(zero: Mapping[str, Any]) -> int:
-    """Return how many elements of weights ZeRO-3 fetches ahead together, and one parameter more."""
-    return int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
-
-
-def reuse_distance(zero: Mapping[str, Any]) -> int:
-    """Return how near, in elements of weights, the next use of a gathered weight must be for ZeRO-3
-    to keep it."""
-    return int(zero.get("stage3_max_reuse_distance", REUSE_DISTANCE))
+def elements(zero: Mapping[str, Any], key: str) -> int:
+    """Return how many elements a recipe's fields of ZeRO say, or leave to the default, at a key."""
+    return int(zero.get(key, ELEMENTS[key]))
 
 
 # DeepSpeed reads both names; the recipe holds the documented one.

@@ -107,7 +107,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     found = [origins.problem(*finding) for finding in [*findings, *wrong]]
     problems += [each for each in found if (each.where, each.key) not in misread]
     if recipe.output_dir is None:
-        recipe = recipe.model_copy(update={"output_dir": Path("outputs") / path.stem})
+        recipe = recipe.changed(output_dir=Path("outputs") / path.stem)
     faulty = frozenset({problem.key for problem in problems} | misnamed)
     return Loaded(recipe, origins, problems, faulty)
 
@@ -414,11 +414,7 @@ class _Files:
 
 def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
     """Return the tree under one `key.path=value` of the command line; unchanged if it is wrong."""
-    key, _, value = text.partition("=")
-    if fault := _malformed(text):
-        problems.append(fault)
-        return tree
-    new, faults = parse(value, lambda line: COMMAND_LINE, key)
+    key, new, faults = assigned(text)
     problems += faults
     if new is None:
         return tree
@@ -437,7 +433,9 @@ def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
     return merge(tree, new)
 
 
-def _malformed(text: str) -> Problem | None:
+def assigned(text: str) -> tuple[str, Tree | None, list[Problem]]:
+    """Return the key and the value of `key.path=value` on the command line, and its problems; no
+    value where it cannot be read."""
     key, equals, value = text.partition("=")
     names, what = key.split("."), ""
     named = all(name and name == name.strip() for name in names) and len(names) <= MAX_DEPTH
@@ -449,4 +447,6 @@ def _malformed(text: str) -> Problem | None:
     elif names[0] == "base":
         what = "cannot be set on the command line"
         remedy = "list the fragment under `base:` in the recipe"
-    return Problem(COMMAND_LINE, key, what, remedy) if what else None
+    if what:
+        return key, None, [Problem(COMMAND_LINE, key, what, remedy)]
+    return key, *parse(value, lambda line: COMMAND_LINE, key)

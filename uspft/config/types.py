@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import typing_extensions
 from pydantic import (
@@ -48,6 +48,14 @@ class RecipeBlock(BaseModel):
     model_config = STRICT | ConfigDict(
         frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
+
+    def changed(self, **values: Any) -> Self:
+        """Return the block with other values of some keys; a mapping changes keys of the block
+        that stands at its key. Values are not checked."""
+        for key, value in values.items():
+            if isinstance(block := getattr(self, key), RecipeBlock) and isinstance(value, dict):
+                values[key] = block.changed(**value)
+        return self.model_copy(update=values)
 
 
 OneBlock = TypeVar("OneBlock", bound=RecipeBlock)
