@@ -11,7 +11,7 @@ from typing import Any
 from uspft.config import InputError, RecipeError, load
 from uspft.config.document import bare
 from uspft.config.loading import assigned
-from uspft.config.problems import Problem, UsageError
+from uspft.config.problems import Problem, UsageError, writing
 from uspft.convert import CONVERTERS, Outcome, convert_theirs, read_theirs
 
 
@@ -56,11 +56,8 @@ def convert(
         return 2
     text = outcome.recipe(target)
     _require_recipe(outcome, text, to)
-    try:
+    with writing(str(to), "name another with -o"):
         to.write_text(text, encoding="utf-8")
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise UsageError(str(to), what, "name another with -o") from error
     print(f"written: {to}\nnext: {program} check {shlex.quote(str(to))}")
     return 0
 

@@ -87,13 +87,13 @@ class Chart:
     """Steps at which something happened, and what."""
 
 
-def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """Return at most so many of the points, in their order: the first, the last, and of each
-    stretch between them the lowest and the highest."""
-    if len(points) <= most:
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most POINTS of the points, in their order: the first, the last, and of each stretch
+    between them the lowest and the highest."""
+    if len(points) <= POINTS:
         return list(points)
     inner, found = points[1:-1], [points[0]]
-    size = -(-len(inner) // ((most - 2) // 2))
+    size = -(-len(inner) // ((POINTS - 2) // 2))
     for start in range(0, len(inner), size):
         stretch = range(start, min(start + size, len(inner)))
         low, high = (pick(stretch, key=lambda n: inner[n][1]) for pick in (min, max))

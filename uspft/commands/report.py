@@ -26,7 +26,7 @@ from uspft.commands.report_runs import (
     predicted_of,
     read_runs,
 )
-from uspft.config.problems import InputError, UsageError, said
+from uspft.config.problems import InputError, UsageError, said, writing
 from uspft.durable import write_text
 from uspft.layout import AXES, EXPERTS
 from uspft.metrics import as_size
@@ -72,14 +72,11 @@ def report(
 
 def _write(file: Path, page: str) -> None:
     """Write a page; an earlier one is replaced, and no other file. Raises UsageError."""
-    try:
+    remedy = "name another file by -o FILE"
+    with writing(str(file), remedy):
         if file.exists() and not file.read_text("utf-8", errors="replace").startswith(MARK):
-            what = "is there already, and is no report"
-            raise UsageError(str(file), what, "name another file by -o FILE")
+            raise UsageError(str(file), "is there already, and is no report", remedy)
         write_text(file, page)
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise UsageError(str(file), what, "name another file by -o FILE") from error
 
 
 def leave_report(found: Examined, place: Invocation) -> str:
