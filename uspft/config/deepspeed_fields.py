@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from uspft.config.messages import LARGEST
 from uspft.config.problems import Fault, Finding, join
@@ -23,7 +23,7 @@ from uspft.config.types import (
     Open,
     Text,
     mapping_of,
-    null_alone,
+    only,
     or_open,
 )
 
@@ -39,7 +39,9 @@ _Stage = Annotated[_Number, or_open(_Number)]
 
 _IGNORED = "is deprecated, and DeepSpeed ignores it"
 _Ignored = Annotated[
-    Any, null_alone(_IGNORED, "write offload_optimizer.pin_memory"), Field(title="null")
+    Any,
+    BeforeValidator(only(None, _IGNORED, "write offload_optimizer.pin_memory")),
+    Field(title="null"),
 ]
 
 

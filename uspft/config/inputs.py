@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Required, Union
 
-from pydantic import BeforeValidator, Discriminator, Field, Strict
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Strict,
+    WithJsonSchema,
+)
 
 from uspft.config.messages import shown, unknown_value
 from uspft.config.problems import Fault, fault
@@ -15,7 +22,6 @@ from uspft.config.types import (
     FilePath,
     Free,
     Natural,
-    NotYet,
     Pattern,
     Positive,
     RecipeBlock,
@@ -23,7 +29,7 @@ from uspft.config.types import (
     Tokens,
     elsewhere,
     mapping_of,
-    null_alone,
+    only,
     tokens,
 )
 
@@ -33,9 +39,8 @@ Sentences = Literal["alpaca", "alpaca_mindspore"]
 _Other = Annotated[Text, Field(title="the field's name in the data")] | None
 
 
-_Null = Annotated[
-    None, null_alone("expected null, got {}", "write null, which leaves the field alone")
-]
+_REMEDY_OF_NULL = "write null, which leaves the field alone"
+_Null = Annotated[None, BeforeValidator(only(None, "expected null, got {}", _REMEDY_OF_NULL))]
 RECORD_FIELDS = (
     *("messages", "tools", "chat_template_kwargs", "system", "history", "prompt", "completion"),
     *("instruction", "input", "output", "question", "answer", "text", "input_ids", "labels"),
@@ -246,8 +251,13 @@ class ModelBlock(RecipeBlock):
     """Regular expressions; a parameter is not trained where one of them is found in its name."""
     add_tokens: Annotated[tuple[_Token, ...], Strict(False), Field(title="a list of tokens")] = ()
     """Special tokens that the tokenizer lacks; embedding and head grow by rows of their mean."""
-    trust_remote_code: Annotated[bool, NotYet("code from the hub", False)] = False
-    """Whether Python code that a hub model brings may run."""
+    trust_remote_code: Annotated[
+        bool,
+        AfterValidator(only(False, "code from the hub is not available yet", "write false")),
+        WithJsonSchema({"const": False}),
+        Field(exclude=True),  # from the recipe that a run writes
+    ] = False
+    """Whether Python code that a hub model brings may run; not available yet: write `false`."""
 
 
 class DataBlock(RecipeBlock):

@@ -311,7 +311,8 @@ def unknown_value(value: object, node: Node) -> tuple[str, str]:
     """Return what is wrong with a value that is none of the words of a schema, and the remedy."""
     listed, named = words(node), choices(node)
     if not isinstance(value, str):
-        return f"expected one of {listed}, got {shown(value)}", f"write {listed}"
+        one_of = "one of " if named[1:] else ""
+        return f"expected {one_of}{listed}, got {shown(value)}", f"write {listed}"
     remedy = f"write {'null' if value == 'None' and None in named else listed}"
     if near := closest(value, [word for word in named if isinstance(word, str)]):
         remedy = f"did you mean `{near}`? Allowed: {listed}"

@@ -23,10 +23,10 @@ from pydantic import Field
 
 from uspft.config.algorithms import AUTO
 from uspft.config.inputs import Scaling
-from uspft.config.messages import Node, as_written, inside, resolved, schema_of, shown, words
+from uspft.config.messages import Node, as_written, inside, resolved, schema_of, words
 from uspft.config.problems import join
 from uspft.config.recipe import DeepSpeedBlock, Degrees, Recipe
-from uspft.config.types import NotYet, RecipeBlock, Text, as_tree
+from uspft.config.types import RecipeBlock, Text, as_tree
 
 GROUPED = "^[-+]?[1-9][0-9]*(_[0-9]+)+([.][0-9]*)?([eE][-+]?[0-9]+)?$"
 """The pattern of numbers such as 1_000, which are text to an editor and numbers to uspft."""
@@ -41,8 +41,8 @@ class Key:
     node: Node
     default: Any = None
     required: bool = False
-    later: NotYet | None = None
-    """The feature that is not there, where the key asks for one."""
+    later: bool = False
+    """Whether the key asks for a feature that is not there."""
 
     @property
     def name(self) -> str:
@@ -71,11 +71,7 @@ def keys(kind: type[RecipeBlock], at: str) -> list[Key]:
             node.pop(word, None)
         required = field.is_required()
         own = None if required else field.get_default(call_default_factory=True)
-        later = next((part for part in field.metadata if isinstance(part, NotYet)), None)
-        meaning = field.description or ""
-        if later:
-            node = {"enum": [later.off]}
-            meaning += f" Not available yet ({later.feature}): write `{shown(later.off)}`."
+        meaning, later = field.description or "", bool(field.exclude)
         found.append(Key(join(at, name), meaning, node, own, required, later))
     return found
 

@@ -196,27 +196,6 @@ class OneOf:
         return {"enum": list(self.names())}
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """A feature that is not there: of the values of its key only the one that leaves it off is.
-
-    Its key is left out of the recipe that a run writes.
-    """
-
-    feature: str
-    off: object
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        def check(value: Any) -> Any:
-            if value != self.off:
-                raise fault(f"{self.feature} is not available yet", f"write {shown(self.off)}")
-            return value
-
-        return core_schema.no_info_after_validator_function(check, handler(source))
-
-
 # Lists, which are tuples in the recipe (hence Strict(False)), and mappings.
 
 
@@ -254,15 +233,16 @@ def _free(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def null_alone(what: str, remedy: str) -> Any:
-    """Return the type of a key that is null, or else refused. what: may hold `{}`, the value."""
+def only(off: object, what: str, remedy: str) -> Callable[[Any], Any]:
+    """Return a check that refuses every value but the one that asks for nothing. what: may hold
+    `{}`, the value."""
 
     def check(value: Any) -> Any:
-        if value is not None:
+        if value != off:
             raise fault(what.format(shown(value)), remedy)
         return value
 
-    return BeforeValidator(check)
+    return check
 
 
 def mapping_of(name: str, keys: Mapping[str, Any]) -> Any:
@@ -298,7 +278,7 @@ def as_tree(value: Any, *, all_keys: bool = True) -> Any:
         value = {
             name: getattr(value, name)
             for name, field in type(value).model_fields.items()
-            if all_keys or not any(isinstance(part, NotYet) for part in field.metadata)
+            if all_keys or not field.exclude
         }
     if isinstance(value, dict):
         return {key: as_tree(item, all_keys=all_keys) for key, item in value.items()}
