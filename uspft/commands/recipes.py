@@ -97,7 +97,7 @@ def copy(recipe: Path, to: Path, program: str) -> None:
     changed = text
     for start, end, target in reversed(list(_paths(yaml.compose(text), recipe.parent))):
         changed = changed[:start] + _written(target, to, recipe.parent.parent) + changed[end:]
-    if to.exists():
+    if os.path.lexists(to):
         what = "is there already, and nothing is overwritten"
         raise UsageError(str(to), what, "name another FILE")
     with writing(str(to), "name another FILE"), to.open("x") as file:
