@@ -29,7 +29,7 @@ class Layer:
         self._made: dict[str, Tensor] = {}
         """What projections into a block on a mesh have made together."""
         if sizes.recompute in ("nothing", "exchange"):
-            exchanges = sizes.sharing.ulysses > 1 and sizes.recompute == "nothing"
+            exchanges = sizes.sharing.row.ulysses > 1 and sizes.recompute == "nothing"
             self._remembered = Remembered(tape, wanted=not exchanges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
