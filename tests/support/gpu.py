@@ -36,19 +36,22 @@ def needs(gpus: int) -> tuple[pytest.MarkDecorator, ...]:
 def ran(
     recipe: dict[str, Any], folder: Path, *words: str, verb: str = "train", seconds: float = 900.0
 ) -> tuple[int, str]:
-    """Run a recipe as a user does, into folder/out: the exit code, and all that was shown."""
+    """Run a recipe as a user does, into folder/out: the exit code, and all that was shown, which
+    stays in folder/shown.txt where the run is ended from outside."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "uspft", verb, str(write_recipe(recipe, folder)), *words]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(XDG_CACHE_HOME=str(folder / "cache")),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    shown = folder / "shown.txt"
+    with shown.open("w") as file:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment(XDG_CACHE_HOME=str(folder / "cache")),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+    return done.returncode, shown.read_text()
 
 
 def steps_of(recipe: dict[str, Any], folder: Path, *words: str) -> list[dict[str, Any]]:
