@@ -12,7 +12,7 @@ from uspft.config.algorithms import row_of
 from uspft.config.strategies import row_lengths, strategies_of, under
 from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
-from uspft.planner.memory import USABLE_SHARE
+from uspft.planner.memory.formula import USABLE_SHARE
 from uspft.prepare.examine import Examined
 from uspft.prepare.known import matrices_of
 from uspft.prepare.make_plan import step_of

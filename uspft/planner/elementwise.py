@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from uspft.families import Blocks, ModelShape
 from uspft.planner.layer_kinds import Norms, layer_kind
-from uspft.planner.operations import WIDE
+from uspft.planner.memory.operations import WIDE
 from uspft.planner.products import (
     head_projection,
     layer_projections,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from uspft.families import ModelShape, expert_layers, layer_windows, state_layers
-from uspft.planner.operations import WIDE, Angles, LayerTape
+from uspft.planner.memory.operations import WIDE, Angles, LayerTape
+from uspft.planner.memory.tape import Tensor
 from uspft.planner.products import SHARED_EXPERT, SHARED_EXPERTS
-from uspft.planner.tape import Tensor
 
 
 class Norms(NamedTuple):

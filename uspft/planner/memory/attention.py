@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from uspft.planner.in_flight import backward_bytes, forward_bytes
-from uspft.planner.layer_sizes import Sharing
-from uspft.planner.operations import WIDE, LayerTape
-from uspft.planner.tape import GradientStorages, Storage, Tensor
+from uspft.planner.memory.in_flight import backward_bytes, forward_bytes
+from uspft.planner.memory.operations import WIDE, LayerTape
+from uspft.planner.memory.sizes import Sharing
+from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""

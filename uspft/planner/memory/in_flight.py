@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from uspft.blocks import Block, Mask, in_calls, joined
-from uspft.planner.tape import Storage, Tape
+from uspft.planner.memory.tape import Storage, Tape
 from uspft.segments import Segments
 from uspft.sequence.chunked import ChunkShares
 from uspft.sequence.rows.balance import balanced

@@ -12,13 +12,13 @@ import torch
 from benchmarks.memory.count import count_stages
 from benchmarks.memory.predicted import predicted_of_ranks
 from tests.support.ranks import spawn
-from tests.unit.planner.test_memory import SAVING, TOKENS, TRAINED, config_of
+from tests.unit.planner.memory.test_formula import SAVING, TOKENS, TRAINED, config_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
-from uspft.planner.stage_memory import moments
+from uspft.planner.memory.pipeline import moments
 from uspft.planner.stages import chunk_multiple, cut_by_flops
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments

@@ -13,11 +13,11 @@ from functools import partial
 from typing import NamedTuple
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.attention_memory import attended, work_bytes
-from uspft.planner.layer_memory import Layer, enter
-from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
-from uspft.planner.operations import WIDE, LayerTape
-from uspft.planner.state_memory import (
+from uspft.planner.memory.attention import attended, work_bytes
+from uspft.planner.memory.layer import Layer, enter
+from uspft.planner.memory.operations import WIDE, LayerTape
+from uspft.planner.memory.sizes import LayerSizes, Sharing, StateHeads
+from uspft.planner.memory.states import (
     StateLayer,
     at_home,
     convolved,
@@ -26,7 +26,7 @@ from uspft.planner.state_memory import (
     rule_gradients,
     run_rule,
 )
-from uspft.planner.tape import GradientStorages, Storage, Tensor
+from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 from uspft.sequence.rows.heads import key_groups, key_ranges
 
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from uspft.planner.copies_memory import LayerOfCopies
-from uspft.planner.expert_memory import logit_bytes
-from uspft.planner.group_memory import LayerInGroups
-from uspft.planner.layer_memory import Layer, enter, norm
-from uspft.planner.layer_sizes import LayerSizes, layers_of
-from uspft.planner.mesh_memory import all_features
-from uspft.planner.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.copies import LayerOfCopies
+from uspft.planner.memory.experts import logit_bytes
+from uspft.planner.memory.head_groups import LayerInGroups
+from uspft.planner.memory.layer import Layer, enter, norm
+from uspft.planner.memory.mesh import all_features
+from uspft.planner.memory.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.sizes import LayerSizes, layers_of
+from uspft.planner.memory.states import StateLayer
+from uspft.planner.memory.tape import GradientStorages, Tensor
 from uspft.planner.products import head_projection
-from uspft.planner.state_memory import StateLayer
-from uspft.planner.tape import GradientStorages, Tensor
 from uspft.planner.trained import EMBEDDING, HEAD, LAST_NORM, outside_trains
 
 if TYPE_CHECKING:

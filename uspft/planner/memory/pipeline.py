@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from uspft.pipeline.schedules import Schedule, actions_of
 from uspft.pipeline.stages import Stages
-from uspft.planner.activations import ChunkKeys, LayerBytes, PassBytes
+from uspft.planner.memory.passes import ChunkKeys, LayerBytes, PassBytes
 
 SENT = 2
 """Sent tensors that a line to another rank keeps, until the next ones are sent."""

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from uspft.planner import in_flight
-from uspft.planner.in_flight import (
+from uspft.planner.memory import in_flight
+from uspft.planner.memory.in_flight import (
     BytesPerToken,
     RowSharing,
     Window,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from uspft.planner.attention_memory import InnerAttention, Remembered, attend, attend_over_heads
-from uspft.planner.expert_memory import routed
-from uspft.planner.layer_sizes import OUTWARD, LayerSizes
-from uspft.planner.mesh_memory import ProductOnMesh
-from uspft.planner.operations import Angles, LayerTape, NormKind
+from uspft.planner.memory.attention import InnerAttention, Remembered, attend, attend_over_heads
+from uspft.planner.memory.experts import routed
+from uspft.planner.memory.mesh import ProductOnMesh
+from uspft.planner.memory.operations import Angles, LayerTape, NormKind
+from uspft.planner.memory.sizes import OUTWARD, LayerSizes
+from uspft.planner.memory.tape import Storage, Tensor
 from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.tape import Storage, Tensor
 
 
 class Layer:
