@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from uspft.mesh import Groups
     from uspft.world import World
 
+PLANS = 4
+"""How many steps' plans are remembered: those of the step under way and of the next."""
 IDLE_TOKENS = 1
 """The tokens of the empty row that a rank computes while only other ranks have rows."""
 ROUNDED = 1 + 1e-6
@@ -95,7 +98,8 @@ class SwitchingLoader(RowLoader):
             prices.step_seconds,
             ranks_in_lockstep(recipe),
         )
-        self._plans: dict[int, StepPlan] = {}
+        self.plan = lru_cache(PLANS)(self._planned)
+        """Returns the plan of a step."""
 
     def on_host(self, step: int) -> list[Batch]:
         found = []
@@ -104,14 +108,6 @@ class SwitchingLoader(RowLoader):
             mine = [one for one in every if one or lockstep] or [None]
             found += [self.of_group(one) if one else self._cut(idle, [EMPTY]) for one in mine]
         return found
-
-    def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step, which is remembered until two steps later."""
-        if step not in self._plans:
-            self._plans[step] = self._planned(step)
-            for old in [one for one in self._plans if one < step - 1]:
-                self._plans.pop(old, None)
-        return self._plans[step]
 
     def _planned(self, step: int) -> StepPlan:
         with self._reading:
@@ -167,8 +163,7 @@ class SwitchingLoader(RowLoader):
     def row(self, index: int) -> Row:
         if index == EMPTY:
             return empty_row(IDLE_TOKENS)
-        found = next(plan.rows[index] for plan in list(self._plans.values()) if index in plan.rows)
-        bucket, samples = found
+        bucket, samples = self.plan(index // self._rows_per_step + 1).rows[index]
         with self._reading:
             return self.stream.row_of(samples, self._lengths[bucket])
 
