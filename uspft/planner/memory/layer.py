@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from uspft.planner.layer_kinds import SHARED_EXPERT
 from uspft.planner.memory.attention import InnerAttention, Remembered, attend, attend_over_heads
 from uspft.planner.memory.experts import routed
 from uspft.planner.memory.mesh import ProductOnMesh
 from uspft.planner.memory.operations import Angles, LayerTape, NormKind
 from uspft.planner.memory.sizes import OUTWARD, LayerSizes
 from uspft.planner.memory.tape import Storage, Tensor
-from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
+from uspft.planner.products import SHARED_GATE
 
 
 class Layer:
