@@ -315,8 +315,8 @@ SETTLED: Mapping[str, Settle] = {
 
 
 def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
-    """Return the recipe with the layouts chosen for `strategies: auto`; or, if a single layout is as
-    fast, with that layout and a global batch of the rows that a step's samples fill."""
+    """Return the recipe with the layouts chosen for `strategies: auto`; or, if a single layout is
+    as fast, with that layout and a global batch of the rows that a step's samples fill."""
     found, layouts = weighed.choice, weighed.choice.layouts
     if found.switches and layouts:
         listed = tuple(Strategy(max_length=one.length, **one.keys) for one in layouts.buckets)
