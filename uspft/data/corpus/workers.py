@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from uspft.config.problems import RunFailed
-from uspft.data.chat.rendering import render
 from uspft.data.corpus.tokenise import TextTokeniser, given, load_tokeniser
 from uspft.data.faults import BadRecord, DataError, SampleFault
 from uspft.data.files.readers import pieces
@@ -70,8 +69,7 @@ class Encoder:
             return given(record, self.vocab_size)
         if self.tokeniser is None:
             raise SampleFault("its format needs a tokenizer; set model.tokenizer")
-        rendered = render(record, self.tokeniser.template, self.tokeniser.train_on)
-        sample = self.tokeniser.sample(rendered)
+        sample = self.tokeniser.sample(record)
         largest = int(sample.ids.max())
         if largest >= self.vocab_size:
             what = f"the tokenizer gives id {largest}, the model has {self.vocab_size}"
