@@ -40,20 +40,13 @@ class SourcePart:
     content: SourceFile | HubSplit
 
     @property
-    def size(self) -> int:
-        """The bytes of a file, or the number of records of a hub split."""
-        if isinstance(self.content, HubSplit):
-            return len(self.content.dataset)
-        return sum(path.stat().st_size for path in self.content.paths)
-
-    @property
     def bytes(self) -> int:
         """The bytes of a file's content, unpacked, or of a hub split's tables; about."""
         if isinstance(self.content, HubSplit):
             return int(self.content.dataset.data.nbytes)
         if self.content.kind == "parquet":
             return parquet_bytes(self.content.path)
-        return self.size * (SHRINKS if self.content.packed else 1)
+        return self.content.size * (SHRINKS if self.content.packed else 1)
 
 
 @dataclass(frozen=True)

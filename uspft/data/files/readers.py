@@ -51,8 +51,7 @@ def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
 
     That it holds nothing, or cannot be read, is yielded as a BadRecord.
     """
-    last, library = 0, isinstance(content, SourceFile) and content.library
-    empty = not library
+    last, empty = 0, not content.library
     try:
         for item in _found(content, chosen):
             empty = False
@@ -68,8 +67,8 @@ def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
     except (OSError, EOFError, zlib.error, ValueError, UnicodeError) as error:
         # EOFError and zlib.error: of gzip; ValueError: of pyarrow, whose errors are OSErrors too.
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0].rstrip(".")
-        lines = isinstance(content, SourceFile) and content.kind not in _TABLES
-        rest = f": nothing behind {'line' if lines else 'record'} {last} is read" if last else ""
+        unit = "record" if content.kind in (*_TABLES, "hub") else "line"
+        rest = f": nothing behind {unit} {last} is read" if last else ""
         yield BadRecord(content.shown, f"cannot be read: {why}{rest}; mend it or leave it out")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from uspft.data.faults import SHOWN_PLACES, grouped
+from uspft.data.faults import SHOWN_PLACES, DataError, grouped
 
 if TYPE_CHECKING:
     from uspft.config.inputs import DataBlock, Source
@@ -70,6 +71,24 @@ class SourceFile:
         return (
             (self.path, self.path.with_suffix(".bin")) if self.kind == "megatron" else (self.path,)
         )
+
+    @property
+    def size(self) -> int:
+        """The bytes of these files."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    def digest(self) -> str:
+        """Return the blake2b hash of each of these files. Raises DataError."""
+        found = ""
+        try:
+            for path in self.paths:
+                with path.open("rb") as handle:
+                    made = hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16))
+                    found += made.hexdigest()
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}; mend it or leave it out"
+            raise DataError([f"{self.shown}: {what}"]) from error
+        return found
 
     @property
     def packed(self) -> str:
