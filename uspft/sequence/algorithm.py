@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from uspft.segments import Segments
-from uspft.sequence.rows.share import RowParts, Share
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, heads_traffic, in_turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ QkvGradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
 
 
 class Passes(Protocol):
-    """One way in which keys come to the queries of a ring rank: its forward, and its backward."""
+    """The attention of a ring rank's queries over the keys that they see, with its gradients."""
 
     def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
         """Return out [t, h, D] and the log-sum-exp [h, t], with what else the backward needs."""
@@ -81,7 +81,8 @@ class Algorithm(Protocol):
     """One way to split a row over ulysses × ring ranks.
 
     An implementation is a frozen dataclass whose fields are its degrees, its options and what it
-    must know of the run; `make_algorithm` fills them.
+    must know of the run; `make_algorithm` fills them. It says how tokens are dealt out and how keys
+    come to queries; heads are exchanged and transfers are counted in one way for all.
     """
 
     @property
@@ -90,14 +91,18 @@ class Algorithm(Protocol):
     @property
     def ring(self) -> int: ...
 
-    def __hash__(self) -> int: ...
+    def __hash__(self) -> int:  # which a dataclass has of its own: costs are kept by algorithm
+        return id(self)
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         """Return why the algorithm cannot split rows of so many tokens with these heads.
 
         Each reason is (recipe key, what is wrong, remedy); the list is empty where it can.
         """
-        ...
+        ranks = self.ulysses * self.ring
+        if self.ring == 1:
+            return rows_must_divide(row_tokens, ranks, "one for each rank")
+        return rows_must_divide(row_tokens, 2 * ranks, "two for each rank")
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         """Return the positions that each context rank holds, in the rank's order; together they are
@@ -113,11 +118,15 @@ class Algorithm(Protocol):
         q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
         tokens; D is the head dim.
         """
-        ...
+        from uspft.sequence.ulysses import attend_over_heads
 
-    def passes(self, share: Share) -> Passes:
-        """Return the forward and the backward of what `attend` does between exchanges of heads; the
-        backward fetches the keys of other ranks again."""
+        return attend_over_heads(self.passes(share, keeps=True), qkv, share, rule, split)
+
+    def passes(self, share: Share, *, keeps: bool = False) -> Passes:
+        """Return the forward and the backward of what `attend` does between exchanges of heads.
+
+        keeps: whether the backward may have what came in the forward; else keys come again.
+        """
         ...
 
     def cost(
@@ -134,6 +143,21 @@ class Algorithm(Protocol):
         element_bytes: how many bytes one element of q, k and v has. forwards: how often it makes
         the transfers of its forward. parts: where the row is cut into chunks, of each of them the
         shares of all ring ranks; None: it is not.
+        """
+        tokens = segments.length // (self.ulysses * self.ring)
+        exchanged = heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards)
+        if self.ring == 1:
+            return Cost(exchanged)
+        parts = parts or [everyones(segments, self.token_order(segments), self.ulysses, window)]
+        together, turns = in_turns(heads, self.ulysses, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
+        return replace(self.keys_cost(parts, pair_bytes, forwards, turns), all_to_all=exchanged)
+
+    def keys_cost(self, parts: RowParts, pair_bytes: int, forwards: Forwards, turns: int) -> Cost:
+        """Return what keys, values and their gradients cost, where the ring has several ranks.
+
+        parts: of a row, each with the shares of all ring ranks. pair_bytes: of one token's key and
+        value. turns: in how many all of it is done.
         """
         ...
 

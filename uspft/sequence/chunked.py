@@ -246,7 +246,7 @@ class ChunkShare(Share):
 
 
 @dataclass(frozen=True)
-class Chunked:
+class Chunked(Algorithm):
     """The ranks that share a row share each of its chunks, as the other algorithm shares a row of
     what the chunk has of documents; the keys of earlier chunks are at hand."""
 
@@ -285,8 +285,11 @@ class Chunked:
     def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
         return self.of.attend(qkv, share, rule, split)
 
-    def passes(self, share: Share) -> Passes:
-        return self.of.passes(share)
+    def passes(self, share: Share, *, keeps: bool = False) -> Passes:
+        return self.of.passes(share, keeps=keeps)
+
+    def keys_cost(self, parts: RowParts, pair_bytes: int, forwards: Forwards, turns: int) -> Cost:
+        return self.of.keys_cost(parts, pair_bytes, forwards, turns)
 
     def cost(
         self,

@@ -157,16 +157,18 @@ def ring_traffic(parts: RowParts, pair_bytes: int, forwards: int = 1, turns: int
     return _most([[*map(sent, shares)] for shares in parts], turns, pair_bytes)
 
 
-def exchange_traffic(
+def exchange_cost(
     parts: Sequence[Sequence[Exchange]], pair_bytes: int, forwards: int = 1, turns: int = 1
-) -> Traffic:
-    """Return what the busiest rank of exchanges sends, forward and backward.
+) -> Cost:
+    """Return what the busiest rank of exchanges sends, forward and backward, and in how many steps
+    keys arrive.
 
-    parts: of a row, each with the ranks' exchanges. pair_bytes: the bytes of one token's k and v.
-    forwards: how often the forward is computed. turns: in how many all of this is done.
+    parts: of a row, each with the ranks' exchanges. pair_bytes, forwards, turns: as of
+    ring_traffic.
     """
     sent = [[one.sent(forwards) for one in exchanges] for exchanges in parts]
-    return _most(sent, turns, pair_bytes)
+    arrivals = turns * sum(len(first.arrivals) for first, *_ in parts)
+    return Cost(gather=_most(sent, turns, pair_bytes), arrivals=arrivals)
 
 
 def _most(parts: Sequence[Sequence[Sequence[int]]], turns: int, pair_bytes: int) -> Traffic:
