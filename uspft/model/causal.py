@@ -13,7 +13,7 @@ from uspft.model.loss import Head, Logits, Vocabulary
 from uspft.model.offload import HostShelf
 from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import Recompute
-from uspft.model.router import own_tokens
+from uspft.model.tiles import own_tokens
 from uspft.parameters.names import plain_name
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ class CausalModel(nn.Module):
             uspft=of.bound,
             **more,
         )
+        if of.bound.shelf:
+            of.bound.shelf.left()
         return Layered(found.last_hidden_state, found.router_logits if routers else ())
 
     def head(self, of: ForwardPass, hidden: Tensor, scale: float | None) -> Tensor:
