@@ -52,9 +52,15 @@ class Run:
     """The transformers model whose parameters the engine trains."""
     engine: Engine
     config: Any
-    first_step: int
+    checkpoint: Checkpoint | None
+    """What the run goes on from, if anything."""
     refused: list[str]
     """A line for each installed attention kernel that was tried first, and refused."""
+
+    @property
+    def first_step(self) -> int:
+        """The step that the run goes on from; 0 where it is new."""
+        return self.checkpoint.step if self.checkpoint else 0
 
 
 def assemble(
@@ -93,9 +99,8 @@ def assemble(
 
     # Rows: those of the first step are made in the background while the model is built.
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
-    first_step = checkpoint.step if checkpoint else 0
     loader = training_loader(job, worlds, under, groups, orders)
-    loader.begin(first_step + 1)
+    loader.begin(checkpoint.step + 1 if checkpoint else 1)
     evaluation = evaluation_sets(job, world)
 
     # The model, filled with the parts of its parameters that this rank holds.
@@ -110,7 +115,7 @@ def assemble(
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
-    carry_corrections(recipe.model, model)
+    carry_corrections(source, model)
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
     recompute, offload = save_memory(model, recipe.memory, stages[world])
@@ -136,4 +141,4 @@ def assemble(
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
-    return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
+    return Run(job, groups, world, loader, evaluation, model, engine, config, checkpoint, refused)

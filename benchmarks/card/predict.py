@@ -13,6 +13,7 @@ from uspft.layout import Layout
 from uspft.planner.memory import memory_of
 from uspft.planner.options import options_of
 from uspft.planner.step import step_time
+from uspft.planner.step_shape import PlacedStep
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, step_of
 from uspft.sequence import of_recipe
 
@@ -32,5 +33,5 @@ def predicted(case: Case) -> dict[str, Any]:
     options = options_of(found.recipe, Layout())
     memory = memory_of(found.shape, Layout(), case.tokens, options=options)
     way = of_recipe(found.recipe, Layout())
-    step = step_time(step_of(found), Layout(), way, hardware_of(found))
+    step = step_time(PlacedStep(step_of(found), Layout(), hardware_of(found), way))
     return {"predicted_bytes": memory.peak_bytes, "predicted_seconds": step.seconds}

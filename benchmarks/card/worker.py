@@ -116,7 +116,7 @@ def _profile(step: Step, number: int) -> dict[str, tuple[float, int]]:
 
 def _ours(case: Case, folder: Path, device: torch.device) -> Callable[[], tuple[Step, str]]:
     from uspft.assemble import assemble
-    from uspft.data import prepare
+    from uspft.data.corpus.prepare import prepare
     from uspft.job import Job
     from uspft.mesh import Groups
 

@@ -12,7 +12,7 @@ import yaml
 from benchmarks.convergence.ranks import train_all
 from benchmarks.convergence.rows import rows_of
 from benchmarks.lab.results import ROOT
-from uspft.data import prepare
+from uspft.data.corpus.prepare import prepare
 from uspft.job import Job
 from uspft.prepare.examine import examine
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from uspft.assemble import assemble
-from uspft.data import RowStream, training_rows
 from uspft.data.rows.loader import StepLoader
-from uspft.data.rows.stream import Row
+from uspft.data.rows.stream import Row, RowStream, training_rows
 from uspft.engine.quarantine import prepare_deepspeed
 from uspft.job import Job
 from uspft.mesh import Groups

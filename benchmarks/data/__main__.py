@@ -88,7 +88,7 @@ def ours(case: Case, folder: Path) -> Measured:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     whole = _seconds([sys.executable, "-m", "uspft", "preprocess", str(path)])
-    from uspft.data import Corpus
+    from uspft.data.corpus.corpus import Corpus
 
     (place,) = {report.parent for report in cache.rglob("report.json")}
     corpus = Corpus.open(place)

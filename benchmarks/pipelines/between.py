@@ -22,7 +22,7 @@ from benchmarks.lab.processes import Tell, as_rank, from_all
 from benchmarks.lab.rows import llama_of, write_rows
 from benchmarks.switching.worker import SMALL, storages
 from uspft.assemble import Run, assemble
-from uspft.data import prepare
+from uspft.data.corpus.prepare import prepare
 from uspft.engine.quarantine import forget_mpu, prepare_deepspeed
 from uspft.job import Job
 from uspft.mesh import Groups

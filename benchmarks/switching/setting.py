@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.switching.contenders import PEER, Contender, contenders
 from benchmarks.switching.corpus import write_samples
-from uspft.data import prepare
+from uspft.data.corpus.prepare import prepare
 from uspft.job import Job
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.make_plan import prices_of

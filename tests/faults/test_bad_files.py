@@ -130,7 +130,8 @@ def test_another_number_of_layers_is_no_fault(ground: Ground) -> None:
 def checkpoint_of(ground: Ground) -> Path:
     """A checkpoint of the recipe as it stands, as far as its identity goes."""
     from uspft.checkpoint.identity import BASE, CONTENTS, identity_of
-    from uspft.data import Corpus, prepare
+    from uspft.data.corpus.corpus import Corpus
+    from uspft.data.corpus.prepare import prepare
     from uspft.parameters.source import base_digest
     from uspft.prepare.examine import examine
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tests.support.data_cases import TEMPLATES, TOKENIZER, write_lines
 from tests.support.refused import Ground
 from uspft.__main__ import main
-from uspft.data import Corpus, corpora_in
+from uspft.data.corpus.corpus import Corpus, corpora_in
 
 ASKED, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 WRONG = {"role": "assistant", "content": "Go away"}

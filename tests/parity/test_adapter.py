@@ -115,6 +115,13 @@ def cases(*, full: bool) -> list[Case]:
 
 CASES = {full: cases(full=full) for full in (False, True)}
 
+ROUTED = Case(
+    *("tensor, tokens split", "zero2", "qwen2_moe", ("q_proj", "shared_expert_gate")),
+    packed=True,
+    checkpointed=True,
+    dropout=DROPOUT,
+)
+"""The gate of the shared expert sees tokens between blocks, of which each tensor rank has some."""
 ROUNDED = [
     Case("ring_cp", "zero1", "llama", None, packed=True, checkpointed=True, dropout=0.0),
     Case("planned_cp", "zero3 whole", "qwen3", None, packed=False, checkpointed=False, dropout=0.0),
@@ -152,7 +159,7 @@ def work(
             case: run_recipe(recipe(case, folder, data, dtype), folder / f"{dtype}-{number}")
             for number, case in enumerate(cases)
         }
-        for dtype, cases in (("float32", CASES[full]), ("bfloat16", ROUNDED))
+        for dtype, cases in (("float32", [*CASES[full], ROUTED]), ("bfloat16", ROUNDED))
     }
 
 
@@ -161,6 +168,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("adapter")
     for name, kind in MODELS.items():
         make_model(folder / name, **kind)
+    make_model(folder / ROUTED.model, ROUTED.model)
     rows = {False: PLAIN_ROWS, True: PACKED_ROWS}
     return folder, {
         packed: make_documents(folder / f"{packed}.jsonl", list(chain(*rows[packed])), masked=share)
@@ -246,6 +254,7 @@ def test_an_adapter_trains_as_in_one_process(
     assert differs(by_case[case], wanted(case, setting, seed=SEED + 1))
     assert differs(by_case[case], wanted(case, setting, alpha=1.1 * ALPHA))
     assert differs(by_case[case], wanted(case._replace(dropout=DROPOUT + 0.05), setting))
+    assert differs(by_case[ROUTED], wanted(ROUTED, setting, seed=SEED + 1))
 
 
 def errors(got: Any, truth: Reference) -> dict[str, float]:

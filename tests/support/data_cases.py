@@ -12,7 +12,8 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from uspft.data import DataError, prepare
+from uspft.data.corpus.prepare import prepare
+from uspft.data.faults import DataError
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "data" / "tokenizer"

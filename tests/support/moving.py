@@ -135,8 +135,8 @@ def started(
     from uspft.checkpoint.folder import Checkpoint
     from uspft.checkpoint.save import load_state
     from uspft.checkpoint.weights import weights_of
-    from uspft.data import training_rows
     from uspft.data.rows.loader import EMPTY, StepLoader
+    from uspft.data.rows.stream import training_rows
     from uspft.model.build import choose_trained, empty_model
     from uspft.model.causal import CausalModel
     from uspft.model.hf_config import model_config

@@ -76,7 +76,7 @@ def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any
 def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
     """A Job, its data prepared beside the output folder."""
     from uspft.checkpoint.folder import newest
-    from uspft.data import prepare, prepare_sets
+    from uspft.data.corpus.prepare import prepare, prepare_sets
     from uspft.job import Job
     from uspft.prepare import known
     from uspft.prepare.examine import examine

@@ -11,7 +11,7 @@ from uspft.checkpoint.folder import Checkpoint, CheckpointError, folders_of
 from uspft.config import Fault, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
 from uspft.config.problems import COMMAND_LINE, UsageError, counted
-from uspft.data import first_look
+from uspft.data.corpus.prepare import first_look
 from uspft.launcher.hosts import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.examine import Examined, examine

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from uspft.commands.pages import html_page
 from uspft.config.problems import UsageError, counted, on_one_line
-from uspft.data import load_tokeniser, read_report
-from uspft.data.corpus.tokenise import holds_tokenizer
+from uspft.data.corpus.corpus import read_report
+from uspft.data.corpus.tokenise import holds_tokenizer, load_tokeniser
 from uspft.durable import write_text
 from uspft.launcher.hosts import planned_hosts
 from uspft.prepare.examine import Examined, examine

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from uspft.config import Fault, load
 from uspft.config.problems import counted
-from uspft.data import CacheSize, corpora_in, empty, holding, read_report
+from uspft.data.corpus.corpus import CacheSize, corpora_in, empty, holding, read_report
 from uspft.launcher.hosts import planned_hosts
 from uspft.layout import as_processes
 from uspft.metrics import as_size

@@ -28,6 +28,7 @@ from uspft.commands.rank import start_ranks
 from uspft.commands.report import leave_report
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, Splits
+from uspft.data.corpus.tokenise import holds_tokenizer
 from uspft.families.multimodal import loading_class
 from uspft.launcher.hosts import Hosts
 from uspft.launcher.processes import WRONG_INPUT
@@ -307,8 +308,12 @@ def _next(
     lines, output, training = [], output_of(recipe), recipe.training
     if chats and any((output / name).is_dir() for name in (MODEL, ADAPTER)):
         lines.append(f"chat:       {place.to_type('chat', str(output))}")
-    if recipe.export.huggingface:
-        folder = shlex.quote(str(output / MODEL))
+    exported = output / (MODEL if recipe.export.huggingface else ADAPTER)
+    if exported.is_dir() and not holds_tokenizer(exported):  # of samples that were token ids
+        lacks = f"{shlex.quote(str(exported))} holds no tokenizer, which servers need"
+        lines.append(f"serve:      {lacks}: copy yours into it (tokenizer.json and its config)")
+    elif recipe.export.huggingface:
+        folder = shlex.quote(str(exported))
         lines.append(f"serve:      vllm serve {folder}")
         lines.append(f"            for llama.cpp: python convert_hf_to_gguf.py {folder}")
     elif recipe.model.adapter:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
 
     `repo_configs` is the folder whose models/<org>--<name>.json describes a hub model.
     """
-    key = "model.name_or_path" if model.config is None else "model.config"
+    key = key_of_field(model)
     file = config_file(model, repo_configs)
     if not isinstance(file, Path | dict):
         return file
@@ -154,9 +154,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         return raw
     whole, media = raw["model_type"] if is_multimodal(raw) else "", media_tokens(raw)
 
-    def named(*fields: str) -> str:
-        return next((f"model.overrides.{one}" for one in fields if one in model.overrides), key)
-
+    named = partial(key_of_field, model)
     text = language_model(raw)
     family = FAMILIES.get(str(text.get("model_type")), Family())
     raw = {**text, **model.overrides}
@@ -188,6 +186,21 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         keys_are_values=False,
         borrows_keys=False,
     )
+
+
+def key_of_field(model: ModelBlock, *fields: str) -> str:
+    """Return the key of the recipe that says the first of these fields of the model's config that
+    it says at all, or else the key that names the model."""
+    places = {"model.overrides": model.overrides}
+    if isinstance(model.config, dict):
+        text = model.config.get("text_config")
+        places["model.config"] = model.config
+        places["model.config.text_config"] = text if isinstance(text, dict) else {}
+    for at, written in places.items():
+        for name in fields:
+            if name in written:
+                return f"{at}.{name}"
+    return "model.name_or_path" if model.config is None else "model.config"
 
 
 def _seeing_all(full: Mapping[str, Any]) -> tuple[int, int]:
@@ -303,12 +316,12 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             sizes[name] = value
         elif not (name in ("kv_heads", "head_dim") and raw.get(key) is None):
-            override = f"model.overrides.{key}"
-            what = f"is {value!r}, not a whole number of at least 1"
-            if named(key) == override:
-                findings.append((override, what, "write another"))
+            what, at = f"is {value!r}, not a whole number of at least 1", named(key)
+            if at.endswith(f".{key}"):
+                findings.append((at, what, "write another"))
             else:
-                findings.append((named(key), f"`{key}` of {file} {what}", f"write {override}"))
+                remedy = f"write model.overrides.{key}"
+                findings.append((at, f"`{key}` of {file} {what}", remedy))
     if findings:
         return sizes, findings
     if sizes["heads"] % sizes["kv_heads"]:

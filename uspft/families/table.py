@@ -31,8 +31,8 @@ from uspft.families.projections import (
     Projection,
 )
 
-Named = Callable[[str], str]
-"""A function from a field of config.json to the recipe's key that says it."""
+Named = Callable[..., str]
+"""A function from fields of config.json to the recipe's key that says the first of them."""
 
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -485,7 +485,10 @@ def _quantised(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding
 
 def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]:
     found, allowed = {str(rope["rope_type"]) for rope in _ropes(raw)}, FAMILIES[kind].ropes
-    key, remedy = named("rope_scaling"), f"name a model with {', '.join(allowed)}"
+    key, remedy = (
+        named("rope_parameters", "rope_scaling"),
+        f"name a model with {', '.join(allowed)}",
+    )
     return [
         (key, f"rotary positions of type `{name}` are not available yet", remedy)
         for name in sorted(found - {*allowed})

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from uspft.config.messages import closest
 from uspft.config.problems import Fault
+from uspft.families.table import FAMILIES
 from uspft.model.dropout import TokenDropout, token_words
 from uspft.model.recompute import before_each_run
+from uspft.model.tiles import own_tokens
 from uspft.parameters.experts import INPUTS_FIRST, expert_words, is_experts, is_router
 from uspft.parameters.fill import generator
 from uspft.parameters.names import ADAPTER, BESIDE, is_adapter, plain_name
@@ -29,6 +31,7 @@ from uspft.parameters.source import Weights
 if TYPE_CHECKING:
     from uspft.config.inputs import AdapterBlock
     from uspft.config.problems import Finding
+    from uspft.model.attention import Bound
 
 
 class ParameterAdapter(nn.Module):
@@ -148,20 +151,33 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
             adapt_parameter(module, last, block.rank, block.alpha / block.rank)
     if not block.dropout:
         return
+    base, table = model.base_model, FAMILIES[model.config.model_type].projections
+    told: dict[Any, list[tuple[TokenDropout, bool]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             own = TokenDropout(block.dropout, seed, plain_name(name))
             module.lora_dropout[ADAPTER] = own
-    for layer in model.base_model.layers:
-        dropouts = [m for m in layer.modules() if isinstance(m, TokenDropout)]
-        before_each_run(layer, partial(_tell_tokens, dropouts))
+            number, _, inside = name.partition(".layers.")[2].partition(".")
+            runs = base.layers[int(number)] if number else base
+            divided = inside in table and bool(table[inside].blocks)
+            told.setdefault(runs, []).append((own, divided))
+    for runs, dropouts in told.items():
+        before_each_run(runs, partial(_tell_tokens, dropouts))
 
 
-def _tell_tokens(dropouts: list[TokenDropout], _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Tell a layer's dropouts which tokens it is called with."""
-    words = token_words(kwargs["uspft"].tokens)
-    for dropout in dropouts:
-        dropout.words = words
+def _tell_tokens(
+    dropouts: list[tuple[TokenDropout, bool]], _: Any, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Tell dropouts which tokens they see, before the layer or the model that has them runs.
+
+    dropouts: each with whether its projection is divided, and so sees the tokens of all tensor
+    ranks; others see those that lie between blocks, of which each rank may have some.
+    """
+    bound: Bound = kwargs["uspft"]
+    words = token_words(bound.tokens)
+    own = own_tokens(words, bound.world.mesh.columns) if bound.ranks > 1 else words
+    for dropout, divided in dropouts:
+        dropout.words = words if divided else own
 
 
 def targets(model: Any, block: AdapterBlock, words: Collection[str]) -> list[str]:

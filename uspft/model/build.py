@@ -5,7 +5,7 @@ the choice of its parameters that train.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ from transformers.initialization import no_init_weights
 
 from uspft.config.problems import Fault, said
 from uspft.families.multimodal import module_name
+from uspft.families.shape import key_of_field
 from uspft.families.table import chosen_experts
 from uspft.model.adapter import add_lora
 from uspft.model.attention import NAME
+from uspft.model.hf_config import refused_field
 from uspft.model.linear import bind_linear_layers
 from uspft.parameters.experts import CORRECTION, corrections, is_experts, is_router
 from uspft.parameters.names import plain_name
@@ -90,22 +92,30 @@ def parameter_count(
     return sum(counts.values())
 
 
-def require_model(config: Any, key: str) -> Any:
-    """Return the model of a config, on meta.
+def require_model(block: ModelBlock, config_of: Callable[[ModelBlock], Any]) -> tuple[Any, Any]:
+    """Return the config of a recipe's model, and the model on meta.
 
-    Raises Fault, naming key, where transformers makes none, or where the routers' loss is asked for
-    and the model has no router.
+    config_of: makes the config. Raises Fault where transformers makes no model of it, which names
+    the field that it refuses where that is known, or where the routers' loss is asked for and the
+    model has no router.
     """
+    config, key = config_of(block), key_of_field(block)
     try:
         model = empty_model(config, config.dtype)
     except Exception as error:  # a field of the config, and transformers has no kind for it
         why = f"{type(error).__name__}: {said(error)}"
         what = f"transformers cannot make a model of this config: {why}"
-        raise Fault([(key, what, "mend its config.json or model.overrides")]) from error
+        whole = (key, what, "mend its config.json or model.overrides")
+
+        def make(other: ModelBlock) -> Any:
+            return empty_model(config_of(other), config.dtype)
+
+        one = refused_field(block, make, f"transformers cannot make a model of it: {why}")
+        raise Fault([one or whole]) from error
     if getattr(config, "output_router_logits", False) and not any(map(is_router, model.modules())):
         what = "output_router_logits is true, and no layer of this config has experts"
         raise Fault([(key, what, "write model.overrides.output_router_logits: false")])
-    return model
+    return config, model
 
 
 def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:

@@ -13,7 +13,7 @@ from uspft.model.loss import Head, Logits, Vocabulary
 from uspft.model.offload import HostShelf
 from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import Recompute
-from uspft.model.router import own_tokens
+from uspft.model.tiles import own_tokens
 from uspft.parameters.names import plain_name
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,10 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from uspft.config.messages import closest
-from uspft.config.problems import Fault, said
+from uspft.config.problems import Fault, Finding, said
 from uspft.families.by_layer import FIELDS, one_form
 from uspft.families.multimodal import language_model
+from uspft.families.shape import key_of_field
 from uspft.families.table import FAMILIES, NO_KEYS, dequantises
 from uspft.sequence import Heads
 
@@ -29,27 +30,31 @@ RULED = {
 """Fields that model.overrides cannot set, and what to write instead."""
 
 
-def model_config(
-    block: ModelBlock, length_tokens: int, file: Path | dict[str, Any] | None = None
-) -> Any:
+def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None) -> Any:
     """Return the config of a folder or config.json, with the recipe's overrides and rope scaling.
 
     length_tokens: the length of a row, for which rotary positions that depend on it are settled.
-    file: where the config is, or its contents, if not where the recipe says. Raises Fault for a
-    config that transformers cannot read, and for each override that does not fit it.
+    file: where the config is, if not where the recipe says. Raises Fault for a config that
+    transformers cannot read, and for each override that does not fit it.
     """
-    key = "model.name_or_path" if block.config is None else "model.config"
-    source = file or block.config or Path(block.name_or_path or "")
+    key = key_of_field(block)
+    place = file or block.config or Path(block.name_or_path or "")
+
+    def read(block: ModelBlock) -> tuple[Any, Collection[str]]:
+        return _read(block.config if isinstance(block.config, dict) else place, block.overrides)
+
     try:
-        config, known = _read(source, block.overrides)
+        config, known = read(block)
     except Exception as error:  # transformers has no kind of its own
-        named = key if isinstance(source, dict) else source
+        if finding := refused_field(block, read, said(error)):
+            raise Fault([finding]) from error
+        named = key if isinstance(block.config, dict) else place
         what = f"transformers cannot read the config of `{named}`: {said(error)}"
         raise Fault([(key, what, "mend its config.json, or name another")]) from error
     findings = [
-        (f"model.overrides.{field}", *finding)
+        (f"model.overrides.{field}", *wrong)
         for field, value in block.overrides.items()
-        if field not in known and (finding := _override(config, field, value))
+        if field not in known and (wrong := _override(config, field, value))
     ]
     if findings:
         raise Fault(findings)
@@ -155,7 +160,28 @@ def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
     try:
         setattr(config, field, value)
     except Exception as error:  # transformers validates some fields, each in its own way
-        return f"cannot be `{value}`: {said(error)}", "write a value that the field takes"
+        return f"cannot be `{value}`: {said(error)}", FITTING
+    return None
+
+
+FITTING = "write a value that the field takes"
+
+
+def refused_field(
+    block: ModelBlock, make: Callable[[ModelBlock], object], why: str
+) -> Finding | None:
+    """Return the finding of the one field that the recipe writes, in overrides or a config of its
+    own, without which `make` succeeds; None where it is no single one. why: `make` fails."""
+    for place in ("overrides", "config"):
+        written = getattr(block, place)
+        for field in written if isinstance(written, dict) else ():
+            others = {key: value for key, value in written.items() if key != field}
+            try:
+                make(block.model_copy(update={place: others}))
+            except Exception:  # transformers has no kind of its own
+                continue
+            what = f"cannot be `{written[field]}`: {why}"
+            return key_of_field(block, field), what, FITTING
     return None
 
 

@@ -15,13 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 
 from uspft.comm import largest, sum_over, total
 from uspft.model.divided import Call
 from uspft.model.experts import expert_modules
 from uspft.model.recompute import before_each_run
-from uspft.tensor.parts import tokens_of_each
+from uspft.model.tiles import own_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,16 +57,6 @@ def router_loss(
         min=1.0
     )  # of all layers; 0: a row of padding
     return (experts * choices / tokens.square()).to(wide).mul(sums).sum()
-
-
-def own_tokens(x: Tensor, group: Group, filled: int = 0) -> Tensor:
-    """Return this rank's numbers [t] of all tokens' [T], where tensor ranks divide these.
-
-    filled: the number of what fills the last rank's up.
-    """
-    each = tokens_of_each(len(x), group.size)
-    own = x[group.index * each :][:each]
-    return pad(own, (0, each - len(own)), value=filled)
 
 
 class ExpertLoad:

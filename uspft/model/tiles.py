@@ -14,16 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from uspft.families.table import chosen_experts
 from uspft.model.divided import SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.tensor.parts import tokens_of_each
+
+if TYPE_CHECKING:
+    from uspft.comm import Group
 
 TOKENS = -2
 """The dimension of inputs and output along which tokens lie, but for norms of heads."""
@@ -83,6 +87,16 @@ def with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] |
     if x.requires_grad or not trains or not torch.is_grad_enabled():
         return None
     return x.detach().requires_grad_(), *others
+
+
+def own_tokens(x: Tensor, group: Group, filled: int = 0) -> Tensor:
+    """Return this rank's numbers [t] of all tokens' [T], where tensor ranks divide these.
+
+    filled: the number of what fills the last rank's up.
+    """
+    each = tokens_of_each(len(x), group.size)
+    own = x[group.index * each :][:each]
+    return pad(own, (0, each - len(own)), value=filled)
 
 
 def of_all_ranks(x: Tensor, tile: slice, ranks: int, dim: int = 0) -> Tensor:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from uspft.comm import sum_over
-from uspft.model.router import own_tokens, router_loss
+from uspft.model.router import router_loss
+from uspft.model.tiles import own_tokens
 from uspft.objective import ROWS, TARGETS, Scales, Term
 
 if TYPE_CHECKING:

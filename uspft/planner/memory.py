@@ -21,20 +21,11 @@ from uspft.config.algorithms import AlgorithmRow
 from uspft.families import layer_windows
 from uspft.planner.activations import PassBytes, chunk_keys, pass_bytes
 from uspft.planner.layer_sizes import layers_of
-from uspft.planner.operations import WIDE
 from uspft.planner.options import Options
-from uspft.planner.products import head_projection
 from uspft.planner.stage_memory import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
-from uspft.planner.state import ADAM, State, Zero, state_of
+from uspft.planner.state import State, state_of
 from uspft.planner.step_shape import DrawnRows
-from uspft.planner.trained import (
-    EMBEDDING,
-    StageLayers,
-    counts_of,
-    outside_trains,
-    trained_above,
-)
 
 if TYPE_CHECKING:
     from uspft.families import ModelShape
@@ -101,7 +92,7 @@ def memory_of(
             shape, layout, row_tokens, options=options, one=one, alike=one is None
         )
         return max(every, key=lambda one: one.peak_bytes)
-    state = state or state_in(shape, layout, options)
+    state = state or state_of(shape, layout, options)
     one = one or pass_bytes(shape, layout, row_tokens, options)
     device, waits = activations_in(*one, state)
     return Memory(
@@ -152,55 +143,11 @@ def memory_of_ranks(
         met.add(sizes)
         shares = [tokens / largest for tokens in chunks]
         taken = rank_bytes(of_pass, stages, schedule, passes, rank, shares, every)
-        state = state_in(shape, layout, options, stage_layers(stages, rank))
+        state = state_of(shape, layout, options, stage_layers(stages, rank))
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         host = int(sum(state.host.values()) + taken.on_host)
         found.append(Memory(state.beside(parts), host, unknown, taken.inputs))
     return found
-
-
-def state_in(
-    shape: ModelShape, layout: Layout, options: Options, stage: StageLayers | None = None
-) -> State:
-    """Return the bytes of weights, gradients and the optimizer, whatever the rows. stage: of a
-    pipeline; None has all layers."""
-    held = layout.mesh_columns, options.lora, options.freeze
-    counts = counts_of(shape, *held, stage, layout.experts)
-    if layout.mesh_rows > 1:
-        counts = counts.divided(layout.mesh_rows)
-    zero = Zero(
-        stage=options.zero_stage,
-        ranks=layout.copies,
-        alike=layout.alike,
-        element=options.element,
-        crossing=2 if options.gradient_reduction == "bfloat16" else 4,
-        bucket=options.bucket,
-        live=options.live,
-        # Stages run in another order each time: DeepSpeed knows none by which to fetch or keep.
-        prefetch=options.prefetch if layout.pipeline == 1 else 0,
-        reuse=options.reuse if layout.pipeline == 1 else 0,
-        again=options.checkpointing,
-        two_buckets=options.two_buckets,
-        matrix=shape.hidden_size * shape.intermediate_size,
-        several=options.several(layout),
-        optimizer_away=options.offload_optimizer,
-        weights_away=options.offload_weights,
-    )
-    state = state_of(zero, counts)
-    if zero.sums_at_the_end and stage is None and not zero.several:
-        ways, every = layout.mesh_rows, zero.element * counts.trained
-        above = trained_above(shape, *held, layout.experts)
-        state.coming = tuple(zero.element * one / ways for one in above)
-        state.device["gradients"] -= every
-        state.beyond["reduction"] += every
-        state.at_loss = {}
-    if options.saves_beside:  # ranks that hold the same parts deal them out evenly
-        state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
-    if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
-        table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
-        trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
-        state.device["tied copy"] = table * (options.element + WIDE * trains)
-    return state
 
 
 def unpredicted(shape: ModelShape) -> tuple[str, ...]:

@@ -7,8 +7,20 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
 
+from uspft.planner.products import head_projection
+from uspft.planner.trained import (
+    EMBEDDING,
+    ParameterCounts,
+    StageLayers,
+    counts_of,
+    outside_trains,
+    trained_above,
+)
+
 if TYPE_CHECKING:
-    from uspft.planner.trained import ParameterCounts
+    from uspft.families import ModelShape
+    from uspft.layout import Layout
+    from uspft.planner.options import Options
 
 ADAM = 8
 """Of a parameter's two moments, in float32."""
@@ -20,55 +32,6 @@ LAID_FLAT = 5e8
 """Of gradients, in elements, that DeepSpeed lays flat at once where it has no bucket for them."""
 NORM = 8
 """Of a gradient while its norm is taken, in float64."""
-
-
-@dataclass(frozen=True)
-class Zero:
-    """What decides the state of a rank beside its parameters."""
-
-    stage: int
-    ranks: int
-    """That hold the same parameters, and divide their state."""
-    alike: int
-    """Of them those that hold the same experts too, where these are divided."""
-    element: int
-    """Of weights, in bytes."""
-    crossing: int
-    """Of gradients as they cross ranks, in bytes."""
-    bucket: int
-    """In elements; DeepSpeed is told of no more than there are gradients of."""
-    two_buckets: bool
-    """Whether one is filled while another crosses, at stages 1 and 2."""
-    live: int
-    """The gathered elements up to which stage 3 fetches weights ahead."""
-    prefetch: int
-    """The elements that stage 3 fetches ahead together; 0: none."""
-    reuse: int
-    """The elements of weights within which stage 3 keeps those that come again."""
-    again: bool
-    """Whether layers run forward once more before their backward."""
-    matrix: int
-    """The elements of the largest matrix of a layer."""
-    several: bool = False
-    """Whether a step has more than one backward."""
-    optimizer_away: bool = False
-    weights_away: bool = False
-
-    @property
-    def sums_at_the_end(self) -> bool:
-        """Whether gradients in 16 bits stay until a backward ends, and are summed then (DeepSpeed's
-        BF16_Optimizer)."""
-        return self.stage == 1 and self.element < WIDE and not self.optimizer_away
-
-    def cast(self, element: int) -> int:
-        """Return the bytes of a gradient's copy in the type that crosses ranks. element: of the
-        gradient."""
-        return self.crossing if self.crossing != element else 0
-
-    def over(self, every: int, experts: int) -> float:
-        """Return what a rank has of parameters whose state is divided. experts: how many of them
-        are those of divided experts."""
-        return (every - experts) / self.ranks + experts / self.alike
 
 
 @dataclass
@@ -102,11 +65,84 @@ class State:
         return parts | {moment: int(over)} if over > 0 else parts
 
 
-def state_of(zero: Zero, counts: ParameterCounts) -> State:
-    """Return what a rank has of the model's state, and of the buckets in which gradients cross."""
-    if zero.stage == 0:
-        return _whole(zero, counts)
-    return _gathered(zero, counts) if zero.stage == 3 else _divided(zero, counts)
+@dataclass(frozen=True)
+class ZeroRank:
+    """A rank among those whose gradients and optimizers ZeRO divides."""
+
+    options: Options
+    layout: Layout
+    counts: ParameterCounts
+    """The parameters that the rank has before ZeRO divides anything."""
+    matrix: int
+    """The elements of the largest matrix of a layer."""
+
+    @property
+    def element(self) -> int:
+        return self.options.element
+
+    @property
+    def crossing(self) -> int:
+        """The bytes of a gradient's element as it crosses ranks."""
+        return 2 if self.options.gradient_reduction == "bfloat16" else WIDE
+
+    @property
+    def several(self) -> bool:
+        """Whether a step has more than one backward."""
+        return self.options.several(self.layout)
+
+    @property
+    def sums_at_the_end(self) -> bool:
+        """Whether gradients in 16 bits stay until a backward ends, and are summed then (DeepSpeed's
+        BF16_Optimizer)."""
+        options = self.options
+        return options.zero_stage == 1 and self.element < WIDE and not options.offload_optimizer
+
+    @property
+    def own(self) -> float:
+        """The trained parameters whose optimizer the rank has."""
+        return self.divided(self.counts.trained, self.counts.experts_trained)
+
+    def divided(self, every: int, experts: int) -> float:
+        """Return what the rank has of parameters that ranks divide. experts: how many of them are
+        those of experts, whose ranks already hold different ones."""
+        return (every - experts) / self.layout.copies + experts / self.layout.alike
+
+    def cast(self, element: int) -> int:
+        """Return the bytes of a gradient's copy in the type that crosses ranks. element: of the
+        gradient."""
+        return self.crossing if self.crossing != element else 0
+
+    def in_order(self, elements: int) -> int:
+        """Return an option of ZeRO-3 in elements, 0 where stages of a pipeline run in another order
+        each time: DeepSpeed knows none then by which to fetch or keep weights."""
+        return elements if self.layout.pipeline == 1 else 0
+
+
+def state_of(
+    shape: ModelShape, layout: Layout, options: Options, stage: StageLayers | None = None
+) -> State:
+    """Return what a rank has of the model's state, and of the buckets in which gradients cross.
+    stage: the layers of a rank of a pipeline; None: all."""
+    held = layout.mesh_columns, options.lora, options.freeze
+    counts = counts_of(shape, *held, stage, layout.experts)
+    if layout.mesh_rows > 1:
+        counts = counts.divided(layout.mesh_rows)
+    zero = ZeroRank(options, layout, counts, shape.hidden_size * shape.intermediate_size)
+    state = (_whole, _divided, _divided, _gathered)[options.zero_stage](zero)
+    if zero.sums_at_the_end and stage is None and not zero.several:
+        ways, every = layout.mesh_rows, zero.element * counts.trained
+        above = trained_above(shape, *held, layout.experts)
+        state.coming = tuple(zero.element * one / ways for one in above)
+        state.device["gradients"] -= every
+        state.beyond["reduction"] += every
+        state.at_loss = {}
+    if options.saves_beside:  # ranks that hold the same parts deal them out evenly
+        state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
+    if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
+        table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
+        trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
+        state.device["tied copy"] = table * (options.element + WIDE * trains)
+    return state
 
 
 def moving_state_bytes(
@@ -122,8 +158,9 @@ def moving_state_bytes(
     return here + (2 * WIDE + ADAM) * counts.trained / ranks
 
 
-def _whole(zero: Zero, counts: ParameterCounts) -> State:
+def _whole(zero: ZeroRank) -> State:
     """Stage 0, whose optimizer takes gradients in float32."""
+    counts = zero.counts
     e, trained = zero.element, float(counts.trained)
     master, copy = (0, NORM * counts.largest_trained) if e == WIDE else (WIDE, WIDE * trained)
     device = {
@@ -135,28 +172,29 @@ def _whole(zero: Zero, counts: ParameterCounts) -> State:
     return State(device, beyond={"reduction": flat, "update": copy})
 
 
-def _divided(zero: Zero, counts: ParameterCounts) -> State:
+def _divided(zero: ZeroRank) -> State:
     """Stages 1 and 2, where optimizers, and gradients at 2, are divided.
 
     Sums of gradients in 16 bits, at stage 2 or of an optimizer on the host, lie flat in float32.
     A step's first loss meets none of its gradients.
     """
-    e, trained, away = zero.element, counts.trained, zero.optimizer_away
-    own = zero.over(trained, counts.experts_trained)
+    options, counts = zero.options, zero.counts
+    e, trained, away = zero.element, counts.trained, options.offload_optimizer
+    own = zero.own
     device = {"weights": float(e * counts.every)}
     optimizer = (WIDE + ADAM) * own
     if zero.sums_at_the_end:
         device |= {"gradients": float((e + WIDE) * trained), "optimizer": optimizer}
         at_loss = {} if zero.several else {"gradients": -float(e * trained)}
-        return State(device, beyond={"reduction": _summed(zero, counts)}, at_loss=at_loss)
-    bucket, each = min(zero.bucket, trained), 2 if zero.two_buckets else 1
+        return State(device, beyond={"reduction": _summed(zero)}, at_loss=at_loss)
+    bucket, each = min(options.bucket, trained), 2 if options.two_buckets else 1
     norm = NORM * min(counts.largest_trained, own)
-    if zero.stage == 2:
+    if options.zero_stage == 2:
         # Laid flat once more, and cast, while the gradient that is next waits.
         matrix = float(e * min(zero.matrix, counts.largest_trained))
         device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
         device["gradients"] = WIDE * own if e < WIDE or not away else 0.0
-        device["waiting"], end = _large(zero, counts)
+        device["waiting"], end = _large(zero)
         at_loss = {"waiting": -device["waiting"]}
         if e == WIDE or not zero.several:
             at_loss["gradients"] = -device["gradients"]
@@ -175,7 +213,7 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
         # lies beside it at once.
         summed = WIDE * own if e < WIDE or not away else 0.0
         cast = (WIDE + zero.cast(WIDE)) * bucket if e < WIDE else 0.0
-        large = device["buckets"] * (counts.largest_trained > zero.bucket)
+        large = device["buckets"] * (counts.largest_trained > options.bucket)
         table = device["buckets"] + 2 * WIDE * counts.head * counts.tied
         more = {"reduction": max(summed + max(cast, norm if away else 0.0) + large, table)}
     at_loss["buckets"] = -device["buckets"]
@@ -186,38 +224,40 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     # its part; both sides a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
     device["buckets"] += buffer
-    optimizer += (WIDE * (1 + (zero.several and zero.stage == 2)) + e) * own + buffer
+    optimizer += (WIDE * (1 + (zero.several and options.zero_stage == 2)) + e) * own + buffer
     return State(device, {"optimizer": optimizer}, beyond, at_loss=at_loss)
 
 
-def _large(zero: Zero, counts: ParameterCounts) -> tuple[float, float]:
+def _large(zero: ZeroRank) -> tuple[float, float]:
     """Return what stage 2 has beside its buckets of gradients that wait or are larger than these:
     from the loss on, and when a backward ends.
 
     The head's waits for that of an embedding that is the same table. One that is larger than a
     bucket crosses alone, and in 16 bits those of a rank's own part stay until the update.
     """
+    options, counts = zero.options, zero.counts
     e, tied, largest = zero.element, counts.head * counts.tied, counts.largest_trained
-    if largest <= zero.bucket:
+    if largest <= options.bucket:
         return float(e * tied), float(3 * e * tied)
-    stays = e < WIDE and not zero.optimizer_away
-    own = max(largest, counts.above(zero.bucket) / zero.ranks) * stays
-    norm = NORM * largest * zero.optimizer_away
+    stays = e < WIDE and not options.offload_optimizer
+    own = max(largest, counts.above(options.bucket) / zero.layout.copies) * stays
+    norm = NORM * largest * options.offload_optimizer
     alone = e * own + e * largest + max(zero.cast(e) * largest, norm)
     return float(e * max(tied, largest * stays)), max(alone, float(3 * e * tied))
 
 
-def _summed(zero: Zero, counts: ParameterCounts) -> float:
+def _summed(zero: ZeroRank) -> float:
     """Return what is laid beside the gradients of DeepSpeed's BF16_Optimizer: each in float32 as it
     is added; then their flat copies as they cross ranks, of few in float32 too, where matrices and
     the rest are summed at once, and in the type that crosses."""
+    counts = zero.counts
     dense = counts.trained - counts.experts_trained
     laid = WIDE * dense if counts.vectors and dense <= LAID_FLAT else 0
     crossing = zero.cast(WIDE) * max(dense, counts.experts_trained)
     return float(max(WIDE * counts.largest_trained, laid + crossing))
 
 
-def _gathered(zero: Zero, counts: ParameterCounts) -> State:
+def _gathered(zero: ZeroRank) -> State:
     """Stage 3.
 
     DeepSpeed gathers weights ahead up to its bound of those and one parameter more, a layer in any
@@ -230,44 +270,45 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     Where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
     grad_partitions_flat_buffer), and stay there once more as the update takes them.
     """
-    e, own, every = zero.element, zero.over(counts.trained, counts.experts_trained), counts.every
-    at_once = min(zero.live, zero.prefetch)
-    ahead, together = (n + counts.largest if at_once else 0 for n in (zero.live, at_once))
-    live, kept = min(every, max(ahead, counts.layer)), min(every, _kept(zero, counts))
+    options, counts = zero.options, zero.counts
+    e, own, every = zero.element, zero.own, counts.every
+    at_once = min(options.live, zero.in_order(options.prefetch))
+    ahead, together = (n + counts.largest if at_once else 0 for n in (options.live, at_once))
+    live, kept = min(every, max(ahead, counts.layer)), min(every, _kept(zero))
     in_layers = e * float(max(live + min(every, together), kept))
     at_head = max(counts.head, min(every, ahead))
     at_loss = e * float(max(at_head, kept))
     # Where more is kept than is gathered ahead, the head is fetched when it is needed, alone.
-    with_others = at_once and zero.live > kept - counts.head
+    with_others = at_once and options.live > kept - counts.head
     twice = min(every, max(at_once, counts.head)) if with_others else 0
     between = {"head": e * float(at_head + twice)}
     head, waits = e * float(counts.head), e * float(counts.head * counts.tied)
     largest = counts.largest_trained
-    beyond = {"reduction": head + max(_crossing(zero, counts, largest), 3 * waits)}
-    if zero.bucket < counts.trained:
+    beyond = {"reduction": head + max(_crossing(zero, largest), 3 * waits)}
+    if options.bucket < counts.trained:
         # When the bucket is full, those are not there any more whose gradients fill it.
-        gone = every * zero.bucket / counts.trained
+        gone = every * options.bucket / counts.trained
         beside = max(min(live, every - gone), kept - gone)
-        crossing = _crossing(zero, counts, min(largest, counts.largest))
+        crossing = _crossing(zero, min(largest, counts.largest))
         in_layers = max(in_layers, e * beside + crossing)
-        if largest > zero.bucket:  # as a head's, before the layers'
+        if largest > options.bucket:  # as a head's, before the layers'
             others = min(live, every - largest)
-            between["reduction"] = e * others + _crossing(zero, counts, largest)
+            between["reduction"] = e * others + _crossing(zero, largest)
     device = {
-        "weights": e * zero.over(every, counts.experts),
+        "weights": e * zero.divided(every, counts.experts),
         "gradients": WIDE * own,
         "optimizer": (WIDE + ADAM) * own,
         "gathered": in_layers,
         "waiting": waits,
-        "buckets": float(zero.crossing * min(zero.bucket, counts.trained)),
+        "buckets": float(zero.crossing * min(options.bucket, counts.trained)),
     }
     host: dict[str, float] = {}
-    if zero.optimizer_away:
+    if options.offload_optimizer:
         host |= {name: device.pop(name) for name in ("gradients", "optimizer")}
         host["update"] = WIDE * own
     else:  # the gradients of one of DeepSpeed's groups of parameters
         beyond["update"] = WIDE * min(own, SUB_GROUP)
-    if zero.weights_away:
+    if options.offload_weights:
         host["weights"] = device.pop("weights")
     there = in_layers + waits
     beyond, between = ({n: size - there for n, size in one.items()} for one in (beyond, between))
@@ -276,7 +317,7 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     )
 
 
-def _crossing(zero: Zero, counts: ParameterCounts, largest: int) -> float:
+def _crossing(zero: ZeroRank, largest: int) -> float:
     """Return what stage 3 has beside its bucket as gradients cross: the bucket laid out once more
     by rank while the next gradient waits, or one that is larger than the bucket. largest: the
     elements of a gradient.
@@ -284,20 +325,22 @@ def _crossing(zero: Zero, counts: ParameterCounts, largest: int) -> float:
     Shares that cross in 16 bits are widened to be added up; on their way to the host their norms
     are taken.
     """
-    e, bucket = zero.element, min(zero.bucket, counts.trained)
+    options, counts = zero.options, zero.counts
+    e, bucket = zero.element, min(options.bucket, counts.trained)
     share, norm = (
-        WIDE * (zero.crossing < WIDE) / zero.ranks,
-        NORM * zero.optimizer_away / zero.ranks,
+        WIDE * (zero.crossing < WIDE) / zero.layout.copies,
+        NORM * options.offload_optimizer / zero.layout.copies,
     )
     laid = (zero.crossing + share) * bucket + norm * min(bucket, largest)
     if largest > bucket:
         laid = max(laid, (zero.cast(e) + share + norm) * largest)
-    return laid + e * largest * (zero.bucket < counts.trained)
+    return laid + e * largest * (options.bucket < counts.trained)
 
 
-def _kept(zero: Zero, counts: ParameterCounts) -> float:
+def _kept(zero: ZeroRank) -> float:
     """Return the elements that stay from the end of a forward for the backward: those of the head
     and of the last layers, between which and their next use DeepSpeed meets less than its reuse
     distance: the head twice, layers behind them in each pass."""
-    passes, far = 3 if zero.again else 2, zero.reuse - 2 * counts.head
+    options, counts = zero.options, zero.counts
+    passes, far = 3 if options.checkpointing else 2, zero.in_order(options.reuse) - 2 * counts.head
     return counts.head + counts.layer * ceil(far / (passes * counts.layer)) if far > 0 else 0.0

@@ -23,7 +23,7 @@ from uspft.planner.products import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
 PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
@@ -77,12 +77,6 @@ class Trained:
 
     def __bool__(self) -> bool:
         return bool(self.weights or self.adapters)
-
-    def of_experts(self) -> Trained:
-        """Return what of it is experts'."""
-        return Trained(
-            *(frozenset(filter(_of_experts, one)) for one in (self.weights, self.adapters))
-        )
 
 
 def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
@@ -266,6 +260,16 @@ class StageLayers(NamedTuple):
     parameters."""
 
 
+class _Held(NamedTuple):
+    """A parameter as a tensor rank holds it; both factors of an adapter are one."""
+
+    elements: int
+    trains: bool
+    of_experts: bool = False
+    vector: bool = False
+    adapter: bool = False
+
+
 def counts_of(
     shape: ModelShape,
     tensor: int,
@@ -276,43 +280,28 @@ def counts_of(
 ) -> ParameterCounts:
     """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
     the ranks that divide those of a layer."""
-    kinds, numbers = modules_of_kinds(shape)
-    words = _words_of_experts(shape)
-    held = [_Held.of(kind, tensor, lora, experts, words) for kind in kinds]
-    head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
-    every_layer = trained_layers(shape, lora, freeze)
-    layers = Counter((every_layer[number], numbers[number]) for number in mine.layers)
-    own = [held[kind] for kind in {numbers[number] for number in mine.layers}]
-    met = [(one, held[kind], number) for (one, kind), number in layers.items()]
-    trained = sum(number * sum(here.sizes_of(one)) for one, here, number in met)
-    trained += mine.last * outside[LAST_NORM] * shape.hidden_size
-    more, train = outside_counts(shape, lora, freeze)
-    trained += sum(train)
-    tables = [outside[EMBEDDING]] * mine.first
-    tables += [outside[HEAD]] * (mine.last and not shape.tied)
-    trained += sum(tables) * head
-    every = len(tables) * head + mine.last * shape.hidden_size
-    every += sum(held[numbers[number]].every for number in mine.layers) + more
-    sizes = Counter(train)
-    sizes[head] += sum(tables)
-    for one, here, number in met:
-        sizes.update({size: number * n for size, n in Counter(here.sizes_of(one)).items()})
-    sizes = +sizes
-    head *= mine.first or mine.last
-    divided = [(one.of_experts(), here, number) for one, here, number in met if experts > 1]
+    outside, every_layer = _outside_layers(shape, tensor, lora, freeze, mine), list[_Held]()
+    numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
+    many, sizes = Counter(numbers[layer] for layer in mine.layers), Counter[int]()
+    for kind, number in many.items():
+        every_layer += held[kind] * number
+    every = [*outside, *every_layer]
+    sizes.update(one.elements for one in every if one.trains)
+    divided = [one for one in every_layer if one.of_experts and experts > 1]
+    ends = mine.first or mine.last
     return ParameterCounts(
-        every,
-        trained,
-        max(sizes, default=0),
-        max((one.every for one in own), default=0),
-        max((matrix.parameters for one in own for matrix in one.modules.values()), default=0),
-        head,
-        sum(number * here.of_experts for _, here, number in divided),
-        sum(number * sum(here.sizes_of(one)) for one, here, number in divided),
-        any(here.modules[name].inputs == 1 for one, here, _ in met for name in one.weights),
-        shape.tied and mine.first and mine.last and outside[EMBEDDING],
-        tuple(sizes.items()),
+        every=sum(one.elements for one in every),
+        trained=sum(size * number for size, number in sizes.items()),
+        largest_trained=max(sizes, default=0),
+        layer=max((sum(one.elements for one in held[kind]) for kind in many), default=0),
+        largest=max((one.elements for one in every_layer if not one.adapter), default=0),
+        head=head_projection(shape).on(tensor).parameters * ends,
+        experts=sum(one.elements for one in divided),
+        experts_trained=sum(one.elements for one in divided if one.trains),
+        vectors=any(one.vector and one.trains for one in every_layer),
+        tied=shape.tied and mine.first and mine.last and outside[0].trains,
+        sizes=tuple(sizes.items()),
     )
 
 
@@ -322,75 +311,49 @@ def trained_above(
     """Count, for each layer, the parameters of a tensor rank that train and whose gradients come
     before its own: of the layers behind it, the last norm and the head, tied to the embedding or
     not. The rest is as of counts_of."""
-    kinds, numbers = modules_of_kinds(shape)
-    words, outside = _words_of_experts(shape), outside_trains(lora, freeze)
-    held = [_Held.of(kind, tensor, lora, experts, words) for kind in kinds]
-    every = list(zip(trained_layers(shape, lora, freeze), numbers, strict=True))
-    sizes = {one: sum(held[one[1]].sizes_of(one[0])) for one in set(every)}
-    table = outside[EMBEDDING] if shape.tied else outside[HEAD]
-    first = table * head_projection(shape).on(tensor).parameters
+    numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
+    each = [sum(one.elements for one in kind if one.trains) for kind in held]
+    outside = outside_trains(lora, freeze)
+    first = (
+        outside[EMBEDDING if shape.tied else HEAD] * head_projection(shape).on(tensor).parameters
+    )
     first += outside[LAST_NORM] * shape.hidden_size
-    found = list(accumulate((sizes[one] for one in reversed(every[1:])), initial=first))
-    return found[::-1]
+    return list(accumulate((each[kind] for kind in reversed(numbers[1:])), initial=first))[::-1]
 
 
-def outside_counts(
-    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
-) -> tuple[int, list[int]]:
-    """Count the parameters that make the embeddings of each layer, adapters among them, and each of
-    these that trains."""
-    every, trained = 0, list[int]()
+def _of_layers(
+    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], experts: int
+) -> tuple[list[int], list[list[_Held]]]:
+    """Return of which kind each layer is, told apart by modules and by what of them trains; and
+    what a tensor rank holds of each kind."""
+    modules, words = modules_of_kinds(shape), _words_of_experts(shape)
+    every = list(zip(modules[1], trained_layers(shape, lora, freeze), strict=True))
+    kinds, found = list(dict.fromkeys(every)), list[list[_Held]]()
+    for number, trained in kinds:
+        held = list[_Held]()
+        for name, whole in modules[0][number].items():
+            one, routed = whole.on(tensor), _of_experts(name)
+            one = replace(one, copies=one.copies // experts) if routed else one
+            held.append(_Held(one.parameters, name in trained.weights, routed, one.inputs == 1))
+            if lora and lora.adapts(name, words):
+                size = lora.rank * (one.inputs + one.outputs) * one.copies
+                held.append(_Held(size, name in trained.adapters, routed, adapter=True))
+        found.append(held)
+    return [kinds.index(one) for one in every], found
+
+
+def _outside_layers(
+    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], mine: StageLayers
+) -> list[_Held]:
+    """Return what a tensor rank of a stage holds outside of layers: the embedding, the head, the
+    last norm, and what makes the embeddings of each layer."""
+    trains, table = outside_trains(lora, freeze), head_projection(shape).on(tensor).parameters
+    found = [_Held(table, trains[EMBEDDING])] * mine.first
+    found += [_Held(table, trains[HEAD])] * (mine.last and not shape.tied)
+    found += [_Held(shape.hidden_size, trains[LAST_NORM])] * mine.last
     for name, one in outside_modules(shape).items():
-        adapter = lora.rank * (one.inputs + one.outputs) if lora and lora.adapts(name) else 0
-        every += one.parameters + adapter
-        own = adapter if lora else one.parameters
-        kind = "lora_A.weight" if lora else "weight"
-        trained += [own] if own and not _frozen(f"{name}.{kind}", freeze) else []
-    return every, trained
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The modules of a kind of layer as a tensor rank holds them."""
-
-    modules: Mapping[str, ProductShape]
-    adapters: Mapping[str, int]
-    """The parameters of an adapter beside each."""
-    adapted: frozenset[str]
-    """The names of those that have one."""
-
-    @classmethod
-    def of(
-        cls,
-        kind: Mapping[str, ProductShape],
-        tensor: int,
-        lora: Lora | None,
-        experts: int,
-        words: Collection[str],
-    ) -> _Held:
-        modules = {name: one.on(tensor) for name, one in kind.items()}
-        for name in filter(_of_experts, kind):
-            modules[name] = replace(modules[name], copies=modules[name].copies // experts)
-        rank = lora.rank if lora else 0
-        adapters = {n: rank * (m.inputs + m.outputs) * m.copies for n, m in modules.items()}
-        adapted = frozenset(n for n in kind if lora and lora.adapts(n, words))
-        return cls(modules, adapters, adapted)
-
-    def sizes_of(self, trained: Trained) -> list[int]:
-        """Return the sizes of the parameters that train."""
-        own = [self.modules[name].parameters for name in trained.weights]
-        return own + [self.adapters[name] for name in trained.adapters]
-
-    def _sum(self, names: Iterable[str]) -> int:
-        return sum(
-            self.modules[name].parameters + self.adapters[name] * (name in self.adapted)
-            for name in names
-        )
-
-    @property
-    def every(self) -> int:
-        return self._sum(self.modules)
-
-    @property
-    def of_experts(self) -> int:
-        return self._sum(filter(_of_experts, self.modules))
+        found.append(_Held(one.parameters, not lora and not _frozen(f"{name}.weight", freeze)))
+        if lora and lora.adapts(name):
+            trained = not _frozen(f"{name}.lora_A.weight", freeze)
+            found.append(_Held(lora.rank * (one.inputs + one.outputs), trained))
+    return found

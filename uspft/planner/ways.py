@@ -32,8 +32,9 @@ from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
 from uspft.layout import Layout, ring_ranks_of_a_host, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.attention_step import local_heads
+from uspft.planner.machine import Hardware
 from uspft.planner.stages import as_many, schedule_of
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import Memo, PlacedStep, StepShape
 from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm
 from uspft.tensor.parts import divide_heads
 
@@ -124,6 +125,12 @@ class Way:
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **dict(self.options),
         )
+
+    def placed(self, step: StepShape, hardware: Hardware, memo: Memo | None = None) -> PlacedStep:
+        """Return a step under this way on a machine. step: as it runs under the way."""
+        algorithm = self.algorithm(step, hardware.ranks_per_host)
+        known = Memo() if memo is None else memo
+        return PlacedStep(step, self.layout, hardware, algorithm, known)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from uspft.config.algorithms import AUTO
 from uspft.config.messages import as_written
 from uspft.config.problems import counted
 from uspft.config.strategies import KEY, layouts_of, strategies_of
-from uspft.data import not_checked, source_problems
+from uspft.data.files.sources import not_checked, source_problems
 from uspft.families import ModelShape, check_length
 from uspft.job import placed
 from uspft.layout import Layout, layout_of, settled_layout

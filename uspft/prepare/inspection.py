@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from uspft.config.strategies import strategies_of
-from uspft.data import Corpus, Row, RowStream, training_rows
+from uspft.data.corpus.corpus import Corpus
+from uspft.data.rows.stream import Row, RowStream, training_rows
 from uspft.layout import Layout
 from uspft.planner.stages import cut_of
 from uspft.prepare.make_plan import chunk_prices_of

@@ -246,9 +246,13 @@ def wrong_in(
 ) -> WhyNot:
     """Return a function that tells why a recipe cannot run in a way, or None where it can.
 
-    asked: the open keys. Where no formula predicts memory, they get the values that need least.
+    asked: the open keys. Where no formula predicts memory, they get the values that need least; in
+    one slice every mesh is legal that is in others.
     """
     known = dict[tuple[object, ...], str | None]()
+    if _on_a_mesh(recipe.parallel_config):
+        written = None if SLICES in asked else slices_of(recipe.parallel_config)
+        recipe = with_values(recipe, {SLICES: written or (1,) * 4})
 
     def why_not(way: Way) -> str | None:
         # What layers make again changes nothing here.
@@ -305,8 +309,6 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     step = step_shape(alone, model)
     seen = known.rows if alone is recipe else ()
     tiled = settled_memory(alone, model)
-    if _on_a_mesh(alone.parallel_config):  # in one slice every mesh is legal that is in others
-        tiled = with_values(tiled, {SLICES: slices_of(alone.parallel_config) or (1,) * 4})
     wrong, other = wrong_in(tiled, model, hardware, asked), other_than_asked(alone)
 
     def why_not(way: Way) -> str | None:
@@ -322,7 +324,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        mesh = tuned(found.way.step(step), found.way.layout, hardware)
+        mesh = tuned(found.way.placed(found.way.step(step), hardware))
         why = f"in one slice matrices take {mesh.whole_seconds / mesh.seconds:.3g} × as long"
         found = found._replace(reasons={**found.reasons, SLICES: why})
         values[SLICES] = mesh.slices

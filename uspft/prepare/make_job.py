@@ -26,18 +26,10 @@ from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import counted
 from uspft.config.strategies import strategies_of
-from uspft.data import (
-    HELD_OUT,
-    Corpus,
-    DataError,
-    formats_of,
-    hold_out,
-    prepare,
-    prepare_sets,
-    read_report,
-    training_rows,
-)
-from uspft.data.faults import SHOWN_LINES
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.prepare import HELD_OUT, formats_of, hold_out, prepare, prepare_sets
+from uspft.data.faults import SHOWN_LINES, DataError
+from uspft.data.rows.stream import training_rows
 from uspft.families import ModelShape
 from uspft.job import Job
 from uspft.launcher.meeting import Meeting

@@ -13,7 +13,8 @@ from typing import Any
 from uspft.config import Fault, Recipe, read
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, strategies_of
-from uspft.data import first_look, prepared, training_rows
+from uspft.data.corpus.prepare import first_look, prepared
+from uspft.data.rows.stream import training_rows
 from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
@@ -24,14 +25,14 @@ from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step import micro_step_seconds
-from uspft.planner.step_shape import DrawnRows, StepShape
+from uspft.planner.step_shape import DrawnRows, PlacedStep, StepShape
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
 from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed, cluster_of, matrices_of, saving_most, stage_of, step_shape
 from uspft.prepare.layout_findings import exchange_findings, run_findings
-from uspft.prepare.left_open import open_keys, space_of, wrong_in
+from uspft.prepare.left_open import SLICES, open_keys, space_of, wrong_in
 from uspft.prepare.model import tokenizer_here, tokenizer_of
 from uspft.prepare.remarks import says_layers
 from uspft.segments import Segments
@@ -109,7 +110,10 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
         virtual={1, 2, 4, own.schedule.virtual},
         chunks=own.schedule.chunks,
     )
-    wrong = wrong_in(recipe, step.model, hardware, open_keys(asked))
+    opened = open_keys(asked)
+    if SLICES in opened:  # each mesh has those that suit it
+        step = replace(step, slices=None)
+    wrong = wrong_in(recipe, step.model, hardware, opened)
 
     def why_not(way: Way) -> str | None:
         return among(way) or wrong(way)
@@ -127,8 +131,8 @@ def chunk_prices_of(found: Examined) -> ChunkPrices | None:
     parallel = recipe.parallel_config
     if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
         return None
-    step, algorithm = step_of(found), of_recipe(recipe, layout)
-    return chunk_prices(step, layout, algorithm, hardware_of(found))
+    hardware, algorithm = hardware_of(found), of_recipe(recipe, layout)
+    return chunk_prices(PlacedStep(step_of(found), layout, hardware, algorithm))
 
 
 def prices_of(found: Examined) -> Prices | None:
@@ -144,9 +148,9 @@ def prices_of(found: Examined) -> Prices | None:
     for alone, layout in found.each_layout:
         length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
         shape = replace(step, **matrices_of(alone.parallel_config))
+        placed = PlacedStep(shape, layout, hardware, algorithm)
         empty, full = (
-            row_time(shape, layout, algorithm, hardware, row)
-            for row in (Segments((0,), length), Segments.single(length))
+            row_time(placed, row) for row in (Segments((0,), length), Segments.single(length))
         )
         layouts.append(layout)
         rows.append(empty.row)
@@ -156,7 +160,7 @@ def prices_of(found: Examined) -> Prices | None:
         options = options_of(alone, layout)
         taken.append(row_memory(options, step.model, row, layout, length)[0])
     stored = min(layouts, key=lambda layout: layout.tensor)
-    together = micro_step_seconds(step, stored, hardware)
+    together = micro_step_seconds(PlacedStep(step, stored, hardware))
     return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))
 
 

@@ -17,7 +17,7 @@ from uspft.config import Fault, Finding, ModelBlock, Recipe
 from uspft.config.problems import said
 from uspft.config.strategies import KEY as STRATEGIES
 from uspft.config.strategies import strategies_of
-from uspft.data import turn_ends, without_marks
+from uspft.data.chat.template import turn_ends, without_marks
 from uspft.data.corpus.tokenise import holds_tokenizer, load_tokeniser, read_tokenizer
 from uspft.families import ModelShape, read_shape
 from uspft.families.shape import config_file
@@ -181,11 +181,10 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
 
     file = config_file(recipe.model, CONFIGS)
     assert isinstance(file, Path | dict)  # anything else was refused before
-    config = model_config(recipe.model, recipe.data.sequence_length, file)
-    named = recipe.model.config is None
-    model = require_model(config, "model.name_or_path" if named else "model.config")
+    place, length = file if isinstance(file, Path) else None, recipe.data.sequence_length
+    config, model = require_model(recipe.model, lambda block: model_config(block, length, place))
     folder = Path(recipe.model.name_or_path or "")
-    if named and os.path.isdir(folder):
+    if recipe.model.config is None and os.path.isdir(folder):
         require_fit(model, folder, grows=bool(recipe.model.add_tokens))
     choose_trained(model, recipe.model, recipe.seed)
     _require_inside(recipe, model)

@@ -16,7 +16,7 @@ from uspft.config.messages import as_written
 from uspft.config.problems import counted
 from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import KEY, strategies_of
-from uspft.data import training_rows
+from uspft.data.rows.stream import training_rows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, NO_KEYS, ModelShape, expert_layers, layer_windows
 from uspft.layout import Layout

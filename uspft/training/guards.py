@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from uspft.checkpoint.folder import Checkpoint
 from uspft.engine.step import NotFinite
 from uspft.metrics import Journal, as_size, finite
 from uspft.written import INCIDENTS
@@ -130,9 +129,7 @@ class BadSteps:
     """
 
     def __init__(self, run: Run) -> None:
-        recipe, known = run.job.recipe, {}
-        if run.job.resume_from:
-            known = Checkpoint.known(run.job.resume_from).state["course"]
+        recipe, known = run.job.recipe, run.checkpoint.state["course"] if run.checkpoint else {}
         self._run, self._most = run, recipe.training.max_bad_steps
         self._spike = recipe.training.max_norm_spike
         self._norms = deque(map(float, known.get("grad_norms", ())), KEPT)

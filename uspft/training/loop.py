@@ -18,7 +18,8 @@ from uspft.checkpoint.save import Save
 from uspft.checkpoint.weights import WholeModel, export_order, multimodal_base
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
-from uspft.data import kept_and_dropped, read_report
+from uspft.data.corpus.corpus import read_report
+from uspft.data.corpus.counts import kept_and_dropped
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import BadStep, StepResult
 from uspft.metrics import Journal, RunDisplay, tracking

@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from uspft.checkpoint.weights import weights_of
 from uspft.config.strategies import row_lengths
-from uspft.data import Row, training_rows
+from uspft.data.rows.stream import Row, training_rows
 from uspft.model.adapter import adapters, form_weights
 from uspft.model.build import choose_trained, trained_parameters
 from uspft.model.experts import expert_modules

@@ -164,6 +164,36 @@ def test_a_model_that_is_no_folder_and_no_hub_id_is_refused(
     assert line.endswith("; did you mean `Qwen/Qwen3-8B`?" if near else "/name of the hub")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"hidden_act": "nope"}, "cannot be `nope`: transformers cannot make a model of it: KeyE"),
+        ({"rms_norm_eps": "a"}, "cannot be `a`: Validation error for field 'rms_norm_eps'"),
+        ({"hidden_size": -4}, "is -4, not a whole number of at least 1; write another"),
+        ({"hidden_act": "nope", "head_dim": 0}, ""),
+        ({"hidden_act": "nope", "rms_norm_eps": "a"}, ""),
+    ],
+)
+def test_a_field_that_transformers_refuses_is_named_where_the_recipe_writes_it(
+    wrong: dict[str, Any], says: str, check: Callable[..., Said]
+) -> None:
+    """One whose absence alone would not help is not: then two are wrong."""
+    config = {**TINY, "model_type": "llama"}
+    for at in ("config", "overrides"):
+        block = {"config": config, "dtype": "float32"}
+        block[at] = {**config, **wrong} if at == "config" else wrong
+        code, _, (line, *_) = check("launch.device=cpu", model=block)
+        assert code == 2
+        key = line.split(": ")[1]
+        if says:
+            place = line.partition(": ")[0].rpartition(":")[2]
+            written = Path(line.partition(":")[0]).read_text().splitlines()[int(place) - 1]
+            assert key == f"model.{at}.{next(iter(wrong))}" and says in line
+            assert written.strip().startswith(next(iter(wrong)))
+        else:
+            assert "hidden_act" not in key
+
+
 def test_parameters_are_counted_with_their_bytes(check: Callable[..., Said]) -> None:
     """By hand: TINY's matrices, norms, embedding and head."""
     d, inner, vocabulary, layers = (

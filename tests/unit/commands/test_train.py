@@ -91,6 +91,10 @@ def test_the_quickstart_shows_that_algorithms_swap(tmp_path: Path) -> None:
 def test_a_run_of_one_s_own_is_served_or_goes_on(tmp_path: Path) -> None:
     hf = str(tmp_path / "my out/hf")
     own = recipe(tmp_path)
+    exported(tmp_path / "my out")
+    lacks = summary(own, tmp_path / "r.yaml", [], PLACE, chats=False)
+    assert "hf' holds no tokenizer" in lacks and "vllm" not in lacks and "gguf" not in lacks
+    (tmp_path / "my out/hf/tokenizer.json").touch()
     named = commands(own, "r.yaml", "training.steps=3", "seed=1")
     assert named == {
         "serve": ["vllm", "serve", hf],

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.data_cases import write_lines
 from uspft.config.inputs import DataBlock
-from uspft.data import DataError, first_look
+from uspft.data.corpus.prepare import first_look
+from uspft.data.faults import DataError
 
 
 def test_records_of_no_shape_are_one_line_whatever_their_fields(tmp_path: Path) -> None:

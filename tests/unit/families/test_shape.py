@@ -122,9 +122,9 @@ def test_where_a_config_is_looked_for(tmp_path: Path) -> None:
     assert at(config=QWEN3) == at(config=str(folder))
     assert at(config={**QWEN3, "hidden_size": "wide"}) == [
         (
-            "model.config",
-            "`hidden_size` of model.config is 'wide', not a whole number of at least 1",
-            "write model.overrides.hidden_size",
+            "model.config.hidden_size",
+            "is 'wide', not a whole number of at least 1",
+            "write another",
         )
     ]
     (tmp_path / "configs" / "models").mkdir(parents=True)

@@ -3,6 +3,7 @@ transformers' models."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def test_every_parameter_is_counted(both: tuple[Any, Any]) -> None:
     model, net = both
     every = counts_of(model, 1, None, ())
     assert every.every == every.trained == sum(p.numel() for p in net.parameters())
+    assert dict(every.sizes) == Counter(p.numel() for p in net.parameters())
     frozen = counts_of(model, 1, None, (r"linear_attn\.(conv1d|A_log)",))
     without = [p for n, p in net.named_parameters() if "conv1d" not in n and "A_log" not in n]
     assert frozen.trained == sum(p.numel() for p in without)

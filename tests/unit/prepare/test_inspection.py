@@ -11,7 +11,10 @@ import pytest
 
 from tests.support.data_cases import TOKENIZER, write_lines
 from tests.support.launch import ROOT
-from uspft.data import Corpus, load_tokeniser, prepare, training_rows
+from uspft.data.corpus.corpus import Corpus
+from uspft.data.corpus.prepare import prepare
+from uspft.data.corpus.tokenise import load_tokeniser
+from uspft.data.rows.stream import training_rows
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.inspection import Bin, bins, inspected, texts_of
 

@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.data_cases import block, write_lines
 from tests.support.shapes import QWEN3, shape
-from uspft.data import Corpus, DataError, prepare
+from uspft.data.corpus.corpus import Corpus
+from uspft.data.corpus.prepare import prepare
+from uspft.data.faults import DataError
 from uspft.prepare import make_job as made_ready
 from uspft.prepare.make_job import require_text
 

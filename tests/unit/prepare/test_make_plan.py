@@ -14,7 +14,7 @@ from tests.support.launch import ROOT
 from tests.support.shapes import TINY
 from uspft.config import Fault, RecipeError, dump
 from uspft.config.strategies import row_lengths, strategies_of
-from uspft.data import prepare
+from uspft.data.corpus.prepare import prepare
 from uspft.launcher.meeting import Meeting
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.host import Invocation

@@ -14,7 +14,7 @@ from tests.support.data_cases import block, write_lengths
 from tests.support.shapes import TINY
 from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe, load
-from uspft.data import prepare
+from uspft.data.corpus.prepare import prepare
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.make_plan import ranking_of, step_of
 from uspft.prepare.remarks import expert_side, length_of_run, rate_after

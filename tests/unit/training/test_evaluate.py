@@ -15,7 +15,9 @@ from tests.support.data_cases import TOKENIZER, write_lengths, write_lines
 from uspft.commands.train import summary
 from uspft.config import Recipe, load
 from uspft.config.inputs import DataBlock, Source
-from uspft.data import Corpus, DataError, prepare_sets
+from uspft.data.corpus.corpus import Corpus
+from uspft.data.corpus.prepare import prepare_sets
+from uspft.data.faults import DataError
 from uspft.job import Job
 from uspft.metrics import Best, Journal, RunDisplay
 from uspft.model import loss

@@ -154,7 +154,7 @@ class LayoutSet:
         of one pass's gradients, and the switches."""
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
-            return sum(part.seconds for part in zero_once(step, self.stored, hardware))
+            return sum(part.seconds for part in zero_once(self.setting.placed(self.stored)))
         summed = sum(_parameters(step, one.tensor) / one.pipeline for one in self.stored_in_turn)
         owned = _parameters(step, 1) / self.setting.ranks
         moved = step.trained * (SUMMED_BYTES * summed + OWNED_BYTES * owned)
@@ -227,8 +227,7 @@ class LayoutSet:
         taken = [work.memory * sizes[work.bucket] for work in works]
         count = max(1.0, sum(taken) / self.setting.ranks)
         even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
-        step, hardware = self.setting.step, self.setting.hardware
-        return micro_step_seconds(step, self.stored, hardware, even / count)
+        return micro_step_seconds(self.setting.placed(self.stored), even / count)
 
 
 @dataclass(frozen=True)
@@ -282,7 +281,7 @@ class Static:
         each = fmean(rows) * at_once
         limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
-            zero = micro_step_seconds(setting.step, self.alone.stored, setting.hardware, each)
+            zero = micro_step_seconds(setting.placed(self.alone.stored), each)
             limits = replace(limits, step_seconds=zero)
         ranks = setting.ranks // one.layout.pipeline
         return makespan(plan, works, [one.sharing_ranks], ranks, limits), len(plan)

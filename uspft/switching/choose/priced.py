@@ -11,7 +11,7 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory import row_memory
 from uspft.planner.options import Options
 from uspft.planner.row_time import row_time
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.planner.ways import Space, Way, legal_for, ways
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
@@ -45,6 +45,10 @@ class Setting:
         """Whether all ranks run the same number of passes, since each has a collective of all of
         them."""
         return self.step.stage > 1
+
+    def placed(self, layout: Layout) -> PlacedStep:
+        """Return the step in a layout, as far as attention does not matter."""
+        return PlacedStep(self.step, layout, self.hardware)
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,7 @@ def priced_layouts(
     alike: dict[tuple[int, int, int], list[tuple[float, Way]]] = {}
     space = Space(tokens=(True,), pipelines=setting.stages, virtual=(1,))
     for way in ways(ranks, space, why_not).legal:
-        algorithm = way.algorithm(shape, hardware.ranks_per_host)
-        alone = row_time(shape, way.layout, algorithm, hardware, whole).alone
+        alone = row_time(way.placed(shape, hardware), whole).alone
         alike.setdefault(_degrees(way.layout), []).append((alone, way))
     found = list[PricedLayout]()
     for each in alike.values():
@@ -144,9 +147,8 @@ def priced(
     (row, layout, algorithm), whole = way, Segments.single(length)
     shape = replace(setting.step, row=whole, rows=1)
     options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
-    short, long = (
-        row_time(shape, layout, algorithm, setting.hardware, one) for one in (typical, whole)
-    )
+    placed = PlacedStep(shape, layout, setting.hardware, algorithm)
+    short, long = (row_time(placed, one) for one in (typical, whole))
     return PricedLayout(
         length,
         layout,

@@ -7,71 +7,30 @@ take milliseconds. Every rank works out the same schedule from the same numbers.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan
 
-MOST_TRIED = 2_000
-"""Blocks that are tried before groups count as not placeable, where sizes do not divide one
-another."""
 
+def places_of(widths: Iterable[int], ranks: int) -> list[int] | None:
+    """Return the first rank of each group where groups of so many ranks lie side by side, each of g
+    ranks at a multiple of g; None where they do not fit.
 
-class Placement:
-    """A finder of places for groups of ranks; a group of g ranks begins at a multiple of g.
-
-    What was found is remembered, since the same groups are asked for again and again.
+    widths: the widest first. Each group takes the first block that is free. Where all sizes divide
+    one another that finds room wherever there are ranks enough, and of any two sizes as well; among
+    40 ranks or fewer it misses 39 of 76,565 sets of up to three sizes that fit.
     """
-
-    def __init__(self, sizes: Sequence[int], ranks: int) -> None:
-        """Raises ValueError where a group would have more ranks than there are."""
-        if any(not 1 <= size <= ranks for size in sizes):
-            raise ValueError(f"groups of {list(sizes)} ranks do not fit among {ranks}")
-        self.sizes = tuple(sorted(set(sizes), reverse=True))
-        self.ranks = ranks
-        self.nested = all(wide % narrow == 0 for wide, narrow in pairwise(self.sizes))
-        """Whether every size divides the next: groups then fit where there are ranks enough."""
-        self._found: dict[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = {}
-
-    def fits(self, counts: Sequence[int]) -> bool:
-        """Return whether so many groups of each size, of as many ranks as there are at most, fit
-        side by side."""
-        return self.nested or self.firsts(counts) is not None
-
-    def firsts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-        """Return the first ranks of so many groups of each size, or None where they do not fit."""
-        key = tuple(counts)
-        if key not in self._found:
-            self._tried = 0
-            self._found[key] = self._search(0, key, 0, 0)
-        return self._found[key]
-
-    def _search(
-        self, at: int, counts: tuple[int, ...], taken: int, begin: int
-    ) -> tuple[tuple[int, ...], ...] | None:
-        """Place what is left of `counts`, from sizes[at] on; its blocks begin at `begin` or later.
-
-        taken: a bit for each rank that has its group.
-        """
-        while at < len(counts) and counts[at] == 0:
-            at, begin = at + 1, 0
-        if at == len(counts):
-            return ((),) * len(counts)
-        size = self.sizes[at]
-        left = tuple(count - (place == at) for place, count in enumerate(counts))
-        for first in range(begin, self.ranks - size + 1, size):
-            block = ((1 << size) - 1) << first
-            if taken & block:
-                continue
-            self._tried += 1
-            if self._tried > MOST_TRIED:
-                return None
-            rest = self._search(at, left, taken | block, first + size)
-            if rest is not None:
-                mine = (first, *rest[at])
-                return (*rest[:at], mine, *rest[at + 1 :])
-        return None
+    free, found = [True] * ranks, []
+    for width in widths:
+        blocks = range(0, ranks - width + 1, width)
+        first = next((at for at in blocks if all(free[at : at + width])), None)
+        if first is None:
+            return None
+        free[first : first + width] = [False] * width
+        found.append(first)
+    return found
 
 
 MORE_MICRO_STEPS = (0, 1, 2)
@@ -92,9 +51,11 @@ def schedule(
     """
     if not rows:
         return ()
-    placement = Placement([group_ranks[row.bucket] for row in rows], ranks)
+    widths = {group_ranks[row.bucket] for row in rows}
+    if max(widths) > ranks:
+        raise ValueError(f"groups of {sorted(widths)} ranks do not fit among {ranks}")
     if limits.lockstep:
-        return tuple(_Lockstep(rows, group_ranks, placement, limits).found())
+        return tuple(_Lockstep(rows, group_ranks, ranks, limits).found())
     return tuple(_independent(rows, group_ranks, ranks, limits))
 
 
@@ -177,8 +138,6 @@ class _Shelf:
 
     idle: int
     """Ranks that are in no group."""
-    counts: list[int]
-    """How many groups there are of each size."""
     groups: list[_Taken] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -195,13 +154,13 @@ class _Lockstep:
         self,
         rows: Sequence[RowWork],
         group_ranks: Sequence[int],
-        placement: Placement,
+        ranks: int,
         limits: Limits,
     ) -> None:
-        self.rows, self.group_ranks, self.limits = rows, group_ranks, limits
-        self.placement, self.ranks = placement, placement.ranks
-        places = {size: place for place, size in enumerate(placement.sizes)}
-        self.place_of = [places.get(width, -1) for width in group_ranks]
+        self.rows, self.group_ranks, self.limits, self.ranks = rows, group_ranks, limits, ranks
+        sizes = sorted({group_ranks[row.bucket] for row in rows})
+        self.nested = all(wide % narrow == 0 for narrow, wide in pairwise(sizes))
+        """Whether every size divides the next: groups then fit where there are ranks enough."""
         self.beside = limits.pass_seconds + limits.step_seconds
 
     def found(self) -> list[MicroStep]:
@@ -216,12 +175,12 @@ class _Lockstep:
 
     def _placed(self, shelf: _Shelf) -> MicroStep:
         """Place a micro-step's groups among the ranks."""
-        firsts = self.placement.firsts(shelf.counts)
-        assert firsts is not None  # or the group would not have been opened
-        free = {size: list(each) for size, each in zip(self.placement.sizes, firsts, strict=True)}
-        for one in shelf.groups:
-            one.first = free[self.group_ranks[one.bucket]].pop(0)
-        return tuple(one.group for one in sorted(shelf.groups, key=lambda one: one.first))
+        groups = sorted(shelf.groups, key=lambda one: -self.group_ranks[one.bucket])
+        firsts = places_of((self.group_ranks[one.bucket] for one in groups), self.ranks)
+        assert firsts is not None  # or a group would not have been opened
+        for one, first in zip(groups, firsts, strict=True):
+            one.first = first
+        return tuple(one.group for one in sorted(groups, key=lambda one: one.first))
 
     def _fewest(self) -> int:
         """Return a number of micro-steps below which rows do not fit."""
@@ -262,7 +221,7 @@ class _Lockstep:
     def _shelf(self, pools: list[list[tuple[float, int]]], aim: float) -> _Shelf:
         """Take rows out of the pools for a micro-step of no more than `aim` seconds, those of the
         widest groups first."""
-        shelf = self._empty()
+        shelf = _Shelf(self.ranks)
         able = [bucket for bucket, pool in enumerate(pools) if pool]
         while able:
             bucket = max(able, key=lambda b: (self.group_ranks[b], pools[b][-1][0], -b))
@@ -287,19 +246,14 @@ class _Lockstep:
                 return
             last = bisect_right(pool, (aim - taken.seconds, len(self.rows))) - 1
 
-    def _empty(self) -> _Shelf:
-        return _Shelf(self.ranks, [0] * len(self.placement.sizes))
-
     def _has_place(self, shelf: _Shelf, bucket: int) -> bool:
-        if shelf.idle < self.group_ranks[bucket]:
-            return False
-        counts = shelf.counts.copy()
-        counts[self.place_of[bucket]] += 1
-        return self.placement.fits(counts)
+        mine, every = self.group_ranks[bucket], (self.group_ranks[g.bucket] for g in shelf.groups)
+        if shelf.idle < mine or self.nested:
+            return shelf.idle >= mine
+        return places_of(sorted((mine, *every), reverse=True), self.ranks) is not None
 
     def _open(self, shelf: _Shelf, bucket: int) -> _Taken:
         """Open a group of a bucket in a micro-step that has a place for it."""
-        shelf.counts[self.place_of[bucket]] += 1
         shelf.idle -= self.group_ranks[bucket]
         shelf.groups.append(_Taken(bucket))
         return shelf.groups[-1]
@@ -326,7 +280,7 @@ class _Lockstep:
                     best, where = key, (shelf, None)
             chosen, taken = where
             if chosen is None:
-                chosen = self._empty()
+                chosen = _Shelf(self.ranks)
                 found.append(chosen)
             taken = taken or self._open(chosen, row.bucket)
             taken.add(number, row)

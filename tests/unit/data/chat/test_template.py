@@ -23,7 +23,6 @@ from tests.support.data_cases import (
 from tests.support.launch import ROOT
 from tests.support.originals import original
 from uspft.config.inputs import DataBlock
-from uspft.data import Corpus, first_look, prepare, read_report
 from uspft.data.chat import template as chat_template
 from uspft.data.chat.template import (
     ChatTemplate,
@@ -34,6 +33,8 @@ from uspft.data.chat.template import (
     turn_ends,
     without_marks,
 )
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.prepare import first_look, prepare
 from uspft.data.corpus.tokenise import TextTokeniser, TokenBytes, tokenise_spans
 from uspft.data.faults import SampleFault
 from uspft.data.records.known_fields import ROLES

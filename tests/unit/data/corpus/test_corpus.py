@@ -25,7 +25,9 @@ from tests.support.data_cases import (
     write_lines,
 )
 from tests.support.hangs import HANG_SECONDS
-from uspft.data import Corpus, DataError, corpora_in, empty, holding, prepare
+from uspft.data.corpus.corpus import Corpus, corpora_in, empty, holding
+from uspft.data.corpus.prepare import prepare
+from uspft.data.faults import DataError
 from uspft.lease import Lease
 
 SIZE = 50_000

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.data_cases import block, faults_of, source, write_lengths, write_lines
-from uspft.data import Corpus, prepare, read_report
+from uspft.data.corpus.corpus import Corpus, read_report
 from uspft.data.corpus.counts import mix_lines, mixed
+from uspft.data.corpus.prepare import prepare
 
 
 def test_shares_are_of_tokens() -> None:

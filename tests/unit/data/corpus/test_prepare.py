@@ -11,16 +11,10 @@ import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER, block, source, write_lengths, write_lines
 from uspft.config.inputs import DataBlock
-from uspft.data import (
-    Corpus,
-    DataError,
-    first_look,
-    hold_out,
-    kept_and_dropped,
-    prepare,
-    read_report,
-)
-from uspft.data.corpus.prepare import RECORDS
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.counts import kept_and_dropped
+from uspft.data.corpus.prepare import RECORDS, first_look, hold_out, prepare
+from uspft.data.faults import DataError
 from uspft.data.files.sources import STDLIB
 
 

@@ -35,10 +35,13 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
-from uspft.data import Corpus, DataError, RowStream, kept_and_dropped, prepare, read_report
 from uspft.data.chat.template import ChatTemplate
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.counts import kept_and_dropped
+from uspft.data.corpus.prepare import prepare
 from uspft.data.corpus.tokenise import TokenBytes, tokenise_spans
-from uspft.data.faults import SampleFault
+from uspft.data.faults import DataError, SampleFault
+from uspft.data.rows.stream import RowStream
 from uspft.data.samples import Origin, Rendered
 from uspft.prepare.model import with_tokens
 

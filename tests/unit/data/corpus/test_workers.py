@@ -21,7 +21,8 @@ from tests.support.data_cases import CHAT, TOKENIZER, block, write_lengths, writ
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
 from uspft.config.problems import RunFailed
-from uspft.data import empty, prepare
+from uspft.data.corpus.corpus import empty
+from uspft.data.corpus.prepare import prepare
 from uspft.data.corpus.workers import SHRINKS, SourcePart
 from uspft.data.files.sources import SourceFile
 from uspft.data.files.tables import Columns, parquet_bytes
@@ -137,7 +138,7 @@ ENDED = f"""
 import os, signal, sys
 from pathlib import Path
 from uspft.config.inputs import DataBlock
-from uspft.data import prepare
+from uspft.data.corpus.prepare import prepare
 from uspft.data.corpus import workers
 workers.WORTH_PROCESSES, workers.EACH_PROCESS, workers.BATCH_RECORDS = 0, 1, 3
 workers.IMPORTED = (workers.__name__,)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.data_cases import TOKENIZER, block, faults_of
-from uspft.data import prepare, read_report
+from uspft.data.corpus.corpus import read_report
+from uspft.data.corpus.prepare import prepare
 from uspft.data.files.decoding import encoding_of
 
 TEXTS = {

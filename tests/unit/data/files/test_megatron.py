@@ -12,10 +12,11 @@ import pytest
 from tests.support.data_cases import CHAT, TOKENIZER, block, faults_of, source, write_lines
 from tests.support.megatron_index import CODES, written
 from uspft.config.inputs import DataBlock
-from uspft.data import Corpus, DataError, first_look, prepare, read_report, source_problems
-from uspft.data.faults import BadRecord
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.prepare import first_look, prepare
+from uspft.data.faults import BadRecord, DataError
 from uspft.data.files.readers import objects
-from uspft.data.files.sources import SourceFile, list_files
+from uspft.data.files.sources import SourceFile, list_files, source_problems
 
 DOCUMENTS = [[[5, 6, 7, 0]], [[8, 0]], [[9, 10], [11, 0]], [[12, 13, 14, 15, 0]]]
 WHOLE = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 0], [12, 13, 14, 15, 0]]

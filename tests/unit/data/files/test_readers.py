@@ -17,8 +17,9 @@ from datasets import Dataset, DatasetDict
 
 from tests.support.data_cases import TOKENIZER, block, faults_of, source
 from uspft.config.inputs import DataBlock
-from uspft.data import Corpus, DataError, first_look, prepare, read_report
-from uspft.data.faults import BadRecord, SampleFault, place
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.prepare import first_look, prepare
+from uspft.data.faults import BadRecord, DataError, SampleFault, place
 from uspft.data.files import readers
 from uspft.data.files.sources import SourceFile, list_files
 from uspft.data.samples import Entry

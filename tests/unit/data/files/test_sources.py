@@ -20,8 +20,17 @@ from tests.support.data_cases import (
     write_lines,
 )
 from uspft.config.inputs import DataBlock
-from uspft.data import Corpus, first_look, not_checked, prepare, read_report, source_problems
-from uspft.data.files.sources import STDLIB, describing_files, is_hub_id, list_files, two_splits
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.prepare import first_look, prepare
+from uspft.data.files.sources import (
+    STDLIB,
+    describing_files,
+    is_hub_id,
+    list_files,
+    not_checked,
+    source_problems,
+    two_splits,
+)
 
 
 @pytest.fixture

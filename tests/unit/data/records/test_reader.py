@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.data_cases import CHAT, SAMPLES, TOKENIZER, block, faults_of, write_lines
-from uspft.data import DataError, kept_and_dropped, prepare, read_report
+from uspft.data.corpus.corpus import read_report
+from uspft.data.corpus.counts import kept_and_dropped
+from uspft.data.corpus.prepare import prepare
+from uspft.data.faults import DataError
 from uspft.data.files.sources import SourceFile, list_files
 from uspft.data.records.known_fields import FORMATS
 from uspft.data.records.reader import first_record, read

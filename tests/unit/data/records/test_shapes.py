@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 
 from tests.support.data_cases import TOKENIZER, block, faults_of, source, write_lines
 from uspft.config.inputs import DataBlock, Sentences
-from uspft.data import Corpus, DataError, first_look, prepare, read_report
-from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.corpus.corpus import Corpus, read_report
+from uspft.data.corpus.prepare import first_look, prepare
+from uspft.data.faults import BadRecord, DataError, SampleFault
 from uspft.data.files.sources import SourceFile
 from uspft.data.records.reader import read
 from uspft.data.records.shapes import SENTENCES, columns

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from tests.support.data_cases import block, source, write_lengths, write_lines
-from uspft.data import Corpus, Row, RowStream, prepare
-from uspft.data.rows.stream import WINDOW_SAMPLES, Packing, best_fit, pack_rows
+from uspft.data.corpus.corpus import Corpus
+from uspft.data.corpus.prepare import prepare
+from uspft.data.rows.stream import WINDOW_SAMPLES, Packing, Row, RowStream, best_fit, pack_rows
 
 VOCABULARY = 1_000_000
 
