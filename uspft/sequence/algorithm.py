@@ -112,18 +112,9 @@ class Algorithm(Protocol):
         """
         ...
 
-    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
-        """Return the attention out [T, H, D] of this rank's tokens, differentiable.
-
-        q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
-        tokens; D is the head dim.
-        """
-        from uspft.sequence.ulysses import attend_over_heads
-
-        return attend_over_heads(self.passes(share, keeps=True), qkv, share, rule, split)
-
     def passes(self, share: Share, *, keeps: bool = False) -> Passes:
-        """Return the forward and the backward of what `attend` does between exchanges of heads.
+        """Return the attention of a rank's queries over the keys that the algorithm brings, between
+        exchanges of heads (ulysses.py).
 
         keeps: whether the backward may have what came in the forward; else keys come again.
         """

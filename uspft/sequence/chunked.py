@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 
 from uspft.blocks import Block
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Algorithm, Passes, Rule, Split
+from uspft.sequence.algorithm import Algorithm, Passes
 from uspft.sequence.rows.share import Order, RowParts, Share
-from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs
+from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs_before
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from uspft.kernels import Qkv
+    pass
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,8 @@ def _bounds(cut: Cut, row: Segments) -> tuple[int, ...]:
 def _cost_before(cut: Cut, row: Segments, places: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return what the tokens before each place of a row cost."""
     cost = cut.token * places
-    starts = np.array([start for start, _ in row] or [0])
-    stops = np.array([stop for _, stop in row] or [0])
-    document = np.maximum(np.searchsorted(starts, places, side="right") - 1, 0)
-    inside = np.minimum(places, stops[document]) - starts[document]
     for window, price in cut.pairs:
-        whole = np.concatenate([[0], np.cumsum(pairs(stops - starts, window))])
-        cost = cost + price * (whole[document] + pairs(inside, window))
+        cost = cost + price * pairs_before(places, list(row), window)
     return np.asarray(cost, np.float64)
 
 
@@ -281,9 +274,6 @@ class Chunked(Algorithm):
             cut_order(order, self.cut.bounds(row)) for row, order in zip(rows, orders, strict=True)
         ]
         return ChunkShares(rows, [[*chunk] for chunk in zip(*by_row, strict=True)], place)
-
-    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
-        return self.of.attend(qkv, share, rule, split)
 
     def passes(self, share: Share, *, keeps: bool = False) -> Passes:
         return self.of.passes(share, keeps=keeps)
