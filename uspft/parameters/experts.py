@@ -147,7 +147,7 @@ def stored_in(files: Collection[str]) -> dict[str, Stored]:
         name = blocks.removesuffix(BLOCKS)
         if name + SCALES in found:
             joined(name, Stored([blocks, name + SCALES], 0, True))
-    for spelling in SPELLINGS.values():
+    for spelling in dict.fromkeys(SPELLINGS.values()):
         router = f".{spelling.module}.gate.weight"
         for name in [name for name in found if name.endswith(router)]:
             found[name.removesuffix(router) + ".mlp.gate.weight"] = found.pop(name)
