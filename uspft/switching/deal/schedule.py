@@ -33,8 +33,8 @@ def places_of(widths: Iterable[int], ranks: int) -> list[int] | None:
     return found
 
 
-MORE_MICRO_STEPS = (0, 1, 2)
-"""How many micro-steps beyond the fewest that memory allows are tried."""
+MORE_MICRO_STEPS = (-1, 0, 1)
+"""How many more micro-steps than rows make that go where they add least are tried."""
 INSERTED_AMONG = 24
 """The last micro-steps, among which rows that are left over are placed."""
 SEEN = 8
@@ -167,8 +167,8 @@ class _Lockstep:
         """Return the micro-steps, the longest first: what does not fit then shows at once."""
         anywhere: list[_Shelf] = []
         self._insert(anywhere, _longest_first(self.rows))
-        tried, fewest = [anywhere], self._fewest()
-        tried += [self._filled(fewest + more) for more in MORE_MICRO_STEPS]
+        counts = (len(anywhere) + more for more in MORE_MICRO_STEPS)
+        tried = [anywhere, *(self._filled(count) for count in counts if count)]
         best = min(tried, key=lambda found: sum(one.seconds + self.beside for one in found))
         best.sort(key=lambda one: -one.seconds)
         return [self._placed(one) for one in best]
@@ -181,19 +181,6 @@ class _Lockstep:
         for one, first in zip(groups, firsts, strict=True):
             one.first = first
         return tuple(one.group for one in sorted(groups, key=lambda one: one.first))
-
-    def _fewest(self) -> int:
-        """Return a number of micro-steps below which rows do not fit."""
-        most, held = self.limits.most_memory, dict[int, list[float]]()
-        for row in self.rows:
-            held.setdefault(row.bucket, []).append(min(row.memory, most))
-        ranks = alone = 0
-        for bucket, each in held.items():
-            at_once = max(1, int(most / min(each))) if min(each) > 0 else len(each)
-            groups = -(-len(each) // at_once)
-            ranks += groups * self.group_ranks[bucket]
-            alone += groups * (2 * self.group_ranks[bucket] > self.ranks)
-        return max(1, -(-ranks // self.ranks), alone)
 
     def _filled(self, count: int) -> list[_Shelf]:
         """Return so many micro-steps, filled one after the other with an even share of the work
