@@ -329,8 +329,6 @@ class Needs:
     def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
         self._model, self._tokens, self._saving = model, row_tokens, saving
         self.memo = Memo()
-        self._states: dict[tuple[object, ...], State] = {}
-        self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 
     def of(self, layout: Layout, options: Options, row_tokens: int | None = None) -> Memory:
         """Return what a rank needs in a layout. row_tokens: where rows are of another length."""
@@ -377,9 +375,8 @@ class Needs:
             slices=(),
         )
         degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        if (key := (*degrees, options.several(layout), plain)) not in self._states:
-            self._states[key] = state_of(self._model, layout, options)
-        return self._states[key]
+        key = "state", *degrees, options.several(layout), plain
+        return self.memo.once(key, lambda: state_of(self._model, layout, options))
 
     def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
         # What rows take depends on no more replicas than divide experts.
@@ -388,9 +385,8 @@ class Needs:
         if options.first_layers is None:  # stages say which layers are checkpointed
             layout = replace(layout, pipeline=1)
             options = replace(options, schedule=PLAIN_SCHEDULE)
-        if (key := (layout, tokens, options)) not in self._passes:
-            self._passes[key] = pass_bytes(self._model, layout, tokens, options)
-        return self._passes[key]
+        key = "pass", layout, tokens, options
+        return self.memo.once(key, lambda: pass_bytes(self._model, layout, tokens, options))
 
 
 def options_under(way: Way, options: Options) -> Options:

@@ -362,6 +362,17 @@ def test_plan_prices_a_mesh_in_the_slices_that_a_recipe_of_that_mesh_has(tmp_pat
             assert own.items() <= found_here.items()
 
 
+def test_a_mesh_that_another_key_forbids_is_refused_by_that_key(tmp_path: Path) -> None:
+    """No mesh is chosen then, and it is not the mesh that is wrong."""
+    words = ["tensor_mesh=auto", "model_parallel=4", "context_parallel=1"]
+    words = [f"parallel_config.{word}" for word in (*words, "tensor_parallel_algo=meshslice")]
+    words += FIXED
+    with pytest.raises(RecipeError) as refused:
+        SMALL.examined(tmp_path, *words, "memory.recompute=exchange")
+    assert [one.key for one in refused.value.problems] == ["memory.recompute"]
+    assert SMALL.examined(tmp_path, *words).layout.is_mesh
+
+
 def test_no_key_that_may_be_auto_is_left_out(tmp_path: Path) -> None:
     """`use_seq_parallel` and `pp_interleave_num` say more of degrees, and are chosen with them."""
     tested = {*AUTO, "parallel_config.tensor_slices"}

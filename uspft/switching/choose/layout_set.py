@@ -9,13 +9,12 @@ from statistics import fmean
 
 from uspft.layout import COPIES, Layout, StoredAs
 from uspft.pipeline.stages import Stages
-from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
 from uspft.planner.step import micro_step_seconds, zero_once
-from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape, seconds_of
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
@@ -154,7 +153,7 @@ class LayoutSet:
         of one pass's gradients, and the switches."""
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
-            return sum(part.seconds for part in zero_once(self.setting.placed(self.stored)))
+            return seconds_of(zero_once(self.setting.placed(self.stored)))
         summed = sum(_parameters(step, one.tensor) / one.pipeline for one in self.stored_in_turn)
         owned = _parameters(step, 1) / self.setting.ranks
         moved = step.trained * (SUMMED_BYTES * summed + OWNED_BYTES * owned)
@@ -169,16 +168,15 @@ class LayoutSet:
         """
         found, setting = [], self.setting
         for number, layout in enumerate(self.stored_in_turn if self.moves else ()):
-            degree = layout.tensor
-            spread = Spread.of(layout, COPIES, setting.hardware.ranks_per_host)
-            mine = _parameters(setting.step, degree) / layout.pipeline
-            away = 1 - degree * layout.pipeline / setting.ranks
-            weights = setting.step.element_bytes * mine * (number == 0)
-            gradients = GRADIENT_BYTES * mine * setting.step.trained
-            seconds = setting.hardware.collective_seconds("reduce_scatter", gradients, spread)
-            if weights:
-                seconds += setting.hardware.collective_seconds("all_gather", weights, spread)
-            found.append((away * (weights + gradients), seconds))
+            placed, step = setting.placed(layout), setting.step
+            mine = _parameters(step, layout.tensor) / layout.pipeline
+            away = 1 - layout.tensor * layout.pipeline / setting.ranks
+            gradients = GRADIENT_BYTES * mine * step.trained
+            sent = [placed.sent("gradients", "reduce_scatter", gradients, COPIES)]
+            if number == 0:
+                weights = step.element_bytes * mine
+                sent.append(placed.sent("weights", "all_gather", weights, COPIES))
+            found.append((away * sum(part.bytes for part in sent), seconds_of(sent)))
         return found
 
     @property

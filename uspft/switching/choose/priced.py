@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from uspft.config.algorithms import AlgorithmRow
 from uspft.layout import Layout
@@ -11,11 +12,18 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory import row_memory
 from uspft.planner.options import Options
 from uspft.planner.row_time import row_time
-from uspft.planner.step_shape import PlacedStep, StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape, pairs_of_row
 from uspft.planner.ways import Space, Way, legal_for, ways
 from uspft.segments import Segments
-from uspft.sequence import Algorithm
-from uspft.switching.choose.drawn_steps import pairs_of
+
+SWITCHED = (
+    "model_parallel",
+    "use_seq_parallel",
+    "context_parallel",
+    "context_parallel_algo",
+    "ulysses_degree_in_cp",
+)
+"""The degrees in which the layouts of a run with strategies may differ."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,7 @@ class PricedLayout:
     """
 
     length: int
-    layout: Layout
-    row: AlgorithmRow
+    way: Way
     pairs: tuple[int, int]
     """Of the typical row, and of the single document."""
     seconds: tuple[float, float]
@@ -69,6 +76,20 @@ class PricedLayout:
     """Seconds of a pass beside its rows."""
     row_bytes: float
     """Of activations on the fullest rank of the group that runs a row."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.way.layout
+
+    @property
+    def row(self) -> AlgorithmRow:
+        """Of the algorithm that shares rows."""
+        return self.way.row
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What a strategy of this layout says in a recipe; replicas take what is left."""
+        return {key: self.way.degrees[key] for key in SWITCHED}
 
     @property
     def group_ranks(self) -> int:
@@ -129,43 +150,32 @@ def priced_layouts(
     found = list[PricedLayout]()
     for each in alike.values():
         for _, way in sorted(each, key=lambda one: one[0])[:most]:
-            algorithm = way.algorithm(shape, hardware.ranks_per_host)
-            found.append(priced(divided, (way.row, way.layout, algorithm), length, typical))
+            found.append(priced(divided, way, length, typical))
     return found
 
 
-def priced(
-    setting: Setting,
-    way: tuple[AlgorithmRow, Layout, Algorithm],
-    length: int,
-    typical: Segments,
-) -> PricedLayout:
+def priced(setting: Setting, way: Way, length: int, typical: Segments) -> PricedLayout:
     """Return a layout with its algorithm, priced for rows of so many tokens.
 
     typical: a row with the documents that rows have.
     """
-    (row, layout, algorithm), whole = way, Segments.single(length)
+    whole = Segments.single(length)
     shape = replace(setting.step, row=whole, rows=1)
     options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
-    placed = PlacedStep(shape, layout, setting.hardware, algorithm)
+    placed = way.placed(shape, setting.hardware)
     short, long = (row_time(placed, one) for one in (typical, whole))
     return PricedLayout(
         length,
-        layout,
-        row,
-        (_pairs(typical), _pairs(whole)),
+        way,
+        (pairs_of_row(typical, None), pairs_of_row(whole, None)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        row_memory(options, setting.step.model, row, layout, length)[0],
+        row_memory(options, setting.step.model, way.row, way.layout, length)[0],
     )
 
 
 def _degrees(layout: Layout) -> tuple[int, int, int]:
     return layout.tensor, layout.context, layout.pipeline
-
-
-def _pairs(row: Segments) -> int:
-    return pairs_of([stop - start for start, stop in row])
 
 
 def best_of_degrees(found: Sequence[PricedLayout]) -> list[PricedLayout]:
