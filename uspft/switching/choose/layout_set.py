@@ -195,11 +195,12 @@ class LayoutSet:
             one = self.buckets[row.bucket]
             more = max(0.0, one.beside - pass_seconds)
             seconds = one.row_seconds(row.pairs) + more
-            found.append(RowWork(row.bucket, seconds, self.portions[row.bucket]))
+            found.append(RowWork(row.bucket, seconds))
         return found
 
     def _step_seconds(self, rows: Sequence[PackedRow]) -> float:
-        limits = Limits(1.0, min(one.beside for one in self.buckets))
+        at_once = [max(1, int(1 / portion)) for portion in self.portions]
+        limits = Limits(at_once, min(one.beside for one in self.buckets))
         works = self._works(rows, limits.pass_seconds)
         sizes = [one.sharing_ranks for one in self.buckets]
         if self.moves:
@@ -222,7 +223,7 @@ class LayoutSet:
     def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
         """Return ZeRO's seconds in a micro-step that lasts as long as they do on average: as many
         as memory asks for."""
-        taken = [work.memory * sizes[work.bucket] for work in works]
+        taken = [self.portions[work.bucket] * sizes[work.bucket] for work in works]
         count = max(1.0, sum(taken) / self.setting.ranks)
         even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
         return micro_step_seconds(self.setting.placed(self.stored), even / count)
@@ -267,7 +268,7 @@ class Static:
         """Return the seconds of all passes of so many rows a replica, in the rows' order; and how
         many there are."""
         one, setting = self.layout, self.setting
-        replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
+        replicas, works = one.layout.data, [RowWork(0, seconds) for seconds in rows]
         plan: list[MicroStep] = []
         for begin in range(0, len(rows), replicas * at_once):
             end = min(begin + replicas * at_once, len(rows))
@@ -277,7 +278,7 @@ class Static:
                 groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
             plan.append(tuple(groups))
         each = fmean(rows) * at_once
-        limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
+        limits = Limits([at_once], one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
             zero = micro_step_seconds(setting.placed(self.alone.stored), each)
             limits = replace(limits, step_seconds=zero)

@@ -54,8 +54,6 @@ class RowWork(NamedTuple):
     bucket: int
     seconds: float
     """Seconds of its forward and backward alone, as the cost model predicts them."""
-    memory: float
-    """What it takes of its group's fullest rank, in the unit of `Limits.most_memory`."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,10 @@ MicroStep = tuple[RankGroup, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory that bounds a micro-step, and the seconds that it costs beside its rows."""
+    """What bounds a micro-step, and the seconds that it costs beside its rows."""
 
-    most_memory: float
-    """What a rank has for the rows that it takes at once; one that needs more runs alone."""
+    rows_at_once: Sequence[int]
+    """How many rows of each bucket a group takes at once, by its memory; 1 where none would fit."""
     pass_seconds: float = 0.0
     """Seconds of a forward and backward beside its rows: launches, Python."""
     step_seconds: float = 0.0

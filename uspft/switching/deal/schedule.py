@@ -37,8 +37,6 @@ MORE_MICRO_STEPS = (-1, 0, 1)
 """How many more micro-steps than rows make that go where they add least are tried."""
 INSERTED_AMONG = 24
 """The last micro-steps, among which rows that are left over are placed."""
-SEEN = 8
-"""How many rows are looked at for one that fits in a group's memory, the longest first."""
 
 
 def schedule(
@@ -71,12 +69,10 @@ class _Taken:
     first: int = 0
     """The group's first rank, once it is known."""
     seconds: float = 0.0
-    memory: float = 0.0
     rows: list[int] = field(default_factory=list)
 
     def add(self, number: int, row: RowWork) -> None:
         self.seconds += row.seconds
-        self.memory += row.memory
         self.rows.append(number)
 
     @property
@@ -102,9 +98,9 @@ def _independent(
             row, width = rows[number], widths[number]
             firsts = range(0, ranks - width + 1, width)
             end, first = min((max(clocks[at : at + width]), at) for at in firsts)
-            mine, most = passes.setdefault((row.bucket, first), []), limits.most_memory - row.memory
-            taken = next((one for one in reversed(mine) if one.memory <= most), None)
-            if taken is None:
+            mine = passes.setdefault((row.bucket, first), [])
+            taken = mine[-1] if mine else None
+            if taken is None or len(taken.rows) == limits.rows_at_once[row.bucket]:
                 taken = _Taken(row.bucket, first)
                 mine.append(taken)
                 end += limits.pass_seconds
@@ -221,16 +217,11 @@ class _Lockstep:
         return shelf
 
     def _fill(self, taken: _Taken, pool: list[tuple[float, int]], aim: float) -> None:
-        """Take the longest row that fits, again and again."""
-        last, most = len(pool) - 1, self.limits.most_memory
-        while last >= 0:
-            for at in range(last, max(-1, last - SEEN), -1):
-                if not taken.rows or taken.memory + self.rows[pool[at][1]].memory <= most:
-                    number = pool.pop(at)[1]
-                    taken.add(number, self.rows[number])
-                    break
-            else:
-                return
+        """Take the longest row that fits in what is left of `aim` seconds, again and again."""
+        last = len(pool) - 1
+        while last >= 0 and len(taken.rows) < self.limits.rows_at_once[taken.bucket]:
+            number = pool.pop(last)[1]
+            taken.add(number, self.rows[number])
             last = bisect_right(pool, (aim - taken.seconds, len(self.rows))) - 1
 
     def _has_place(self, shelf: _Shelf, bucket: int) -> bool:
@@ -249,15 +240,13 @@ class _Lockstep:
         """Put each row where it adds least, and of such places where it fits best."""
         for number in numbers:
             row = self.rows[number]
+            most = self.limits.rows_at_once[row.bucket]
             # What it adds, the slack that is left, and whether it takes a new group.
             best = (self.beside + row.seconds, 0.0, 1)
             where: tuple[_Shelf | None, _Taken | None] = (None, None)
             for shelf in found:
                 for one in shelf.groups:
-                    if (
-                        one.bucket == row.bucket
-                        and one.memory + row.memory <= self.limits.most_memory
-                    ):
+                    if one.bucket == row.bucket and len(one.rows) < most:
                         over = one.seconds + row.seconds - shelf.seconds
                         if (key := (max(0.0, over), max(0.0, -over), 0)) < best:
                             best, where = key, (shelf, one)
