@@ -48,6 +48,7 @@ NOT_PREDICTED = (
     "the time of offloading, and the products of MLPs in tiles that are made again",
     "host time: Python, reading data, launches that a device waits for",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
+    "on GPUs, that a stage takes a message when it needs it (NCCL), so behind none of its work",
 )
 HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""

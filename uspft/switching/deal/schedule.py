@@ -1,7 +1,8 @@
-"""Which ranks take which rows of a step, and when: the longest rows first.
+"""The schedule of a step: which group of ranks runs which rows in which micro-step, found by
+placing the longest rows first.
 
 FlexSP (arXiv 2412.01523) solves this for each micro-step as a mixed-integer program; the rules here
-take milliseconds. Every rank works out the same schedule from the same numbers.
+take milliseconds. Every rank computes the same schedule from the same numbers.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWo
 
 
 def places_of(widths: Iterable[int], ranks: int) -> list[int] | None:
-    """Return the first rank of each group where groups of so many ranks lie side by side, each of g
-    ranks at a multiple of g; None where they do not fit.
+    """Return the first rank of each group when groups of these sizes run at once; None if they do
+    not fit.
 
-    widths: the widest first. Each group takes the first block that is free. Where all sizes divide
-    one another that finds room wherever there are ranks enough, and of any two sizes as well; among
-    40 ranks or fewer it misses 39 of 76,565 sets of up to three sizes that fit.
+    A group of g ranks begins at a multiple of g. widths: the groups' sizes, largest first. Each
+    group takes the first free block. That is exact if all sizes divide one another, or if there are
+    two sizes; among 40 ranks or fewer it misses 39 of 76,565 sets of up to three sizes that fit.
     """
     free, found = [True] * ranks, []
     for width in widths:
@@ -34,19 +35,19 @@ def places_of(widths: Iterable[int], ranks: int) -> list[int] | None:
 
 
 MORE_MICRO_STEPS = (0, 1, 2)
-"""How many micro-steps beyond the fewest that memory allows are tried."""
+"""The numbers of micro-steps that are tried, beyond the fewest that memory allows."""
 INSERTED_AMONG = 24
-"""The last micro-steps, among which rows that are left over are placed."""
+"""How many of the last micro-steps are considered for each row that is left over."""
 SEEN = 8
-"""How many rows are looked at for one that fits in a group's memory, the longest first."""
+"""How many rows are tried for one that fits in a group's memory, the longest first."""
 
 
 def schedule(
     rows: Sequence[RowWork], group_ranks: Sequence[int], ranks: int, limits: Limits
 ) -> tuple[MicroStep, ...]:
-    """Return the micro-steps of a step, in which each row is once.
+    """Return the micro-steps of a step, which run each row once.
 
-    group_ranks: how many ranks a group of each bucket has. Raises ValueError where a bucket that
+    group_ranks: the number of ranks in a group of each bucket. Raises ValueError if a bucket that
     has rows needs more ranks than there are.
     """
     if not rows:
@@ -65,7 +66,7 @@ def _longest_first(rows: Sequence[RowWork]) -> list[int]:
 
 @dataclass(eq=False)
 class _Taken:
-    """The rows that a group takes at once."""
+    """The rows that a group runs in one pass."""
 
     bucket: int
     first: int = 0
@@ -87,16 +88,17 @@ class _Taken:
 def _independent(
     rows: Sequence[RowWork], group_ranks: Sequence[int], ranks: int, limits: Limits
 ) -> list[MicroStep]:
-    """Return micro-steps of ranks that wait for the members of their groups alone (ZeRO-0, 1).
+    """Return micro-steps for ranks that wait only for the members of their own groups (ZeRO-0, 1).
 
-    Each row goes to the block of ranks that is free first: the longest rows before others (Graham,
-    1969), and once those of wide groups before others; the shorter step is taken. Wide groups run
-    first: where every size divides the next, no rank then waits for another.
+    Rows are assigned one by one to the block of ranks that is free first. Two orders are tried, and
+    the shorter step is taken: longest rows first (Graham, 1969), and rows of the largest groups
+    first. Each rank runs its largest groups first, so that no rank waits for another if every group
+    size divides the next.
     """
     widths = [group_ranks[row.bucket] for row in rows]
 
     def dealt(order: Sequence[int]) -> list[_Taken]:
-        """Deal rows out in an order to blocks of ranks, each to the one that is free first."""
+        """Assign rows in this order to blocks of ranks, each to the block that is free first."""
         clocks, passes = [0.0] * ranks, dict[tuple[int, int], list[_Taken]]()
         for number in order:
             row, width = rows[number], widths[number]
@@ -113,7 +115,7 @@ def _independent(
         return [one for each in passes.values() for one in each]
 
     def in_turn(found: Sequence[_Taken]) -> list[MicroStep]:
-        """Return micro-steps in which each rank finds its groups in turn, the widest first."""
+        """Return micro-steps in which each rank has its groups in turn, the largest first."""
         steps, done = list[list[RankGroup]](), [0] * ranks
         for one in sorted(
             found, key=lambda one: (-group_ranks[one.bucket], one.bucket, one.first, -one.seconds)
@@ -134,7 +136,7 @@ def _independent(
 
 @dataclass(eq=False)
 class _Shelf:
-    """A micro-step of ranks that go together: as long as its longest group."""
+    """A micro-step of all ranks in lockstep, which lasts as long as its longest group."""
 
     idle: int
     """Ranks that are in no group."""
@@ -143,11 +145,13 @@ class _Shelf:
 
 
 class _Lockstep:
-    """Micro-steps of ranks that go together: each lasts as long as its slowest group (ZeRO-2, 3).
+    """The schedule of ranks in lockstep, where a micro-step lasts as long as its slowest group
+    (ZeRO-2, 3).
 
-    This is packing of strips on shelves (Coffman et al., 1980): a micro-step is a shelf as wide as
-    there are ranks and as high as its longest group. Rows are placed longest first, once where each
-    adds least, and once for each of a few numbers of shelves; the least sum is taken.
+    This is strip packing on shelves (Coffman et al., 1980): a micro-step is a shelf whose width is
+    the number of ranks and whose height is its longest group. Rows are placed longest first, in
+    several ways: each where it adds least, and on each of a few numbers of shelves. The way with
+    the least sum of heights is taken.
     """
 
     def __init__(
@@ -160,11 +164,12 @@ class _Lockstep:
         self.rows, self.group_ranks, self.limits, self.ranks = rows, group_ranks, limits, ranks
         sizes = sorted({group_ranks[row.bucket] for row in rows})
         self.nested = all(wide % narrow == 0 for narrow, wide in pairwise(sizes))
-        """Whether every size divides the next: groups then fit where there are ranks enough."""
+        """Whether every group size divides the next: groups then fit if there are enough ranks."""
         self.beside = limits.pass_seconds + limits.step_seconds
 
     def found(self) -> list[MicroStep]:
-        """Return the micro-steps, the longest first: what does not fit then shows at once."""
+        """Return the micro-steps, the longest first, so that a step that runs out of memory does so
+        at its beginning."""
         anywhere: list[_Shelf] = []
         self._insert(anywhere, _longest_first(self.rows))
         tried, fewest = [anywhere], self._fewest()
@@ -183,7 +188,7 @@ class _Lockstep:
         return tuple(one.group for one in sorted(groups, key=lambda one: one.first))
 
     def _fewest(self) -> int:
-        """Return a number of micro-steps below which rows do not fit."""
+        """Return a lower bound on the number of micro-steps, by memory and ranks."""
         most, held = self.limits.most_memory, dict[int, list[float]]()
         for row in self.rows:
             held.setdefault(row.bucket, []).append(min(row.memory, most))
@@ -196,8 +201,8 @@ class _Lockstep:
         return max(1, -(-ranks // self.ranks), alone)
 
     def _filled(self, count: int) -> list[_Shelf]:
-        """Return so many micro-steps, filled one after the other with an even share of the work
-        that is left; a few rows that then are left over go where they add least."""
+        """Return `count` micro-steps, each filled with an even share of the work that is left; the
+        few rows that do not fit then go where they add least."""
         rows, widths = self.rows, self.group_ranks
         pools: list[list[tuple[float, int]]] = [[] for _ in widths]
         for number, row in enumerate(rows):
@@ -219,8 +224,8 @@ class _Lockstep:
         return found + last
 
     def _shelf(self, pools: list[list[tuple[float, int]]], aim: float) -> _Shelf:
-        """Take rows out of the pools for a micro-step of no more than `aim` seconds, those of the
-        widest groups first."""
+        """Take rows out of the pools for a micro-step of at most `aim` seconds, those of the
+        largest groups first. pools: each bucket's rows as (seconds, number), sorted."""
         shelf = _Shelf(self.ranks)
         able = [bucket for bucket, pool in enumerate(pools) if pool]
         while able:
@@ -253,16 +258,17 @@ class _Lockstep:
         return places_of(sorted((mine, *every), reverse=True), self.ranks) is not None
 
     def _open(self, shelf: _Shelf, bucket: int) -> _Taken:
-        """Open a group of a bucket in a micro-step that has a place for it."""
+        """Add a group of a bucket to a micro-step that has enough idle ranks for it."""
         shelf.idle -= self.group_ranks[bucket]
         shelf.groups.append(_Taken(bucket))
         return shelf.groups[-1]
 
     def _insert(self, found: list[_Shelf], numbers: Sequence[int]) -> None:
-        """Put each row where it adds least, and of such places where it fits best."""
+        """Put each row where it lengthens the step least and, among equals, where least time is
+        left unused."""
         for number in numbers:
             row = self.rows[number]
-            # What it adds, the slack that is left, and whether it takes a new group.
+            # The seconds it adds, the slack that is left, and whether it needs a new group.
             best = (self.beside + row.seconds, 0.0, 1)
             where: tuple[_Shelf | None, _Taken | None] = (None, None)
             for shelf in found:

@@ -20,7 +20,7 @@ those that another puts into its buffers it ignores silently (stage 1 in bfloat1
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.layout import StoredAs
     from uspft.objective import Scales
-    from uspft.parameters.part import Part, Shape
+    from uspft.parameters.part import Shape
     from uspft.parameters.shards import Holders, Shards
 
 
@@ -229,14 +229,12 @@ class MovingEngine(Engine):
     def _training(self, shards: Shards) -> Iterator[None]:
         """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
         self._bind(shards)
-        parts = {name: self._part(shards, name) for name in self.trains}
-        sums, at = torch.zeros(sum(p.count for p in parts.values()), device=self.device), 0
-        for name, part in parts.items():
-            place = sums[at : at + part.count].view(part.size)
-            degree, split = shards.layout.tensor, shards.splits_tokens
+        degree, split = shards.layout.tensor, shards.splits_tokens
+        count = self._switch(shards, trained=True).count_after
+        sums = torch.zeros(count, device=self.device)
+        for name, place in self._parts_of(sums, shards, self.trains):
             times = counting.times(shards, name, degree, splits_tokens=split)
             self._sums[name] = place, 1 / times
-            at += part.count
         try:
             yield
         finally:
@@ -275,16 +273,20 @@ class MovingEngine(Engine):
             self._switches[key] = Switch(moves, own, held, self.holders.everyone)
         return self._switches[key]
 
-    def _part(self, shards: Shards, name: str) -> Part:
-        return shards.part(name, self.shapes[name], self.holders.rank)
-
     def _bind(self, shards: Shards) -> None:
-        weights, at = self.fetch(shards), 0
-        for name in self.shapes:
-            part = self._part(shards, name)
-            self.named[name].data = weights[at : at + part.count].view(part.size)
-            at += part.count
+        for name, values in self._parts_of(self.fetch(shards), shards, self.shapes):
+            self.named[name].data = values
         self._here = shards
+
+    def _parts_of(
+        self, flat: Tensor, shards: Shards, names: Iterable[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's part under a layout as a view of a flat tensor of all of them."""
+        at = 0
+        for name in names:
+            part = shards.part(name, self.shapes[name], self.holders.rank)
+            yield name, flat[at : at + part.count].view(part.size)
+            at += part.count
 
     def _release(self) -> None:
         """Have the module's parameters be nothing, so that no layout's weights outlive it."""
