@@ -244,12 +244,12 @@ class PlacedStep:
         """Return the same place of a step that has these fields, of which nothing is known yet."""
         return replace(self, step=replace(self.step, **changes), memo=Memo())
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """The tokens of a rank in one forward."""
         return self.step.tokens(self.layout)
 
-    @property
+    @cached_property
     def passes(self) -> int:
         """The forwards and backwards of a step."""
         return self.step.passes(self.layout)
