@@ -21,7 +21,7 @@ from uspft.config.types import Open
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import unpredicted
+from uspft.planner.memory.formula import unpredicted
 from uspft.planner.mesh import tuned
 from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of

@@ -20,7 +20,7 @@ from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of
 from uspft.model.tile_sizes import tile_tokens
-from uspft.planner.memory import USABLE_SHARE, memory_of
+from uspft.planner.memory.formula import USABLE_SHARE, memory_of
 from uspft.planner.options import Options, options_of
 from uspft.planner.ways import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.prepare.examine import Examined

@@ -30,7 +30,7 @@ from uspft.layout import Layout, layout_of
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import fits, memory_of
+from uspft.planner.memory.formula import fits, memory_of
 from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE
 from uspft.planner.step import dealt_stages
