@@ -87,7 +87,8 @@ INPUTS_FIRST = frozenset({"gpt_oss"})
 
 
 class Stored(NamedTuple):
-    """The tensors in files that make one parameter.
+    """The tensors in files that make one parameter: of each expert, or of all of it, one below
+    another.
 
     width: how many of them make one expert; 0 where the parameter has no experts. quantised:
     whether they are its blocks and scales in MXFP4.
@@ -97,14 +98,8 @@ class Stored(NamedTuple):
     width: int
     quantised: bool = False
 
-    def join(self, tensors: list[Tensor]) -> Tensor:
-        if not self.width:
-            return torch.cat(tensors)
-        starts = range(0, len(tensors), self.width)
-        return torch.stack([torch.cat(tensors[i : i + self.width]) for i in starts])
-
     def split(self, value: Tensor) -> Iterator[Tensor]:
-        """Yield the tensors that `join` makes a parameter of, in the order of `parts`."""
+        """Yield the tensors that make a parameter, in the order of `parts`."""
         if not self.width:
             yield value
             return
@@ -135,33 +130,45 @@ def expert_words(model: Any) -> set[str]:
     return {"experts", "gate_up_proj", "down_proj"} | set(spelling[1:] if spelling else ())
 
 
-def find(name: str, files: Collection[str]) -> Stored | None:
-    """Find the tensors that hold a parameter in files of any spelling; None where there are none.
+def stored_in(files: Collection[str]) -> dict[str, Stored]:
+    """Return by the name that transformers has for it what makes each parameter, in files of any
+    spelling.
 
     files: the names of all tensors in the files.
     """
-    if name in files:
-        return Stored([name], 0)
-    if (quantised := [name + BLOCKS, name + SCALES])[0] in files:
-        return Stored(quantised, 0, True) if quantised[1] in files else None
-    for spelling in SPELLINGS.values():
-        if match := _FUSED.fullmatch(name):
-            parts: list[str] = []
-            expert = 0
-            while (own := spelling.matrices(match["block"], match["kind"], expert))[0] in files:
-                parts += own
-                expert += 1
-            if parts and all(part in files for part in parts):
-                return Stored(parts, len(own))
-        elif (match := _ROUTER.fullmatch(name)) and (
-            other := f"{match['block']}.{spelling.module}.gate.weight"
-        ) in files:
-            return Stored([other], 0)
-    if match := _CONVOLUTION.fullmatch(name):
-        parts = _three(match["block"])
-        return Stored(parts, 0) if all(part in files for part in parts) else None
-    renamed = (_renamed(name, kind) for kind in _RENAMED)
-    return next((Stored([one], 0) for one in renamed if one in files), None)
+    found = {name: Stored([name], 0) for name in files}
+
+    def joined(name: str, stored: Stored) -> None:
+        for part in stored.parts:
+            del found[part]
+        found[name] = stored
+
+    for blocks in [name for name in found if name.endswith(BLOCKS)]:
+        name = blocks.removesuffix(BLOCKS)
+        if name + SCALES in found:
+            joined(name, Stored([blocks, name + SCALES], 0, True))
+    for spelling in dict.fromkeys(SPELLINGS.values()):
+        router = f".{spelling.module}.gate.weight"
+        for name in [name for name in found if name.endswith(router)]:
+            found[name.removesuffix(router) + ".mlp.gate.weight"] = found.pop(name)
+        first = f".{spelling.module}.experts.0.{spelling.down}.weight"
+        for block in [name.removesuffix(first) for name in found if name.endswith(first)]:
+            for kind in ("gate_up_proj", "down_proj"):
+                parts: list[str] = []
+                expert = 0
+                while (own := spelling.matrices(block, kind, expert))[0] in found:
+                    parts += own
+                    expert += 1
+                if parts and all(part in found for part in parts):
+                    joined(f"{block}.mlp.experts.{kind}", Stored(parts, len(own)))
+    for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
+        block = name.removesuffix(".q_conv1d.weight")
+        if all(part in found for part in _three(block)):
+            joined(f"{block}.conv1d.weight", Stored(_three(block), 0))
+    for own_words, words in chain.from_iterable(names.items() for names in _RENAMED.values()):
+        for name in [name for name in found if words in name]:
+            found[name.replace(words, own_words)] = found.pop(name)
+    return found
 
 
 def _three(block: str) -> list[str]:
@@ -175,39 +182,14 @@ def _renamed(name: str, kind: str) -> str:
     return name
 
 
-def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes as transformers has them, from those in files."""
-    found = dict(held)
-    for blocks in [name for name in found if name.endswith(BLOCKS)]:
-        name = blocks.removesuffix(BLOCKS)
-        if name + SCALES in found:
-            del found[name + SCALES]
-            found[name] = whole_shape(found.pop(blocks))
-    for spelling in SPELLINGS.values():
-        router = f".{spelling.module}.gate.weight"
-        for name in [name for name in found if name.endswith(router)]:
-            found[name.removesuffix(router) + ".mlp.gate.weight"] = found.pop(name)
-        first = f".{spelling.module}.experts.0.{spelling.down}.weight"
-        for block in [name.removesuffix(first) for name in found if name.endswith(first)]:
-            for kind in ("gate_up_proj", "down_proj"):
-                name = f"{block}.mlp.experts.{kind}"
-                stored = find(name, held)
-                if stored is None:
-                    continue
-                rows = sum(held[part][0] for part in stored.parts[: stored.width])
-                count = len(stored.parts) // stored.width
-                for part in stored.parts:
-                    del found[part]
-                found[name] = (count, rows, *held[stored.parts[0]][1:])
-    for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
-        block = name.removesuffix(".q_conv1d.weight")
-        if all(part in found for part in _three(block)):
-            shapes = [found.pop(part) for part in _three(block)]
-            found[f"{block}.conv1d.weight"] = (sum(one[0] for one in shapes), *shapes[0][1:])
-    for own, other in chain.from_iterable(names.items() for names in _RENAMED.values()):
-        for name in [name for name in found if other in name]:
-            found[name.replace(other, own)] = found.pop(name)
-    return found
+def shape_of(stored: Stored, held: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of a parameter, from those in files."""
+    first, *rest = held[stored.parts[0]]
+    if stored.quantised:
+        return whole_shape((first, *rest))
+    width = stored.width or len(stored.parts)
+    shape = sum(held[part][0] for part in stored.parts[:width]), *rest
+    return (len(stored.parts) // width, *shape) if stored.width else shape
 
 
 def as_files(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from uspft.config.problems import InputError, said
 from uspft.families.multimodal import own_name
-from uspft.parameters.experts import Stored, find, fused_shapes, read_quantised, whole_shape
+from uspft.parameters.experts import Stored, read_quantised, shape_of, stored_in, whole_shape
 from uspft.parameters.names import plain_name
 from uspft.parameters.part import Part, as_slices, read_boxes
 
@@ -68,7 +68,15 @@ class FolderWeights:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = _file_of_each(folder)
-        self._stored = _by_own_name(self._files)
+        self._own_names = _by_own_name(self._files)
+        made = stored_in(self._own_names)
+        plain = {name: Stored([name], 0) for name in self._own_names}
+        self._stored = {
+            name: one._replace(parts=[self._own_names[part] for part in one.parts])
+            for name, one in (made | plain).items()
+        }
+        """By its Hugging Face name, what makes a parameter, by the names in the files."""
+        self._names = made.keys()
 
     def draws(self, name: str) -> bool:
         return False
@@ -79,9 +87,7 @@ class FolderWeights:
             return self._read_part(name, stored.parts[0], part)
         if stored.quantised:
             return self._read_quantised(name, stored.parts, part)
-        if stored.width:
-            return self._read_experts(name, stored, part)
-        return self._read_joined(name, stored, part)
+        return self._read_parts(name, stored, part)
 
     def _read_quantised(self, name: str, stored: list[str], part: Part) -> Tensor:
         """Read a part of a parameter in MXFP4, as float32. Raises WeightsError."""
@@ -91,42 +97,38 @@ class FolderWeights:
             _require_shape(blocks[0], name, whole_shape(tuple(packed.get_shape())), part)
             return read_quantised(packed, theirs.get_slice(scales[1]), part)
 
-    def _read_experts(self, name: str, stored: Stored, part: Part) -> Tensor:
-        """Read a part of a parameter that is some matrices of each expert in files, the bytes of
-        the part alone. Raises WeightsError."""
-        width, out = stored.width, None
-        experts = chain.from_iterable(range(*bounds) for bounds in part.ranges[0])
+    def _read_parts(self, name: str, stored: Stored, part: Part) -> Tensor:
+        """Read a part of a parameter that is several tensors in files, of each expert or in all,
+        the bytes of the part alone. Raises WeightsError."""
+        width, out = stored.width or len(stored.parts), None
+        first = {one: self._stored_shape(one) for one in stored.parts[:width]}
+        path = self._folder / self._files[stored.parts[0]]
+        _require_shape(path, name, shape_of(stored, first), part)
+        of_expert, experts = part, [0]
+        if stored.width:
+            of_expert = Part(part.shape[1:], part.ranges[1:])
+            experts = [*chain.from_iterable(range(*bounds) for bounds in part.ranges[0])]
         for at, expert in enumerate(experts):
-            for number, one in enumerate(stored.parts[expert * width : (expert + 1) * width]):
-                path = self._folder / self._files[one]
-                with _opened(path) as tensors:
+            rows = 0
+            for one in stored.parts[expert * width : (expert + 1) * width]:
+                with _opened(self._folder / self._files[one]) as tensors:
                     held = tensors.get_slice(one)
-                    rows, columns = held.get_shape()
-                    whole = len(stored.parts) // width, rows * width, columns
-                    _require_shape(path, name, whole, part)
-                    mine = Part(part.shape[1:], part.ranges[1:])
-                    span = ((number * rows, (number + 1) * rows),)
-                    for here, there in mine.meets(Part(mine.shape, (span, ((0, columns),)))):
+                    more, *others = held.get_shape()
+                    spans = ((rows, rows + more),), *(((0, size),) for size in others)
+                    for here, there in of_expert.meets(Part(of_expert.shape, spans)):
                         value = held[as_slices(there)]
                         out = value.new_empty(part.size) if out is None else out
-                        out[at][as_slices(here)] = value
+                        (out[at] if stored.width else out)[as_slices(here)] = value
+                rows += more
         assert out is not None
         return out
 
-    def _read_joined(self, name: str, stored: Stored, part: Part) -> Tensor:
-        """Read a part of a parameter that is several tensors in files. Raises WeightsError."""
-        held: dict[str, Tensor] = {}
-        for file in sorted({self._files[one] for one in stored.parts}):
-            path = self._folder / file
-            with _opened(path) as tensors:
-                mine = [one for one in stored.parts if self._files[one] == file]
-                held |= {one: tensors.get_tensor(one) for one in mine}
-        value = stored.join([held[one] for one in stored.parts])
-        _require_shape(path, name, tuple(value.shape), part)
-        return part.cut(value)
+    def _stored_shape(self, stored: str) -> tuple[int, ...]:
+        with _opened(self._folder / self._files[stored]) as tensors:
+            return tuple(tensors.get_slice(stored).get_shape())
 
     def holds(self, name: str) -> bool:
-        return self._find(name) is not None
+        return name in self._stored
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the type of each tensor of floating point by its name in the files, from headers
@@ -141,13 +143,8 @@ class FolderWeights:
                 for stored in tensors.keys():  # noqa: SIM118
                     yield stored, tensors.get_slice(stored)
 
-    def _find(self, name: str) -> Stored | None:
-        """Find the tensors that hold a parameter, by their names in the files."""
-        stored = find(name, self._stored)
-        return stored and stored._replace(parts=[self._stored[part] for part in stored.parts])
-
     def _required(self, name: str) -> Stored:
-        if (stored := self._find(name)) is None:
+        if (stored := self._stored.get(name)) is None:
             raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
         return stored
 
@@ -163,7 +160,7 @@ class FolderWeights:
         written: the names in the files that are left out. layers: of the language model; tensors of
         its further layers, which a shortened model does without, are left out too.
         """
-        own = {stored: name for name, stored in self._stored.items()}
+        own = {stored: name for name, stored in self._own_names.items()}
 
         def stays(stored: str) -> bool:
             layer = _LAYER.match(own.get(stored, ""))
@@ -192,8 +189,7 @@ class FolderWeights:
         Raises WeightsError.
         """
         found = {stored: tuple(one.get_shape()) for stored, one in self._slices()}
-        mine = self._stored.items()
-        return fused_shapes({name: found[stored] for name, stored in mine if stored in found})
+        return {name: shape_of(self._stored[name], found) for name in self._names}
 
 
 @contextmanager

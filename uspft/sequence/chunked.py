@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 
 from uspft.blocks import Block
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Algorithm, Passes, Rule, Split
+from uspft.sequence.algorithm import Algorithm, Passes
 from uspft.sequence.rows.share import Order, RowParts, Share
-from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs
+from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs_before
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from uspft.kernels import Qkv
+    pass
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,8 @@ def _bounds(cut: Cut, row: Segments) -> tuple[int, ...]:
 def _cost_before(cut: Cut, row: Segments, places: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return what the tokens before each place of a row cost."""
     cost = cut.token * places
-    starts = np.array([start for start, _ in row] or [0])
-    stops = np.array([stop for _, stop in row] or [0])
-    document = np.maximum(np.searchsorted(starts, places, side="right") - 1, 0)
-    inside = np.minimum(places, stops[document]) - starts[document]
     for window, price in cut.pairs:
-        whole = np.concatenate([[0], np.cumsum(pairs(stops - starts, window))])
-        cost = cost + price * (whole[document] + pairs(inside, window))
+        cost = cost + price * pairs_before(places, list(row), window)
     return np.asarray(cost, np.float64)
 
 
@@ -246,7 +239,7 @@ class ChunkShare(Share):
 
 
 @dataclass(frozen=True)
-class Chunked:
+class Chunked(Algorithm):
     """The ranks that share a row share each of its chunks, as the other algorithm shares a row of
     what the chunk has of documents; the keys of earlier chunks are at hand."""
 
@@ -282,11 +275,11 @@ class Chunked:
         ]
         return ChunkShares(rows, [[*chunk] for chunk in zip(*by_row, strict=True)], place)
 
-    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
-        return self.of.attend(qkv, share, rule, split)
+    def passes(self, share: Share, *, keeps: bool = False) -> Passes:
+        return self.of.passes(share, keeps=keeps)
 
-    def passes(self, share: Share) -> Passes:
-        return self.of.passes(share)
+    def keys_cost(self, parts: RowParts, pair_bytes: int, forwards: Forwards, turns: int) -> Cost:
+        return self.of.keys_cost(parts, pair_bytes, forwards, turns)
 
     def cost(
         self,

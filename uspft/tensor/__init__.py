@@ -4,7 +4,7 @@ and config/algorithms.py lists them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
 from uspft.config.algorithms import TENSOR
@@ -100,6 +100,5 @@ def tensor_algorithm(parallel: ParallelBlock, layout: Layout) -> TensorAlgorithm
     """Return the algorithm of a recipe's `parallel_config` under a layout, with its options."""
     row = TENSOR[parallel.tensor_parallel_algo]
     options = {name: getattr(parallel, key) for key, name in row.options.items()}
-    module, _, name = row.code.partition(":")
-    algorithm: TensorAlgorithm = getattr(import_module(module), name)(layout.tensor, **options)
+    algorithm: TensorAlgorithm = resolve_name(row.code)(layout.tensor, **options)
     return algorithm

@@ -1,4 +1,4 @@
-"""Records as text, with the spans that train; conversations through the tokenizer's chat template.
+"""Conversations as text by the tokenizer's chat template, with the spans that train.
 
 Answers are found by a template's marks, {% generation %} … {% endgeneration %}; of a known template
 without them, by those of a marked copy (marked_templates.yaml); else by rendering with and without
@@ -22,31 +22,23 @@ from uspft.data.records.values import as_given
 from uspft.data.samples import Record, Rendered, Spans
 
 
-def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rendered:
-    """Return a record as text, with the spans that train; it holds no token ids.
+def render(record: Record, template: ChatTemplate, train_on: str) -> Rendered:
+    """Return a conversation as text, with the spans that train.
 
-    template: that of conversations. train_on: assistant, last or all; a turn's own weight wins.
-    Raises SampleFault where the template refuses a conversation or leaves a turn out, or where the
-    spans do not hold the assistant's text.
+    train_on: assistant, last or all; a turn's own weight wins. Raises SampleFault where the
+    template refuses the conversation or leaves a turn out, or where the spans do not hold the
+    assistant's text.
     """
-    fields, unused, lost = record.fields, record.unused, ""
-    if record.format == "text":
-        text, spans = fields["text"], [(0, len(fields["text"]))]
-    elif record.format == "prompt_completion":
-        text, cut = fields["prompt"] + fields["completion"], len(fields["prompt"])
-        spans = [*([(0, cut)] if train_on == "all" else []), (cut, len(text))]
-    else:
-        assert template  # `TextTokeniser.problems` asks for one
-        try:
-            text, spans = _conversation(fields, template, train_on)
-        except SampleFault as fault:
-            raise SampleFault(as_given(str(fault), record.system_added)) from fault
-        unused += unread(fields["messages"], template)
-        thinks = any(turn.get(name) for turn in fields["messages"] for name in _THOUGHTS)
-        if thinks and not template.writes_thoughts:
-            lost = "the chat template leaves out the thoughts of answers (reasoning_content)"
-            lost += "; name a data.chat_template that writes them"
-    return Rendered(text, spans, record.format, record.origin, unused, lost)
+    turns, lost = record.fields["messages"], ""
+    try:
+        text, spans = _conversation(record.fields, template, train_on)
+    except SampleFault as fault:
+        raise SampleFault(as_given(str(fault), record.system_added)) from fault
+    thinks = any(turn.get(name) for turn in turns for name in _THOUGHTS)
+    if thinks and not template.writes_thoughts:
+        lost = "the chat template leaves out the thoughts of answers (reasoning_content)"
+        lost += "; name a data.chat_template that writes them"
+    return Rendered(text, spans, record.unused + unread(turns, template), lost)
 
 
 def _conversation(

@@ -21,6 +21,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
 from uspft.config.problems import Finding, said
+from uspft.data.chat.rendering import render
 from uspft.data.chat.template import (
     ChatTemplate,
     own_template,
@@ -178,31 +179,33 @@ class TextTokeniser:
             return []
         return template_notes(self.template, self.backend)
 
-    def sample(self, rendered: Rendered) -> Sample:
-        """Return a rendered sample as ids and labels. Raises SampleFault."""
-        text, spans = rendered.text, rendered.spans
-        if rendered.format == "messages":
-            if self.train_on == "all" and spans == [(0, len(text))]:
-                ids = self._ids(text, special=False)
+    def sample(self, record: Record) -> Sample:
+        """Return a record of text as ids and labels. Raises SampleFault."""
+        fields, unused, lost = record.fields, record.unused, ""
+        if record.format == "messages":
+            assert self.template  # `problems` asks for one
+            rendered = render(record, self.template, self.train_on)
+            unused, lost = rendered.unused, rendered.lost
+            if self.train_on == "all" and rendered.spans == [(0, len(rendered.text))]:
+                ids = self._ids(rendered.text, special=False)
                 ranges = [(0, len(ids))]
             else:
                 ids, ranges = tokenise_spans(self.backend, rendered, self._bytes)
-        elif rendered.format == "text":
-            ids = self._ids(text, special=True)
+        elif record.format == "text":
+            ids = self._ids(fields["text"], special=True)
             ids = ids if self._adds_eos else [*ids, self.eos]
             ranges = [(0, len(ids))]
-        else:
-            cut = spans[-1][0]  # apart, as inference tokenises the prompt alone
-            prompt = self._ids(text[:cut], special=True)
+        else:  # prompt and completion apart, as inference tokenises the prompt alone
+            prompt = self._ids(fields["prompt"], special=True)
             if self._adds_eos:
                 prompt = prompt[:-1]
-            ids = [*prompt, *self._ids(text[cut:], special=False), self.eos]
-            ranges = [(len(prompt) if len(spans) == 1 else 0, len(ids))]
+            ids = [*prompt, *self._ids(fields["completion"], special=False), self.eos]
+            ranges = [(0 if self.train_on == "all" else len(prompt), len(ids))]
         found = np.array(ids, np.int32)
         labels = np.full_like(found, NOT_TRAINED)
         for first, stop in ranges:
             labels[first:stop] = found[first:stop]
-        return _begun(Sample(found, labels, rendered.origin, rendered.unused, rendered.lost))
+        return _begun(Sample(found, labels, record.origin, unused, lost))
 
     def _ids(self, text: str, special: bool) -> list[Any]:
         # A batch of one: unlike `encode`, it lets other threads run meanwhile.

@@ -103,7 +103,7 @@ def _weighed(turn: Fields, here: str) -> Fields:
     Raises SampleFault where it is no mask, or where two masks differ.
     """
     masks = [key for key in (WEIGHT.name, *WEIGHT.also) if key in turn]
-    if not masks or masks == [WEIGHT.name]:
+    if not masks:
         return turn
     for key in masks:
         if turn[key] not in (0, 1):  # as false and true are, too
@@ -250,8 +250,6 @@ def _check_turn(here: str, turn: Any) -> None:
         pairs = ", ".join(f"{key}: {_name_here(key, turn)}" for key in lacking)
         remedy = f"write {' and '.join(lacking)}, or data.fields: {{{pairs}}}"
         raise SampleFault(f"{here} has no {lacking[0]}, but {found}; {remedy}")
-    if turn.get("weight") not in (None, 0, 1):
-        raise SampleFault(f"{here}.weight is {turn['weight']!r:.40}; write 0 or 1")
     calls, content = turn.get("tool_calls"), turn.get("content")
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

@@ -200,11 +200,12 @@ class LayoutSet:
             one = self.buckets[row.bucket]
             more = max(0.0, one.beside - pass_seconds)
             seconds = one.row_seconds(row.pairs) + more
-            found.append(RowWork(row.bucket, seconds, self.portions[row.bucket]))
+            found.append(RowWork(row.bucket, seconds))
         return found
 
     def _step_seconds(self, rows: Sequence[PackedRow]) -> float:
-        limits = Limits(1.0, min(one.beside for one in self.buckets))
+        at_once = [max(1, int(1 / portion)) for portion in self.portions]
+        limits = Limits(at_once, min(one.beside for one in self.buckets))
         works = self._works(rows, limits.pass_seconds)
         sizes = [one.sharing_ranks for one in self.buckets]
         if self.moves:
@@ -227,7 +228,7 @@ class LayoutSet:
     def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
         """Return the seconds that ZeRO adds to a micro-step of average length, if a step has as few
         micro-steps as memory allows."""
-        taken = [work.memory * sizes[work.bucket] for work in works]
+        taken = [self.portions[work.bucket] * sizes[work.bucket] for work in works]
         count = max(1.0, sum(taken) / self.setting.ranks)
         even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
         return micro_step_seconds(self.setting.placed(self.stored), even / count)
@@ -272,7 +273,7 @@ class Static:
         """Return the seconds of all passes at a micro-batch size, and their number. rows: the
         seconds of each, in the order in which they run; at_once: rows of a replica in a pass."""
         one, setting = self.layout, self.setting
-        replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
+        replicas, works = one.layout.data, [RowWork(0, seconds) for seconds in rows]
         plan: list[MicroStep] = []
         for begin in range(0, len(rows), replicas * at_once):
             end = min(begin + replicas * at_once, len(rows))
@@ -282,7 +283,7 @@ class Static:
                 groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
             plan.append(tuple(groups))
         each = fmean(rows) * at_once
-        limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
+        limits = Limits([at_once], one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
             zero = micro_step_seconds(setting.placed(self.alone.stored), each)
             limits = replace(limits, step_seconds=zero)
