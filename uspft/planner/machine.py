@@ -1,9 +1,9 @@
-"""Hardware files: what a cluster can do, as configs/hardware/ or `calibrate` says it.
+"""Hardware files, which describe a cluster (from configs/hardware/ or `calibrate`), and the seconds
+of products, attention and collectives that follow from them.
 
-From a file follow the seconds of a product, of attention, of a collective. A group that spans hosts
-goes by the links between them. There a rank has its own card, of `bytes_per_second`; where the
-cards of a host are fewer than its ranks, `host_bytes_per_second` is what they carry together, in
-equal shares of all ranks that send at the same time.
+A group that spans hosts uses the links between hosts. There each rank has a network card of its own
+with `bytes_per_second`; if a host has fewer cards than ranks, `host_bytes_per_second` is their rate
+together, which all ranks that send at the same time share equally.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from uspft.layout import Layout
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 SUMS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-"""Those whose rate across hosts depends on how many members of a group a host has."""
+"""The collectives whose rate across hosts depends on the number of group members per host."""
 
 LAUNCH_SECONDS, HOP_SECONDS = 15e-6, 1.5e-6
-"""What stands for a link of which a file says neither: 16 GPUs of two hosts take 46 µs for 8 bytes
+"""The defaults for a link whose file gives neither: 16 GPUs of two hosts take 46 µs for 8 bytes
 (github.com/NVIDIA/nccl/issues/1244), and 8 on PCIe 42 (issue 1530)."""
 
 
 def _by_number(value: Any) -> Any:
-    """Return a mapping of numbers of ranks to rates, whose keys are numbers in a file too."""
+    """Return the mapping with strings as keys, after checking that they are numbers of ranks."""
     if not isinstance(value, Mapping) or not value:
         raise fault(f"expected rates by a number of ranks, got {shown(value)}", "write {'2': 1e9}")
     wrong = [ranks for ranks in value if not str(ranks).isdigit() or int(ranks) < 1]
@@ -70,11 +70,11 @@ _Rates = Annotated[
 
 
 def in_turn(kind: Collective, ranks: int, of_bytes: float) -> tuple[int, float]:
-    """Return how many steps of a collective follow one another, and the bytes that a rank sends in
-    all of them; of_bytes: as of `Hardware.collective_seconds`.
+    """Return the number of consecutive steps of a collective, and the bytes that a rank sends in
+    all of them. of_bytes: as in `Hardware.collective_seconds`.
 
-    An all-gather or reduce-scatter goes round a ring of P ranks in P − 1 steps, each of a P-th of
-    the bytes (MeshSlice, formula 5); an all-reduce goes round twice.
+    An all-gather or reduce-scatter takes P − 1 steps round a ring of P ranks, each with a P-th of
+    the bytes (MeshSlice, formula 5); an all-reduce takes twice as many.
     """
     if kind not in SUMS:
         return (ranks - 1 if kind == "all_to_all" else 1), of_bytes
@@ -83,8 +83,8 @@ def in_turn(kind: Collective, ranks: int, of_bytes: float) -> tuple[int, float]:
 
 
 def rate_of(rates: Mapping[int, float], ranks: int) -> float:
-    """Return the rate of the largest number of ranks that is not above `ranks`, or else of the
-    smallest."""
+    """Return the rate for the largest known number of ranks up to `ranks`, else for the smallest
+    known number."""
     return rates[max((known for known in rates if known <= ranks), default=min(rates))]
 
 
@@ -134,7 +134,7 @@ class Links(Link):
 
 @dataclass(frozen=True)
 class Spread:
-    """A group of ranks that exchange data, as the links between them see it."""
+    """A group of ranks that exchange data, and how it is spread over hosts."""
 
     ranks: int
     """Members of the group."""
