@@ -1,16 +1,16 @@
 """Attention in groups of heads (UPipe, arXiv 2602.21196), and a layer as two functions around it.
 
-`memory.attention_heads` says how many query heads of a KV head are attended with at once. Queries,
-keys and values are made of tiles of tokens for one group, exchanged and attended with; the output
-stands where all heads' is. The backward goes the same way: the gradient of a group's queries takes
-the place of its output, and where it can, the input's that of the queries' gradient. Gradients of
-weights are summed over tiles in float32 and leave once.
+`memory.attention_heads` is the number of query heads per KV head that are computed at once. For one
+group of heads, queries, keys and values are projected tile by tile, exchanged, and attention is
+computed; the output is written into that of all heads. The backward goes the same way: the gradient
+of a group's queries overwrites its output and, if sizes match, the input's gradient overwrites the
+queries'. Gradients of weights are summed over tiles in float32 and given to autograd once.
 
-Attention and the MLP are each one function with norms and residual: what lives of it is its input,
-one group or one tile, and the residual's gradient; where a norm is behind attention, also the
-gradient of what that takes, since it needs all heads. Where such a norm takes what tensor ranks
-have summed, groups are inside attention alone; where these have different tokens between blocks, a
-tile of each comes from all of them, and queries, keys and values of all heads are made at once.
+Attention and the MLP, each with norms and residual, are one autograd function each. In memory are
+its input, one group or one tile, and the residual's gradient; and if a norm follows attention, also
+the gradient of that norm's input, since it needs all heads. If such a norm's input is summed over
+tensor ranks, only attention itself runs in groups. Under use_seq_parallel a tile has tokens of all
+tensor ranks, and queries, keys and values of all heads are computed at once.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads of
 this tensor rank, N some of either; D head dim, d hidden size.
@@ -43,17 +43,17 @@ WHOLE = "uspft_gathers_whole"
 
 
 def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -> None:
-    """Make each layer attend with so many query heads of a KV head at once; one with a state works
-    with a key head of each Ulysses rank at once, and the value heads that share it.
+    """Make each layer compute `at_once` query heads per KV head at a time; a layer with a state
+    computes one key head of each Ulysses rank at a time, with its value heads.
 
-    heads: of the model. tile: tokens; None for all at once.
+    heads: of the model. tile: the tokens of a tile; None: all at once.
     """
     projections = FAMILIES[model.config.model_type].projections
     for layer in model.base_model.layers:
         attention = getattr(layer, "self_attn", None) or layer.get_submodule(STATE_LAYER)
         how = Grouping(attention, SomeHeads(attention, projections), at_once, heads, tile)
         halves, divided = Halves.of(layer), any(isinstance(m, PartLinear) for m in layer.modules())
-        if halves and divided and halves.norms_behind:  # whose norm takes what ranks have summed
+        if halves and divided and halves.norms_behind:  # the norm's input is summed over ranks
             halves = None
         if divided or not halves:
             attention.forward = GroupedBlock(how, partial(_kind_of, how, False))
@@ -66,17 +66,20 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
 
 
 def _kind_of(how: Grouping, together: bool, bound: Bound) -> type[BlockCall]:
-    """Return what a call of a block is. together: whether the tokens that tensor ranks have come
-    together in it."""
+    """Return the class of a call of a block. together: whether the block itself gathers the tokens
+    of tensor ranks."""
     if how.some.has_state:
         return StateCall
     return GatheredCall if together and bound.ranks > 1 else AttentionCall
 
 
 def _enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give an attention block, before it runs, its input as a positional argument that requires a
-    gradient: torch calls a module's backward hooks, by which ZeRO-3 takes its gradients, when the
-    gradients of such inputs have come, and where there are none before its backward has begun."""
+    """Make an attention block's input a positional argument that requires a gradient, in a hook
+    before it runs.
+
+    ZeRO-3 takes gradients in a module's backward hooks, which torch calls when the gradients of
+    such inputs are computed; without such inputs it calls them before the backward has begun.
+    """
     args, bound = args or (kwargs.pop("hidden_states"),), kwargs["uspft"]
     if not isinstance(bound, Hook):
         return with_gradient(module, args) or args, kwargs
@@ -86,10 +89,11 @@ def _enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class TwoHalves:
-    """What stands in for the forward of a layer of two halves, each of which is one function.
+    """A replacement of the forward of a layer of two halves, each of which is one autograd
+    function.
 
-    Where tensor ranks have different tokens between blocks, and what is made of them gates what
-    attention gives, the first half runs as it is, with groups inside attention.
+    Under use_seq_parallel, if attention's output is gated, the first half runs unchanged, with
+    groups inside attention.
     """
 
     def __init__(self, halves: Halves, first: GroupedBlock) -> None:
@@ -113,7 +117,7 @@ class TwoHalves:
         tile = max(1, self._tile // bound.ranks)
 
         def rest(x: Tensor) -> Tensor:
-            # Backwards a tile's value is not asked for: ranks need not sum it once more.
+            # The backward does not use a tile's output, so that ranks need not sum it again.
             again = torch.is_grad_enabled() and not self._halves.norms_behind
             with bound.in_tiles(summed=not again):
                 return self._halves.second(x)

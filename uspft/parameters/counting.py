@@ -1,29 +1,32 @@
-"""How often the gradient of a parameter is counted: this file alone decides.
+"""The factors by which the gradient of every parameter is counted exactly once; no other file
+decides this.
 
-Ranks that divide the matrices of a row see its tokens together, and what each of them computes of a
-gradient is a piece, which others' complete, or all of it:
+The tensor parallel ranks of a row compute partial gradients of some parameters, which must be
+summed, and whole gradients of others, which are equal:
 
-    what stands                         rows whose tokens they share    rows whose tokens they split
-    divided: a matrix, its adapter      a piece                         a piece
-    inside a block: a norm of heads     a piece                         a piece
-    between blocks: a norm of features  all                             a piece
+    parameter                           without use_seq_parallel        with use_seq_parallel
+    split: a matrix, its adapter        partial                         partial
+    replicated, inside a block:
+        a norm of heads                 partial                         partial
+    replicated, between blocks:
+        a norm of features              whole                           partial
 
-A rank's own gradient is of its loss, summed over its targets and divided by those of the step. Over
-all ranks that hold the same part of a parameter these add up to its gradient, where each is divided
-by `times`: by how often it is in the sum. Experts come by tokens of every rank that divides them,
-so that they too are in it once; ranks of other stages hold nothing, and add nothing.
+A rank's gradient is that of its own loss: the sum over its targets, divided by the targets of the
+step. Summed over all ranks with the same part of a parameter, after each is divided by `times`,
+these are the parameter's gradient. An expert's gradient includes tokens of all expert parallel
+ranks, so it is counted once too; other pipeline stages do not hold the parameter and add nothing.
 
-How the sum is made:
+The sum is made in two steps:
 
-1. in a backward pass, over the tensor ranks that hold the same part, if these make pieces
+1. in the backward, over the tensor ranks that hold the same part, if their gradients are partial
    (`summed_over`), after each is divided by `divisor`;
-2. where a step accumulates, over `averaged` ranks, by an engine that averages over them: the loss
-   of each rank is multiplied by their number. It is that of the ranks among which ZeRO divides all
-   but experts, and for experts as well, though fewer ranks hold the same of these.
+2. when a step's gradients are accumulated, over `averaged` ranks by an engine that averages, so
+   that each rank's loss is multiplied by their number: the ranks among which ZeRO shards all
+   parameters except experts. The same factor holds for experts, although fewer ranks hold them.
 
-The norm counts each part once: on the rank where `is_counted`, summed over those of `norm_group`
-and over those that ZeRO divides it among. What an engine without DeepSpeed sums at once over all
-that hold the same part, it divides by `times` alone.
+The norm counts each part once: on the rank for which `is_counted` is true, summed over `norm_group`
+and over the ranks among which ZeRO shards it. An engine without DeepSpeed sums over all ranks with
+the same part at once, and divides by `times` alone.
 """
 
 from __future__ import annotations
@@ -36,19 +39,19 @@ if TYPE_CHECKING:
 
 
 def makes_pieces(shards: Shards, name: str, *, splits_tokens: bool) -> bool:
-    """Return whether each rank that divides the matrices of a row computes a piece of a gradient,
-    so that the pieces must be summed.
+    """Return whether the gradients of a row's tensor parallel ranks are partial, so that they must
+    be summed.
 
-    splits_tokens: whether they see different tokens between blocks.
+    splits_tokens: whether these ranks see different tokens between blocks (use_seq_parallel).
     """
     divided = name in shards.splits or name in shards.row_splits
     return divided or name in shards.inside or splits_tokens
 
 
 def times(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
-    """Return how many times the sum over all ranks with the same part has the gradient of a row.
+    """Return how often a row's gradient is contained in the sum over all ranks with the same part.
 
-    degree: over how many ranks the row divides matrices, a multiple of the layout's.
+    degree: the row's tensor degree, a multiple of the layout's.
     """
     return 1 if makes_pieces(shards, name, splits_tokens=splits_tokens) else degree
 
@@ -61,39 +64,40 @@ def is_summed(shards: Shards, name: str) -> bool:
 
 
 def summed_over(holders: Holders, name: str) -> Group | None:
-    """Return the tensor ranks that sum what they have made of a gradient in the backward pass of a
-    micro-batch; None where no other one has any."""
+    """Return the tensor ranks over which a gradient is summed in a micro-batch's backward; None: it
+    is not summed there."""
     same = holders.replicas(name)
     return same if same.size > 1 and is_summed(holders.shards, name) else None
 
 
 def divisor(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
-    """Return the number by which a rank divides its gradient of a row before `summed_over` sums it.
+    """Return the number by which a rank divides its gradient before it is summed in the backward.
 
-    degree, splits_tokens: as of `times`. Raises ValueError where rows make pieces that nobody sums.
+    degree, splits_tokens: as in `times`. Raises ValueError if gradients are partial and not summed.
     """
     found = times(shards, name, degree, splits_tokens=splits_tokens)
     if is_summed(shards, name):
         return found
-    apart = len(shards.replicas(name)[0])  # ranks with the same part, of which each keeps its own
+    apart = len(shards.replicas(name)[0])  # ranks with the same part, which do not sum
     if found % apart:
         raise ValueError(f"rows split tokens, and the layout that holds {name} does not")
     return found // apart
 
 
 def averaged(holders: Holders) -> int:
-    """Return over how many ranks an engine averages gradients: what multiplies each rank's loss."""
+    """Return the number of ranks over which an engine averages gradients, by which each rank's loss
+    is multiplied."""
     return holders.zero.size
 
 
 def is_counted(shards: Shards, name: str, rank: int) -> bool:
-    """Return whether the norm counts a parameter on a rank: it holds some of it, and no tensor rank
-    before it holds the same."""
+    """Return whether the norm counts a parameter on a rank: on the first tensor rank that holds
+    each part."""
     first = shards.tensor_index(rank) in {same[0] for same in shards.replicas(name)}
     return first and shards.holds(name, rank)
 
 
 def norm_group(holders: Holders) -> Group:
-    """Return the ranks over which the squares of gradients are summed for the norm, beside those
-    among which ZeRO divides what each holds."""
+    """Return the ranks over which squared gradients are summed for the norm, in addition to those
+    among which ZeRO shards each rank's part."""
     return holders.model

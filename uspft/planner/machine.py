@@ -89,45 +89,47 @@ def rate_of(rates: Mapping[int, float], ranks: int) -> float:
 
 
 class Link(RecipeBlock):
-    """The line of a transfer: launch + (messages that follow one another) × hop + bytes ÷ rate."""
+    """The cost of a transfer: launch + (number of consecutive messages) × hop + bytes ÷ rate."""
 
     launch_seconds: NotNegative = LAUNCH_SECONDS
-    """Seconds before a collective moves anything, whatever it moves."""
+    """Seconds before a collective sends anything, whatever its size."""
     hop_seconds: NotNegative = HOP_SECONDS
-    """Seconds that ranks take to come together for one step of a ring."""
+    """Seconds of latency of one step of a ring."""
     bytes_per_second: Positive
     """Bytes that a rank sends in a second, in one direction."""
     by_ranks: _Rates | None = None
-    """The same for groups of so many ranks, a host's groups all at once; null: one rate for all."""
+    """The same by the number of ranks in a group, while all of a host's groups send; null: one rate
+    for all."""
     host_by_members: _Rates | None = None
-    """Bytes that a host sends to others in a second in all-gathers and sums, by how many members of
-    a group it has, all its groups at once; null: as `host_bytes_per_second` says."""
+    """Bytes per second that a host sends to others in all-gathers and reductions, by the number of
+    group members on the host, while all its groups send; null: by `host_bytes_per_second`."""
 
     def rate(self, ranks: int) -> float:
-        """Return the bytes per second of a rank in a group of so many."""
+        """Return the bytes per second of a rank in a group of `ranks` ranks."""
         return rate_of(self.by_ranks, ranks) if self.by_ranks else self.bytes_per_second
 
 
 class Links(Link):
-    """The links of one kind; a collective that was measured by itself has a line of its own."""
+    """The links inside a host or between hosts; a collective may have figures of its own."""
 
     host_bytes_per_second: Positive | None = None
-    """Bytes that all ranks of a host together send to others; null: each has a card of its own."""
+    """Bytes per second that all ranks of a host together send to other hosts; null: each rank has a
+    network card of its own."""
     all_gather: Link | None = None
     reduce_scatter: Link | None = None
     all_reduce: Link | None = None
-    """Where it is null, an all-reduce is a reduce-scatter and an all-gather."""
+    """If null, an all-reduce costs as much as a reduce-scatter and an all-gather."""
     all_to_all: Link | None = None
     point_to_point: Link | None = None
 
     def link(self, kind: Collective) -> Link:
-        """Return the line of a collective: its own, or else that of all."""
+        """Return the figures of a collective: its own, or else those for all."""
         own: Link | None = getattr(self, kind)
         return own or self
 
     def of_host(self, kind: Collective, members: int) -> float | None:
-        """Return the bytes per second of a host that has so many members of each group, where they
-        are known."""
+        """Return the bytes per second of a host with `members` members of each group; None: not
+        known."""
         known = self.link(kind).host_by_members or self.host_by_members
         return rate_of(known, members) if known else None
 
@@ -137,14 +139,14 @@ class Spread:
     """A group of ranks that exchange data, and how it is spread over hosts."""
 
     ranks: int
-    """Members of the group."""
+    """The number of members of the group."""
     per_host: int
-    """Members that a host holds; where hosts hold unequal numbers, the fewest, which send most of
-    what they send to other hosts."""
+    """The members on a host; if hosts have unequal numbers, the smallest, whose ranks send the
+    largest share to other hosts."""
     groups: int = 1
-    """Groups like this one with members on the same host, which all send at the same time."""
+    """The number of such groups with members on one host, which all send at the same time."""
     even: bool = True
-    """Whether every host holds as many members."""
+    """Whether every host has the same number of members."""
 
     @classmethod
     def inside(cls, ranks: int) -> Spread:
@@ -166,7 +168,7 @@ class Spread:
     @classmethod
     @cache
     def _regular(cls, apart: int, size: int, ranks: int, host: int) -> Spread:
-        """Return the spread of groups of so many members, so many ranks apart."""
+        """Return the spread of groups of `size` members, each `apart` ranks from the next."""
         block = apart * size
         inside = host % block == 0
         if inside or (block % host == 0 and (host % apart == 0 or apart % host == 0)):
@@ -186,8 +188,9 @@ class Spread:
 
     @property
     def by_host(self) -> tuple[Spread, Spread] | None:
-        """Return the members of a host, and those in one place on every host, where each host has
-        as many of several; what is collected then goes by hosts (comm.gather_over)."""
+        """The groups inside a host, and those of ranks at the same position on every host, for
+        collectives in two steps (comm.gather_over); None unless the group spans hosts that each
+        have the same number of members, more than one."""
         if not self.spans_hosts or self.per_host == 1 or not self.even:
             return None
         across = Spread(self.ranks // self.per_host, 1, self.groups * self.per_host)
@@ -195,7 +198,7 @@ class Spread:
 
     @property
     def share_across(self) -> float:
-        """The share of what a member sends to the others in equal parts that leaves its host."""
+        """The share of an equal exchange with all members that leaves a member's host."""
         return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0
 
 
@@ -246,13 +249,13 @@ def peak_flops(device_name: str) -> float | None:
 
 
 _SUM_BYTES = 4
-"""Of an element of a sum of products."""
+"""The bytes of an element to which products are added, in float32."""
 PAIR_FLOPS = (4, 10)
-"""FLOPs of a pair of query and key for each element of a head: two products forward and five
-backward, 2 each, as FlashAttention's papers count them."""
+"""The FLOPs of a (query, key) pair per element of a head, forward and backward: two and five
+products of 2 each, as FlashAttention's papers count."""
 POSTED = 2
-"""How often an exchange of keys is posted one way, at most: in the backward keys, where they have
-not been kept, and gradients home."""
+"""The largest number of exchanges that `planned_cp` starts in one direction: in the backward, keys
+that were not saved, and gradients."""
 
 
 class MemorySpeed(RecipeBlock):
@@ -293,8 +296,8 @@ Figure = Literal["memory", "products", "attention", "inside", "between", "hide"]
 FIGURES: tuple[Figure, ...] = get_args(Figure)
 """The figures of a file that `calibrate` measures, by their keys."""
 CALIBRATED_ERROR, SHIPPED_ERROR = 0.05, 0.12
-"""How far the price of one layout may be off beside that of another: by figures that were measured
-where it runs, and by published ones."""
+"""The relative error of the ratio of two layouts' prices: with figures measured on the cluster, and
+with published ones."""
 
 
 class Measurement(RecipeBlock):
@@ -336,7 +339,7 @@ class Hardware(RecipeBlock):
     where a file says none, half: published runs show from a quarter to two thirds."""
 
     def missing(self, ranks: int) -> list[str]:
-        """Return the figures that decide the price of so many ranks and were not measured."""
+        """Return the figures that prices for `ranks` ranks depend on and that were not measured."""
         unused = {"inside"} if self.ranks_per_host == 1 or ranks == 1 else set()
         unused |= {"between"} if ranks <= self.ranks_per_host else set()
         unused |= {"hide"} if ranks == 1 else set()
@@ -344,7 +347,7 @@ class Hardware(RecipeBlock):
         return [name for name in FIGURES if name not in {*known, *unused}]
 
     def error(self, ranks: int) -> float:
-        """Return how far the prices of two layouts of so many ranks may be off, as a share."""
+        """Return the relative error of the ratio of two layouts' prices."""
         return SHIPPED_ERROR if self.missing(ranks) else CALIBRATED_ERROR
 
     @property
@@ -400,8 +403,8 @@ class Hardware(RecipeBlock):
         return link.launch_seconds + steps * link.hop_seconds + moving
 
     def by_host_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
-        """Return the seconds of an all-gather or reduce-scatter behind which nothing is hidden
-        (comm.gather_over, sum_parts): it goes by hosts where a group has as many members on each.
+        """Return the seconds of an all-gather or reduce-scatter that overlaps with nothing
+        (comm.gather_over, sum_parts), and so may have two steps, inside and between hosts.
 
         of_bytes: as in `collective_seconds`.
         """
@@ -414,11 +417,11 @@ class Hardware(RecipeBlock):
     def messages_seconds(
         self, sent_bytes: float, messages: int, spread: Spread, *, to_next: bool
     ) -> float:
-        """Return the seconds of so many messages of one rank.
+        """Return the seconds of `messages` messages of one rank.
 
-        to_next: all go to the next rank of a ring, and each is launched when the one before it has
-        come; else they go to the others in equal parts, and all that are posted together wait for
-        one launch.
+        to_next: whether all go to the next rank of a ring, each started when the one before has
+        arrived; otherwise they go to all other ranks in equal parts, and messages that are started
+        together share one launch.
         """
         if not messages or spread.ranks == 1:
             return 0.0
@@ -433,26 +436,27 @@ class Hardware(RecipeBlock):
         return latency + sent_bytes / rate
 
     def _links(self, spread: Spread) -> Links:
-        """Return the slower links that a group goes by."""
+        """Return the slowest links that a group uses."""
         return self.between if spread.spans_hosts else self.inside
 
     def _across(self, kind: Collective, senders: int) -> float:
-        """Return the bytes per second to other hosts of one of so many ranks of a host."""
+        """Return the bytes per second to other hosts of one rank, while `senders` ranks of its host
+        send."""
         links = self.between
         own, shared = links.link(kind).bytes_per_second, links.host_bytes_per_second
         return own if shared is None else min(own, shared / senders)
 
     def _ring_rate(self, kind: Collective, spread: Spread) -> float:
-        """Return the bytes per second of a collective's ring.
+        """Return the bytes per second of a collective over a ring.
 
-        It has a channel through the card of each member of a host (NCCL); with one card a host
-        (gloo) all share that. What is known of a host with all its groups at work is divided by the
-        groups that are, and no member sends more than it does alone.
+        With NCCL the ring has a channel through the network card of each member on a host; with one
+        card per host (gloo) all share it. A known rate of a host (`host_by_members`) is divided
+        among its groups, up to what each member can send alone.
         """
         inside = self.inside.link(kind).rate(min(spread.ranks, spread.per_host))
         if not spread.spans_hosts:
             return inside
-        if spread.per_host == 1:  # then none of it passes inside a host
+        if spread.per_host == 1:  # nothing is sent inside a host
             inside = math.inf
         if known := self.between.of_host(kind, spread.per_host):
             alone = self.between.link(kind).bytes_per_second
@@ -463,8 +467,8 @@ class Hardware(RecipeBlock):
     def _spread_out_seconds(self, kind: Collective, sent_bytes: float, spread: Spread) -> float:
         """Return the seconds in which a rank sends bytes to all others in equal parts.
 
-        Those that stay on its host and those that leave it go at the same time, the latter through
-        its own card.
+        Bytes to ranks of its host and to other hosts are sent at the same time, the latter through
+        its network card.
         """
         across = sent_bytes * spread.share_across
         stays = (sent_bytes - across) / self.inside.link(kind).rate(spread.per_host)
@@ -473,9 +477,10 @@ class Hardware(RecipeBlock):
         return max(stays, across / self._across(kind, spread.per_host * spread.groups))
 
     def on_hosts_of(self, ranks: int) -> Hardware:
-        """Return the same cluster with so many ranks on a host.
+        """Return the same cluster with `ranks` ranks per host.
 
-        CPUs divide what the ranks of the file had; a host of GPUs has no more ranks than GPUs.
+        On CPUs, more ranks share the speed that the file's ranks had; a host of GPUs has at most as
+        many ranks as GPUs.
         """
         crowd = ranks / self.ranks_per_host
         if self.device or crowd <= 1:

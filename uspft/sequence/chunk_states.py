@@ -1,8 +1,8 @@
-"""Layers with a state over a chunk of rows that are whole on their rank: what enters the chunk is
-what the one before it left, and its gradient goes back the same way.
+"""Layers with a state over one chunk of rows (seqpipe), without a ring: the final state of a chunk
+is the initial state of the next, and its gradient passes back the same way.
 
-Chunks go forward in their order and back in the reverse one: a chunk's backward finds the gradient
-of what it left, and leaves that of what entered it.
+Chunks run forward in order and backward in reverse: a chunk's backward takes the gradient of its
+final states from the next chunk, and leaves that of its initial states for the chunk before.
 
 Shapes, as suffixes: t tokens of the chunk, n those of earlier chunks that a convolution sees, N
 places of its laid-out input; C channels; H value heads, G key heads; K key dim, V value dim.
@@ -26,15 +26,15 @@ from uspft.sequence.states import Mixed, StateRule, laid, part_of
 
 
 def mix_over_chunks(x: Mixed, share: ChunkShare, rule: StateRule, states: LayerStates) -> Tensor:
-    """Return the rule's out [t, H, V] of a chunk's tokens, each document from its own first token
-    on; zeros for padding. Differentiable."""
+    """Return the delta rule's output [t, H, V] for a chunk's tokens, in which each document has a
+    state of its own; zeros for padding. Differentiable."""
     out: Tensor = _OverChunk.apply(share, rule, states, *x)
     return out
 
 
 def _crossing(share: ChunkShare) -> tuple[list[Fragment], set[Fragment], set[Fragment]]:
-    """Return the fragments of documents in a chunk, those that begin in an earlier one, and those
-    that end in a later one."""
+    """Return the chunk's fragments of documents, those whose document begins in an earlier chunk,
+    and those whose document ends in a later one."""
     real = [f for f in share.chains.mine if f.document != NOBODY]
     bounds = share.documents
     enters = {f for f in real if bounds[f.document][0] < f.start}
@@ -42,8 +42,8 @@ def _crossing(share: ChunkShare) -> tuple[list[Fragment], set[Fragment], set[Fra
 
 
 class _OverChunk(torch.autograd.Function):
-    """Keeps its inputs and the states that entered; the backward makes the graph of each fragment
-    again, as that of `mix_over_states` does."""
+    """The autograd function of `mix_over_chunks`, which saves inputs and initial states; the
+    backward recomputes each fragment's graph, as that of `mix_over_states` does."""
 
     @staticmethod
     def forward(
@@ -93,17 +93,17 @@ class _OverChunk(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Places:
-    """How a convolution's input is laid out of a chunk's tokens, those that entered it, and a row
-    of zeros, one after another."""
+    """The input of a convolution, gathered from the concatenation of the chunk's tokens, tokens of
+    earlier chunks, and a row of zeros."""
 
     laid: Places
-    """What stands at each place."""
+    """For each position of the convolution's input, the index into that concatenation."""
     own: Places
-    """Where each of the chunk's tokens stands."""
+    """For each of the chunk's tokens, its position in the convolution's input."""
     enters: tuple[tuple[int, int], ...]
-    """(document, tokens) of what entered."""
+    """(document, number of tokens) of the tokens from earlier chunks."""
     leaves: tuple[tuple[int, Places], ...]
-    """(document, places among tokens and what entered) of what the next chunk sees."""
+    """(document, indices into the concatenation) of the tokens that the next chunk needs."""
 
 
 def _places(share: ChunkShare, taps: int) -> _Places:

@@ -1,7 +1,7 @@
-"""How a layer with a state sees a row that is split over ranks: heads inside the Ulysses group,
-states across the ring, and a halo of tokens for the convolution before it.
+"""Context parallelism of a layer with a state: heads are exchanged inside the Ulysses group, states
+across the ring, and the convolution before the delta rule gets a halo of tokens.
 
-Every algorithm deals tokens out to Ulysses × ring ranks, and that is all this needs to know of it.
+Of the algorithm it only needs the assignment of tokens to Ulysses × ring ranks.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/h all value heads and
 this rank's, G/g key heads; K key dim, V value dim; C channels; N places of a laid-out input.
@@ -28,14 +28,15 @@ from uspft.sequence.states import Mixed, StateRule, mix_over_states
 from uspft.sequence.ulysses import HeadExchange, start_exchange, start_exchange_back
 
 STATE = "state"
-"""The kind as which transfers of layers with a state are counted, but for those of heads."""
+"""The name under which transfers of layers with a state are counted, except the exchange of
+heads."""
 
 
 class StateExchange:
-    """The exchange of tokens for heads of layers with a state, and back: differentiable.
+    """The Ulysses exchange of heads in a layer with a state, differentiable.
 
-    A key head stands with several members where its value heads do, as with the key-value heads of
-    attention. In a group of one nothing moves.
+    A key head is replicated on all ranks that have value heads of it, as KV heads in attention. In
+    a group of one nothing is sent.
     """
 
     def __init__(self, values: int, keys: int, share: Share, ulysses: Group) -> None:
@@ -44,13 +45,13 @@ class StateExchange:
 
     @property
     def own(self) -> int:
-        """How many value heads this member has: none where the whole ring has none in its place,
-        and nothing to exchange."""
+        """The number of this rank's value heads; if it is 0, all ranks of its ring have none, and
+        exchange no states."""
         first, last = self._heads.query[self._member]
         return last - first
 
     def there(self, x: Mixed) -> Mixed:
-        """Return this member's heads of the tokens of all its group, in the order of the row."""
+        """Return this rank's heads of the Ulysses group's tokens, in the order of the row."""
         if not self._exchange.moves:
             return x
         inside = Mixed(*map(self._exchange.in_order, self._to_heads(x)))
@@ -63,13 +64,13 @@ class StateExchange:
         return inside
 
     def _to_heads(self, x: Mixed) -> tuple[Tensor, ...]:
-        """Exchange tokens for heads in one all-to-all; gates go with their value heads, as wide as
-        they are. Differentiable."""
+        """Make the all-to-all that splits heads and gathers tokens; gates are sent with their value
+        heads, in their own dtypes. Differentiable."""
         parts = (*[self._heads.kv] * 2, *[self._heads.query] * 3)
         dtypes = x.g.dtype, x.beta.dtype
 
         def exchanged(way: Callable[..., Any], *x: Tensor) -> tuple[Tensor, ...]:
-            # A gate's bits as elements [t, H, n] of the others' type.
+            # The bits of gates, viewed as elements [t, H, n] of the others' dtype.
             gates = [gate[..., None].contiguous().view(x[2].dtype) for gate in x[3:]]
             found = way((*x[:3], *gates), parts, self._exchange.tokens, self._exchange.group)()
             came = zip(found[3:], dtypes, strict=True)
@@ -80,7 +81,7 @@ class StateExchange:
         return found
 
     def slope_there(self, dout_tHV: Tensor) -> Tensor:
-        """Return this member's heads of the gradient of what came back, without one of its own."""
+        """Return this rank's heads of the output's gradient; not differentiable itself."""
         return self._exchange.start_there(dout_tHV, self._heads.query)()
 
     def back(self, out_ThV: Tensor) -> Tensor:
@@ -96,11 +97,11 @@ def mix(
     groups: tuple[Group, Group],
     around: Inside | None = None,
 ) -> Tensor:
-    """Return the out [t, H, V] of a rule with a state for this rank's tokens, each document by
-    itself; differentiable.
+    """Return the delta rule's output [t, H, V] for this rank's tokens, in which each document has a
+    state of its own; differentiable.
 
-    x: of this rank's tokens, with all heads. groups: Ulysses and ring. around: calls what runs
-    between exchanges of heads; None: as any function.
+    x: of this rank's tokens, with all heads. groups: Ulysses and ring. around: a wrapper of what
+    runs between the exchanges of heads, such as checkpointing; None: it is called directly.
     """
     ulysses, ring = groups
     if ulysses.size == 1:
@@ -154,12 +155,14 @@ def laid_out(
     home: Callable[[Tensor, torch.dtype], None],
     leave: Callable[[Tensor], None] = lambda _: None,
 ) -> Tensor:
-    """Return a convolution's input [N, C], laid out of tokens, others that come and a row of zeros.
+    """Return a convolution's input [N, C], gathered from the concatenation of this rank's tokens,
+    received tokens, and a row of zeros.
 
-    One function has both transfers, so that ranks that need nothing take part in the backward's.
-    places: which of all these rows stands at each place. others: how many come. come: returns them.
-    home: takes the gradients of all rows, in float32 or wider, and the type in which those of
-    others go home; adds to those of tokens. leave: is shown all rows.
+    One autograd function makes both transfers, so that ranks that receive nothing take part in the
+    backward's too. places: for each position of the result, the index into the concatenation.
+    others: the number of received tokens. come: returns them. home: called with the gradients of
+    the concatenation, in at least float32, and the dtype for sending; it sends the received tokens'
+    gradients back and adds those that arrive. leave: called with the concatenation.
     """
 
     def there(x_tC: Tensor) -> Tensor:

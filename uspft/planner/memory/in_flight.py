@@ -21,9 +21,9 @@ from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import tokens_in
 
 CHUNK_TOKENS = 12
-"""How many tokens a chunk of the row has that is walked through: as many as pieces divide."""
+"""The tokens of a chunk in the short row that is simulated; the numbers of pieces divide it."""
 PIECE_TOKENS = 1024
-"""The fewest tokens of a piece of an exchange (Planned.piece_tokens)."""
+"""The smallest piece of an exchange in tokens (Planned.piece_tokens)."""
 
 
 class Window(NamedTuple):
@@ -32,66 +32,66 @@ class Window(NamedTuple):
     keys: int
     row_tokens: int
     everywhere: bool
-    """Whether all layers have it, so that tokens are in an order that is made for it."""
+    """Whether all layers have it, so that tokens are assigned to ranks for it."""
 
 
 class RowSharing(NamedTuple):
-    """How ranks share a row, and how keys come to the queries of a rank."""
+    """How ranks share a row, and how other ranks' keys reach a rank."""
 
     ulysses: int = 1
     ring: int = 1
     stages: int | None = None
-    """Those of an exchange, 0 where each other rank's keys come by themselves, in pieces where
-    ranks are few; None: keys go round a ring."""
+    """The stages of an exchange; 0: each rank's keys arrive separately, in pieces if there are few
+    ranks; None: keys go round a ring."""
     trimmed: bool = True
-    """Whether needed keys alone come."""
+    """Whether only needed keys are sent."""
     behind: float = 0.0
-    """Tokens of earlier chunks of the row for each token of this one, whose keys its queries meet
-    chunk by chunk, or of all together with those of a ring (sequence/chunk_attention.py)."""
+    """The tokens of earlier chunks of the row per token of this chunk; attention sees their keys
+    chunk by chunk, or with a ring all together (sequence/chunk_attention.py)."""
     window: Window | None = None
 
     @property
     def fetches(self) -> int:
-        """How often keys travel, as the order of tokens is made for it: where needed keys alone
-        come, once more in the backward."""
+        """How often keys are sent, for which tokens are assigned to ranks: once more in the
+        backward if only needed keys are sent."""
         return 2 if self.stages is not None and self.trimmed else 1
 
     def of_row(self, tokens: int) -> RowSharing:
-        """Return the same of a row of so many tokens, where there is a window."""
+        """Return the same with another row length, if there is a window."""
         return self._replace(window=self.window and self.window._replace(row_tokens=tokens))
 
 
 class BytesPerToken(NamedTuple):
-    """The bytes of a token."""
+    """The bytes of one token's query, key with value, and log-sum-exp."""
 
     query: float
     pair: float
-    """Of its key and its value together."""
+    """The bytes of its key and value together."""
     lse: float
     wide: int
-    """How many times larger a sum in float32 is than what it sums."""
+    """The size of a float32 element divided by that of the compute dtype."""
     sinks: bool = False
 
     @property
     def of_sinks(self) -> float:
-        """What the gradient of sinks needs (kernels/merge.py): the output and its gradient in
-        float32, and their product."""
+        """The bytes per token for the gradient of sinks (kernels/merge.py): the output and its
+        gradient in float32, and their product."""
         return 3 * self.wide * self.query + self.lse if self.sinks else 0.0
 
 
 WINDOWS_WALKED = 32
-"""So many windows of a rank are walked through one by one, and twice as many."""
+"""A rank with many windows is extrapolated from simulations with this many and twice as many."""
 
 
 SHORT = (8, 12)
-"""Ranks of two rings from which longer ones are drawn out: from the first on each further rank adds
-as much, and walks take a time that grows with the third power of the ranks."""
+"""The two rings from which longer ones are extrapolated: beyond the first, each rank adds the same,
+and a simulation takes time cubic in the number of ranks."""
 
 
 @lru_cache(maxsize=256)
 def _shares(how: RowSharing) -> Sequence[Share]:
-    """Return the share of each ring rank of a row of one document, or of a chunk of it that has as
-    many tokens behind each of its own as `how` says."""
+    """Return the share of each ring rank, for a row of one document or for a chunk of one with
+    `how.behind` earlier tokens per token."""
     ulysses, ring, window = how.ulysses, how.ring, how.window
     tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
     row, seen = Segments.single(tokens), window.keys if window else None
@@ -110,8 +110,8 @@ def _shares(how: RowSharing) -> Sequence[Share]:
 
 @lru_cache(maxsize=256)
 def backward_bytes(how: RowSharing, token: BytesPerToken) -> float:
-    """Return the most bytes for a token of the fullest rank beside what was saved and the gradient
-    of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
+    """Return the peak bytes of attention's backward per token of the fullest rank, apart from saved
+    tensors and the output's gradient; 0 if a rank's attention is a single block."""
     if how.ring == 1 and how.window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
     return _of_a_token(backward_bytes, _back, how, token)
@@ -119,8 +119,8 @@ def backward_bytes(how: RowSharing, token: BytesPerToken) -> float:
 
 @lru_cache(maxsize=256)
 def forward_bytes(how: RowSharing, token: BytesPerToken) -> float:
-    """Return the most bytes of keys and values on their way in the forward, for a token of the
-    fullest rank: those at hand and those that follow, or all that an exchange posts."""
+    """Return the peak bytes of other ranks' keys and values in the forward, per token of the
+    fullest rank: those in use and those in transfer, or all that an exchange posts."""
     if how.ring == 1:
         return 0.0
     if how.stages is None and not how.behind:
@@ -134,14 +134,15 @@ Walk = Callable[[Tape, Share, BytesPerToken, RowSharing], float]
 
 
 def _of_a_token(found: BytesFound, walk: Walk, how: RowSharing, token: BytesPerToken) -> float:
-    """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
+    """Return the peak that a simulation (`walk`) finds on any ring rank, per token of the rank with
+    fewest tokens.
 
-    A ring longer than SHORT is drawn out from two with as many tokens a rank. So is a rank with
-    many windows from two with fewer: what it has in flight is a line of its tokens, of which the
-    keys before each of its spans are what does not grow.
+    A ring longer than SHORT is extrapolated from two rings with equal tokens per rank. A rank with
+    many windows is extrapolated from two with fewer: the bytes in transfer are linear in its
+    tokens, with a constant for the keys before each of its spans.
     """
     ring, window = how.ring, how.window
-    if window is None and how.ulysses > 1:  # whose members have the same share of fewer tokens
+    if window is None and how.ulysses > 1:  # Ulysses only divides the tokens of a ring rank
         return found(how._replace(ulysses=1), token)
     if ring > SHORT[1] and (how.stages or 0) < SHORT[0]:
         each = window.row_tokens // ring if window else 0
@@ -166,7 +167,7 @@ def _of_a_token(found: BytesFound, walk: Walk, how: RowSharing, token: BytesPerT
 
 
 def _forth(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> float:
-    """Return the bytes of keys that are under way in the forward."""
+    """Return the bytes of other ranks' keys in the forward."""
     own = _up_to_end(tape, share, token)
     if how.stages is None:
         return own.size + 2 * token.pair * share.keys[share.ring_index].tokens
@@ -177,7 +178,7 @@ def _forth(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> f
 
 
 def _back(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> float:
-    """Return the most that is alive while a rank's backward runs."""
+    """Return the peak bytes of a rank's backward."""
     me, own = share.ring_index, _up_to_end(tape, share, token)
     tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
@@ -187,8 +188,8 @@ def _back(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> fl
         last = _ring(tape, share, token, dq, dkv)
     else:
         _exchange(tape, share, _exchange_of(share, how), token, dq, dkv)
-    # What was summed is rounded, the keys' before the queries', and between the sinks' gradient is
-    # made.
+    # The sums are rounded, first the keys' and then the queries'; between them comes the sinks'
+    # gradient.
     rounded = dkv.result()
     tape.new(token.of_sinks * tokens)
     queries = dq.result()
@@ -197,7 +198,7 @@ def _back(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> fl
 
 
 def _up_to_end(tape: Tape, share: Share, token: BytesPerToken) -> Storage:
-    """Return a rank's keys up to the end of a chunk, which are brought together."""
+    """Return the storage of a rank's keys up to a chunk's end, which are concatenated."""
     keys, own = share.keys[share.ring_index].tokens, share.holdings[share.ring_index].tokens
     return tape.new(token.pair * keys * (keys > own))
 
@@ -209,7 +210,7 @@ def _exchange_of(share: Share, how: RowSharing) -> Exchange:
 
 
 RangeGradients = list[tuple[int, Storage]]
-"""Of ranges of so many tokens, which may share their storage."""
+"""Gradients of ranges: (tokens, storage), which several ranges may share."""
 
 
 class _Sum:
@@ -234,7 +235,8 @@ class _Sum:
             self._whole = None
 
     def result(self, *, stacked: bool = False) -> Storage:
-        """Return it in the compute type. stacked: whether as one tensor of several."""
+        """Return the sum in the compute dtype. stacked: whether several tensors are returned as
+        one."""
         if self._whole is not None:
             found = self._tape.new(self._size) if stacked else self._whole
         else:
@@ -248,9 +250,10 @@ class _Sum:
 def _kernel(
     tape: Tape, blocks: Sequence[Block], keys: int, queries: int, token: BytesPerToken
 ) -> tuple[RangeGradients, RangeGradients]:
-    """Return the gradients of queries, and of keys and values, of blocks (VarlenKernel.backward).
+    """Return the gradients of blocks' queries, and of their keys and values, as
+    VarlenKernel.backward allocates them.
 
-    keys, queries: how many there are.
+    keys, queries: their numbers of tokens.
     """
     given = rows = tape.new(0.0)
     of_queries: RangeGradients = []
@@ -276,8 +279,8 @@ def _kernel(
 
 
 def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -> RangeGradients:
-    """Add to the gradients of queries, and of a rank's own keys, as keys go round a ring. Returns
-    what is held until these are rounded."""
+    """Simulate the backward of a ring: add to the gradients of queries and of a rank's own keys.
+    Returns the gradients that stay in memory until these are rounded."""
     me, ring, tokens = share.ring_index, share.ring, share.holdings[share.ring_index].tokens
     hand = [tape.new(token.pair * share.keys[me].tokens)] if ring > 1 else []
     pending: tuple[Storage, Storage] | None = None

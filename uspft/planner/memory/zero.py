@@ -23,39 +23,39 @@ if TYPE_CHECKING:
     from uspft.planner.options import Options
 
 ADAM = 8
-"""Of a parameter's two moments, in float32."""
+"""The bytes of an element's two moments, in float32."""
 WIDE = 4
-"""Of a master weight, and of a gradient as it is summed."""
+"""The bytes of an element of a master weight, and of a gradient's sum."""
 SUB_GROUP = 1e9
-"""DeepSpeed's elements of sub_group_size."""
+"""DeepSpeed's default sub_group_size, in elements."""
 LAID_FLAT = 5e8
-"""Of gradients, in elements, that DeepSpeed lays flat at once where it has no bucket for them."""
+"""The elements of gradients that DeepSpeed flattens at once if it has no bucket for them."""
 NORM = 8
-"""Of a gradient while its norm is taken, in float64."""
+"""The bytes of an element of a gradient while its norm is computed, in float64."""
 
 
 @dataclass
 class State:
-    """The bytes by part, on the device and on the host."""
+    """The bytes of the model's state by part, on the device and on the host."""
 
     device: dict[str, float] = field(default_factory=dict)
-    """In forward and backward."""
+    """The bytes during forward and backward."""
     host: dict[str, float] = field(default_factory=dict)
     beyond: dict[str, float] = field(default_factory=dict)
-    """What the device has beyond that where no row is there: as gradients are summed over ranks
-    when a backward has ended, and in the update."""
+    """The additional bytes at moments without activations: the reduction of gradients after a
+    backward, and the update."""
     between: dict[str, float] = field(default_factory=dict)
-    """The same between the layers and the loss, where rows have what layers keep."""
+    """The additional bytes between the layers and the loss, when layers' activations are saved."""
     at_loss: dict[str, float] = field(default_factory=dict)
-    """By part of `device`, what that has beyond it while the loss is made; below 0 for less."""
+    """The additional bytes during the loss, by part of `device`; negative for fewer."""
     coming: tuple[float, ...] = ()
-    """Of gradients that a backward makes and lets go of when it ends: what it has made of them when
-    it comes to each layer."""
+    """For gradients that exist only during a backward: the bytes that have been computed when the
+    backward reaches each layer."""
 
     def beside(self, rows: Mapping[str, float]) -> dict[str, int]:
-        """Return the bytes on the device by part, of the moment that takes most. rows: of what rows
-        need, and what `device` has beyond itself at their peak; what another moment takes beyond
-        them is a part too."""
+        """Return the bytes on the device by part, at the moment of the peak. rows: the bytes of
+        activations, with the additional bytes of `device` parts at their peak. If another moment
+        needs more, the difference is a part of its own."""
         names = dict.fromkeys((*self.device, *rows))
         parts = {name: int(self.device.get(name, 0) + rows.get(name, 0)) for name in names}
         kept = rows["activations"] + rows["batch"]
@@ -67,14 +67,14 @@ class State:
 
 @dataclass(frozen=True)
 class ZeroRank:
-    """A rank among those whose gradients and optimizers ZeRO divides."""
+    """A rank's parameters and options, from which its state under ZeRO follows."""
 
     options: Options
     layout: Layout
     counts: ParameterCounts
-    """The parameters that the rank has before ZeRO divides anything."""
+    """The rank's parameters before ZeRO shards anything."""
     matrix: int
-    """The elements of the largest matrix of a layer."""
+    """The elements of a layer's largest matrix."""
 
     @property
     def element(self) -> int:
@@ -82,7 +82,7 @@ class ZeroRank:
 
     @property
     def crossing(self) -> int:
-        """The bytes of a gradient's element as it crosses ranks."""
+        """The bytes of an element of a gradient in its reduction over ranks."""
         return 2 if self.options.gradient_reduction == "bfloat16" else WIDE
 
     @property
@@ -92,37 +92,37 @@ class ZeroRank:
 
     @property
     def sums_at_the_end(self) -> bool:
-        """Whether gradients in 16 bits stay until a backward ends, and are summed then (DeepSpeed's
+        """Whether 16-bit gradients are kept until a backward ends and reduced then (DeepSpeed's
         BF16_Optimizer)."""
         options = self.options
         return options.zero_stage == 1 and self.element < WIDE and not options.offload_optimizer
 
     @property
     def own(self) -> float:
-        """The trained parameters whose optimizer the rank has."""
+        """The number of trained parameters whose optimizer states are on this rank."""
         return self.divided(self.counts.trained, self.counts.experts_trained)
 
     def divided(self, every: int, experts: int) -> float:
-        """Return what the rank has of parameters that ranks divide. experts: how many of them are
-        those of experts, whose ranks already hold different ones."""
+        """Return the rank's share of parameters that ZeRO shards. experts: the number of them that
+        belong to experts, of which fewer ranks hold copies."""
         return (every - experts) / self.layout.copies + experts / self.layout.alike
 
     def cast(self, element: int) -> int:
-        """Return the bytes of a gradient's copy in the type that crosses ranks. element: of the
-        gradient."""
+        """Return the bytes of an element of a gradient's copy in the dtype of the reduction; 0: no
+        copy is made. element: the bytes of the gradient's own element."""
         return self.crossing if self.crossing != element else 0
 
     def in_order(self, elements: int) -> int:
-        """Return an option of ZeRO-3 in elements, 0 where stages of a pipeline run in another order
-        each time: DeepSpeed knows none then by which to fetch or keep weights."""
+        """Return a ZeRO-3 option in elements, or 0 in a pipeline: stages run in another order each
+        time, so that DeepSpeed can neither prefetch weights nor keep them for reuse."""
         return elements if self.layout.pipeline == 1 else 0
 
 
 def state_of(
     shape: ModelShape, layout: Layout, options: Options, stage: StageLayers | None = None
 ) -> State:
-    """Return what a rank has of the model's state, and of the buckets in which gradients cross.
-    stage: the layers of a rank of a pipeline; None: all."""
+    """Return the bytes of a rank's weights, gradients, optimizer states and reduction buckets.
+    stage: the layers of a rank in a pipeline; None: all."""
     held = layout.mesh_columns, options.lora, options.freeze
     counts = counts_of(shape, *held, stage, layout.experts)
     if layout.mesh_rows > 1:
@@ -136,7 +136,7 @@ def state_of(
         state.device["gradients"] -= every
         state.beyond["reduction"] += every
         state.at_loss = {}
-    if options.saves_beside:  # ranks that hold the same parts deal them out evenly
+    if options.saves_beside:  # ranks that hold the same parts divide them evenly
         state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
     if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
         table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
@@ -148,11 +148,11 @@ def state_of(
 def moving_state_bytes(
     element: int, counts: ParameterCounts, at_work: ParameterCounts, ranks: int
 ) -> float:
-    """Return the bytes of one rank's state where weights move between layouts.
+    """Return the bytes of one rank's state under `switching: move`.
 
-    Each parameter's master, moments and summed gradient are in as many pieces as there are ranks;
-    weights and their float32 gradient are there as the layout at work has them. counts, at_work: of
-    all of the model, and of the part that a rank of that layout has.
+    Each parameter's master weight, moments and summed gradient are divided over all ranks; weights
+    and their float32 gradients are those of the layout that runs. counts: of the whole model.
+    at_work: of the part that a rank holds in that layout.
     """
     here = element * at_work.every + WIDE * at_work.trained
     return here + (2 * WIDE + ADAM) * counts.trained / ranks
@@ -173,10 +173,10 @@ def _whole(zero: ZeroRank) -> State:
 
 
 def _divided(zero: ZeroRank) -> State:
-    """Stages 1 and 2, where optimizers, and gradients at 2, are divided.
+    """Stages 1 and 2, which shard optimizer states, and stage 2 gradients too.
 
-    Sums of gradients in 16 bits, at stage 2 or of an optimizer on the host, lie flat in float32.
-    A step's first loss meets none of its gradients.
+    At stage 2, or with the optimizer on the host, 16-bit gradients are summed in a flat float32
+    tensor. During a step's first loss there are no gradients yet.
     """
     options, counts = zero.options, zero.counts
     e, trained, away = zero.element, counts.trained, options.offload_optimizer
