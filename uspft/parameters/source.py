@@ -1,5 +1,5 @@
-"""The weights of a model's folder: read a part at a time, with tables that have grown, and told
-apart from others by a digest."""
+"""The weights in a model's folder, which are read a part at a time; embeddings for added tokens;
+and a digest that identifies a base model."""
 
 from __future__ import annotations
 
@@ -54,15 +54,16 @@ class Weights(Protocol):
         ...
 
     def draws(self, name: str) -> bool:
-        """Tell whether values are drawn from the seed: a part then costs as much as the whole."""
+        """Tell whether values are random, drawn from the seed; a part then takes as long as the
+        whole."""
         ...
 
 
 class FolderWeights:
     """The weights of a folder: model.safetensors, or shards with model.safetensors.index.json.
 
-    Of a multimodal checkpoint they are those of the language model, by its own names. Raises
-    WeightsError where the folder has neither, or one that cannot be read.
+    For a multimodal checkpoint they are those of the language model, under its own names. Raises
+    WeightsError if the folder has neither file, or one that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,8 +99,8 @@ class FolderWeights:
             return read_quantised(packed, theirs.get_slice(scales[1]), part)
 
     def _read_parts(self, name: str, stored: Stored, part: Part) -> Tensor:
-        """Read a part of a parameter that is several tensors in files, of each expert or in all,
-        the bytes of the part alone. Raises WeightsError."""
+        """Read a part of a parameter that files store as several tensors, per expert or in all;
+        only the part's bytes are read. Raises WeightsError."""
         width, out = stored.width or len(stored.parts), None
         first = {one: self._stored_shape(one) for one in stored.parts[:width]}
         path = self._folder / self._files[stored.parts[0]]
@@ -131,13 +132,13 @@ class FolderWeights:
         return name in self._stored
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the type of each tensor of floating point by its name in the files, from headers
+        """Return the dtype of each floating-point tensor by its name in the files, from headers
         alone. Raises WeightsError."""
         types = ((stored, one.get_dtype()) for stored, one in self._slices())
         return {stored: _FLOATS[one] for stored, one in types if one in _FLOATS}
 
     def _slices(self) -> Iterator[tuple[str, Any]]:
-        """Yield each tensor's name in the files, and what has its header. Raises WeightsError."""
+        """Yield each tensor's name in the files, and its safetensors slice. Raises WeightsError."""
         for path in self.files:
             with _opened(path) as tensors:
                 for stored in tensors.keys():  # noqa: SIM118
@@ -149,16 +150,16 @@ class FolderWeights:
         return stored
 
     def as_stored(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors as which these files hold a parameter. Raises WeightsError
-        where they do not."""
+        """Yield the names and tensors that make up a parameter in these files. Raises WeightsError
+        if the files do not contain it."""
         stored = self._required(name)
         yield from zip(stored.parts, stored.split(value), strict=True)
 
     def others(self, written: Collection[str], layers: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield what else the files hold, as it is there and one tensor at a time.
+        """Yield the files' other tensors unchanged, one at a time, by their names in the files.
 
-        written: the names in the files that are left out. layers: of the language model; tensors of
-        its further layers, which a shortened model does without, are left out too.
+        written: the names to leave out. layers: the language model's number of layers; tensors of
+        layers beyond it, which a shortened model lacks, are left out too.
         """
         own = {stored: name for name, stored in self._own_names.items()}
 
@@ -172,7 +173,7 @@ class FolderWeights:
                     yield stored, tensors.get_tensor(stored)
 
     def _read_part(self, name: str, stored: str, part: Part) -> Tensor:
-        """Read a part of one stored tensor, its own bytes alone. Raises WeightsError."""
+        """Read a part of one stored tensor, and no other bytes. Raises WeightsError."""
         path = self._folder / self._files[stored]
         with _opened(path) as tensors:
             held = tensors.get_slice(stored)
@@ -194,7 +195,7 @@ class FolderWeights:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises WeightsError, also for what is read in the `with` block."""
+    """Open a safetensors file. Errors of reading inside the `with` block raise WeightsError too."""
     try:
         with safe_open(path, "pt") as tensors:
             yield tensors
@@ -224,10 +225,10 @@ def _file_of_each(folder: Path) -> dict[str, str]:
 
 
 def _by_own_name(files: Iterable[str]) -> dict[str, str]:
-    """Return by its own name the name in files of each tensor of the model that trains.
+    """Return the name in files of each tensor of the language model, by its own name.
 
-    Names of a multimodal checkpoint show it: some are inside its language model, and a model that
-    transformers took out of one saves them so too.
+    A checkpoint is multimodal if some of its names are inside `language_model`; a language model
+    that transformers extracted from one keeps these names.
     """
     if not any("language_model." in stored for stored in files):
         return {stored: stored for stored in files}
@@ -252,9 +253,9 @@ def table_names(model: Any) -> set[str]:
 
 
 class GrownWeights:
-    """The weights of a folder, with its tables grown to the rows that the model has.
+    """The weights of a folder, whose embedding and head get rows for added tokens.
 
-    Each new row is the mean of the table's rows in the folder, as transformers starts new tokens
+    Each new row is the mean of the rows in the folder, as transformers initialises new tokens, but
     without noise (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models").
     """
 
@@ -298,13 +299,14 @@ def _mean(held: Any, rows: int) -> Tensor:
 
 
 PIECE = 64
-"""How many bytes in the middle of every tensor are looked at: training changes every tensor."""
+"""The bytes in the middle of each tensor that are digested; enough, since training changes every
+tensor."""
 
 
 def base_digest(block: ModelBlock) -> str:
     """Return a digest of config.json, every tensor's name, type and shape, and a piece of each.
 
-    Where weights are random, it is of the config alone. Raises WeightsError, OSError.
+    If weights are random, only the config is digested. Raises WeightsError, OSError.
     """
     if isinstance(block.config, dict):
         text = json.dumps(block.config, sort_keys=True)
