@@ -284,7 +284,7 @@ def as_yaml(fits: Fitted) -> str:
 
 
 def _versions(points: Points) -> str:
-    """Return the programs that took part."""
+    """Return the names and versions of the software that was measured."""
     backend = "gloo"
     if points.device != "cpu":
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -292,8 +292,8 @@ def _versions(points: Points) -> str:
 
 
 def _hide(points: Points) -> dict[str, float]:
-    """Return the share of what transfers and attention could have in common that they have; empty
-    where one rank has measured alone."""
+    """Return the share of the possible overlap of transfers with attention that was measured; empty
+    with a single rank."""
     able = sum(min(one.transfer, one.attention) for one in points.hiding)
     if not able:
         return {}

@@ -101,7 +101,8 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SHADES = " ░▒▓█"
 _DOCUMENTS, _RUNS, _HOLDERS, _SPANS = 8, 12, 16, 4
 _HEAD_TOKENS, _TAIL_TOKENS = 60, 20
-"""The most that a screen shows of a row, and of the tokens of a stretch."""
+"""The largest numbers of a row's documents, runs, holders and spans that are printed, and of tokens
+at the head and the tail of a run."""
 
 
 def show(seen: Inspection, screen: Console) -> None:

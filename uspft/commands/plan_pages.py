@@ -104,8 +104,8 @@ def parts_table(one: Ranked) -> str:
 
 
 def machine_line(hardware: Hardware, ranks: int) -> str:
-    """Return which of a machine's figures are measured, and what tells two layouts of so many ranks
-    apart."""
+    """Return a line on which of a machine's figures are measured, and from what difference on two
+    layouts are no tie."""
     ties = f"layouts within {hardware.error(ranks):.0%} are a tie".replace("%", " %")
     if measured := hardware.measured:
         told = f"machine: measured on {measured.date} ({measured.versions}): "

@@ -1,14 +1,14 @@
-"""The keys of other tools and what becomes of each, read from others/TOOL.yaml; and by them what an
-unknown key of a recipe was meant to be, and whose configuration a file is.
+"""The keys of other tools and what becomes of each in a recipe, read from others/TOOL.yaml. They
+also tell what an unknown key of a recipe was meant to be, and which tool a configuration is of.
 
 A row is `KEY: {BECOMES: …}` in the block of its section:
   same: our key; the value goes there as it is.
   translate: our keys; the value decides what stands there. say: how.
   ignore: why it changes nothing here.
-  refuse: what to do. but: values that ask for nothing, and are ignored. unless: our key, which
-    settles it where the command line writes that.
-`*` stands for every key of a block that has no row of its own. Of words that mean other things in a
-recipe: top: they mean this outside all blocks alone. only: with these values alone.
+  refuse: what to do. but: values that have no effect and are ignored. unless: our key; if the
+    command line sets it, the key is not refused.
+`*` is every key of a block that has no row of its own. Two more entries are for names that may mean
+something else in a recipe: top: the row holds only outside of blocks; only: only with these values.
 """
 
 from __future__ import annotations

@@ -60,9 +60,10 @@ def convert_axolotl(run: Conversion, ranks: int | None) -> int:
 
 
 def _batch(run: Conversion, ranks: int | None) -> int:
-    """Write the batch, and by which algorithm ranks share a row, named by their ring's function.
+    """Write the keys of the batch and of context parallelism.
 
-    The degrees of data parallelism say how many devices there are.
+    The context-parallel algorithm follows from the name of axolotl's ring function, and the number
+    of devices from its data parallel degrees, if they are given.
     """
     names = ("context_parallel_size", "sequence_parallel_degree")
     rows = run.whole(*names, least=1)

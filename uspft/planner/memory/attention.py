@@ -1,4 +1,4 @@
-"""What attention across ranks keeps and needs, on a tape, as sequence/ goes."""
+"""The memory of attention across ranks, by replaying on a tape what sequence/ allocates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""
 DIM_STEP = 32
-"""To whose multiples flash attention rounds the features of a head."""
+"""Flash attention rounds the features of a head up to a multiple of this."""
 
 
 def attend_over_heads(
     tape: LayerTape, qkv: list[Tensor], how: Sharing, inner: InnerAttention
 ) -> Tensor:
-    """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
+    """Return attention with Ulysses' all-to-alls around it. inner: attention between these."""
     if how.row.ulysses == 1:
         return inner(qkv)
     heads, kv = (how.bytes(how.row.ulysses * each) for each in how.widest)
@@ -29,8 +29,9 @@ def attend_over_heads(
 def scattered(
     tape: LayerTape, parts: list[Tensor], sizes: Sequence[float], element: int
 ) -> list[Tensor]:
-    """Return some heads of all tokens of the group: three as views of what came, others as copies.
-    sizes: of each, more than before where members share a head, whose gradients are summed."""
+    """Return the parts after the all-to-all that splits heads: q, k and v as views of the received
+    buffer, others as copies. sizes: of each; larger than before if ranks share a head, whose
+    gradients are then summed."""
     before, every = [one.size for one in parts], sum(sizes)
 
     def backward(grads: GradientStorages) -> GradientStorages:
@@ -56,7 +57,7 @@ def scattered(
 
 
 def attend(tape: LayerTape, qkv: list[Tensor], how: Sharing) -> Tensor:
-    """Return attention of this rank's queries over the keys of all."""
+    """Return attention of this rank's queries over the keys of all ring ranks."""
     heads, kv = (how.row.ulysses * each for each in how.widest)
     sizes, work = [one.size for one in qkv], work_bytes(how, heads, kv)
     made = attended(tape, how, heads, kv)
@@ -70,8 +71,8 @@ def attend(tape: LayerTape, qkv: list[Tensor], how: Sharing) -> Tensor:
 
 
 def work_bytes(how: Sharing, queries: int, keys: int) -> float:
-    """Return the most that the backward of so many query and KV heads has beside what was kept and
-    the gradients that it returns."""
+    """Return the peak bytes of the backward of these query and KV heads, apart from saved tensors
+    and the gradients that it returns."""
     token = how.token(queries, keys)
     most = backward_bytes(how.row, token)
     if (

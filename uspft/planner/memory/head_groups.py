@@ -1,7 +1,8 @@
-"""What a block in groups of heads keeps and needs, on a tape: attention as model/head_groups.py has
-it, a state as model/state_groups.py, and tiles of both as model/group_call.py has them run.
+"""The memory of a block in groups of heads, by replaying on a tape what model/head_groups.py
+(attention), model/state_groups.py (a state) and model/group_call.py (tiles of both) allocate.
 
-Where a function takes a list of one storage it takes this out, so that nobody holds it beside.
+A function whose argument is a list of one storage takes it out of the list, so that the caller does
+not keep it alive.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from uspft.sequence.rows.heads import key_groups, key_ranges
 
 
 class GroupMemory(ABC):
-    """A block in groups of heads, with its norms and residual where these are one function with it.
-    It is called once for each run."""
+    """A block in groups of heads, with its norms and residual if they are part of its autograd
+    function. It is called once for each run, recomputation included."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         self.tape, self.sizes = tape, sizes
@@ -52,14 +53,14 @@ class GroupMemory(ABC):
         )
         """Those of the first that make some of what follows attention."""
         self._kept: list[Storage] = []
-        """What the first run made, until the backward, where the second does not make it again."""
+        """The first run's results that the second run does not recompute; until the backward."""
         self._away: list[float] = []
-        """The sizes of it, as long as it waits on the host and the first run goes on."""
+        """The sizes of those that are offloaded to the host during the first run."""
         self.below: Storage | None = None
-        """The input of the layer below, once it has come from the host."""
+        """The input of the layer below, once it is copied back from the host."""
 
     def __call__(self, x: Tensor, *, trains: bool) -> Tensor:
-        """Return what the block makes of x. trains: whether any of its weights does."""
+        """Return the block's output for x. trains: whether any of its weights trains."""
         tape, wanted = self.tape, bool(x.node)
         saved = [*self._kept] or self._attended()
         remembers = self.sizes.recompute == "nothing" and (wanted or trains)
@@ -80,21 +81,21 @@ class GroupMemory(ABC):
         return out
 
     def waits(self) -> None:
-        """Count what waits on the host among what is kept, when the first run has ended."""
+        """Count offloaded results among those saved, after the first run has ended."""
         self._kept += [self.tape.new(self._away.pop(0)) for _ in range(len(self._away))]
 
     @abstractmethod
     def _attended(self) -> list[Storage]:
-        """Return the output of all heads, and what each group's backward takes."""
+        """Return the output of all heads, and what each group's backward needs."""
 
     def _stay(self, needed: bool) -> list[Storage]:
-        """Return what else stays until the backward. needed: whether there is one."""
+        """Return other tensors saved until the backward. needed: whether there is a backward."""
         return []
 
     @abstractmethod
     def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
-        """Return the gradients that groups have made. saved: what they take, which is emptied.
-        slopes: is cleared when the last one has begun."""
+        """Return the gradients from all groups. saved: their saved tensors, which is emptied.
+        slopes: cleared when the last group has begun."""
 
     def _backward(self, saved: list[Storage], *, wanted: bool) -> GradientStorages:
         tape, s = self.tape, self.sizes
@@ -115,16 +116,16 @@ class GroupMemory(ABC):
         return [dx if wanted else None, None]
 
     def _begin(self, saved: list[Storage]) -> list[Storage]:
-        """Return the slope of what a norm behind the block takes. saved: has what else stayed."""
+        """Return the gradient of the input of a norm after the block. saved: the saved tensors."""
         return [self.tape.new(self._hidden)] if self._behind else []
 
     def _summed(
         self, weights: float, tile: Callable[[], None], before: float = 0.0
     ) -> list[Storage]:
-        """Return the sum of the gradients of weights, a tile's beside it. weights: their bytes.
-        before: those of them whose sum is there."""
+        """Return the sum of weights' gradients over tiles. weights: their bytes. before: the bytes
+        of those whose sum is already allocated."""
         sums: list[Storage] = []
-        # Where a tile is not all tokens, a second one stands for those that follow.
+        # If there are several tiles, a second one is simulated for all that follow.
         for _ in range(1 if self._tile.sharing.tokens == self.sizes.sharing.tokens else 2):
             tile()
             own = self.tape.new(weights)
@@ -133,7 +134,7 @@ class GroupMemory(ABC):
         return sums
 
     def _sizes_of(self, use: str, some: Sharing | StateHeads | None = None) -> LayerSizes:
-        """Return the sizes of a tile. use: BEFORE or BEHIND. some: heads, where not all are."""
+        """Return the sizes of a tile. use: BEFORE or BEHIND. some: the heads; None: all."""
         return self.sizes.of_tile(some, use if self._gated else "", split=self.sizes.gathers)
 
     def _part(self, use: str, some: Sharing | StateHeads | None = None) -> Layer:
@@ -141,7 +142,7 @@ class GroupMemory(ABC):
         return StateLayer(self.tape, sizes) if sizes.state else Layer(self.tape, sizes)
 
     def _input(self, one: Layer, *, wanted: bool = False) -> Tensor:
-        """Return what the block takes of a tile. wanted: whether its gradient is."""
+        """Return the block's input for a tile. wanted: whether its gradient is needed."""
         size = self._tile.between_bytes()
         x = Tensor(size)
         if wanted:
@@ -157,8 +158,8 @@ class GroupMemory(ABC):
         return float(self._features * self._tile.sharing.tokens * self.sizes.element)
 
     def _projected(self, one: Layer, *, wanted: bool) -> Tensor:
-        """Return what the last projection makes of a tile. wanted: whether the input's gradient
-        is."""
+        """Return the output projection's output for a tile. wanted: whether the gradient of its
+        input is needed."""
         x = Tensor(self._tile.between_bytes())
         if self._gated:
             with self.tape.no_gradient():
@@ -172,7 +173,7 @@ class GroupMemory(ABC):
         return one.project(one.taken(x, out), self.sizes.out)
 
     def _last(self) -> None:
-        """Make what follows attention in a tile, and let go of it, as each of these does."""
+        """Simulate what follows attention in the forward, for a tile."""
         with self.tape.no_gradient():
             one = self._part(BEHIND)
             made = self._projected(one, wanted=False)
@@ -183,7 +184,8 @@ class GroupMemory(ABC):
                 self.tape.added(made, made)
 
     def _last_gradients(self) -> None:
-        """Make the gradients of the last projection's weights, and of what makes gates."""
+        """Simulate the gradients of the output projection's weights and of those of gates, for a
+        tile."""
         tape = self.tape
         with tape.apart(collects=True):
             one = self._part(BEHIND)
@@ -196,7 +198,7 @@ class GroupMemory(ABC):
                 tape.backward(made, tape.new(made.size))
 
     def _first(self, some: Sharing | StateHeads) -> None:
-        """Make what attention takes of some heads."""
+        """Simulate the projections of some heads before attention, for a tile."""
         with self.tape.no_gradient():
             one = self._part(BEFORE, some)
             made = one.before(self._input(one))
@@ -204,7 +206,8 @@ class GroupMemory(ABC):
             del made, every
 
     def _first_gradients(self) -> None:
-        """Make all that is before attention, and its gradients."""
+        """Simulate the projections of all heads before attention and their gradients, for a
+        tile."""
         tape = self.tape
         with tape.apart(collects=True):
             one = self._part(BEFORE)
@@ -219,7 +222,8 @@ class GroupMemory(ABC):
             del made, slope
 
     def _out_slope(self, some: Sharing | StateHeads, share: float) -> None:
-        """Make the gradient of the output of some heads. share: of all that they are."""
+        """Simulate the gradient of some heads' output, for a tile. share: their share of all
+        heads."""
         tape, out = self.tape, share * self._tile_out
         if not self._gated:
             held = [tape.new(self._tile.between_bytes()) for _ in range(1 if self._behind else 2)]
@@ -235,17 +239,17 @@ class GroupMemory(ABC):
 
 
 class _Turn(NamedTuple):
-    """What is attended with at once: the heads of all members of a Ulysses group."""
+    """The heads that are computed at once, on all ranks of a Ulysses group together."""
 
     queries: int
     keys: int
     first: bool
-    """Of its group."""
+    """Whether it is the first turn of its group of KV heads."""
     last: bool
 
 
 def _arrived(coming: list[list[Storage]]) -> list[Storage]:
-    """Return what has come; what was sent is let go of, and the list is empty afterwards."""
+    """Return the received storages, free what was sent, and empty the list."""
     return [coming.pop(0).pop() for _ in range(len(coming))]
 
 
@@ -255,7 +259,7 @@ class AttentionGroupMemory(GroupMemory):
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         self._home: list[list[Storage]] = []
-        """What is on its way home, each with the place where it arrives."""
+        """The started transfers back to the tokens' ranks: what is sent, and the receive buffer."""
 
     def _turns(self) -> list[_Turn]:
         how, found = self.sizes.sharing, []
@@ -270,20 +274,20 @@ class AttentionGroupMemory(GroupMemory):
         return found
 
     def _there(self, one: list[Storage]) -> list[Storage]:
-        """Start to exchange tokens for heads."""
+        """Start the all-to-all that splits heads."""
         here = one.pop()
         if self.sizes.sharing.row.ulysses == 1:
             return [here]
         return [self.tape.new(here.size), self.tape.new(here.size)]
 
     def _homeward(self, one: list[Storage]) -> None:
-        """Start to exchange heads for tokens."""
+        """Start the all-to-all back to the tokens' ranks."""
         here = one.pop()
         if self.sizes.sharing.row.ulysses > 1:
             self._home.append([here, self.tape.new(here.size)])
 
     def _arrive(self) -> None:
-        """Wait for what is on its way home."""
+        """Wait for the transfers back."""
         while self._home:
             one = self._home.pop(0)
             del one[0]
@@ -294,7 +298,7 @@ class AttentionGroupMemory(GroupMemory):
         return [self._there(one) for one in self._made(turn)]
 
     def _made(self, turn: _Turn) -> list[list[Storage]]:
-        """Return queries, and of a group's first turn keys and values."""
+        """Return a turn's queries, and in a group's first turn keys and values."""
         found = self._storages(turn)
         keys = turn.keys if turn.first else 1
         self._first(replace(self.sizes.sharing, heads=turn.queries, kv_heads=keys))
@@ -306,7 +310,7 @@ class AttentionGroupMemory(GroupMemory):
         return [[self.tape.new(size)] for size in sizes]
 
     def _scales(self) -> list[Storage]:
-        """Return that by which norms over all heads multiply tokens, of queries and of keys."""
+        """Return the factors of tokens in norms over all heads, for queries and for keys."""
         if not self.sizes.kind.normed_together:
             return []
         self._first(self.sizes.sharing)
@@ -383,14 +387,14 @@ class AttentionGroupMemory(GroupMemory):
         return of_keys
 
     def _slope(self, heads: int) -> None:
-        """Make the gradient of the output of so many query heads."""
+        """Simulate the gradient of the output of `heads` query heads."""
         how = self.sizes.sharing
         self._out_slope(replace(how, heads=heads, kv_heads=1), heads / how.heads)
 
 
 class GatheredGroupMemory(AttentionGroupMemory):
-    """Attention whose tokens each tensor rank has some of: what is made of them before it is made
-    of all heads at once, and in the backward so is the gradient of the output."""
+    """Attention in groups of heads under use_seq_parallel: queries, keys and values of all heads
+    are computed at once, and so is the output's gradient in the backward."""
 
     def _gather(self) -> None:
         how = self.sizes.sharing
@@ -430,7 +434,7 @@ class GatheredGroupMemory(AttentionGroupMemory):
 
 
 def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages:
-    """Return what a backward's caller holds."""
+    """Return gradients that the caller of a backward keeps alive."""
     return [*found]
 
 
@@ -448,14 +452,14 @@ class StateGroupMemory(GroupMemory):
         return [of.group(b - a) for a, b in key_ranges(of.sizes.keys, of.ulysses)]
 
     def _made_of(self, some: StateHeads) -> list[Storage]:
-        """Return what the convolution takes of a group, and both gates."""
+        """Return a group's input of the convolution, and both gates."""
         *qkv, decay, beta = some.taken(some.sizes)
         found = [self.tape.new(size) for size in (sum(qkv), decay, beta)]
         self._first(some)
         return found
 
     def _taken(self, every: list[Tensor], some: StateHeads) -> list[Tensor]:
-        """Return what the rule takes of a group, where it runs."""
+        """Return a group's inputs of the delta rule, after the exchange of heads."""
         every[0] = convolved(self.tape, every[0], some, self._convolves)
         parts = [*self.tape.parted(every.pop(0), some.taken(some.sizes)[:3]), *every]
         every.clear()
@@ -512,8 +516,8 @@ class StateGroupMemory(GroupMemory):
 
 
 class LayerInGroups(Layer):
-    """A layer on a tape that attends in groups of heads, as two functions where `in_halves` says
-    so."""
+    """A layer on a tape whose attention runs in groups of heads; with `in_halves` it is two
+    autograd functions."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)

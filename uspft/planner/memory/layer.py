@@ -1,7 +1,7 @@
-"""A layer as it runs, on a tape.
+"""The memory of a layer, by replaying its forward on a tape.
 
-Functions follow the code that they stand for line by line: transformers' layers, peft's
-projections, and what model/ and tensor/ put between them. Sizes are bytes.
+Functions follow the code that they simulate line by line: transformers' layers, peft's projections,
+and the hooks of model/ and tensor/. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Layer:
         self.tape, self.sizes = tape, sizes
         self._remembered: Remembered | None = None
         self.below: Storage | None = None
-        """The input of the layer below, where it waits on the host and has come."""
+        """The input of the layer below, once it is copied back from the host."""
         self._made: dict[str, Tensor] = {}
-        """What projections into a block on a mesh have made together."""
+        """The outputs of projections into a block on a mesh, which are computed together."""
         if sizes.recompute in ("nothing", "exchange"):
             exchanges = sizes.sharing.row.ulysses > 1 and sizes.recompute == "nothing"
             self._remembered = Remembered(tape, wanted=not exchanges)
@@ -38,17 +38,17 @@ class Layer:
         return self.second_half(hidden)
 
     def first_half(self, hidden: Tensor) -> Tensor:
-        """Return the residual with what attention, or a state, makes of it."""
+        """Return the residual plus the output of attention, or of a layer with a state."""
         return self._added(hidden, self._attention, self.sizes.kind.norms[:2])
 
     def second_half(self, hidden: Tensor) -> Tensor:
-        """Return the residual with what the MLP makes of it."""
+        """Return the residual plus the MLP's output."""
         return self._added(hidden, self._mlp, self.sizes.kind.norms[2:])
 
     def _added(
         self, residual: Tensor, block: Callable[[Tensor], Tensor], norms: Sequence[str]
     ) -> Tensor:
-        """Return what goes into a block, with what this makes of it. norms: before and behind."""
+        """Return the residual plus a block's output. norms: before and after the block."""
         hidden = self.norm(residual, norms[0])
         hidden = self.norm(block(hidden), norms[1])
         if self.sizes.kind.scaled:
@@ -63,12 +63,12 @@ class Layer:
         return name in self.sizes.trained
 
     def _any_trains(self, *prefixes: str) -> bool:
-        """Tell whether any weight or adapter does of modules whose names begin so."""
+        """Tell whether any weight or adapter trains in modules whose names begin with a prefix."""
         of = tuple(filter(None, prefixes))
         return any(one.startswith(of) for one in self.sizes.trained | self.sizes.adapted)
 
     def project(self, x: Tensor, name: str) -> Tensor:
-        """Return a projection of x, with its adapter's."""
+        """Return a projection of x, including its adapter."""
         tape, s = self.tape, self.sizes
         block = name.partition(".")[0]
         inside = self.sizes.outputs(block)
@@ -115,7 +115,7 @@ class Layer:
         return self._made.pop(name)
 
     def _adapted(self, x: Tensor, name: str, takes: int, size: float, gives: int) -> Tensor:
-        """Return what an adapter's two factors make of x."""
+        """Return the output of an adapter's A and B for x."""
         tape, s = self.tape, self.sizes
         given = tape.dropped(x, x.size / s.element) if s.dropout else x
         sizes = x.size / takes * s.rank, float(s.element * takes * s.rank)
@@ -127,11 +127,11 @@ class Layer:
         return self.tape.linear(x, size, weight, trains=True)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Return what a block takes of what lies between."""
+        """Return a block's input, gathered from the hidden states between blocks."""
         return x if self.sizes.mesh_rows else enter(self.tape, self.sizes, x)
 
     def _leave(self, x: Tensor) -> Tensor:
-        """Return the sum of what ranks have made of a block."""
+        """Return a block's output, summed over tensor ranks."""
         tape, s = self.tape, self.sizes
         if s.tensor == 1 or s.mesh_rows:
             return x
@@ -140,7 +140,8 @@ class Layer:
         return tape.remade(tape.viewed(x), s.between_bytes())
 
     def taken(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return what the last projection takes of a layer's input and of what attention gives."""
+        """Return the output projection's input. x: the block's input, of which gates are projected.
+        out: attention's output."""
         tape, s = self.tape, self.sizes
         if not s.kind.gated:
             return out
@@ -152,7 +153,7 @@ class Layer:
         return tape.multiplied(out, tape.gated(gate))
 
     def before(self, x: Tensor) -> list[Tensor]:
-        """Return what attention takes of an input."""
+        """Return attention's inputs for a block's input."""
         return self._qkv(x, [])
 
     def _attention(self, x: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class Layer:
         return self._leave(self.project(out, self.sizes.out))
 
     def _attended(self, x: Tensor) -> Tensor:
-        """Return what the projection out of attention takes."""
+        """Return the input of attention's output projection."""
         tape, how = self.tape, self.sizes.sharing
         gate: list[Tensor] = []
         whole = partial(attend_over_heads, tape, how=how)
@@ -171,8 +172,8 @@ class Layer:
     def _mix(
         self, parts: list[Tensor], whole: Callable[..., Tensor], inner: InnerAttention
     ) -> Tensor:
-        """Return what attention, or a rule, makes of parts. whole: it with the exchanges of heads
-        around, inner: between these."""
+        """Return the output of attention or of the delta rule. whole: with the exchanges of heads.
+        inner: between the exchanges."""
         calls = [self._fetch if self.sizes.offloads else None, *[None] * (len(parts) - 1)]
         parts = [self.tape.viewed(one, then) for one, then in zip(parts, calls, strict=True)]
         kept = self._remembered
@@ -185,7 +186,7 @@ class Layer:
         self.below = self.tape.new(self.sizes.between_bytes() * (not self.sizes.first))
 
     def _qkv(self, x: Tensor, gate: list[Tensor]) -> list[Tensor]:
-        """Return queries, keys and values. gate: gets what gates the output, if anything."""
+        """Return queries, keys and values. gate: receives the output's gate, if there is one."""
         tape, s = self.tape, self.sizes
         if s.kind.normed_values:
             return self._each_turned(x)

@@ -1,7 +1,7 @@
-"""The operations of a layer on a tape: what each makes, keeps and needs in its backward.
+"""The operations of a layer on a tape: what each allocates, saves, and allocates in its backward.
 
-Each function stands for the one of torch, transformers, peft or uspft that its docstring names, and
-lets go of tensors where that does. Sizes are bytes.
+Each function simulates the one of torch, transformers, peft or uspft that its docstring names, and
+frees tensors where that does. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import NamedTuple
 from uspft.planner.memory.tape import GradientStorages, Storage, Tape, Tensor
 
 DRAWN_BYTES, DRAWN_AT_ONCE = 4, 1 << 24
-"""What a dropout draws for an element, and for how many at a time (model/dropout.py)."""
+"""The bytes that a dropout draws per element, and the elements drawn at once (model/dropout.py)."""
 INDEX = 8
-"""The bytes of a number of int64, as labels are."""
+"""The bytes of an int64 number, such as a label."""
 WIDE = 4
 """The bytes of an element of float32, in which norms compute and gradients are summed."""
 
 
 class NormKind(NamedTuple):
-    """How a norm is made."""
+    """How a norm is computed."""
 
     wide: bool = False
-    """Whether its weight multiplies in float32."""
+    """Whether the product with its weight is in float32."""
     summed: bool = False
-    """Whether ranks have some features each (model/divided.py), whose squares they sum."""
+    """Whether its features are split over ranks, which sum their squares (model/divided.py)."""
     weighs: bool = True
     """Whether it has a weight."""
 
 
 ANGLES = Tensor(0.0)
-"""Cosines and sines, which the batch has."""
+"""The cosines and sines of rotary embeddings, which the batch has in memory."""
 
 
 class Angles(NamedTuple):
-    """What brings queries and keys into their positions, as a batch has it."""
+    """The cosines and sines of rotary embeddings, and how a layer uses them."""
 
     wide: float
-    """How much larger float32 is than their own type."""
+    """The size of float32 divided by that of the compute dtype."""
     share: float = 1.0
-    """The share of a head that is turned."""
+    """The share of a head's features that are rotated."""
     again: Storage | None = None
-    """What a layer makes of them for itself."""
+    """A layer's own copy of them, if it makes one."""
 
 
 class LayerTape(Tape):
@@ -53,8 +53,7 @@ class LayerTape(Tape):
         return self.record((a, b), (a.size,), lambda grads: [grads[0], grads[0]])[0]
 
     def multiplied(self, a: Tensor, b: Tensor, size: float | None = None) -> Tensor:
-        """Return a · b, where b may be broadcast over a. size: of the product, where b is in a
-        wider type."""
+        """Return a · b, with b possibly broadcast. size: of the product, if b has a wider dtype."""
         sizes, wanted = (a.size, b.size), (a.node, b.node)
         kept = [a.storage if b.node else None, b.storage if a.node else None]
         made = a.size if size is None else size
@@ -81,11 +80,11 @@ class LayerTape(Tape):
         back: float = 0.0,
         keeps: Sequence[object] = (),
     ) -> Tensor:
-        """Return what is made of x, whose gradient is made anew: x in another type, times a
-        number, or sent and put together.
+        """Return the result of an operation on x that allocates a new gradient: a cast, a product
+        with a number, or a transfer.
 
-        size: where another than before. beside, back: of buffers that are let go of when the
-        result, or its gradient, is there. keeps: what the backward needs.
+        size: of the result; None: that of x. beside, back: the bytes of temporary buffers, forward
+        and backward. keeps: what the backward saves.
         """
         before = x.size
 
@@ -102,16 +101,16 @@ class LayerTape(Tape):
         return made
 
     def copied(self, x: Tensor) -> Tensor:
-        """Return a copy of x, whose gradient is its own."""
+        """Return a copy of x, whose gradient is passed through."""
         return self.record((x,), (x.size,), lambda grads: grads)[0]
 
     def dropped(self, x: Tensor, elements: float) -> Tensor:
-        """Return what model/dropout.py makes of x, whose draws come again in the backward."""
+        """Return the dropout of model/dropout.py, which draws again in the backward."""
         drawn = DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
         return self.remade(x, beside=drawn, back=drawn)
 
     def viewed(self, x: Tensor, then: Callable[[], None] | None = None) -> Tensor:
-        """Return a view of x, whose gradient is a copy. then: is called before that is made."""
+        """Return a view of x, whose gradient is a copy. then: called before the copy is made."""
         return self.parted(x, [x.size], then)[0]
 
     def bent(self, x: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ class LayerTape(Tape):
         return x if size == x.size else self.remade(x, size)
 
     def _mean_square(self, x: Tensor, size: float, how: NormKind) -> Tensor:
-        """Return what follows from the mean square of x's features."""
+        """Return the factor that follows from the mean square of x's features."""
         before, held = x.size, x.storage
         count = 3 if how.summed else 4  # spread where that is no view, powered, doubled, multiplied
 
@@ -174,22 +173,22 @@ class LayerTape(Tape):
         return self.record((x,), (size,), backward, saves=True, keeps=[held], made=made)[0]
 
     def turned(self, x: Tensor, size: float | None = None) -> Tensor:
-        """Return queries or keys in their rotary positions, x · cos + half_turned(x) · sin. size:
-        in the type of the angles."""
+        """Return queries or keys with rotary embeddings, x · cos + rotate_half(x) · sin. size: in
+        the angles' dtype."""
         straight = self.multiplied(x, ANGLES, size)
         return self.added(straight, self.multiplied(self._half_turned(x), ANGLES, size))
 
     def turned_plainly(self, x: Tensor, by: Angles) -> Tensor:
-        """Return what is turned in its own type."""
+        """Apply rotary embeddings in x's dtype."""
         return self.turned(x)
 
     def turned_wide(self, x: Tensor, by: Angles) -> Tensor:
-        """Return what is turned by angles in float32, in its own type (OLMo 2)."""
+        """Apply rotary embeddings in float32, and return x's dtype (OLMo 2)."""
         return self._as(self.turned(x, by.wide * x.size), x.size)
 
     def turned_in_pairs(self, x: Tensor, by: Angles) -> Tensor:
-        """Return what is turned in float32, each feature with its neighbour, by angles of which
-        each layer has its own (ERNIE 4.5)."""
+        """Apply rotary embeddings in float32 to pairs of neighbouring features, with angles that
+        each layer copies (ERNIE 4.5)."""
         wide, angles = by.wide * x.size, Tensor(0.0, by.again)
 
         def by_angles(part: Tensor) -> Tensor:
@@ -202,14 +201,13 @@ class LayerTape(Tape):
         return self._as(total(), x.size)
 
     def turned_in_part(self, x: Tensor, by: Angles) -> Tensor:
-        """Return what is turned as a part that is set before the rest again (Phi-3)."""
+        """Apply rotary embeddings to the first features, and concatenate the rest (Phi-3)."""
         part = self.sliced(x, by.share * x.size)
         rest = self.sliced(x, x.size - part.size)
         return self.joined([self.turned(part), rest])
 
     def turned_by_halves(self, x: Tensor, by: Angles) -> Tensor:
-        """Return both halves of a head, each turned with the other, one behind the other
-        (gpt-oss)."""
+        """Apply rotary embeddings to the two halves of a head, and concatenate these (gpt-oss)."""
         first, second = self.halves(x)
         a = self._subtracted(self.multiplied(first, ANGLES), self.multiplied(second, ANGLES))
         b = self.added(self.multiplied(second, ANGLES), self.multiplied(first, ANGLES))
@@ -220,17 +218,18 @@ class LayerTape(Tape):
         return self.record((a, b), (size,), lambda grads: [grads[0], self.new(size)])[0]
 
     def sliced(self, x: Tensor, size: float) -> Tensor:
-        """Return a view of some of x, whose gradient is as large as all of it."""
+        """Return a view of a part of x, whose gradient has the size of x."""
         return self.parted(x, [size])[0]
 
     def halves(self, x: Tensor) -> list[Tensor]:
-        """Return both halves of x as views, whose gradients become one tensor."""
+        """Return the two halves of x as views, whose gradients are written into one tensor."""
         return self.parted(x, [x.size / 2] * 2)
 
     def parted(
         self, x: Tensor, sizes: Sequence[float], then: Callable[[], None] | None = None
     ) -> list[Tensor]:
-        """Return views of all parts of x, whose gradients become one tensor. then: as of viewed."""
+        """Return views of all parts of x, whose gradients are written into one tensor. then: as in
+        `viewed`."""
         assert x.storage
         whole, made = x.size, [x.storage] * len(sizes)
 
@@ -242,14 +241,14 @@ class LayerTape(Tape):
         return self.record((x,), sizes, backward, made=made)
 
     def gated(self, x: Tensor) -> Tensor:
-        """Return x between 0 and 1, which its backward needs, or as parts of one."""
+        """Return the sigmoid or softmax of x, whose backward saves the output."""
         size, made = x.size, [self.new(x.size)]
         return self.record(
             (x,), (size,), lambda grads: [self.new(size)], saves=True, keeps=made, made=made
         )[0]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return tensors one behind another, whose gradients are views."""
+        """Return the concatenation of tensors, whose gradients are views."""
         size, number = sum(one.size for one in parts), len(parts)
         return self.record(parts, (size,), lambda grads: grads * number)[0]
 
@@ -280,10 +279,11 @@ class LayerTape(Tape):
         *,
         trains: bool,
     ) -> Tensor:
-        """Return what model/tiles.py makes of inputs, of which a tile has a share.
+        """Return the output of a tiled module (model/tiles.py). share: a tile's share of the
+        inputs.
 
-        module: what it does with a tile. wide: how much larger float32 is than the type of the
-        weights. trains: whether any of these does.
+        module: the function of a tile. wide: the size of float32 divided by that of the weights'
+        dtype. trains: whether any weight trains.
         """
         sizes, wanted = [one.size for one in inputs], [one.node for one in inputs]
         held = [one.storage for one in inputs]

@@ -1,9 +1,9 @@
-"""What is alive while torch runs a graph forward and backward, told by sizes alone.
+"""A simulation of the memory of an autograd graph's forward and backward, which knows only sizes.
 
-An operation makes tensors and says what its backward needs; the tape keeps that as torch's autograd
-does, runs the backward in torch's order, and knows the most bytes that were alive at once. Python
-frees a storage with its last holder, here as in torch: what code holds while it runs, its copy on a
-tape holds too. Sizes are bytes.
+An operation allocates tensors and declares what its backward saves. The tape keeps saved tensors
+alive as torch's autograd does, runs the backward in torch's order, and records the peak of the
+bytes that are alive. A storage is freed with its last Python reference, as in torch, so that code
+on a tape must hold the same references as the code that it simulates. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 class Storage:
-    """Bytes that are alive as long as something holds this."""
+    """Bytes that are alive as long as something references this object."""
 
     __slots__ = ("_tape", "size")
 
@@ -30,7 +30,7 @@ class Storage:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A tensor of so many bytes, and the operation that made it; None: it needs no gradient."""
+    """A tensor of `size` bytes, and the operation that made it; node None: it needs no gradient."""
 
     size: float
     storage: Storage | None = None
@@ -40,21 +40,21 @@ class Tensor:
 
 GradientStorages = list[Storage | None]
 RunBackward = Callable[[GradientStorages], Sequence[Storage | None]]
-"""A function from the gradients of what an operation made to those of what it took."""
+"""A function from the gradients of an operation's outputs to those of its inputs."""
 
 
 @dataclass(slots=True, eq=False)
 class TapeNode:
-    """An operation whose backward is still to run; without one it is a leaf."""
+    """An operation whose backward has not run yet; a leaf has no backward."""
 
     number: int
     edges: list[tuple[TapeNode | None, int]]
     backward: RunBackward | None
     outputs: int = 1
     saves: bool = False
-    """Whether its backward needs what was kept."""
+    """Whether its backward uses saved tensors."""
     collects: bool = False
-    """Whether a leaf keeps its gradient."""
+    """Whether a leaf stores its gradient."""
     gradient: Storage | None = None
     held: tuple[object, ...] = ()
 
@@ -63,39 +63,38 @@ class TapeNode:
 
 
 class Tape:
-    """The bytes alive, the most there were, and how operations are recorded."""
+    """A recorder of operations, with the bytes that are alive and their peak."""
 
     def __init__(self) -> None:
         self.live = self.most = 0.0
         self.recomputed = False
-        """Whether what a backward needs has been made again, and is let go of as soon as it is
-        used."""
+        """Whether saved tensors were recomputed, and so are freed as soon as they are used."""
         self.stays: list[Storage] = []
-        """What the graph of a first run holds by itself, as no checkpoint keeps it from."""
+        """The tensors that a checkpointed layer's first run keeps alive nevertheless."""
         self._numbers = 0
         self.keeps = self._grows = True
-        """Whether anything is kept for a backward: not in a checkpoint's first run."""
+        """Whether tensors are saved for a backward: not in a checkpointed layer's first run."""
         self._saves, self._last_save = 0, -1
         self._sizeless = False
         self._parameters: list[TapeNode] | None = None
         self._nodes: dict[int, TapeNode] | None = None
 
     def new(self, size: float) -> Storage:
-        """Return a new storage; one without bytes where a second run has already ended."""
+        """Return a new storage; of 0 bytes if recomputation has already stopped."""
         ended = self._sizeless or self._saves == self._last_save
         return Storage(self, 0.0 if ended else size)
 
     def hold(self, *storages: Storage) -> None:
-        """Let the graph of a first run hold storages that its functions have as attributes."""
+        """Keep alive storages that autograd functions have as attributes, even in a first run."""
         self.stays += [] if self.keeps else storages
 
     def leaf(self, size: float, storage: Storage | None = None) -> Tensor:
-        """Return a tensor whose gradient is kept: new, or in a storage."""
+        """Return a leaf whose gradient is stored. storage: None: a new one."""
         return Tensor(size, storage or self.new(size), self._node([], None, collects=True), 0)
 
     def parameter(self, trains: bool) -> Tensor:
-        """Return a parameter, whose bytes are not counted; where it trains, its gradient is let go
-        of when it has come, but for those that `apart` collects."""
+        """Return a parameter, whose bytes are not counted. If it trains, its gradient is freed when
+        it is computed, except within `apart(collects=True)`."""
         node = None
         if trains and self._grows:
             node = self._node([], None, collects=self._parameters is not None)
@@ -113,10 +112,10 @@ class Tape:
         keeps: Sequence[object] = (),
         made: Sequence[Storage] | None = None,
     ) -> list[Tensor]:
-        """Return what an operation makes of its inputs.
+        """Return the outputs of an operation.
 
-        saves: whether its backward needs any of what it took or made. keeps: what is held for it,
-        until it has run. made: what it made by itself.
+        saves: whether its backward uses saved inputs or outputs. keeps: objects that stay alive
+        until its backward has run. made: the outputs' storages, if they are already allocated.
         """
         needed = any(one.node for one in inputs)
         self._saves += saves and needed
@@ -147,7 +146,7 @@ class Tape:
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """Keep nothing for the backward within the `with` block, as a checkpoint's first run."""
+        """Save nothing for the backward within the `with` block, as in a checkpoint's first run."""
         self._saves, self.keeps = 0, False
         try:
             yield
@@ -157,10 +156,10 @@ class Tape:
     def second_run(
         self, run: Callable[[], Tensor], gradient: float, then: Callable[[], None]
     ) -> None:
-        """Run what has had its first run again, until what that would have kept is there, and then
-        its backward: what of this needs nothing that was kept goes before.
+        """Recompute what ran within `first_run` until the last tensor is saved, and then run its
+        backward; operations whose backward uses no saved tensors run before the recomputation.
 
-        gradient: the bytes of that of what it makes. then: is called between.
+        gradient: the bytes of the output's gradient. then: called between the two.
         """
         last, begin, self._sizeless = self._saves, self._numbers, True
         self._saves = 0
@@ -189,7 +188,7 @@ class Tape:
 
     @contextmanager
     def no_gradient(self) -> Iterator[None]:
-        """Let no parameter ask for a gradient within the `with` block."""
+        """Let no parameter require a gradient within the `with` block."""
         before, self._grows = self._grows, False
         try:
             yield
@@ -198,9 +197,9 @@ class Tape:
 
     @contextmanager
     def apart(self, *, collects: bool = False) -> Iterator[list[TapeNode]]:
-        """Keep what a graph of its own needs within the `with` block, also in a first run.
+        """Record a separate graph within the `with` block, which saves tensors even in a first run.
 
-        collects: whether the gradients of its parameters stay, at what is yielded.
+        collects: whether the gradients of its parameters are stored, in the yielded nodes.
         """
         before = self.keeps, self._saves, self._last_save, self._parameters, self.recomputed
         self.keeps, self._last_save, self.recomputed = True, -1, False
@@ -212,7 +211,7 @@ class Tape:
             self.keeps, self._saves, self._last_save, self._parameters, self.recomputed = before
 
     def backward(self, made: Tensor, gradient: Storage) -> None:
-        """Run the backward of all that led to a tensor, and leave gradients at the leaves."""
+        """Run the backward from a tensor, which leaves gradients at the leaves."""
         pending = _Pending(self)
         assert made.node
         pending.arrives(made.node, made.slot, gradient)
@@ -221,7 +220,7 @@ class Tape:
 
 
 class _Pending:
-    """The gradients that have come to operations whose backward is still to run."""
+    """The gradients that operations have received whose backward has not run yet."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -233,20 +232,20 @@ class _Pending:
         heapq.heappush(self._ready, node)
 
     def arrives(self, node: TapeNode, slot: int, gradient: Storage) -> None:
-        """Hand a gradient to an operation; a sum takes the place of two. (Without anybody to count
-        it torch may sum in the memory of the first.)"""
+        """Add a gradient to those of an operation; a sum is a new storage, although torch may
+        sometimes sum in the first one's memory."""
         if node not in self._waiting:
             self.waits(node, [None] * node.outputs)
         here = self._waiting[node]
         here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
 
     def left(self) -> list[tuple[int, GradientStorages]]:
-        """Return what still waits, by the numbers of operations."""
+        """Return the operations' numbers and gradients that are left."""
         return [(node.number, gradients) for node, gradients in self._waiting.items()]
 
     def run(self, *, until_saved: bool = False) -> None:
-        """Run backwards, the last operation's first. until_saved: whether to end before the first
-        that needs what was kept."""
+        """Run the backwards in reverse order. until_saved: whether to stop before the first that
+        uses saved tensors."""
         while self._ready and not (until_saved and self._ready[0].saves):
             node = heapq.heappop(self._ready)
             given = self._waiting.pop(node)
