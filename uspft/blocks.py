@@ -46,12 +46,13 @@ def area(blocks: Iterable[Block]) -> int:
 
 
 def in_calls(blocks: Sequence[Block], tokens: int) -> list[list[Block]]:
-    """Return the blocks of each call of a kernel that takes one mask: a call for each mask, and for
-    each full block that would have too many keys copied. tokens: how many keys there are.
+    """Return the blocks of each call of a kernel that takes one mask per call. tokens: the number
+    of keys.
 
-    Full blocks of a call have together no more keys than there are, and each of the longest blocks
-    is alone, whose keys are read in place: runs of one document's queries see the same keys, each
-    run more of them, so copies of all would grow with the number of runs.
+    There is one call per mask, but long full blocks have calls of their own, in which keys are read
+    in place. A call of several full blocks copies their keys, `tokens` at most: spans of a
+    document's queries see largely the same keys, so that copying for all would grow with their
+    number.
     """
     full, *others = ([b for b in blocks if b.mask is mask] for mask in Mask)
     lengths = [b.k1 - b.k0 for b in full]
@@ -66,7 +67,7 @@ def in_calls(blocks: Sequence[Block], tokens: int) -> list[list[Block]]:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return ranges of tokens with neighbours that follow one another joined."""
+    """Return ranges of tokens in order, adjacent ones merged."""
     runs: list[tuple[int, int]] = []
     for start, stop in ranges:
         follows = runs and runs[-1][1] == start

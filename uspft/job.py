@@ -61,22 +61,22 @@ class Prices(NamedTuple):
 
 
 class ChunkPrices(NamedTuple):
-    """The seconds by which rows are cut into chunks that take equal time; those of the cost model
-    on host 0, so that every rank cuts alike."""
+    """The predicted seconds by which rows are cut into chunks of equal time; from the cost model on
+    host 0, so that every rank cuts rows in the same way."""
 
     token_seconds: float
-    """Of a token, whatever it sees."""
+    """The seconds of a token apart from attention."""
     pair_seconds: tuple[tuple[int | None, float], ...]
-    """Of a pair of query and key, by the sliding window of the layers that have it."""
+    """The seconds of a (query, key) pair, for the layers of each sliding window."""
 
 
 class Serving(NamedTuple):
-    """What lies beside trained weights so that they answer as they were trained to."""
+    """The settings that are exported with a model so that servers use it as it was trained."""
 
     template: str | None
     """The chat template without marks, if there is one."""
     ends: tuple[str, ...]
-    """The tokens that end an answer, where conversations were trained on."""
+    """The tokens that end an answer, if conversations were trained on."""
     generation: dict[str, Any]
     """The contents of generation_config.json; empty: there is none."""
 

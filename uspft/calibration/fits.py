@@ -126,12 +126,12 @@ class Fit(NamedTuple):
 
 
 def fit_seconds(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """Return the line whose relative errors have the least squares.
+    """Return the linear fit of seconds that minimises the squares of relative errors.
 
-    Small messages thus count as much as large ones. causes: of each measurement, such as (1, steps,
-    bytes). No coefficient is negative: the most negative one becomes 0 and the rest are fitted
-    again. A cause that says no more than those before it (steps, where all groups were as large) is
-    0 too.
+    Relative errors make small messages count as much as large ones. causes: the regressors of each
+    measurement, such as (1, steps, bytes). Coefficients are not negative: the most negative one is
+    set to 0 and the others are fitted again. A regressor that is linearly dependent on those before
+    it (steps, if all groups had the same size) gets 0 too.
     """
     measured = np.asarray(seconds, float)
     table = np.asarray(causes, float)
@@ -151,7 +151,7 @@ def fit_seconds(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
 
 
 def _independent(table: np.ndarray) -> list[int]:
-    """Return the columns that no combination of those before them gives."""
+    """Return the columns that are linearly independent of those before them."""
     kept: list[int] = []
     for column in range(table.shape[1]):
         if np.linalg.matrix_rank(table[:, [*kept, column]], tol=1e-6) > len(kept):

@@ -49,9 +49,9 @@ class Save:
     ) -> None:
         """Take weights and Adam moments of what trains, by name; collective.
 
-        output: must be one folder for all hosts. course: what else of the run goes on. beside:
-        whether all is copied to the host's memory first, and written by a thread while the caller
-        goes on; else each file is written as soon as it is full. Raises OSError.
+        output: must be one folder for all hosts. course: the run's other state to resume from.
+        beside: whether everything is first copied to host memory and then written by a thread while
+        training goes on; otherwise each file is written as soon as it is full. Raises OSError.
         """
         self.step, self._rank, self._final = step, dist.get_rank(), folder_of(output, step)
         self._aside = partial_of(self._final)

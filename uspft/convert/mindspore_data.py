@@ -84,7 +84,7 @@ def _hugging_face(run: Conversion) -> None:
 
 
 def _split(run: Conversion) -> tuple[str | None, int | None]:
-    """Return the name of the split, and how many samples of its start are meant, if any."""
+    """Return the split's name, and the number of its first samples to use (None: all)."""
     key = f"{LOADER}.split"
     split = run.value(key)
     if split is None:

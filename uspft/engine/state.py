@@ -1,9 +1,9 @@
-"""Access to weights and Adam moments by parameter name, wherever an engine keeps them; and torch's
-AdamW as every engine has it.
+"""Access to weights and Adam moments by parameter name, however an engine shards them; and the
+AdamW that all engines use.
 
-The ranks that hold a part of a parameter (parameters/shards.py) keep fragments [start, stop) of the
-part, flattened. A fragment is read where it lies; `gather` sends fragments to the ranks that want
-them, each value at most once.
+Each rank that holds a part of a parameter (parameters/shards.py) stores a fragment [start, stop) of
+the flattened part. A rank reads its own fragments directly; `gather` sends values to other ranks,
+each at most once per rank.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ GRADIENT = "gradient"
 """A further kind, between a step's last backward pass and its update: the gradient, summed over all
 ranks and micro-batches, before it is clipped."""
 BATCH_BYTES = 1 << 28
-"""How many bytes `gather` has under way at one time, to all ranks together."""
+"""The number of bytes that `gather` sends at one time, to all ranks together."""
 
 Interval = tuple[int, int]
 
 
 class Keeper(Protocol):
-    """The part of an engine that this file uses: the weights and Adam's moments that it keeps."""
+    """The part of an engine that this file uses: the weights and Adam moments that it stores."""
 
     holders: Holders
-    """Who holds the parameters between steps."""
+    """The shards and process groups in which parameters are stored between steps."""
     device: torch.device
     named: Mapping[str, nn.Parameter]
-    """Every parameter by its Hugging Face name; what is here of its values may change."""
+    """Every parameter by its Hugging Face name; between steps its values may be elsewhere."""
     adam: torch.optim.Optimizer
 
     @cached_property
     def fragments(self) -> Fragments:
-        """The table of which rank keeps which values; collective at its first use."""
+        """The table of which rank stores which values; collective at its first use."""
         return Fragments(self)
 
     def total(self, *values: float) -> list[float]:

@@ -43,12 +43,13 @@ class Restart:
     """Whether a lost run may start again, and what its hosts have decided."""
 
     may: Callable[[str], bool]
-    """Returns, of why it was lost, whether it may start again; asked on host 0 alone."""
+    """A function of the reason of the loss that returns whether the run may start again; called on
+    host 0 alone."""
     least_hosts: int | None = None
-    """How many hosts must remain; None: all."""
+    """The number of hosts that must remain; None: all."""
     why: str = ""
     hosts: Hosts | None = None
-    """On which hosts the run starts again; None: it does not."""
+    """The hosts on which the run starts again; None: it does not."""
 
     def decide(self, watch: Watch, why: str) -> None:
         """Find out whether the run starts again, and where; the ranks have ended.

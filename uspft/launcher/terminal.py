@@ -104,7 +104,7 @@ class Waiting:
 
     @classmethod
     def of_rank(cls, environment: Mapping[str, str]) -> Waiting:
-        """Return what a rank shows of its waits, from now on; only the first rank's is seen."""
+        """Return a started display of what a rank waits for; only the first rank's is visible."""
         quiet = environment["RANK"] != "0"
         waiting = cls(Console(highlight=False, soft_wrap=True, quiet=quiet))
         waiting.view.start()

@@ -54,10 +54,10 @@ def tracking(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yield a function that hands a record of metrics.jsonl to every tracker of the recipe.
 
-    first_step: the step that the run goes on from, 0 where it is new; a tracker's run goes on then
-    too. waits: makes a `with` block in which a tracker is told to be waited for. A tracker that
-    fails later is told once and left alone: metrics.jsonl has every number. Raises RunFailed where
-    one cannot be started.
+    first_step: the step from which the run resumes, and the trackers' runs with it; 0: a new run.
+    waits: returns a `with` block that shows that a tracker is being waited for. A tracker that
+    fails later is reported once and then ignored, since metrics.jsonl has every number. Raises
+    RunFailed if one cannot be started.
     """
     runs = _runs(output)
     makers: dict[str, Callable[[], Any]] = {

@@ -1,5 +1,5 @@
-"""The `model` block of a recipe: where model and tokenizer are on this host, what is wrong with
-them, which the built model shows too, and what an export has beside the weights."""
+"""The `model` block of a recipe: fetching model and tokenizer to this host, checking them, also by
+building the model on meta, and the settings that an export needs."""
 
 from __future__ import annotations
 

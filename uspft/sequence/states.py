@@ -1,10 +1,10 @@
 """Layers with a state under context parallelism: the state passes from rank to rank, tokens stay.
 
-A gated delta net takes a state S [K, V] a head through its tokens, S ← e^g (I − β k kᵀ) S + β k vᵀ
-(arXiv 2412.06464). Of a whole fragment that is S ← M S + S₀, and both are what the rule itself
-makes of v widened to [0 | v] and the state [I | 0]. Ranks exchange these summaries, each composes
-the state that enters its fragments, and the gradient of a state runs the other way:
-dS ← Mᵀ dS + dS₀. What travels does not depend on the row's length.
+A gated delta net updates a state S [K, V] per head with each token: S ← e^g (I − β k kᵀ) S + β k vᵀ
+(arXiv 2412.06464). Over a whole fragment that is S ← M S + S₀; M and S₀ are computed by the same
+rule, with values [0 | v] and initial state [I | 0]. Ranks exchange these summaries, and each rank
+computes the initial states of its fragments from them. The gradient of a state passes the other
+way: dS ← Mᵀ dS + dS₀. The bytes sent do not depend on the row's length.
 
 Shapes, as suffixes: T tokens of the ring rank; H value heads, G key heads; K key dim, V value dim.
 """
@@ -23,7 +23,7 @@ from uspft.sequence.rows.fragments import NOBODY, Chains, Fragment
 
 
 class Mixed(NamedTuple):
-    """What the rule of a layer with a state takes of each token."""
+    """The inputs of the delta rule for each token."""
 
     q: Tensor
     """[T, G, K]."""
@@ -32,22 +32,22 @@ class Mixed(NamedTuple):
     v: Tensor
     """[T, H, V], H a multiple of G: consecutive value heads share a key head."""
     g: Tensor
-    """[T, H]: the logarithm of what the state keeps, in float32 or wider."""
+    """[T, H]: the logarithm of the state's decay, in at least float32."""
     beta: Tensor
-    """[T, H]: how much of the state's answer is replaced."""
+    """[T, H]: the strength with which the value for a key is overwritten."""
 
 
 class StateRule(Protocol):
-    """The rule, differentiable: tokens and the state that enters → out [T, H, V] in v's dtype and
-    the state [H, K, V] that leaves, in float32 or wider."""
+    """The delta rule, differentiable: a function from tokens and the initial state (None: 0) to the
+    output [T, H, V] in v's dtype and the final state [H, K, V] in at least float32."""
 
     def __call__(self, x: Mixed, state: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
 def mix_over_states(x: Mixed, chains: Chains, rule: StateRule, group: Group) -> Tensor:
-    """Return the rule's out [T, H, V] of a ring rank's tokens, each document from its own first
-    token on; zeros for padding. Differentiable; collective over the ring where documents cross
-    ranks.
+    """Return the delta rule's output [T, H, V] for a ring rank's tokens, in which each document has
+    a state of its own; zeros for padding. Differentiable; collective over the ring if documents
+    cross ranks.
 
     The layer of arXiv 2412.06464 over sequence pieces, as LASP-2 exchanges states (2502.07563).
     """
@@ -56,13 +56,13 @@ def mix_over_states(x: Mixed, chains: Chains, rule: StateRule, group: Group) -> 
 
 
 class _OverStates(torch.autograd.Function):
-    """Keeps its inputs, the states that entered and how fragments pass states on; the backward
-    makes the graph of each fragment again.
+    """The autograd function of `mix_over_states`, which saves inputs, initial states and the
+    matrices M; the backward recomputes each fragment's graph.
 
-    A graph kept from the forward would hold all that the rule does, and under checkpointing its
-    saved tensors would make the layer run again at every use. One function has both transfers, so
-    that a rank whose tokens use nothing that arrives takes part in the backward's too; and it is
-    one whatever documents a rank has, so that ZeRO-3 meets modules in one order on all ranks.
+    A graph kept from the forward would save everything inside the rule, and under checkpointing
+    each use of its saved tensors would recompute the layer. Both transfers are in one function, so
+    that a rank which uses nothing of what it receives takes part in the backward's too; and every
+    rank calls it whatever its documents are, so that ZeRO-3 sees the same order of modules.
     """
 
     @staticmethod
@@ -83,8 +83,8 @@ class _OverStates(torch.autograd.Function):
 def mixed_forward(
     x: Mixed, chains: Chains, rule: StateRule, group: Group
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return what mix_over_states does, without a gradient, and what its backward takes beside x:
-    `kept_of` says how many tensors."""
+    """Return the output of mix_over_states without a graph, and the tensors besides x that its
+    backward needs; `kept_of` returns their number."""
     out: dict[Fragment, Tensor] = {}
     summaries: dict[Fragment, _Summary] = {}
     for fragment in _real(chains.mine):

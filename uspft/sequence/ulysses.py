@@ -134,8 +134,8 @@ def start_exchange(
 def start_exchange_back(
     tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Start to exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all of
-    them, where shared heads add up.
+    """Start the all-to-all that turns each tensor [T, n, D] of this rank's heads into [t, N, D] of
+    all heads; heads that several ranks have are summed.
 
     Tensors may differ in D. Returns the function that waits for it, which must be called; they must
     not change until then.

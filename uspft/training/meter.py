@@ -52,7 +52,8 @@ class Meter:
             one.layout.pipeline: Counter(every[n] for n in one.layers_here(self._layers))
             for one in run.loader.worlds or [run.world]
         }
-        """By the number of stages: how many layers of this rank have each window and heads."""
+        """For each number of pipeline stages, the number of this rank's layers with each (sliding
+        window, heads)."""
         self._experts = ExpertLoad(run.model, run.engine.holders, device)
         run.world.books.close()
 
