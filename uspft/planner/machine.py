@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import lcm, prod
@@ -34,7 +34,7 @@ from uspft.config.types import (
     Text,
     validated,
 )
-from uspft.layout import AXES, HELD, Layout
+from uspft.layout import Layout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -154,15 +154,13 @@ class Spread:
     @classmethod
     @cache
     def of(cls, layout: Layout, axes: tuple[str, ...], ranks_per_host: int) -> Spread:
-        """Return the spread of a layout's groups whose members differ along `axes`.
+        """Return the spread of a layout's groups whose members differ along `axes`, which follow
+        one another in AXES or in HELD, the fastest-varying first.
 
-        Ranks are numbered host by host. Groups along neighbouring axes whose ranks fill hosts
-        evenly follow from their degrees and the ranks between two members; others are counted.
+        Ranks are numbered host by host. Groups whose ranks fill hosts evenly follow from their
+        degrees and the ranks between two members; others are counted.
         """
-        axis = _neighbouring(axes)
-        if axis is None:
-            return cls._counted(layout.groups(axes), ranks_per_host)
-        apart, size = layout.stride(axis)[0], prod(layout.stride(one)[1] for one in axes)
+        apart, size = layout.stride(axes[0])[0], prod(layout.stride(one)[1] for one in axes)
         return cls._regular(apart, size, layout.ranks, ranks_per_host)
 
     @classmethod
@@ -176,16 +174,11 @@ class Spread:
             return cls(size, here, min(host, ranks) // here)
         repeats = lcm(block, host)
         some = range(0, repeats if ranks % repeats == 0 else ranks, block)
-        return cls._counted(
-            [range(first + n, first + block, apart) for first in some for n in range(apart)], host
-        )
-
-    @classmethod
-    def _counted(cls, every: Sequence[Sequence[int]], host: int) -> Spread:
-        hosts = [Counter(rank // host for rank in group) for group in every]
+        groups = [range(first + n, first + block, apart) for first in some for n in range(apart)]
+        hosts = [Counter(rank // host for rank in group) for group in groups]
         beside = Counter(host for group in hosts for host in group)
         counts = {count for group in hosts for count in group.values()}
-        return cls(len(every[0]), min(counts), max(beside.values()), len(counts) == 1)
+        return cls(size, min(counts), max(beside.values()), len(counts) == 1)
 
     @property
     def spans_hosts(self) -> bool:
@@ -204,15 +197,6 @@ class Spread:
     def share_across(self) -> float:
         """The share of what a member sends to the others in equal parts that leaves its host."""
         return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0
-
-
-def _neighbouring(axes: Sequence[str]) -> str | None:
-    """Return the fastest-varying of axes that follow one another, or None where they do not."""
-    for order in (AXES, HELD):
-        places = sorted(order.index(axis) for axis in axes if axis in order)
-        if len(places) == len(axes) and places == list(range(places[0], places[0] + len(places))):
-            return order[places[0]]
-    return None
 
 
 PEAK_BF16 = {

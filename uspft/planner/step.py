@@ -127,15 +127,13 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     stages = dealt_stages(step, layout, step.recompute, memo)
     one_of, outside = parts_apart(placed)
     by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
-    held = layout.mesh_rows, layout.mesh_columns, layout.experts, stages
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
         layers, _, last = kind
         parts = [part.times(n) for layer, n in layers for part in one_of[layer]] + outside * last
-        key = "stored", *held, rank, step.gradient_bytes
-        stored = memo.once(key, partial(stored_bytes, step, layout, stages, rank))
+        stored = _stored(placed, stages, rank)
         moved, fetched = list[StepPart](), list[StepPart]()
         for part in zero_in_each_pass(placed, stored):
             (fetched if part.name == "weights" else moved).append(part)
@@ -239,7 +237,7 @@ def zero_in_each_pass(placed: PlacedStep, stored: StoredParts = ()) -> list[Step
     a pipeline stores; empty: all layers.
     """
     step, found = placed.step, list[StepPart]()
-    for gradients, weights, n, axes in stored or stored_bytes(step, placed.layout):
+    for gradients, weights, n, axes in stored or _stored(placed):
         if placed.spread(*axes).ranks == 1 or step.stage < 2:
             continue
         if step.stage == 2:
@@ -269,7 +267,7 @@ def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) 
     """
     step, summed, update, gathered = placed.step, StepPart("gradients", 0.0), 0.0, list[StepPart]()
     kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
-    for own in stored or stored_bytes(step, placed.layout):
+    for own in stored or _stored(placed):
         ranks = placed.spread(*own.axes).ranks
         if ranks > 1 and step.stage < 2:
             summed = summed.plus(placed.sent("gradients", kind, own.gradients, own.axes))
@@ -279,6 +277,13 @@ def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) 
             new = own.weights * step.trained
             gathered.append(placed.sent("weights", "all_gather", new, own.axes))
     return [summed, StepPart("update", update), *gathered]
+
+
+def _stored(placed: PlacedStep, stages: Stages | None = None, place: int = 0) -> StoredParts:
+    """Return stored_bytes of a layout, worked out once for all that store parameters alike."""
+    step, layout = placed.step, placed.layout
+    key = layout.mesh_rows, layout.mesh_columns, layout.experts, stages, place
+    return placed.memo.once(("stored", *key), partial(stored_bytes, step, layout, stages, place))
 
 
 def stored_bytes(

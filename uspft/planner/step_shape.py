@@ -247,12 +247,12 @@ class PlacedStep:
         """Return this with other fields of the step, and an empty cache."""
         return replace(self, step=replace(self.step, **changes), memo=Memo())
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """The tokens of a rank in one forward."""
         return self.step.tokens(self.layout)
 
-    @property
+    @cached_property
     def passes(self) -> int:
         """The number of forward and backward passes of a step."""
         return self.step.passes(self.layout)

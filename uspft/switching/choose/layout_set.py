@@ -8,13 +8,12 @@ from functools import cached_property
 from statistics import fmean
 
 from uspft.layout import COPIES, Layout, StoredAs
-from uspft.pipeline.stages import Stages
 from uspft.planner.memory.formula import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.memory.zero import moving_state_bytes
 from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
-from uspft.planner.step import micro_step_seconds, zero_once
-from uspft.planner.step_shape import GRADIENT_BYTES, StepShape, seconds_of
+from uspft.planner.step import dealt_stages, micro_step_seconds, zero_once
+from uspft.planner.step_shape import GRADIENT_BYTES, Memo, StepShape, seconds_of
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
@@ -74,14 +73,11 @@ class LayoutSet:
     def _stages(self, bucket: PricedLayout) -> list[StageLayers | None]:
         """Return the layers of each rank along a bucket's pipeline; [None], which means all layers,
         without a pipeline."""
-        model, stages = self.setting.step.model, bucket.layout.pipeline
-        if stages == 1:
+        if bucket.layout.pipeline == 1:
             return [None]
-        sizes = [
-            (model.layers * (n + 1)) // stages - model.layers * n // stages for n in range(stages)
-        ]
-        every = Stages.of_sizes(sizes, stages)
-        return [stage_layers(every, rank) for rank in range(stages)]
+        step = replace(self.setting.step, schedule=bucket.way.schedule)
+        every = dealt_stages(step, bucket.layout, step.recompute, Memo())
+        return [stage_layers(every, rank) for rank in range(every.ranks)]
 
     @cached_property
     def shares(self) -> list[float]:
