@@ -254,8 +254,8 @@ PAIR_FLOPS = (4, 10)
 """The FLOPs of a (query, key) pair per element of a head, forward and backward: two and five
 products of 2 each, as FlashAttention's papers count."""
 POSTED = 2
-"""The largest number of exchanges that `planned_cp` starts in one direction: in the backward, keys
-that were not saved, and gradients."""
+"""The largest number of exchanges of keys that a layer starts in one direction: in the backward,
+those of keys that were not saved, and of gradients."""
 
 
 class MemorySpeed(RecipeBlock):
