@@ -178,7 +178,7 @@ class SomeHeads:
 
     def __init__(self, attention: nn.Module, projections: Mapping[str, Projection]) -> None:
         """projections: of the family, by the names of modules in a layer."""
-        self._attention: Any = attention
+        self.attention: Any = attention
         self.has_state = hasattr(attention, "A_log")
         of = STATE_LAYER if self.has_state else "self_attn"
         own = {
@@ -197,7 +197,7 @@ class SomeHeads:
 
     def _units(self, name: str, blocks: Sequence[str]) -> tuple[Unit, ...]:
         """Return what each block of a projection has of a head."""
-        attention = self._attention
+        attention = self.attention
         if not self.has_state:
             dim = attention.head_dim
             gated = (dim, BEFORE), (dim, BEHIND)
@@ -228,8 +228,8 @@ class SomeHeads:
     def measuring(self, x: Tensor) -> tuple[list[StandIn], list[_Measured]]:
         """Return what stands in for norms over all heads, and the same once more. x: of all
         tokens."""
-        norms = [_Measured(getattr(self._attention, name), x) for name in self._norms]
-        table = self._attention._modules
+        norms = [_Measured(getattr(self.attention, name), x) for name in self._norms]
+        table = self.attention._modules
         return [StandIn(table, *one) for one in zip(self._norms, norms, strict=True)], norms
 
     def of(
@@ -240,7 +240,7 @@ class SomeHeads:
         heads: all that are there. queries: ranges of query heads. keys: KV heads; none where one
         of zeros will do. scales: what was measured.
         """
-        attention, dim = self._attention, heads.dim
+        attention, dim = self.attention, heads.dim
         places = self.projections(heads, queries, keys, BEFORE)
         rows = [(a * dim, b * dim) for a, b in queries]
         pair = [(head * dim, (head + 1) * dim) for head in keys]
@@ -261,7 +261,7 @@ class SomeHeads:
         """Return what stands in for the projections, and for what the module says of its heads,
         where those features of some heads are made that have a use. What is not made is zeros, one
         head where there are none."""
-        attention = self._attention
+        attention = self.attention
         number = sum(b - a for a, b in queries)
         of_keys = [(head, head + 1) for head in keys]
         places = []
