@@ -16,7 +16,7 @@ from torch.func import functional_call
 from uspft.families.projections import COLUMNS, KV, ROWS, Projection
 from uspft.families.table import FAMILIES
 from uspft.model.divided import Call, PartLinear, SplitNorm, part_of_product, used_by
-from uspft.model.dropout import TokenDropout
+from uspft.model.dropout import dropouts_in
 from uspft.model.parallel import (
     enter_and_leave,
     move_padding,
@@ -154,7 +154,7 @@ def _replace(owner: Any, name: str, of: tuple[str, Projection], config: Any, cal
         return
     module.base_layer = made
     takes, _ = _splits(config, found, "A")
-    call.dropouts += [(one, takes) for one in module.modules() if isinstance(one, TokenDropout)]
+    call.dropouts += [(one, takes) for one in dropouts_in(module)]
 
     def sum_columns(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return summed(out, call.group) if call.on_mesh else out

@@ -29,7 +29,7 @@ from uspft.model.halves import (
     stops,
     until_ended,
 )
-from uspft.model.some_heads import SomeHeads, seeing_some, some_of
+from uspft.model.some_heads import Piece, SomeHeads, seeing_some, some_of
 from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks, put_of_all_ranks
 
 if TYPE_CHECKING:
@@ -299,7 +299,8 @@ class BlockCall(ABC):
         columns = [(a * dim, b * dim) for a, b in queries]
         width = sum(b - a for a, b in queries)
         found = self._x.new_empty(self._x.shape[1], width, dim)
-        places = some_of(block.attention, block.some.last, ROWS, columns)
+        pieces = [Piece(*one) for one in columns]
+        places = some_of(block.attention, block.some.last, ROWS, pieces)
         projection = places[0]
         for tile, told in self.spans(self._x):
             slope = self._slope(tile)
@@ -309,7 +310,7 @@ class BlockCall(ABC):
                 out = slope.new_empty(slope.shape[1], width, dim).requires_grad_()
             with told, torch.enable_grad(), frozen(self.leaves):
                 taken = self.taken(self._x[:, tile].detach(), tile, out, (queries, keys))
-                with seeing_some(block.last, columns), standing_in(places):
+                with standing_in([*seeing_some(block.last, columns), *places]):
                     of_all = projection.table[projection.name]
                     module = block.attention._modules[block.some.last]
                     made = (of_all if module is of_all else module.forward)(taken)

@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 
 
 class StandIn(NamedTuple):
-    """What stands at a place where a module keeps another."""
+    """What stands at a place where a module keeps another module, a parameter or an attribute."""
 
     table: dict[str, Any]
     name: str
     module: Any
 
 
+_NOTHING = object()
+
+
 @contextmanager
 def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
-    """Let others stand in for modules within the `with` block."""
-    before = [table.get(name) for table, name, _ in places]
+    """Let others stand in for what modules keep within the `with` block."""
+    before = [table.get(name, _NOTHING) for table, name, _ in places]
     try:
         for table, name, module in places:
             table[name] = module
@@ -42,7 +45,7 @@ def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
     finally:
         for (table, name, _), module in zip(places, before, strict=True):
             table[name] = module
-            if module is None:  # what an instance shadows for the while
+            if module is _NOTHING:  # what an instance shadows for the while
                 del table[name]
 
 

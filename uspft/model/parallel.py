@@ -38,7 +38,7 @@ from uspft.families.projections import (
 from uspft.families.table import FAMILIES, shared_features
 from uspft.model.copies import LayerInCopies
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
-from uspft.model.dropout import TokenDropout
+from uspft.model.dropout import dropouts_in
 from uspft.model.experts import over_experts, over_tensor_ranks
 from uspft.model.hf_config import heads_of
 from uspft.model.linear import divide_states
@@ -264,8 +264,7 @@ def _divide_module(
         return
     _divide(owner, last, splits, call)
     if projection.dim == ROWS:
-        dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
-        call.dropouts += [(dropout, split) for dropout in dropouts]
+        call.dropouts += [(dropout, split) for dropout in dropouts_in(module)]
         enter_and_leave(owner, last, block, call)
     elif len(projection.blocks) > 1 and KV in projection.blocks:
         share_heads(owner, last, split, call)

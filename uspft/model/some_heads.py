@@ -6,8 +6,8 @@ it runs, and the attention's own code goes on around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from uspft.families.projections import (
     STATE_VALUE,
 )
 from uspft.model.divided import PartLinear, SplitNorm, eps_of, some_product, wide
-from uspft.model.dropout import TokenDropout
+from uspft.model.dropout import dropouts_in
 from uspft.model.halves import StandIn, same
 from uspft.tensor.parts import Range, cut
 
@@ -40,17 +40,26 @@ if TYPE_CHECKING:
     from uspft.sequence import Heads
 
 
+class Piece(NamedTuple):
+    """Features of a projection that stand together, [start, stop)."""
+
+    start: int
+    stop: int
+    made: bool = True
+    """Whether they are made; else zeros stand in their place."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
 class SomeProduct:
     """A projection with some of the rows or columns of its weight."""
 
-    def __init__(
-        self, linear: Any, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
-    ) -> None:
-        """dim: 0 for rows of the weight, which make features, 1 for columns, which take them. gaps:
-        how many zeros stand before each range of features that is made, and behind the last; empty
-        for none."""
-        self._linear, self._dim, self._ranges = linear, dim, ranges
-        self._gaps = gaps if any(gaps) else ()
+    def __init__(self, linear: Any, dim: int, pieces: Sequence[Piece]) -> None:
+        """dim: 0 for rows of the weight, which make features, 1 for columns, which take them."""
+        self._linear, self._dim, self._pieces = linear, dim, pieces
+        self._ranges = joined([(one.start, one.stop) for one in pieces if one.made])
 
     @property
     def weight(self) -> Tensor:
@@ -63,29 +72,15 @@ class SomeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._ranges:
-            return _zeros(x, sum(self._gaps))
+            return _zeros(x, sum(one.size for one in self._pieces))
         weight, bias = self._held()
-        used = (
-            [joined(self._ranges), None] if self._dim == COLUMNS else [None, joined(self._ranges)]
-        )
+        used = [self._ranges, None] if self._dim == COLUMNS else [None, self._ranges]
         made = some_product(x, weight, bias if self._dim == COLUMNS else None, used)
-        if not self._gaps:
+        if all(one.made for one in self._pieces):
             return made
-        sizes = [b - a for a, b in self._ranges]
-        parts = [_zeros(x, self._gaps[0])]
-        for part, gap in zip(made.split(sizes, dim=-1), self._gaps[1:], strict=True):
-            parts += [part, _zeros(x, gap)]
-        return torch.cat(parts, dim=-1)
-
-
-class OneOfZeros:
-    """A projection that nobody asks for: it makes one head of zeros."""
-
-    def __init__(self, features: int) -> None:
-        self._features = features
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.new_zeros((*x.shape[:-1], self._features))
+        parts = iter(made.split([one.size for one in self._pieces if one.made], dim=-1))
+        every = [next(parts) if one.made else _zeros(x, one.size) for one in self._pieces]
+        return torch.cat(every, dim=-1)
 
 
 def _zeros(x: Tensor, features: int) -> Tensor:
@@ -93,19 +88,21 @@ def _zeros(x: Tensor, features: int) -> Tensor:
     return x.new_zeros(()).expand(*x.shape[:-1], features)
 
 
-def some_of(
-    owner: nn.Module, name: str, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
-) -> list[StandIn]:
+def _writable_zeros(x: Tensor, features: int) -> Tensor:
+    """Return the same in memory of its own: attention may write into it."""
+    return x.new_zeros((*x.shape[:-1], features))
+
+
+def some_of(owner: nn.Module, name: str, dim: int, pieces: Sequence[Piece]) -> list[StandIn]:
     """Return what stands in for a projection with some of its features alone, and for the thin one
-    of an adapter that has these too. gaps: as of SomeProduct."""
+    of an adapter that has these too."""
     module: Any = owner.get_submodule(name)
     places: list[tuple[Any, str]] = [(owner, name)]
-    if hasattr(module, "base_layer") and ranges:
+    if hasattr(module, "base_layer") and any(one.made for one in pieces):
         thin = module.lora_B if dim == COLUMNS else module.lora_A
         places = [(module, "base_layer"), *((thin, adapter) for adapter in thin.keys())]  # noqa: SIM118
     return [
-        StandIn(at._modules, one, SomeProduct(at._modules[one], dim, ranges, gaps))
-        for at, one in places
+        StandIn(at._modules, one, SomeProduct(at._modules[one], dim, pieces)) for at, one in places
     ]
 
 
@@ -266,26 +263,23 @@ class SomeHeads:
         of_keys = [(head, head + 1) for head in keys]
         places = []
         for name, units in self._into.items():
-            ranges, gaps, at = list[Range](), [0], 0
+            pieces, at = list[Piece](), 0
             for unit in units:
                 some = of_keys if unit.of_keys else queries
-                for first, last in some:
-                    for head in range(first, last):
-                        start = at + head * unit.width
-                        for size, what in unit.parts:
-                            if what == use:
-                                ranges.append((start, start + size))
-                                gaps.append(0)
-                            else:
-                                gaps[-1] += size
-                            start += size
-                gaps[-1] += unit.width * (not some)
+                for head in (head for first, last in some for head in range(first, last)):
+                    start = at + head * unit.width
+                    for size, what in unit.parts:
+                        pieces.append(Piece(start, start + size, what == use))
+                        start += size
+                if not some:
+                    pieces.append(Piece(at, at + unit.width, False))
                 at += unit.width * (heads.kv if unit.of_keys else heads.query)
-            ranges, gaps = _merged(ranges, gaps)
-            if not ranges and not self.has_state:  # attention may write into it
-                places.append(StandIn(attention._modules, name, OneOfZeros(gaps[0])))
-            elif ranges != [(0, at)]:
-                places += some_of(attention, name, COLUMNS, ranges, gaps)
+            pieces = _merged(pieces)
+            if not self.has_state and not any(one.made for one in pieces):
+                nothing = partial(_writable_zeros, features=sum(one.size for one in pieces))
+                places.append(StandIn(attention._modules, name, nothing))
+            elif pieces != [Piece(0, at)]:
+                places += some_of(attention, name, COLUMNS, pieces)
         if use == BEHIND and not self.has_state:  # which nobody asks for queries and keys
             norms = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
             places += [StandIn(attention._modules, name, same) for name in norms]
@@ -305,34 +299,25 @@ class SomeHeads:
         return places
 
 
-def _merged(ranges: Sequence[Range], gaps: Sequence[int]) -> tuple[list[Range], list[int]]:
-    """Return ranges of features and the zeros around them, those that follow each other as one."""
-    found, between = list[Range](), [gaps[0]]
-    for (a, b), gap in zip(ranges, gaps[1:], strict=True):
-        if found and found[-1][1] == a and not between[-1]:
-            found[-1] = found[-1][0], b
-            between[-1] = gap
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces, those as one that follow each other and are made, or are zeros."""
+    found: list[Piece] = []
+    for one in pieces:
+        last = found[-1] if found else None
+        if last and last.made == one.made and (last.stop == one.start or not one.made):
+            found[-1] = last._replace(stop=last.stop + one.size)
         else:
-            found.append((a, b))
-            between.append(gap)
-    return found, between
+            found.append(one)
+    return found
 
 
-@contextmanager
-def seeing_some(module: nn.Module, ranges: Sequence[Range]) -> Iterator[None]:
-    """Tell the dropouts of a module within the `with` block that they see some of its features.
+def seeing_some(module: nn.Module, ranges: Sequence[Range]) -> list[StandIn]:
+    """Return what tells the dropouts of a module that they see some of its features.
 
     ranges: of those that it sees otherwise.
     """
-    dropouts = [one for one in module.modules() if isinstance(one, TokenDropout)]
-    before = [one.ranges for one in dropouts]
-    try:
-        for one in dropouts:
-            one.ranges = _among(one.ranges, joined(ranges))
-        yield
-    finally:
-        for one, every in zip(dropouts, before, strict=True):
-            one.ranges = every
+    some = joined(ranges)
+    return [StandIn(vars(d), "ranges", _among(d.ranges, some)) for d in dropouts_in(module)]
 
 
 def _among(every: Sequence[Range] | None, some: Sequence[Range]) -> tuple[Range, ...]:
