@@ -58,37 +58,73 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def shards_of(
-    model: Any, layout: Layout, *, splits_tokens: bool, tensor_of_rows: int = 1
+    model: Any, layout: Layout, *, splits_tokens: bool = False, tensor_of_rows: int = 1
 ) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
-    splits_tokens: whether tensor ranks see different tokens between blocks. tensor_of_rows: the
-    largest tensor degree of rows, where some divide matrices over more ranks than the layout.
-    Raises RuntimeError for a parameter inside a block of which the family's table says nothing.
+    splits_tokens: whether tensor ranks see different tokens between blocks; on a mesh they do.
+    tensor_of_rows: the largest tensor degree of rows, where some divide matrices over more ranks
+    than the layout. Raises RuntimeError for a parameter of which the family's table would have to
+    say how it is divided and says nothing, and for rows that divide more than a mesh.
     """
+    mesh = layout.is_mesh
+    if mesh and tensor_of_rows > layout.tensor:
+        raise RuntimeError("matrices on a mesh serve rows of one mesh")
     experts = over_experts(model) if layout.experts > 1 else {}
-    if max(layout.tensor, tensor_of_rows) == 1:
+    if not mesh and max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout, experts=experts)
-    inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
-    splits: dict[str, MatrixSplit] = {}
-    whole_inside: set[str] = set()
+    blocks = {name.partition(".")[0] for name in table_of(model) if "." in name}
+    columns, rows = dict[str, MatrixSplit](), dict[str, MatrixSplit]()
+    inside = set[str]()
     of_experts = over_tensor_ranks(model)
-    for name in (one for one in places(model) if one not in of_experts):
+    every = {name: one for name, (one, _) in places(model).items() if name not in of_experts}
+    for name, parameter in every.items():
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
         found = projection_of(model, owner) or projection_of(model, name)
-        if found is None and inside & set(owner.split(".")):
-            kind = model.config.model_type
-            raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
-        along = _dim(found, kind, adapter) if found else None
-        if found and along is not None:
-            splits[name] = split_along(config_of(model, name), found, along)
+        # Megatron's ranks have whole what is outside blocks, a mesh divides norms there too.
+        known = "norm" in owner.rpartition(".")[2] if mesh else not blocks & set(owner.split("."))
+        if found is None and not known:
+            family = model.config.model_type
+            raise RuntimeError(f"families/projections.py does not say how {family} divides {name}")
+        config = config_of(model, name)
+        over_columns, over_rows = _splits(config, found, adapter[:1] or kind, on_mesh=mesh)
+        if over_columns:
+            columns[name] = over_columns
         elif found and found is not BETWEEN:
-            whole_inside.add(name)
-    splits |= {name: split for name, split in of_experts.items() if split}
-    whole_inside |= of_experts.keys() - splits.keys()
-    inside_whole = frozenset(whole_inside)
-    return Shards(layout, splits, experts=experts, inside=inside_whole, splits_tokens=splits_tokens)
+            inside.add(name)
+        if over_rows and parameter.ndim > 1:
+            rows[name] = over_rows
+    columns |= {name: split for name, split in of_experts.items() if split}
+    inside |= of_experts.keys() - columns.keys()
+    tokens, whole = mesh or splits_tokens, frozenset(inside)
+    return Shards(layout, columns, rows, experts, inside=whole, splits_tokens=tokens)
+
+
+def _splits(
+    config: Any, found: Projection | None, kind: str, *, on_mesh: bool
+) -> tuple[MatrixSplit | None, MatrixSplit | None]:
+    """Return how a parameter is divided over mesh columns, which Megatron's ranks are too, and a
+    matrix over mesh rows; None where it is whole.
+
+    found: its projection; None for what is in no block. kind: weight, bias, a parameter's own name,
+    or A or B for an adapter's factors, whose product is divided as the weight beside it.
+    """
+    if found is None:
+        return features_of(config, COLUMNS) if on_mesh else None, None
+    if not found.blocks:
+        return None, None
+    # A row-split projection's bias is added once, on one rank.
+    dim = {"bias": COLUMNS, "A": ROWS, "B": COLUMNS}.get(kind, found.dim)
+    if dim != found.dim:
+        return features_of(config, dim) if on_mesh else None, None
+    over_rows = features_of(config, ROWS + COLUMNS - dim) if on_mesh and kind == "weight" else None
+    return split_along(config, found, dim), over_rows
+
+
+def features_of(config: Any, dim: int) -> MatrixSplit:
+    """Return how a mesh divides the features between blocks, which are a parameter's dimension."""
+    return MatrixSplit(dim, (config.hidden_size,), in_order=True)
 
 
 def config_of(model: Any, name: str) -> Any:
@@ -159,23 +195,6 @@ def projection_of(model: Any, name: str) -> Projection | None:
     return next((found for found in every if found), None)
 
 
-def _dim(found: Projection, kind: str, adapter: str) -> int | None:
-    """Return the dimension along which a parameter of a projection is divided; None where it is
-    whole.
-
-    kind: weight or bias, or a parameter's own name. adapter: A or B for those of an adapter, whose
-    product is divided as the weight beside it.
-    """
-    if not found.blocks:
-        return None
-    if adapter:
-        thin = {"A": ROWS, "B": COLUMNS}[adapter[0]]
-        return found.dim if thin == found.dim else None
-    if kind == "bias":  # a row-split projection's is added once, on one rank
-        return COLUMNS if found.dim == COLUMNS else None
-    return found.dim
-
-
 def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary | None:
     """Return which of a vocabulary's tokens rows use on this rank; None where it has all of them.
 
@@ -205,12 +224,8 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
     held = None if moves else shards.layout
     if held:
         move_padding(model, shards.tensor_index(holders.rank), held.tensor)
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    splits = {
-        module: split
-        for module, name in names.items()
-        if (split := shards.splits.get(f"{name}.weight"))
-    }
+    names = names_of_modules(model)
+    splits = by_module(names, shards.splits)
     for layer in model.base_model.layers:
         call = Call(held)
         before_each_run(layer, call.begin)
@@ -231,6 +246,22 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
             own = *STATE_OWN, "conv1d.weight"
             every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
             divide_states(state, every, call)
+
+
+def names_of_modules(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's modules in files, by their identity."""
+    return {id(module): plain_name(name) for name, module in model.named_modules()}
+
+
+def by_module(
+    names: Mapping[int, str], splits: Mapping[str, MatrixSplit]
+) -> dict[int, MatrixSplit]:
+    """Return how the weights of modules are divided, by the identity of the modules.
+
+    names: of modules, in files. splits: by the names of parameters.
+    """
+    found = ((module, splits.get(f"{name}.weight")) for module, name in names.items())
+    return {module: split for module, split in found if split}
 
 
 def _in_copies(layer: Any, table: Mapping[str, Projection], call: Call) -> None:
