@@ -11,7 +11,6 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
 from uspft.checkpoint.weights import WeightsOf, carry_corrections, weights_of
 from uspft.comm import said_by_all
-from uspft.config.strategies import layouts_of
 from uspft.data.rows.loader import EvalSet, Orders, RowLoader, evaluation_sets
 from uspft.engine.deepspeed_config import most_passes
 from uspft.engine.pipelined import pipelined
@@ -30,7 +29,6 @@ from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
-from uspft.pipeline.stages import stages_of
 from uspft.planner.stages import cut_of, schedule_of
 from uspft.switching.deal.dealing import training_loader
 from uspft.switching.move.moving import MovingEngine
@@ -52,9 +50,15 @@ class Run:
     """The transformers model whose parameters the engine trains."""
     engine: Engine
     config: Any
-    first_step: int
+    checkpoint: Checkpoint | None
+    """What the run goes on from, if anything."""
     refused: list[str]
     """A line for each installed attention kernel that was tried first, and refused."""
+
+    @property
+    def first_step(self) -> int:
+        """The step that the run goes on from; 0 where it is new."""
+        return self.checkpoint.step if self.checkpoint else 0
 
 
 def assemble(
@@ -89,13 +93,11 @@ def assemble(
     by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # weights are stored under each of these
     most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
-    stages = {one: stages_of(of) for one, of in zip(worlds, layouts_of(recipe), strict=True)}
 
     # Rows: those of the first step are made in the background while the model is built.
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
-    first_step = checkpoint.step if checkpoint else 0
     loader = training_loader(job, worlds, under, groups, orders)
-    loader.begin(first_step + 1)
+    loader.begin(checkpoint.step + 1 if checkpoint else 1)
     evaluation = evaluation_sets(job, world)
 
     # The model, filled with the parts of its parameters that this rank holds.
@@ -104,16 +106,16 @@ def assemble(
     believe_linear_layers(model, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
     shards = [
-        shards_under(model, one, tensor_of_rows=most, stages=stages[one], moves=moves)
+        shards_under(model, one, tensor_of_rows=most, stages=one.stages, moves=moves)
         for one in under
     ]
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
-    carry_corrections(recipe.model, model)
+    carry_corrections(source, model)
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
-    recompute, offload = save_memory(model, recipe.memory, stages[world])
+    recompute, offload = save_memory(model, recipe.memory, world.stages)
 
     # What is trained: embedding, layers and head, and the objective that calls them.
     tile, stored = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
@@ -123,7 +125,7 @@ def assemble(
     module: LossModule = TrainedModel(parts, objective)
     staged = {}  # by the number of stages: this rank's stages as one module, and their pipeline
     for one in under:
-        if (here := stages[one]) and one.layout.pipeline not in staged:
+        if (here := one.stages) and one.layout.pipeline not in staged:
             tied = None if moves else holders
             made = pipelined(parts, objective, here, one.mesh, order, groups, device, tied)
             staged[one.layout.pipeline] = made
@@ -136,4 +138,4 @@ def assemble(
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
-    return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
+    return Run(job, groups, world, loader, evaluation, model, engine, config, checkpoint, refused)

@@ -14,31 +14,32 @@ if TYPE_CHECKING:
     from uspft.config.recipe import Degrees, ParallelBlock
 
 AXES = ("mesh_columns", "ulysses", "ring", "data", "pipeline")
-"""The axes of a layout, the fastest-varying first.
+"""The axes along which ranks compute, the fastest-varying first.
 
-The axis with the most traffic thus gets neighbouring ranks (USP, tip 7).
+The axis with the most traffic comes first, so that it runs between neighbouring ranks (USP, tip 7).
 """
 HELD = ("mesh_columns", "mesh_rows", "experts", "alike", "pipeline")
-"""The axes of what ranks hold of the parameters, the fastest-varying first.
+"""The axes along which ranks store the parameters, the fastest-varying first.
 
-The rows of a mesh are the first of the ranks that share a row of tokens; the ranks along alike hold
-the same of every parameter, those along experts the same of all but experts.
+They number the same ranks as AXES: `mesh_rows`, `experts` and `alike` together are `ulysses`,
+`ring` and `data`. Ranks along `alike` store the same part of every parameter; ranks along `experts`
+store different experts and the same part of everything else.
 """
 MESH = HELD[:2]
-"""The axes along which ranks hold parts of one matrix."""
+"""The axes of tensor parallelism: ranks along them store different parts of a matrix."""
 COPIES = HELD[2:4]
-"""The axes along which ranks hold the same of every parameter but experts, which ZeRO divides."""
+"""The axes of ZeRO: ranks along them store the same part of every parameter except experts."""
 EXPERTS = HELD[2:3]
-"""The axis along which ranks divide experts."""
+"""The axis of expert parallelism."""
 ALIKE = HELD[3:4]
-"""The axis along which ranks hold the same experts too."""
+"""The axis of ZeRO for experts: ranks along it store the same experts."""
 STAGES = HELD[4:5]
-"""The axis along which ranks hold different parameters."""
+"""The axis of pipeline parallelism: ranks along it store different layers."""
 
 
 StoredAs = tuple[int, int, int, bool]
-"""How ranks store the parameters: over how many ranks the model is divided, into how many stages,
-over how many mesh rows, and whether matrices lie in blocks."""
+"""How ranks store the parameters: the number of ranks that hold one copy of the model, of pipeline
+stages and of mesh rows, and whether matrices are in blocks over both dimensions."""
 
 
 def as_processes(count: int) -> str:
@@ -48,12 +49,12 @@ def as_processes(count: int) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees by which model and rows are split over ranks, numbered with `AXES[0]` fastest.
+    """The degrees of parallelism of a run; ranks are numbered with `AXES[0]` fastest.
 
-    ulysses × ring ranks share one row of tokens, and mesh_columns × mesh_rows hold parts of one
-    matrix: those of a mesh row see the same tokens, those of a mesh column are among the ranks that
-    share a row (Megatron's tensor parallelism has one mesh row). data counts the replicas that hold
-    different rows; pipeline counts the stages of layers.
+    ulysses × ring ranks share one row of tokens. mesh_columns × mesh_rows ranks hold the parts of
+    one matrix: Megatron's tensor parallelism has mesh_rows = 1. The ranks of one mesh row see the
+    same tokens, and those of one mesh column are some of the ranks that share a row of tokens. data
+    is the number of replicas, which see different rows; pipeline is the number of stages.
     """
 
     mesh_columns: int = 1
@@ -63,13 +64,13 @@ class Layout:
     pipeline: int = 1
     mesh_rows: int = 1
     blocks: bool = False
-    """Whether matrices lie on one mesh row in blocks too, as on a mesh of several."""
+    """Whether matrices are in blocks over both dimensions although there is one mesh row."""
     experts: int = 1
-    """The number of ranks, of those that hold the same otherwise, that divide experts."""
+    """The degree of expert parallelism, among ranks that hold the same part of all else."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where mesh rows are not among the ranks that share a row, or where the
-        ranks that hold the same are not whole sets of those that divide experts."""
+        """Raise ValueError if mesh_rows does not divide the ranks that share a row, or experts does
+        not divide the ranks that hold the same part of all else."""
         if self.context % self.mesh_rows:
             raise ValueError(f"{self.mesh_rows} mesh rows do not divide {self.context} ranks")
         if self.copies % self.experts:
@@ -81,24 +82,24 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """The number of ranks that hold the same part of every parameter but experts."""
+        """The number of ranks that hold the same part of every parameter except experts."""
         return self.context // self.mesh_rows * self.data
 
     @property
     def alike(self) -> int:
-        """The number of ranks that hold the same part of experts too."""
+        """The number of ranks that hold the same part of every parameter, experts included."""
         return self.copies // self.experts
 
     @property
     def tensor(self) -> int:
-        """The number of ranks that hold parts of one matrix."""
+        """The degree of tensor parallelism: the number of ranks that hold the parts of a matrix."""
         return self.mesh_columns * self.mesh_rows
 
     @property
     def stored_as(self) -> StoredAs:
-        """How ranks store the parameters: layouts of which this is equal store them alike, where
-        stages have as many layers and experts are not divided. It orders layouts by how far they
-        divide the model."""
+        """How ranks store the parameters. Two layouts with equal values store them in the same way,
+        if their stages have the same layers and experts are not divided. Sorting by it puts the
+        least sharded layout first."""
         return self.tensor * self.pipeline, self.pipeline, self.mesh_rows, self.blocks
 
     @property
@@ -108,7 +109,7 @@ class Layout:
 
     @property
     def context(self) -> int:
-        """The number of ranks that share one row, those of mesh rows among them."""
+        """The number of ranks that share one row of tokens, mesh rows included."""
         return self.ulysses * self.ring
 
     def _degrees(self, axes: Sequence[str]) -> tuple[int, ...]:
@@ -124,7 +125,7 @@ class Layout:
         return place
 
     def stride(self, axis: str) -> tuple[int, int]:
-        """Return by how many two neighbours along an axis differ in rank, and its degree."""
+        """Return the difference in rank between two neighbours along an axis, and its degree."""
         every = AXES if axis in AXES else HELD
         *within, degree = self._degrees(every[: every.index(axis) + 1])
         return prod(within), degree
@@ -144,7 +145,7 @@ class Layout:
     def name(self, algorithm: str | None = None) -> str:
         """Return the short name for `metrics.jsonl`: the degrees above 1, or "single".
 
-        algorithm: the recipe's `context_parallel_algo`, whose word stands for the split of tokens.
+        algorithm: the recipe's `context_parallel_algo`, after which the ring degree is named.
         """
         matrix = f"mesh{self.mesh_rows}x{self.mesh_columns}"
         parts = [
@@ -160,8 +161,8 @@ class Layout:
     def sentence(self, algorithm: str | None, *, open_: bool = False) -> str:
         """Describe the layout to a person.
 
-        algorithm: the recipe's `context_parallel_algo`. open_: whether the mesh, whose rows share
-        rows of tokens, is yet to be chosen.
+        algorithm: the recipe's `context_parallel_algo`. open_: whether the shape of the mesh is yet
+        to be chosen.
         """
         row = row_of(algorithm, self.context)
         both = f"Ulysses {self.ulysses} × {row.label} {self.ring}"
@@ -185,9 +186,9 @@ class Layout:
 
 
 def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
-    """Return how many neighbours in the ring one host of so many processes holds.
+    """Return how many neighbouring ring ranks run on one host of so many processes.
 
-    None where it holds one or all of them, or where hosts would hold unequal parts.
+    None if that is one or all of them, or if hosts would have unequal numbers.
     """
     here, left = divmod(processes, layout.mesh_columns * layout.ulysses)
     divides = not left and 1 < here < layout.ring and layout.ring % here == 0
@@ -197,7 +198,8 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
 def context_degrees(parallel: Degrees) -> tuple[int, int]:
     """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm.
 
-    While the mesh is open, its rows are not among the ranks that Ulysses may divide.
+    While the shape of the mesh is yet to be chosen, the Ulysses degree is cut to a divisor of the
+    ranks that share a row apart from mesh rows.
     """
     ranks, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
     if parallel.mesh_is_open and ulysses:
@@ -207,8 +209,8 @@ def context_degrees(parallel: Degrees) -> tuple[int, int]:
 
 
 def settled_layout(parallel: ParallelBlock, ranks: int | None = None) -> Layout:
-    """Return the layout of a `parallel_config` that was found to fit so many ranks, or that is
-    resolved, so that its degrees tell."""
+    """Return the layout of a `parallel_config` that was checked against this number of ranks, or
+    whose degrees are all resolved (ranks: None)."""
     layout = layout_of(parallel, ranks)
     assert isinstance(layout, Layout)
     return layout

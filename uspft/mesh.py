@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 
 from uspft.comm import Books, Group
@@ -99,15 +100,23 @@ class Groups:
         return handle
 
     def ways(
-        self, every: Sequence[Sequence[int]], rank: int
+        self, every: Sequence[Sequence[int]], rank: int, device: torch.device
     ) -> Mapping[tuple[int, int], dist.ProcessGroup]:
         """Return what carries messages from one member to the next of several rings, and what back,
-        by (sender, receiver), each way on a communicator of its own; collective, as `of` is."""
+        by (sender, receiver), each way on a communicator of its own; collective, as `of` is.
+
+        A message goes each way at once. NCCL connects two ranks in their first message, for which
+        each waits for the other: two that first send to one another would wait for ever.
+        """
         for ranks in every:
             for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
                 for way in (pair, pair[::-1]):
                     if way not in self._ways:
-                        self._ways[way] = self._made(way, rank)
+                        handle = self._ways[way] = self._made(way, rank)
+                        if rank == way[0]:
+                            dist.send(torch.zeros(1, device=device), way[1], group=handle)
+                        elif rank == way[1]:
+                            dist.recv(torch.zeros(1, device=device), way[0], group=handle)
         return self._ways
 
     def by_host(self, every: Sequence[Sequence[int]], rank: int, books: Books) -> Group:

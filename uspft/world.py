@@ -19,6 +19,7 @@ from uspft.config.strategies import layouts_of
 from uspft.kernels import Kernel, Qkv, believed_kernel
 from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
+from uspft.pipeline.stages import Stages, stages_of
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, of_recipe
 from uspft.sequence.chunk_states import convolve_chunk, mix_over_chunks
@@ -49,6 +50,8 @@ class World:
     books: Books
     """The books in which this layout's transfers enter what they send."""
     device: torch.device
+    stages: Stages | None = None
+    """The layers of each pipeline stage; None: there is one stage."""
 
     @property
     def layout(self) -> Layout:
@@ -63,6 +66,12 @@ class World:
     def name(self) -> str:
         """The layout's short name, as metrics.jsonl has it."""
         return self.layout.name(self.row.name)
+
+    def layers_here(self, every: int) -> list[int]:
+        """Return which of all layers of a model this rank computes."""
+        stages = self.stages or Stages.of_sizes([every], 1)
+        mine = range(self.mesh.pipeline.index, stages.count, stages.ranks)
+        return [*chain.from_iterable(map(stages.layers, mine))]
 
     def share(self, rows: Sequence[Segments], orders: Sequence[Order] | None = None) -> Share:
         """Return this rank's share of a micro-batch.
@@ -152,7 +161,7 @@ def live_worlds(
         tensor = tensor_algorithm(one.parallel_config, layout)
         algorithm = of_recipe(one, layout, window)
         named = row, Chunked(algorithm, cut) if cut else algorithm, tensor
-        worlds.append(make_world(layout, named, kernel, device, groups))
+        worlds.append(make_world(layout, named, kernel, device, groups, stages_of(one)))
     return worlds, refused
 
 
@@ -177,11 +186,12 @@ def make_world(
     kernel: Kernel,
     device: torch.device,
     groups: Groups,
+    stages: Stages | None = None,
 ) -> World:
     """Make a layout live; collective over the default group, in the same order on every rank.
 
     named: the row of the table of the algorithm that shares rows, that algorithm, and the one that
-    splits matrices.
+    splits matrices. stages: the layers of each, where there are several.
     """
     books = Books()
-    return World(make_mesh(layout, groups, books), *named, kernel, books, device)
+    return World(make_mesh(layout, groups, books), *named, kernel, books, device, stages)

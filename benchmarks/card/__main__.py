@@ -49,8 +49,9 @@ def main() -> None:
             own = Path(folder) / name
             (own / TURN).touch()
             found = _ended(process, own, asked.seconds)
-            found |= {} if chosen[name].plain else predicted(chosen[name])
-            result.setdefault("steps", {})[name] = {"case": chosen[name].record(), **found}
+            one = {"case": chosen[name].record(), "device": torch.cuda.get_device_name(), **found}
+            found |= {} if chosen[name].plain else predicted(chosen[name], one["device"])
+            result.setdefault("steps", {})[name] = one | found
             print(f"{name}: {json.dumps(found)}", flush=True)
             write(asked.results, "card", result)
 
@@ -59,7 +60,7 @@ def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """Return results with what is predicted now of each step of ours."""
     every = result["steps"]
     ours = {name: one for name, one in every.items() if not one["case"]["plain"]}
-    new = {name: {**one, **predicted(Case.of(one["case"]))} for name, one in ours.items()}
+    new = {n: {**one, **predicted(Case.of(one["case"]), one["device"])} for n, one in ours.items()}
     return {**result, "steps": {**every, **new}}
 
 

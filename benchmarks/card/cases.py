@@ -99,9 +99,11 @@ CASES: dict[str, Case] = {
     "without checkpointing, 8k": Case(8 << 10, blocks=_memory(gradient_checkpointing=False)),
     "MLP in tiles": Case(blocks=_memory(recompute="attention", mlp_tile_tokens="auto")),
     "flash-attn 4": Case(blocks={**WHOLE, "model": {"attention": "flash_attn_4"}}),
-    "all away": Case(blocks={"memory": MOST_SAVED}),
+    "all away": Case(blocks={"memory": MOST_SAVED}, profiled=True),
     "all away, 128k": Case(128 << 10, blocks={"memory": MOST_SAVED}, steps=2),
-    "all away, groups of 4 heads": Case(blocks={"memory": {**MOST_SAVED, "attention_heads": 4}}),
+    "all away, groups of 4 heads": Case(
+        blocks={"memory": {**MOST_SAVED, "attention_heads": 4}}, profiled=True
+    ),
     "LoRA": Case(blocks={**LORA, **WHOLE}),
     "64 documents": Case(blocks=WHOLE, documents=64),
     "Llama-3.2-1B": Case(model="meta-llama--Llama-3.2-1B", overrides={}, blocks=WHOLE),

@@ -23,6 +23,7 @@ def steps(result: Mapping[str, Any]) -> str:
         rows.append(
             [
                 name,
+                one["device"].split()[1],
                 as_tokens(one["case"]["tokens"]),
                 seconds,
                 f"{one['predicted_seconds']:.2f}" if ours and alone else "–",
@@ -31,7 +32,7 @@ def steps(result: Mapping[str, Any]) -> str:
                 f"{one['predicted_bytes'] / one['peak_bytes']:.3f}" if ours else "–",
             ]
         )
-    heads = ["step", "tokens", "seconds", "priced", "peak GiB", "predicted", "of measured"]
+    heads = ["step", "GPU", "tokens", "seconds", "priced", "peak GiB", "predicted", "of measured"]
     return markdown(heads, rows)
 
 
@@ -84,7 +85,7 @@ def _pair(one: Mapping[str, float] | None) -> str:
 
 
 def measured(result: Mapping[str, Any]) -> str:
-    """Return when and on what it was measured."""
+    """Return when and on what it was measured, the kernels beside steps on one GPU."""
     one = result["circumstances"]
     packages = ", ".join(
         f"{p} {one['versions'][p]}" for p in ("torch", "transformers", "deepspeed")

@@ -19,7 +19,7 @@ from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, mesh_produ
 from benchmarks.meshslice.torus import MEMORY_BYTES_PER_SECOND, Axis, Torus, Waited
 from uspft.families import ModelShape
 from uspft.planner.mesh import MeshProduct, Stationary, best_slices, product_part
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.segments import Segments
 
 Programs = Callable[[Product, Torus], Sequence[Sequence[Task]]]
@@ -101,6 +101,10 @@ class Run:
         row = Segments.single(SEQUENCE)
         return StepShape(shape, row, (None,), self.batch, self.batch, recompute=False)
 
+    def on(self, torus: Torus) -> PlacedStep:
+        """Return the layer's step on the chips, as the planner has it."""
+        return PlacedStep(self.step, torus.layout, torus.hardware)
+
     @property
     def ideal_seconds(self) -> float:
         """The seconds of a layer's products alone."""
@@ -120,14 +124,14 @@ class Run:
 def predicted(run: Run, torus: Torus, counts: Sequence[int]) -> float:
     """Return the seconds that the planner's formula says of so many slices of each product."""
     return sum(
-        product_part(run.step, product, count, torus.layout, torus.hardware).seconds
+        product_part(run.on(torus), product, count).seconds
         for product, count in zip(run.products, counts, strict=True)
     )
 
 
 def slices_on(run: Run, torus: Torus) -> list[int]:
     """Return the slices of each product that the planner's tuner takes; 0 where none divide."""
-    return [best_slices(run.step, one, torus.layout, torus.hardware) for one in run.products]
+    return [best_slices(run.on(torus), one) for one in run.products]
 
 
 def tuned(run: Run, torus: Torus) -> Found | None:

@@ -15,7 +15,7 @@ from uspft.layout import Layout
 from uspft.planner.attention_step import attention_one_way
 from uspft.planner.machine import Hardware
 from uspft.planner.step import step_time
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape, seconds_of
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 
@@ -51,10 +51,8 @@ class Run:
         layout = self.layout
         row = CONTEXT["hybrid_cp"] if layout.context > 1 else WHOLE
         algorithm = make_algorithm(row, layout.ulysses, layout.ring)
-        if self.whole:
-            return step_time(self.step, layout, algorithm, hardware).seconds
-        parts = attention_one_way(self.step, layout, algorithm, hardware)
-        return sum(part.seconds - part.hidden for part in parts)
+        placed = PlacedStep(self.step, layout, hardware, algorithm)
+        return step_time(placed).seconds if self.whole else seconds_of(attention_one_way(placed))
 
 
 def runs(*tables: str) -> list[Run]:

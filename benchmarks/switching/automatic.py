@@ -10,7 +10,6 @@ from benchmarks.switching.contenders import CHOSEN, STATIC, Contender
 from benchmarks.switching.corpus import even
 from benchmarks.switching.predicted import choice_of
 from uspft.prepare.examine import Examined
-from uspft.prepare.resolve import keys_of
 from uspft.switching.choose.choice import SwitchingChoice
 from uspft.switching.choose.priced import PricedLayout
 
@@ -69,10 +68,7 @@ def _alone(one: PricedLayout) -> str:
 
 
 def _each(static: list[PricedLayout]) -> dict[str, Contender]:
-    return {
-        _alone(one): Contender(STATIC, one.name, {1: keys_of(one.layout, one.row)})
-        for one in static[:BESIDE]
-    }
+    return {_alone(one): Contender(STATIC, one.name, {1: one.keys}) for one in static[:BESIDE]}
 
 
 def _named(choice: SwitchingChoice) -> str:
@@ -85,5 +81,5 @@ def _chosen(choice: SwitchingChoice) -> Contender:
     assert choice.layouts
     buckets = choice.layouts.buckets
     longest = max(one.length for one in buckets)
-    strategies = {longest // one.length: keys_of(one.layout, one.row) for one in buckets}
+    strategies = {longest // one.length: one.keys for one in buckets}
     return Contender(CHOSEN, "auto", strategies, moves=choice.layouts.moves)

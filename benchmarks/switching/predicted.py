@@ -8,15 +8,14 @@ from pathlib import Path
 
 from benchmarks.switching.contenders import Contender
 from benchmarks.switching.setting import HOSTS
-from uspft.config.algorithms import row_of
 from uspft.config.strategies import row_lengths, strategies_of, under
 from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
 from uspft.planner.memory import USABLE_SHARE
+from uspft.planner.ways import way_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.known import matrices_of
 from uspft.prepare.make_plan import step_of
-from uspft.sequence import of_recipe
 from uspft.switching.choose.choice import SwitchingChoice, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps
 from uspft.switching.choose.layout_set import LayoutSet
@@ -75,7 +74,6 @@ def _priced(given: Given, found: Examined, number: int, drawn: DrawnSteps) -> Pr
     alone, length = under(found.recipe, number), row_lengths(found.recipe)[number]
     layout = layout_of(alone.parallel_config, found.layout.ranks)
     assert isinstance(layout, Layout)  # or the recipe would have been refused
-    row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
     shape = replace(given.step, **matrices_of(alone.parallel_config))
     setting = replace(given, step=shape)
-    return priced(setting, (row, layout, of_recipe(alone, layout)), length, drawn.typical(length))
+    return priced(setting, way_of(alone, layout), length, drawn.typical(length))

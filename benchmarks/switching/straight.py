@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from benchmarks.switching.hotspa_moves import plan_moves, switch_of
 from uspft.switching.move.moving import MovingEngine
+from uspft.switching.move.switch import Switch, held_stock, owned_stock
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -36,7 +38,8 @@ class StraightEngine(MovingEngine):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._home = self.holders.shards
-        self._gather = self.switches.between(self._home, self._home, trained=False)
+        self._moves: dict[tuple[object, ...], Switch] = {}
+        self._gather = self._between(self._home, self._home, trained=False)
         self._at = self._home
         self._reduced: Tensor | None = None
         self._weights = self.weights().new_empty(self._gather.count_after)
@@ -71,14 +74,38 @@ class StraightEngine(MovingEngine):
             self._at = shards
         return self._weights
 
+    def _between(
+        self,
+        before: Shards,
+        after: Shards,
+        *,
+        trained: bool,
+        owned: tuple[bool, bool] = (True, False),
+    ) -> Switch:
+        """Return the switch from what ranks have under one layout to what they have under another.
+
+        trained: whether of what trains alone. owned: whether it is what they own, before and after,
+        and not all that they hold.
+        """
+        key = before.layout.stored_as, after.layout.stored_as, trained, owned
+        if key not in self._moves:
+            shapes = {n: self.shapes[n] for n in (self.trains if trained else self.shapes)}
+            one, other = (
+                owned_stock(shards, shapes) if own else held_stock(shards, shapes)
+                for shards, own in zip((before, after), owned, strict=True)
+            )
+            moves = plan_moves(one, other, self._hosts, once_into_hosts=True)
+            self._moves[key] = switch_of(moves, one, other, self.holders.everyone)
+        return self._moves[key]
+
     def _moved(self, flat: Tensor, shards: Shards, *, trained: bool) -> Tensor:
-        switch = self.switches.between(self._at, shards, trained, owned=(False, False))
+        switch = self._between(self._at, shards, trained=trained, owned=(False, False))
         found = flat.new_empty(switch.count_after)
         switch.copy(flat, found)
         return found
 
     def give(self, shards: Shards, sums: Tensor) -> None:
-        reduce = self.switches.between(shards, shards, trained=True)
+        reduce = self._between(shards, shards, trained=True)
         pieces = sums.new_zeros(reduce.count_before)
         reduce.add(sums, pieces)
         if shards.layout.stored_as == self._home.layout.stored_as:
@@ -91,7 +118,7 @@ class StraightEngine(MovingEngine):
         """Have owners' gradients complete, after the last layout of a step."""
         self.fetch(self._home)
         if self._reduced is not None:
-            switch = self.switches.between(self._home, self._home, True, owned=(False, True))
+            switch = self._between(self._home, self._home, trained=True, owned=(False, True))
             own = self._reduced.new_empty(switch.count_after)
             switch.copy(self._reduced, own)
             self.gradients.add_(own)

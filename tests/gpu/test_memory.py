@@ -1,4 +1,5 @@
-"""Memory on one card: as much more for each further token as the formula says."""
+"""Memory on one card: as much more for each further token as the formula says, and no layer's more
+where what layers keep waits on the host."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.gpu import Row, needs, steps_of
 from tests.support.models import make_documents
 from uspft.model.hf_config import model_config
+from uspft.model.offload import HostShelf
 from uspft.prepare.examine import examine
 from uspft.prepare.host import CONFIGS
 from uspft.prepare.make_verify_job import sizes_of
@@ -75,3 +78,30 @@ def test_memory_grows_with_tokens_as_the_formula_says(tmp_path: Path, gpus: int,
     for found, said in zip(slopes(measured), slopes(predicted), strict=True):
         row("memory, bytes a token", f"{found:,.0f}, predicted {said:,.0f}")
         assert said / SLACK <= found <= SLACK * said
+
+
+def there_and_back(layers: int, device: torch.device) -> tuple[list[float], int]:
+    """What comes back of each layer's input, and the most bytes on a device that is far behind."""
+    shelf, kept, found = HostShelf(device), list[Any](), list[torch.Tensor]()
+    if device.type == "cuda":
+        work = torch.zeros(1 << 13, 1 << 13, device=device)
+        for _ in range(40):
+            torch.mm(work, work, out=torch.empty_like(work))
+        torch.cuda.reset_peak_memory_stats()
+    x = torch.ones(1 << 22, device=device)
+    for _ in range(layers):
+        kept.append(shelf.input(x))
+        x = x * 2.0
+    shelf.left()
+    del x
+    while kept:
+        found.append(shelf.get(kept.pop()).amax())
+    most = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return [float(one) for one in found], most
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=needs(1))])
+def test_layers_on_the_host_do_not_pile_up_on_the_device(place: str) -> None:
+    (_, few), (found, many) = (there_and_back(n, torch.device(place)) for n in (4, 16))
+    assert found == [2.0**n for n in reversed(range(16))]
+    assert many - few < 1 << 20

@@ -107,7 +107,7 @@ def exported(engine: Any, folder: Path) -> None:
 
 def evaluated(one: Any) -> tuple[float, int]:
     """(loss, targets) of an evaluation of one pass."""
-    from uspft.training.evaluate import evaluate
+    from uspft.training.evaluate import evaluate, told
 
     nothing = lambda _: None  # noqa: E731
     loader = SimpleNamespace(
@@ -115,8 +115,8 @@ def evaluated(one: Any) -> tuple[float, int]:
     )
     every = [SimpleNamespace(title="a", loader=loader, passes=1)]
     scores: Any = evaluate(one.engine, every, lambda: False)  # type: ignore[arg-type]
-    told = scores["a"].told(one.engine.module.objective)
-    return told["loss"], told["target_tokens"]
+    found: Any = told(scores["a"], one.engine.module.objective)
+    return found["loss"], found["target_tokens"]
 
 
 def guarded(one: Any, setting: Any) -> list[str]:

@@ -33,8 +33,7 @@ from tests.support.switching import (
 from uspft.comm import total
 from uspft.engine.quarantine import reduce_in_one_order
 from uspft.parameters import counting
-from uspft.parameters.shards import owned_parts
-from uspft.switching.move.moves import plan_moves, stock_of
+from uspft.switching.move.switch import deliveries, held_stock, owned_stock
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 4},
@@ -194,12 +193,12 @@ def switched(folder: Path, data: Documents) -> tuple[tuple[int, int], tuple[floa
     shapes, rank, planned = engine.shapes, engine.holders.rank, 0
     home, hosts = engine.holders.shards, tuple(GROUPS.host_of(each) for each in range(4))
     assert hosts == (0, 0, 1, 1)
-    owned = {name: owned_parts(home, name, shape) for name, shape in shapes.items()}
+    owned = owned_stock(home, shapes)
     assert len({batch.world.layout.stored_as for batch in batches}) == 3
     for shards in engine.every.values():
-        moves = plan_moves(owned, stock_of(shards, shapes), hosts, once_into_hosts=True)
-        for one in moves.deliveries:
-            planned += 4 * one.elements * ((one.sender == rank) + (one.receiver == rank))
+        for one in deliveries(owned, held_stock(shards, shapes), hosts):
+            if one.sender != one.receiver:
+                planned += 4 * one.leaves.elements * (rank in (one.sender, one.receiver))
     engine.close()
     return (sent, planned), (result.loss, loss / result.counts["target_tokens"])
 

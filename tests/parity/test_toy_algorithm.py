@@ -121,7 +121,7 @@ def test_it_is_parsed_checked_and_listed(listed: None, setting: tuple[Path, Docu
         return layout_findings(tried, layout, found.shape)
 
     verified = [one.name for one in candidates(found.recipe, 2, problems) if one.reason is None]
-    assert verified[0] == "consecutive_cp 2" and "ring_cp 2" in verified
+    assert verified[0] == "consecutive2" and "ring2" in verified
 
 
 def test_nobody_knows_it_without_its_row(setting: tuple[Path, Documents]) -> None:

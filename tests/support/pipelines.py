@@ -220,14 +220,14 @@ def trained(
 ) -> dict[str, Any]:
     """What a case's steps give; collective. save: where its first step is saved, if anywhere.
     within: what surrounds the steps. evaluates: whether an evaluation comes before them."""
-    from uspft.training.evaluate import evaluate
+    from uspft.training.evaluate import evaluate, told
 
     found: dict[str, Any] = {"losses": [], "norms": [], "targets": []}
     with assembled(case, folder, data, output) as run:
         if evaluates:
             scores: Any = evaluate(run.engine, run.evaluation, lambda: False)
             (score,) = scores.values()
-            found["evaluated"] = score.told(run.engine.module.objective)["loss"]
+            found["evaluated"] = told(score, run.engine.module.objective)["loss"]
         books = run.world.mesh.pipeline.books
         books.bytes.clear()
         with within or nullcontext():

@@ -29,11 +29,11 @@ from uspft.verify.work import GRADIENTS
 ROW = 64
 LENGTHS = [40, 24, 64, 33, 31, 64, 50, 14]
 CASES: dict[str, tuple[str, str, int, list[str]]] = {
-    "packed": ("float32", "best_fit", 3, ["ulysses_cp 2", "planned_cp 2"]),
-    "single": ("float32", "none", 1, ["ring_cp 2", "whole rows, stages 2"]),
-    "bfloat16": ("bfloat16", "best_fit", 2, ["whole rows, data 2"]),
-    "adapter": ("float32", "best_fit", 3, ["ring_cp 2"]),
-    "experts": ("float32", "best_fit", 2, ["ring_cp 2"]),
+    "packed": ("float32", "best_fit", 3, ["ulysses2", "planned2"]),
+    "single": ("float32", "none", 1, ["ring2", "pipeline2"]),
+    "bfloat16": ("bfloat16", "best_fit", 2, ["data2"]),
+    "adapter": ("float32", "best_fit", 3, ["ring2"]),
+    "experts": ("float32", "best_fit", 2, ["ring2"]),
 }
 """(compute type, packing, ZeRO stage, the layouts that each fault is tried in)."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -164,21 +164,21 @@ def test_verify_as_a_user_runs_it(tmp_path: Path) -> None:
     assert found["verdict"] == "equal" and found["layers"] == {"kept": 1, "of": 2}
     tried = [one for one in found["layouts"] if one["verdict"] != "not tried"]
     left = {one["name"] for one in found["layouts"] if one not in tried}
-    assert left == {"whole rows, stages 2", "whole rows, stages 2 × 2"}, "of one layer"
+    assert left == {"pipeline2", "pipeline2x2"}, "of one layer"
     names = [one["name"] for one in tried]
-    assert names[0] == "allgather_cp 2" and set(names[1:]) == {
-        "whole rows, data 2",
-        "ulysses_cp 2",
-        "ring_cp 2",
-        "planned_cp 2",
-        "whole rows, tensor 2",
-        "whole rows, tensor 2 with tokens",
+    assert names[0] == "allgather2" and set(names[1:]) == {
+        "data2",
+        "ulysses2",
+        "ring2",
+        "planned2",
+        "tensor2",
+        "tensor2-tokens",
     }
     for one in [found["plain_transformers"], *tried]:
         assert one["verdict"] == "equal" and one["wrong"] == []
         groups = one["gradient_differences"]
         assert set(groups) == {"embedding", "head", "attention", "mlp", "norm"}
-        exact = one["name"] == "whole rows, data 2"  # sums in the same order
+        exact = one["name"] == "data2"  # sums in the same order
         assert all(
             (group["value"] > 0 or exact) and group["value"] < 0.5 for group in groups.values()
         )

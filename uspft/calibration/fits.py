@@ -18,7 +18,15 @@ import yaml
 from uspft import __version__
 from uspft.config import as_tree
 from uspft.config.messages import aligned
-from uspft.planner.machine import COLLECTIVES, PEAK_BF16, SUMS, Hardware, device_of
+from uspft.planner.machine import (
+    COLLECTIVES,
+    PEAK_BF16,
+    SUMS,
+    Collective,
+    Hardware,
+    device_of,
+    in_turn,
+)
 
 FILE = "measured.json"
 PRODUCTS, ATTENTION = "products", ("attention forward", "attention backward")
@@ -40,7 +48,7 @@ ALONE = Load()
 class LinkPoint(NamedTuple):
     """The time of one collective, or of one message (point_to_point), in groups of one size."""
 
-    kind: str
+    kind: Collective
     where: str
     """`inside` a host, or `between` hosts."""
     ranks: int
@@ -53,12 +61,7 @@ class LinkPoint(NamedTuple):
     def causes(self) -> tuple[float, float, float]:
         """The causes of the time: 1, the steps that follow one another, and the bytes that a rank
         sends one after the other."""
-        if self.kind in ("all_to_all", "point_to_point"):
-            steps = self.ranks - 1 if self.kind == "all_to_all" else 0
-            return 1.0, steps, self.of_bytes
-        ways = 2 if self.kind == "all_reduce" else 1
-        steps = ways * (self.ranks - 1)
-        return 1.0, steps, steps * self.of_bytes / self.ranks
+        return 1.0, *in_turn(self.kind, self.ranks, self.of_bytes)
 
 
 class FlopPoint(NamedTuple):

@@ -4,9 +4,8 @@ It is on the disk aside and then renamed, so it is complete or absent."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.checkpoint.folder import Checkpoint
     from uspft.engine.step import Engine
-    from uspft.parameters.part import Part
 
 
 PART_BYTES = 1 << 30
@@ -62,48 +60,33 @@ class Save:
         dist.barrier()
         self._files: dict[str, str] = {}
         """The file that holds each key's tensor."""
-        self._waiting: deque[tuple[str, dict[str, Tensor]]] = deque()
-        self._written: dict[str, Written] = {}
-        """What was written of each file."""
-        self._wanted, self._split = _dealt_out(engine)
+        self._written: dict[str, Future[Written]] = {}
+        """What is written of each file, one after another."""
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._keys, self._parts = _dealt_out(engine)
         self._adam_steps, self._course = adam_steps(engine), dict(course or {})
-        self._error: Exception | None = None
         held, size = dict[str, Tensor](), 0
-        for one, value in gather(engine, self._wanted):
-            held[_key(one, self._split)] = value.detach().float().cpu().contiguous().clone()
+        for one, value in gather(engine, list(self._keys)):
+            held[self._keys[one]] = value.detach().float().cpu().contiguous().clone()
             size += 4 * value.numel()
             if size >= PART_BYTES:
                 self._fill(held, beside=beside)
                 held, size = {}, 0
         self._fill(held, beside=beside)
-        self._thread = threading.Thread(target=self._write_beside, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._writer.shutdown(wait=False)
 
     def _fill(self, held: dict[str, Tensor], *, beside: bool) -> None:
-        """Have tensors be a file of this rank, which is written at once unless it is beside."""
+        """Have tensors be a file of this rank, which is waited for unless it is written beside."""
         if held:
-            number = len(self._waiting) + len(self._written)
-            name = f"part-{self._rank:05d}-{number:05d}.safetensors"
-            self._waiting.append((name, held))
+            name = f"part-{self._rank:05d}-{len(self._written):05d}.safetensors"
             self._files |= dict.fromkeys(held, name)
-        if not beside:
-            self._write()
-
-    def _write(self) -> None:
-        """Write the files that wait, and give their memory back one after another."""
-        while self._waiting:
-            name, tensors = self._waiting.popleft()
-            self._written[name] = write_part(tensors, self._aside / name)
-
-    def _write_beside(self) -> None:
-        try:
-            self._write()
-        except Exception as error:  # what a thread raises would be lost, and the checkpoint named
-            self._error = error
+            self._written[name] = self._writer.submit(write_part, held, self._aside / name)
+            if not beside:
+                self._written[name].result()
 
     def is_written(self) -> bool:
         """Return whether this rank's files are on the disk, or writing them has failed."""
-        return not self._thread.is_alive()
+        return all(one.done() for one in self._written.values())
 
     def finish(self, identity: Mapping[str, Any], write_model: Callable[[Path], object]) -> int:
         """Wait for the files of all ranks, and give the checkpoint its name; collective.
@@ -114,57 +97,48 @@ class Save:
         rank 0's, and OSError where one cannot be written: the checkpoints before are then as they
         were.
         """
-        self._thread.join()
-        if self._error:
-            raise self._error
+        mine = {name: one.result() for name, one in self._written.items()}
         every_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every_rank, (self._files, self._written))
+        dist.all_gather_object(every_rank, (self._files, mine))
         size = 0
         if self._rank == 0:
             every = {key: file for found, _ in every_rank for key, file in found.items()}
             write_model(self._aside / MODEL_FILES)
-            files = {key: every[key] for key in (_key(one, self._split) for one in self._wanted)}
             written = {name: one for _, found in every_rank for name, one in found.items()}
             state: dict[str, Any] = {
                 "format": FORMAT,
                 "step": self.step,
                 "adam_steps": self._adam_steps,
                 "course": self._course,
-                "parts": {
-                    name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
-                    for name, held in self._split.items()
-                },
+                "parts": self._parts,
                 "identity": identity,
-                "files": files,
+                "files": {key: every[key] for key in self._keys.values()},
             }
             size = _publish(self._aside, self._final, state, written)
         dist.barrier()
         return size
 
 
-def _dealt_out(engine: Engine) -> tuple[list[Wanted], dict[str, list[Part]]]:
-    """Return each part of all weights and moments with the rank that writes it, and by name the
-    parts of the tensors that ranks hold in several.
+def _dealt_out(engine: Engine) -> tuple[dict[Wanted, str], dict[str, dict[str, Any]]]:
+    """Return each part of all weights and moments, by the rank that writes it, with its key; and of
+    the tensors that ranks hold in several parts the shape and ranges, as state.json has them.
 
     A rank writes only what it holds, and all ranks write about as much.
     """
     shards, load = engine.holders.shards, [0] * engine.holders.everyone.size
-    wanted, split = [], {}
+    keys, split = dict[Wanted, str](), dict[str, dict[str, Any]]()
     for name in engine.trained():
-        parts = shards.parts(name, engine.part_of(name).shape)
+        shape = engine.part_of(name).shape
+        parts = shards.parts(name, shape)
         if len(parts) > 1:
-            split[name] = list(parts)
+            split[name] = {"shape": shape, "ranges": [part.ranges for part in parts]}
         for kind in KINDS:
-            for part, ranks in parts.items():
+            for number, (part, ranks) in enumerate(parts.items()):
                 owner = min(ranks, key=lambda rank: (load[rank], rank))
                 load[owner] += part.count
-                wanted.append(Wanted(kind, name, part, owner))
-    return wanted, split
-
-
-def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
-    number = f"#{split[one.name].index(one.part)}" if one.name in split else ""
-    return f"{one.kind}/{one.name}{number}"
+                key = f"{kind}/{name}" + (f"#{number}" if name in split else "")
+                keys[Wanted(kind, name, part, owner)] = key
+    return keys, split
 
 
 def _publish(

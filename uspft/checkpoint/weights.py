@@ -52,25 +52,23 @@ def weights_of(
 ) -> Weights:
     """Return the source of weights for a model on meta, after `choose_trained` has marked it.
 
-    checkpoint: the source of what trains, if any; what is frozen is as it was before the first
-    step. Raises WeightsError.
+    checkpoint: the source of what trains, if any; what is frozen, and what corrects routers'
+    choices, is as it was before the first step. Raises WeightsError.
     """
     if checkpoint is None:
         return _start(block, seed, model)
     held = CheckpointWeights(checkpoint)
-    if all(parameter.requires_grad for parameter in model.parameters()):
+    if all(one.requires_grad for one in model.parameters()) and not corrections(model):
         return held
     return SplitWeights(trained_parameters(model), held, _start(block, seed, model))
 
 
-def carry_corrections(block: ModelBlock, model: Any) -> None:
-    """Give the routers of a model the corrections of their choices that its folder has; random
+def carry_corrections(source: Weights, model: Any) -> None:
+    """Give the routers of a model the corrections of their choices that its source has; random
     weights start without. Raises WeightsError."""
-    found = corrections(model)
-    if found and block.config is None:
-        folder = FolderWeights(Path(block.name_or_path or ""))
-        for name, buffer in found.items():
-            buffer.copy_(folder.read(name, Part.whole(tuple(buffer.shape))))
+    for name, buffer in corrections(model).items():
+        if not source.draws(name):
+            buffer.copy_(source.read(name, Part.whole(tuple(buffer.shape))))
 
 
 def multimodal_base(block: ModelBlock) -> FolderWeights | None:

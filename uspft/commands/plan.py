@@ -31,7 +31,7 @@ from uspft.launcher.hosts import planned_hosts
 from uspft.planner.mesh import TunedMesh, mesh_products, tuned, why_not_kept
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.planner.ways import Way, in_recipe
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
@@ -238,7 +238,7 @@ def _meshes(found: Examined, step: StepShape, order: Ranking) -> str:
         alike = layout.context == shared * layout.mesh_rows and layout.data == own.data
         shape = layout.mesh_rows, layout.mesh_columns
         if layout.is_mesh and layout.tensor == own.tensor and alike and shape not in meshes:
-            meshes[shape] = tuned(step, layout, hardware, asked)
+            meshes[shape] = tuned(PlacedStep(step, layout, hardware), asked)
     rows = [["mesh (rows × columns)", "seconds", "in one slice", *PRODUCTS]]
     for (down, across), one in sorted(meshes.items(), key=lambda item: item[1].seconds):
         name = f"{down} × {across}" + " (the recipe's)" * ((down, across) == mine)

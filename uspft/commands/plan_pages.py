@@ -280,13 +280,12 @@ class PipelineTimeline:
 def timeline_of(one: Ranked) -> PipelineTimeline:
     """Return the timeline of a layout of several stages."""
     step, layout, schedule = one.step, one.layout, one.way.schedule
-    algorithm = one.way.algorithm(step, one.hardware.ranks_per_host)
-    costs, _, _ = pipeline_costs(step, layout, algorithm, one.hardware)
-    passes = step.passes(layout)
+    costs, _, _ = pipeline_costs(one.placed)
+    passes = one.placed.passes
     few = min(passes, DRAWN * layout.pipeline)
     found = timeline(costs, schedule, few)
     needs = memory_of_ranks(step.model, layout, step.row.length, options=one.options)
-    tokens, ranks = step.tokens(layout) / schedule.chunks, []
+    tokens, ranks = one.placed.tokens / schedule.chunks, []
     for timed, busy, memory in zip(found.ranks, found.busy, needs, strict=True):
         kept = f"{int(memory.stage_inputs * tokens):,}"
         ranks.append((timed, (f"{1 - busy / found.end:.0%}", kept, gib_of(memory))))

@@ -1,5 +1,5 @@
-"""The strategies of a recipe: layouts that a run switches between inside one step, by length; and
-the rules between them and what else the recipe says."""
+"""The strategies of a recipe, which are layouts for rows of different lengths that a run switches
+between inside one step; and the rules that they and the other keys must satisfy together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KEY = "parallel_config.strategies"
 
 
 def strategies_of(recipe: Recipe) -> tuple[Strategy, ...]:
-    """Return the strategies that a recipe lists, shortest rows first; none where it has one layout
-    or `auto`."""
+    """Return the strategies that a recipe lists, shortest rows first; empty if it has one layout or
+    says `auto`."""
     return _listed(recipe.parallel_config)
 
 
@@ -26,46 +26,48 @@ def _listed(parallel: ParallelBlock) -> tuple[Strategy, ...]:
 
 
 def row_lengths(recipe: Recipe) -> tuple[int, ...]:
-    """Return the tokens of the rows of each strategy, which rise; none is above those of `data`."""
+    """Return the row length of each strategy in tokens, rising, and at most that of `data`."""
     most = recipe.data.sequence_length
     return tuple(min(one.max_length, most) for one in strategies_of(recipe))
 
 
 def ranks_in_lockstep(recipe: Recipe) -> bool:
-    """Return whether all ranks run the same number of micro-batches: under ZeRO-2, ZeRO-3 and
-    divided experts every micro-batch contains a collective of all of them."""
+    """Return whether all ranks must run the same number of micro-batches: under ZeRO-2, ZeRO-3 and
+    expert parallelism every micro-batch contains a collective of all ranks."""
     stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
     return stage > 1 or recipe.parallel_config.expert_parallel > 1
 
 
 def degrees_of(layout: Degrees) -> dict[str, object]:
-    """Return the keys that a layout has, wherever it stands."""
+    """Return the layout's keys and values out of a strategy or a `parallel_config`."""
     return {key: getattr(layout, key) for key in Degrees.model_fields}
 
 
 def under(recipe: Recipe, number: int) -> Recipe:
     """Return the recipe of the rows of one strategy: its layout, and rows of its length."""
     parallel = each_alone(recipe.parallel_config)[number]
-    data = recipe.data.model_copy(update={"sequence_length": row_lengths(recipe)[number]})
-    return recipe.model_copy(update={"parallel_config": parallel, "data": data})
+    return recipe.changed(
+        parallel_config=parallel, data={"sequence_length": row_lengths(recipe)[number]}
+    )
 
 
 def each_alone(parallel: ParallelBlock) -> list[ParallelBlock]:
-    """Return a block for each strategy, with its layout and no other."""
-    every = _listed(parallel)
-    return [parallel.model_copy(update={**degrees_of(one), "strategies": None}) for one in every]
+    """Return one `parallel_config` per strategy, which has that strategy's layout and no
+    `strategies`."""
+    return [parallel.changed(**degrees_of(one), strategies=None) for one in _listed(parallel)]
 
 
 def alike(parallel: ParallelBlock) -> ParallelBlock:
-    """Return the block with its own layout in every strategy, so that the same rows run in one."""
+    """Return a `parallel_config` whose strategies all have the layout that stands beside them, so
+    that a run packs the same rows and computes them all in one layout."""
     own = degrees_of(parallel)
-    every = tuple(one.model_copy(update=own) for one in _listed(parallel))
-    return parallel.model_copy(update={"strategies": every}) if every else parallel
+    every = tuple(one.changed(**own) for one in _listed(parallel))
+    return parallel.changed(strategies=every) if every else parallel
 
 
 def weights_move(parallel: ParallelBlock) -> bool:
-    """Return whether weights move between the layouts that a recipe lists: where it says so, and
-    where it leaves that open and a layout has stages, whose layers no other rank holds."""
+    """Return whether weights move between the listed layouts: if `switching` says so, or if it is
+    left open and a layout has pipeline stages, since no rank stores another stage's layers."""
     staged = any(one.pipeline_stage != 1 for one in _listed(parallel))
     return parallel.switching == "move" or (staged and parallel.switching in (AUTO, None))
 
@@ -76,7 +78,8 @@ def layouts_of(recipe: Recipe) -> list[Recipe]:
 
 
 def rising(recipe: Recipe) -> Iterator[Finding]:
-    """Require that lengths rise up to `sequence_length`, so that each row has one strategy."""
+    """Require that `max_length` rises from strategy to strategy up to `data.sequence_length`, so
+    that every row has exactly one strategy."""
     if recipe.parallel_config.strategies == ():
         yield KEY, "is an empty list", "list {max_length: …, context_parallel: …}, or write null"
         return
@@ -102,8 +105,8 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
 
 
 def one_layout(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse degrees beside `strategies` that are not those of the longest rows, and `switching`
-    where there are no strategies."""
+    """Refuse degrees in `parallel_config` itself that differ from the last strategy's, which is
+    that of the longest rows; and `switching` where there are no strategies."""
     parallel, every = recipe.parallel_config, strategies_of(recipe)
     beside = [
         key
@@ -149,8 +152,11 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
-    """Refuse tensor degrees whose shards are no parts of what ranks store: where weights stay in
-    place, that is the shards of the strategy with the least tensor degree."""
+    """Refuse strategies whose matrix shards do not lie inside those that ranks store.
+
+    Under `switching: in_place` ranks store the shards of the strategy with the smallest
+    `model_parallel`, and the other strategies compute with parts of these.
+    """
     least = min(range(len(every)), key=lambda number: every[number].model_parallel, default=0)
     for number, one in enumerate(every):
         stored, key = every[least], f"{KEY}[{number}]"
@@ -184,8 +190,8 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
 
 
 def _movable(recipe: Recipe) -> Iterator[Finding]:
-    """Where weights move, uspft itself shards the optimizer as ZeRO-1 does, so DeepSpeed's ZeRO
-    settings have nothing to act on."""
+    """Refuse what does not go with `switching: move`, under which uspft itself shards the optimizer
+    as ZeRO-1 does and DeepSpeed's ZeRO does not run."""
     if recipe.memory.gradient_reduction != "float32":
         what = "is bfloat16, and with switching: move gradients go to their owners in float32"
         yield "memory.gradient_reduction", what, "write float32, or switching: in_place"

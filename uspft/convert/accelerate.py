@@ -15,7 +15,7 @@ AT = "accelerate"
 ZERO = f"{AT}.deepspeed_config"
 BLOCKS = ("parallelism_config", f"{AT}.parallelism_config")
 PREFIX = "parallelism_config_"
-PRECISIONS = {"bf16": "bfloat16", "no": "float32"}
+PRECISIONS = {"bf16": "bfloat16", "no": "float32", "False": "float32"}  # YAML reads no as false
 MISSING = {
     "model.name_or_path": "FOLDER",
     "data.train": "FILE",
@@ -26,11 +26,8 @@ MISSING = {
 
 
 def convert_accelerate(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that a configuration becomes under the keys of the command line, which stand
-    for the script's arguments; return the rows of one update.
-
-    ranks: how many devices there are here.
-    """
+    """Write the recipe that a configuration becomes, as CONVERTERS says; the keys of the command
+    line stand for the script's arguments."""
     where = f"{AT}.num_processes"
     for key, example in MISSING.items():
         others = {"model.config"} if key.startswith("model") else {"training.epochs"}
@@ -86,10 +83,9 @@ def layout(run: Conversion) -> None:
     else:
         run.idle("matrices are whole", key)
     gathers = run.written(*_keys("cp_comm_strategy"))
-    word = run.word(*_keys("cp_comm_strategy"), default="allgather")
     ways = {"allgather": "all_gather", "alltoall": "p2p"}
-    if word not in ways:
-        run.refuse(str(gathers), f"is {short(word)}", "write allgather or alltoall")
+    word = run.choice(gathers or "", ways, "allgather")
+    if not word:
         return
     rows, heads = degree(run, "cp_size"), degree(run, "sp_size")
     if key := run.written(*_keys("cp_size")):
@@ -112,15 +108,12 @@ def precision(run: Conversion) -> None:
     key = f"{AT}.mixed_precision"
     if not run.written(key) or "model.dtype" in run.given:
         return
-    found = "no" if run.value(key) is False else run.word(key)
-    if found in PRECISIONS:
-        if found != "no" or "model.dtype" not in run.outcome.values:
-            run.put("model.dtype", PRECISIONS[found], key)
-        else:
-            run.ignored(key, "the arguments say the type")
-    else:
-        remedy = "add model.dtype=bfloat16, which needs no scaling"
-        run.refuse(key, f"is {short(found)}", remedy)
+    remedy = "add model.dtype=bfloat16, which needs no scaling"
+    found = run.choice(key, PRECISIONS, remedy=remedy)
+    if found == "bf16" or (found and "model.dtype" not in run.outcome.values):
+        run.put("model.dtype", PRECISIONS[found], key)
+    elif found:
+        run.ignored(key, "the arguments say the type")
 
 
 def devices_sharding(run: Conversion) -> None:
@@ -270,17 +263,15 @@ def _beside(run: Conversion) -> None:
 def _scheduler(run: Conversion) -> None:
     """Write DeepSpeed's own schedule, which stands in place of the arguments'."""
     at, ours = "deepspeed.scheduler", run.outcome.values
-    kind = run.word(f"{at}.type")
     if not run.written(f"{at}.type"):
         return
-    if kind not in SCHEDULES:
-        run.wrong(f"{at}.type", "leave it out: the arguments' rules", ", which has no like here")
+    why, remedy = ", which has no like here", "leave it out: the arguments' rules"
+    kind = run.choice(f"{at}.type", SCHEDULES, why=why, remedy=remedy)
+    if not kind:
         return
-    curve = f"{at}.params.warmup_type"
-    if run.word(curve, default="log") != "linear":
-        what = f"is {run.word(curve, default='log')}, and a warm-up is a line here"
-        run.refuse(curve, what, "write linear, or leave the scheduler to the arguments")
-    else:
+    curve, why = f"{at}.params.warmup_type", ", and a warm-up is a line here"
+    remedy = "write linear, or leave the scheduler to the arguments"
+    if run.choice(curve, ("linear",), "log", why=why, remedy=remedy):
         run.idle("a warm-up is a line", curve)
     run.put("lr_schedule.type", SCHEDULES[kind], f"{at}.type")
     for name in ("min_learning_rate", "cycles", "power", "decay_ratio"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
-from uspft.convert.conversion import NOTHING, Conversion, in_place, short
+from uspft.convert.conversion import NOTHING, Conversion, short
 
 NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
@@ -31,6 +31,7 @@ KERNELS = (
     *("flash_attention", "attn_implementation", "xformers_attention", "flex_attention"),
     *("sdp_attention", "eager_attention", "sage_attention"),
 )
+OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 CHATS = ("chat_template", "chat_template.default", "sharegpt", "chatml.sharegpt")
 PAIRS = ("alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
 MARKS = ("weight", "loss", "train", "training")
@@ -38,10 +39,7 @@ MARKS = ("weight", "loss", "train", "training")
 
 
 def convert_axolotl(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, and return the rows of one update by their formula.
-
-    ranks: how many devices it runs on.
-    """
+    """Write the recipe that arguments become, as CONVERTERS says."""
     batch = _batch(run, ranks)
     trainer.updates(run, _warmup)
     _least(run)
@@ -136,13 +134,12 @@ def _model(run: Conversion) -> None:
 
 
 def _adapter(run: Conversion) -> None:
-    kind = run.value("adapter")
-    if kind is None:
+    if run.value("adapter") is None:
         run.dropped("is null: all weights train", "adapter")
         run.dropped(trainer.WHOLE, *LORA)
         return
-    if kind not in ("lora", "qlora"):
-        run.wrong("adapter", "write lora")
+    kind = run.choice("adapter", ("lora", "qlora"), remedy="write lora")
+    if not kind:
         return
     whole = "weights are not quantised: LoRA beside whole weights" if kind == "qlora" else ""
     run.put("model.adapter.type", "lora", "adapter", say=whole)
@@ -162,12 +159,8 @@ def _rows(run: Conversion) -> None:
         run.put("data.sequence_length", 512, why="sequence_len, 512 where it is left out")
     trainer.packing(run, run.flag("sample_packing"), "sample_packing")
     key = "excess_length_strategy"
-    theirs = str(run.value(key, "drop"))
-    ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}
-    if theirs not in ours:
-        run.refuse(key, f"is {short(theirs)}", "write drop, truncate or raise")
-        return
-    run.put("data.overlong", ours[theirs], key)
+    if theirs := run.choice(key, OVERLONG, "drop"):
+        run.put("data.overlong", OVERLONG[theirs], key)
     inputs = run.flag("train_on_inputs")
     run.put("data.train_on", "all" if inputs else "assistant", "train_on_inputs")
     run.switch("curriculum_sampling", "data.shuffle", False)
@@ -181,15 +174,11 @@ def _data(run: Conversion) -> None:
         ("data.eval", ("test_datasets",)),
     ):
         items = [item for name in lists for item in run.theirs.items(name)]
-        sources: list[dict[str, Any]] = []
-        for item in items:
-            if ours in run.given:
-                for key in run.theirs.block(item):
-                    run.changed(f"{item}.{key}", in_place(ours))
-            else:
-                sources += _source(run, item)
-        if sources:
-            run.outcome.values[ours] = sources
+        inside = [f"{item}.{key}" for item in items for key in run.theirs.block(item)]
+        if not run.settled(ours, *inside):
+            sources = [source for item in items for source in _source(run, item)]
+            if sources:
+                run.outcome.values[ours] = sources
         for name in lists:
             if run.written(name):
                 run.refuse(name, "is no list of mappings", "write a list of {path: …, type: …}")
@@ -200,37 +189,14 @@ def _data(run: Conversion) -> None:
 
 def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
     """Return the sources of one item of their data."""
-
-    def at(name: str) -> Any:
-        return run.value(f"{item}.{name}")
-
-    kind = at("type") or ("completion" if item.startswith("pretraining") else None)
+    kind = run.value(f"{item}.type") or ("completion" if item.startswith("pretraining") else None)
     form = _form(run, item, kind)
     if form is None:
         return []
     source: dict[str, Any] = {"format": form}
-    for name in ("name", "split"):
-        if at(name):
-            source[name] = str(at(name))
-            run.changed(f"{item}.{name}", f"here in `data.train`: {name}")
     if fields := _fields(run, item, form, str(kind)):
         source["fields"] = fields
-    files = at("data_files")
-    names = files if isinstance(files, list) else [files or at("path")]
-    if run.written(f"{item}.data_files") and at("path"):
-        local = run.theirs.place(str(at("path"))) or at("path") in ("json", "csv", "parquet")
-        what = "its files, from where the command runs" if local else "files of that data set"
-        run.changed(f"{item}.path", f"here in `data.train`: {what}")
-        if not local:
-            names = [at("path")]
-            remedy = "download them, and add data.train=FILE"
-            run.refuse(f"{item}.data_files", "names files of a data set on the hub", remedy)
-    elif at("path"):
-        run.changed(f"{item}.path", "here in `data.train`: path")
-    found = trainer.listed(run, item, names, source)
-    if found or not names:
-        run.told("here in `data.train`: path", f"{item}.data_files")
-    return found
+    return trainer.listed(run, item, source)
 
 
 def _form(run: Conversion, item: str, kind: Any) -> str | None:

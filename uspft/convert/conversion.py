@@ -3,7 +3,7 @@ a recipe with comments, and a line for each key not taken as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -69,15 +69,13 @@ class Conversion:
             self.defaults.get(keys[0], 1) if default is None else default,
         )
         found = default if key is None else self.value(key)
-        if key is None or (is_whole(found) and (least is None or found >= least)):
-            return int(found)
-        why, remedy = (
-            (", no whole number", "a whole number")
-            if not is_whole(found)
-            else ("", f"at least {least}")
-        )
-        self.wrong(key, f"write {remedy}", why)
-        return default
+        if key is not None and not is_whole(found):
+            self.wrong(key, "write a whole number", ", no whole number")
+            return default
+        if key is not None and least is not None and found < least:
+            self.wrong(key, f"write at least {least}")
+            return default
+        return int(found)
 
     def number(self, *keys: str, default: float | None = None) -> float:
         """Return the first of these keys' values, which is a number; else it is refused.
@@ -91,14 +89,28 @@ class Conversion:
         self.wrong(str(key), "write a number", ", no number")
         return float(default)
 
-    def word(self, *keys: str, default: str = "") -> str:
-        """Return the first of these keys' values, which is one word; else it is refused."""
-        key = self.written(*keys)
-        found = default if key is None else self.value(key)
-        if isinstance(found, str):
-            return found
-        self.wrong(str(key), "write a word", ", no word")
-        return default
+    def choice(
+        self,
+        key: str,
+        known: Collection[str],
+        default: str = "",
+        *,
+        why: str = "",
+        remedy: str = "",
+    ) -> str:
+        """Return the word of a key, which is one of those that are known here; any other is
+        refused, and nothing returned.
+
+        default: what holds where the key is left out. why: what is said behind another word.
+        remedy: what to do; none: write one of those that are known.
+        """
+        found = self.value(key, default)
+        if str(found) in known:
+            return str(found)
+        *some, last = known
+        listed = f"{', '.join(some)} or {last}" if len(known) < 4 else f"one of {', '.join(known)}"
+        self.refuse(key, f"is {short(found)}{why}", remedy or f"write {listed if some else last}")
+        return ""
 
     def flag(self, *keys: str, default: bool = False) -> bool:
         """Return whether the first of these keys that is written is true."""
@@ -140,6 +152,13 @@ class Conversion:
         """Say what becomes of those of these keys that are written."""
         for key in filter(self.written, keys):
             self.changed(str(key), what)
+
+    def settled(self, ours: str, *keys: str | None) -> bool:
+        """Return whether the command line writes a key of ours; say so of those of these keys that
+        are written."""
+        if ours in self.given:
+            self.told(in_place(ours), *keys)
+        return ours in self.given
 
     def idle(self, why: str, *keys: str | None) -> None:
         """Say why those of these keys that are written change nothing here."""

@@ -9,7 +9,7 @@ from uspft.config.document import bare
 from uspft.config.problems import InputError
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
-from uspft.convert.conversion import NOTHING, Conversion, in_place, short
+from uspft.convert.conversion import NOTHING, Conversion, short
 from uspft.convert.theirs import read_tree
 
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
@@ -30,18 +30,12 @@ MEDIA = ("images", "videos", "audios")
 
 
 def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, and return the rows of one update by their formula.
-
-    ranks: how many devices it runs on.
-    """
+    """Write the recipe that arguments become, as CONVERTERS says."""
     degree = run.whole("sequence_parallel_size", least=1)
     batch = trainer.global_batch(run, degree, None, ranks)
-    mode = run.word("sequence_parallel_mode", default="zigzag-ring")
-    if mode in MODES:
+    if mode := run.choice("sequence_parallel_mode", MODES, "zigzag-ring"):
         keys = ("sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
         trainer.context(run, *keys)
-    else:
-        run.wrong("sequence_parallel_mode", f"write one of {', '.join(MODES)}")
     trainer.updates(run)
     if run.flag("pure_bf16"):
         say = "master weights and Adam are float32"
@@ -86,25 +80,20 @@ def _words(value: Any) -> list[str]:
 
 def _stage(run: Conversion) -> bool:
     """Return whether the stage is pre-training, in which texts train whole."""
-    stage = run.word("stage", default="sft")
-    if stage in ("sft", "pt"):
-        what = "texts, all of which train" if stage == "pt" else "a recipe trains answers"
-        run.told(what, "stage")
-        return bool(stage == "pt")
-    what = ", and training is by cross-entropy on texts and answers"
-    run.wrong("stage", "write sft or pt", what)
-    return False
+    kinds = {"sft": "a recipe trains answers", "pt": "texts, all of which train"}
+    why = ", and training is by cross-entropy on texts and answers"
+    if stage := run.choice("stage", kinds, "sft", why=why):
+        run.told(kinds[stage], "stage")
+    return stage == "pt"
 
 
 def _adapter(run: Conversion) -> None:
-    kind = run.word("finetuning_type", default="lora")
+    remedy = "write full or lora; `model.freeze` names what of full does not train"
+    kind = run.choice("finetuning_type", ("full", "lora"), "lora", remedy=remedy)
     if kind == "full":
         run.told("all weights train", "finetuning_type")
         run.dropped(trainer.WHOLE, *LORA)
-        return
     if kind != "lora":
-        remedy = "write full or lora; `model.freeze` names what of full does not train"
-        run.wrong("finetuning_type", remedy)
         return
     run.put("model.adapter.type", "lora", "finetuning_type")
     rank = run.whole("lora_rank", default=8)
@@ -139,10 +128,7 @@ def _rows(run: Conversion, texts: bool) -> None:
 def _data(run: Conversion, texts: bool) -> None:
     """Write the samples, as dataset_info.json describes them."""
     for ours, key in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
-        if not run.written(key):
-            continue
-        if ours in run.given:
-            run.changed(key, in_place(ours))
+        if run.settled(ours, key) or not run.written(key):
             continue
         sources = [_source(run, key, name, texts) for name in _words(run.value(key))]
         found = [source for source in sources if source]
@@ -166,7 +152,7 @@ def _data(run: Conversion, texts: bool) -> None:
 
 def _mixed(run: Conversion) -> None:
     """Write how often each source is taken."""
-    strategy = run.word("mix_strategy", default="concat")
+    strategy = run.value("mix_strategy", "concat")
     shares = run.value("interleave_probs")
     sources = run.outcome.values.get("data.train")
     if strategy == "concat" or not isinstance(sources, list):

@@ -22,10 +22,7 @@ from uspft.convert.mindspore_layout import (
 
 
 def convert_mindspore(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that a file becomes, and return the rows of one update by their formulas.
-
-    ranks: how many processes there are; None: as many as the product of their degrees.
-    """
+    """Write the recipe that a file becomes, as CONVERTERS says."""
     degrees = degrees_of(run)
     their_errors(run, degrees)
     batch = run.whole("runner_config.batch_size") * degrees.data  # by their formulas
@@ -82,6 +79,7 @@ SHAPE = (
     *("max_position_embedding", "qkv_has_bias", "tie_word_embeddings"),
     "untie_embeddings_and_output_weights",
 )
+LLAMA = "LlamaForCausalLM"
 SCALED = {"PI": "linear", "YARN": "yarn", "LLAMA3": "llama3", "DYNAMIC_NTK": "dynamic"}
 
 
@@ -110,9 +108,9 @@ def model(run: Conversion) -> None:
 def _dtype(run: Conversion) -> None:
     key = f"{CONFIG}.compute_dtype"
     theirs = str(run.value(key, "float16"))
-    if "model.dtype" in run.given:
-        run.told(in_place("model.dtype"), key)
-    elif theirs in DTYPES:
+    if run.settled("model.dtype", key):
+        return
+    if theirs in DTYPES:
         run.put("model.dtype", DTYPES[theirs], key)
     else:
         what = f"is {theirs}" if run.written(key) else "is float16 where it is left out"
@@ -128,10 +126,11 @@ def _not_here(run: Conversion, why: str) -> None:
 
 def _dimensions(run: Conversion) -> None:
     """Write model.config of their dimensions, each under its name in Hugging Face's."""
-    arch = run.value("model.arch.type", "LlamaForCausalLM")
-    if arch != "LlamaForCausalLM":
-        what = f"is {arch}, of which only dimensions are written"
-        run.refuse("model.arch.type", what, "add model.name_or_path=FOLDER of such a model")
+    why, remedy = (
+        ", of which only dimensions are written",
+        "add model.name_or_path=FOLDER of such a model",
+    )
+    if not run.choice("model.arch.type", (LLAMA,), LLAMA, why=why, remedy=remedy):
         return
     kind = "qwen2" if run.flag(f"{CONFIG}.qkv_has_bias") else "llama"
     found: dict[str, Any] = {"model_type": kind}
@@ -178,13 +177,12 @@ def intermediate_size(
 
 def _positions(run: Conversion) -> None:
     method, factor = f"{CONFIG}.extend_method", f"{CONFIG}.scaling_factor"
-    theirs = run.value(method)
     inner = {key.rpartition(".")[2]: key for key in run.theirs.values if key.startswith(factor)}
-    if theirs is None:
+    if not run.written(method):
         run.dropped("positions are not scaled", method, *inner.values())
         return
-    if not isinstance(theirs, str) or theirs not in SCALED:
-        run.refuse(method, f"is {theirs}", f"write one of {', '.join(SCALED)}")
+    theirs = run.choice(method, SCALED)
+    if not theirs:
         return
     scaling: dict[str, Any] = {"rope_type": SCALED[theirs]}
     if run.written(factor):
@@ -240,10 +238,7 @@ def _length(run: Conversion, batch: int) -> None:
 
 
 def _optimizer(run: Conversion) -> None:
-    kind = run.value("optimizer.type", "AdamW")
-    if kind not in ADAMW:
-        run.refuse("optimizer.type", f"is {kind}", f"write one of {', '.join(ADAMW)}")
-    else:
+    if run.choice("optimizer.type", ADAMW, "AdamW"):
         run.put("optimizer.type", "adamw", "optimizer.type")
     rates = ("lr_schedule.learning_rate", "optimizer.learning_rate")
     run.put("optimizer.learning_rate", run.number(*rates, default=5e-5), *rates)
@@ -260,10 +255,9 @@ def _optimizer(run: Conversion) -> None:
 def _schedule(run: Conversion) -> None:
     """Write the learning rate's schedule; theirs begins at rate 0, a step before ours."""
     block = "lr_schedule"
-    kind = run.word(f"{block}.type", default="CosineWithWarmUpLR")
-    if kind not in SCHEDULES:
-        remedy = f"write one of {', '.join(SCHEDULES)}"
-        run.refuse(f"{block}.type", f"is {kind}, which has no like here", remedy)
+    why = ", which has no like here"
+    kind = run.choice(f"{block}.type", SCHEDULES, "CosineWithWarmUpLR", why=why)
+    if not kind:
         return
     ours = SCHEDULES[kind]
     run.put(f"{block}.type", ours, f"{block}.type", say="our step i has the rate of theirs i + 1")

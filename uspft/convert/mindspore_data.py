@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uspft.convert.conversion import Conversion, in_place, is_whole
+from uspft.convert.conversion import Conversion, is_whole
 
 CONFIG = "model.model_config"
 LOADER = "train_dataset.data_loader"
@@ -27,11 +27,10 @@ def data(run: Conversion) -> None:
     """Write the samples, and how they become rows."""
     kind = str(run.value(f"{LOADER}.type", "MindDataset"))
     _rows(run, indexed=kind == MEGATRON)
-    if "data.train" in run.given:
-        for key in run.theirs.values:
-            if key.startswith(f"{LOADER}.") and not key.startswith(f"{LOADER}.shuffle"):
-                run.changed(key, in_place("data.train"))
-    elif kind in HUGGING_FACE:
+    inside = [key for key in run.theirs.values if key.startswith(f"{LOADER}.")]
+    if run.settled("data.train", *(key for key in inside if key != f"{LOADER}.shuffle")):
+        return
+    if kind in HUGGING_FACE:
         _hugging_face(run)
     elif kind == MEGATRON:
         _blend(run)
@@ -114,10 +113,9 @@ def _taken(run: Conversion) -> int | None:
 def _blend(run: Conversion) -> None:
     """Write the indices of a blend of Megatron's, with their weights."""
     key = f"{BLEND}.data_path"
-    kind = run.value(f"{LOADER}.datasets_type", "GPTDataset")
-    if kind != "GPTDataset":
-        what = f"is {kind}, and only documents of token ids are read"
-        run.refuse(f"{LOADER}.datasets_type", what, "add data.train=FILE")
+    why, remedy = ", and only documents of token ids are read", "add data.train=FILE"
+    kind = f"{LOADER}.datasets_type"
+    if not run.choice(kind, ("GPTDataset",), "GPTDataset", why=why, remedy=remedy):
         return
     told = run.value(key)
     listed = [told] if isinstance(told, str) else told

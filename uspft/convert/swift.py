@@ -31,10 +31,7 @@ LEAST = 16
 
 
 def convert_swift(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, and return the rows of one update by their formula.
-
-    ranks: how many devices it runs on.
-    """
+    """Write the recipe that arguments become, as CONVERTERS says."""
     tuner = run.written(*TUNERS)
     full = tuner is not None and run.value(tuner) == "full"
     run.defaults["learning_rate"] = 1e-5 if full else 1e-4
@@ -123,9 +120,7 @@ def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
         run.changed(str(tuner), "all weights train")
         run.dropped(trainer.WHOLE, *LORA)
         return
-    kind = run.value(tuner, "lora") if tuner else "lora"
-    if kind != "lora":
-        run.wrong(str(tuner), "write full or lora")
+    if tuner and not run.choice(tuner, ("lora",), remedy="write full or lora"):
         return
     run.put("model.adapter.type", "lora", tuner)
     defaults = (("rank", 8), ("alpha", 32), ("dropout", 0.05))
@@ -143,18 +138,11 @@ def _rows(run: Conversion) -> None:
         run.refuse("max_length", what, "add data.sequence_length=N")
     trainer.packing(run, run.flag("packing"), "packing", "padding_free")
     key = "truncation_strategy"
-    theirs = run.word(key, default="delete")
-    if theirs in OVERLONG:
-        run.put("data.overlong", OVERLONG[theirs], key)
-    else:
-        remedy = "write delete, right or split"
-        run.wrong(key, remedy, ", and samples are cut at their end here")
-    loss = run.word("loss_scale", default="default")
-    if loss in LOSSES:
+    if cut := run.choice(key, OVERLONG, "delete", why=", and samples are cut at their end here"):
+        run.put("data.overlong", OVERLONG[cut], key)
+    why = ", and a token trains or does not here"
+    if loss := run.choice("loss_scale", LOSSES, "default", why=why):
         run.put("data.train_on", LOSSES[loss], "loss_scale")
-    else:
-        remedy = "write default, last_round or all"
-        run.wrong("loss_scale", remedy, ", and a token trains or does not here")
     shuffles = ("dataset_shuffle", "train_dataloader_shuffle")
     if run.written(*shuffles):
         run.put("data.shuffle", all(run.flag(k, default=True) for k in shuffles), *shuffles)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config.algorithms import CONTEXT
-from uspft.convert.conversion import NOTHING, Conversion, in_place, is_whole, short
+from uspft.convert.conversion import NOTHING, Conversion, is_whole, short
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -111,9 +111,7 @@ def length(run: Conversion) -> None:
     """Write how long the run is."""
     steps_key, epochs_key = "max_steps", run.key("num_train_epochs")
     steps = run.whole(steps_key, default=-1)
-    given = next((k for k in ("training.steps", "training.epochs") if k in run.given), None)
-    if given:
-        run.told(in_place(given), steps_key, epochs_key)
+    if any(run.settled(f"training.{name}", steps_key, epochs_key) for name in ("steps", "epochs")):
         return
     if steps > 0:
         run.put("training.steps", steps, steps_key)
@@ -211,10 +209,7 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
     """Write a rate that stays and then falls along a line."""
     for name, default in (("decay_type", "cosine"), ("warmup_type", "linear")):
         key = written.pop(name, f"{block}.{name}")
-        if run.value(key, default) != "linear":
-            what = f"is {run.value(key, default)}, and the rate moves along a line here"
-            run.refuse(key, what, "write linear")
-        else:
+        if run.choice(key, ("linear",), default, why=", and the rate moves along a line here"):
             run.idle("the rate moves along a line", key)
     share = f"{block}.min_lr_ratio"
     run.put("lr_schedule.min_learning_rate", of_peak(peak, run, share), share)
@@ -228,10 +223,8 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
     else:
         what = "counts steps, and here the fall is a share of all steps"
         remedy = "add lr_schedule.decay_ratio=0.1 and training.steps=N"
-        if "lr_schedule.decay_ratio" not in run.given:
+        if not run.settled("lr_schedule.decay_ratio", falls):
             run.refuse(falls or f"{block}.num_decay_steps", what, remedy)
-        elif falls:
-            run.changed(falls, in_place("lr_schedule.decay_ratio"))
     written.pop("min_lr_ratio", None)
 
 
@@ -410,12 +403,33 @@ def scaled(run: Conversion, block: Mapping[str, Any], *keys: str) -> None:
     run.put("model.rope_scaling", found, *keys)
 
 
-def listed(run: Conversion, item: str, names: Any, source: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a source for each file that an item of their data names; none where it names none."""
+def listed(run: Conversion, item: str, more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a source for each file that an item of their data names; none where it names none.
+
+    more: what each has beside its path, and the name and split that the item says.
+    """
+    here, at_path, at_files = "here in `data.train`:", f"{item}.path", f"{item}.data_files"
+    path, files = run.value(at_path), run.value(at_files)
+    for name in ("name", "split"):
+        if told := run.value(f"{item}.{name}"):
+            more = {**more, name: str(told)}
+            run.changed(f"{item}.{name}", f"{here} {name}")
+    names = files if isinstance(files, list) else [files or path]
+    if run.written(at_files) and path:
+        local = run.theirs.place(str(path)) or path in ("json", "csv", "parquet")
+        what = "its files, from where the command runs" if local else "files of that data set"
+        run.changed(at_path, f"{here} {what}")
+        if not local:
+            names = [path]
+            remedy = "download them, and add data.train=FILE"
+            run.refuse(at_files, "names files of a data set on the hub", remedy)
+    elif path:
+        run.changed(at_path, f"{here} path")
     if not all(isinstance(name, str) and name for name in names):
-        run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
+        run.refuse(at_path, "names no samples", "write a path, or add data.train=FILE")
         return []
-    return [{"path": name, **source} for name in names]
+    run.told(f"{here} path", at_files)
+    return [{"path": name, **more} for name in names]
 
 
 def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
@@ -481,12 +495,10 @@ def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -
         if name_key:
             run.ignored(name_key, "the file says it")
         return
-    if name_key is None:
+    if name_key is None or run.settled(ours, name_key):
         return
     name = str(run.value(name_key))
-    if ours in run.given:
-        run.changed(name_key, in_place(ours))
-    elif name.startswith("tokenizer_default"):
+    if name.startswith("tokenizer_default"):
         run.put(ours, None, name_key, say="the tokenizer's own")
     elif name in SHIPPED:
         below = Path("data", "templates", f"{name}.jinja")

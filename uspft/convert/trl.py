@@ -8,7 +8,7 @@ from uspft.config.other_tools import table_of
 from uspft.convert import trainer
 from uspft.convert.accelerate import devices_sharding, layout, split, world
 from uspft.convert.accelerate import precision as devices_precision
-from uspft.convert.conversion import Conversion, in_place, short
+from uspft.convert.conversion import Conversion
 
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
@@ -22,10 +22,7 @@ OF_MODEL = ("model_name_or_path", "trust_remote_code", "attn_implementation")
 
 
 def convert_trl(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, and return the rows of one update by their formula.
-
-    ranks: how many devices it runs on.
-    """
+    """Write the recipe that arguments become, as CONVERTERS says."""
     own = {path.partition(".")[0] for path in table_of("trl").own} - {*OF_MODEL, "env"}
     sft = any(key.partition(".")[0].partition("[")[0] in own for key in run.theirs.values)
     run.defaults |= OF_SFT if sft else {}
@@ -83,13 +80,11 @@ def _rows(run: Conversion, *, sft: bool) -> None:
             run.put("data.sequence_length", 1024, why="max_length, 1024 where it is left out")
     packs = run.flag("packing")
     trainer.packing(run, packs, "packing", "padding_free")
-    strategy = str(run.value("packing_strategy", "bfd"))
-    if strategy not in OVERLONG:
-        run.refuse("packing_strategy", f"is {short(strategy)}", "write bfd, bfd_split or wrapped")
-    elif packs:
+    strategy = run.choice("packing_strategy", OVERLONG, "bfd")
+    if strategy and packs:
         say = "documents are packed whole here, in pieces there" if strategy == "wrapped" else ""
         run.put("data.overlong", OVERLONG[strategy], "packing_strategy", say=say)
-    else:
+    elif strategy:
         run.put("data.overlong", "truncate")
         run.idle("it acts beside packing alone", "packing_strategy")
     answers, halves = run.written("assistant_only_loss"), run.written("completion_only_loss")
@@ -110,15 +105,14 @@ def _rows(run: Conversion, *, sft: bool) -> None:
 def _data(run: Conversion) -> None:
     """Write the samples."""
     items = run.theirs.items("datasets")
-    if "data.train" in run.given:
-        for key in run.theirs.values:
-            if key.startswith("datasets[") or key in ("dataset_name", "dataset_config"):
-                run.changed(key, in_place("data.train"))
+    inside = [key for key in run.theirs.values if key.startswith("datasets[")]
+    if run.settled("data.train", "dataset_name", "dataset_config", *inside):
+        pass
     elif run.written("dataset_name"):
         source = _named(run, "dataset_train_split", "train")
         run.put("data.train", [source], "dataset_name", "dataset_config", "dataset_train_split")
     elif items:
-        sources = [source for item in items for source in _source(run, item)]
+        sources = [source for item in items for source in trainer.listed(run, item, {})]
         if sources:
             run.outcome.values["data.train"] = sources
     else:
@@ -147,16 +141,3 @@ def _named(run: Conversion, key: str, default: str) -> dict[str, Any]:
     if not local or run.written(key):
         source["split"] = str(run.value(key, default))
     return source
-
-
-def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
-    """Return the sources of one item of a mixture."""
-    source: dict[str, Any] = {}
-    for name in ("name", "split"):
-        if run.written(f"{item}.{name}"):
-            source[name] = str(run.value(f"{item}.{name}"))
-            run.changed(f"{item}.{name}", f"here in `data.train`: {name}")
-    files = run.value(f"{item}.data_files")
-    names = files if isinstance(files, list) else [files or run.value(f"{item}.path")]
-    run.told("here in `data.train`: path", f"{item}.path", f"{item}.data_files")
-    return trainer.listed(run, item, names, source)

@@ -39,8 +39,19 @@ class Lines:
     ways: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     """By (sender, receiver), as ranks of all, what carries that way alone; else the group does.
 
-    NCCL ends what was started first first: a send would wait for a receive that was posted ahead.
+    Under NCCL each way needs its own: of one communicator it ends what was started first first, so
+    that a send would wait for a receive before it.
     """
+
+    @property
+    def posts_ahead(self) -> bool:
+        """Whether a message may be awaited before it is needed.
+
+        NCCL's receive is a kernel that runs until its message is there. CUDA loads a kernel when it
+        is first asked for, which may wait for all that runs: a rank that computes behind a receive
+        could stop, and with it what it is to send, for which the sender of its message waits.
+        """
+        return not self.ways
 
     def send(self, to: int, x: Tensor) -> dist.Work:
         """Start to send a tensor, which must live until that is done; the books count it."""
@@ -85,7 +96,7 @@ class Mail:
         self._posted: dict[PipelineMessage, tuple[Tensor, Callable[[], None]]] = {}
         self._own: dict[PipelineMessage, Tensor] = {}
         self._under_way: dict[int, deque[tuple[Tensor, dist.Work]]] = {}
-        for rank in range(lines.group.size):
+        for rank in range(lines.group.size if lines.posts_ahead else 0):
             self._post(rank)
 
     def _post(self, rank: int) -> None:
@@ -123,7 +134,8 @@ class Mail:
             wait()
         except RuntimeError as error:
             raise RuntimeError(f"{message} {error}") from error
-        self._post(source)
+        if self._lines.posts_ahead:
+            self._post(source)
         return x
 
     def close(self) -> None:

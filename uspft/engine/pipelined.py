@@ -60,7 +60,7 @@ def pipelined(
         module.add_idle(bare)
     every, lines = mesh.layout.groups(("pipeline",)), Lines(group)
     if device.type == "cuda":
-        lines = Lines(group, groups.ways(every, mesh.rank))
+        lines = Lines(group, groups.ways(every, mesh.rank, device))
     tied, ends = None, group.index in (0, group.size - 1)
     if holders and ends and parts.model.config.tie_word_embeddings:
         name = next(name for name, p in named.items() if p is table)

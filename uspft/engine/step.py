@@ -46,7 +46,7 @@ class StepResult:
     means: Mapping[str, float]
     """Each of the objective's terms by name, the loss first."""
     counts: Mapping[str, int]
-    """What they are means over, by name: first what the loss is the mean over."""
+    """The divisors of these means, such as target tokens, by name; the loss's first."""
     grad_norm: float
     """The norm of the whole gradient before clipping."""
     stop: bool
@@ -54,9 +54,9 @@ class StepResult:
     skipped: bool = False
     """Whether nothing was updated, since the step was refused."""
     seconds: tuple[float, ...] = ()
-    """What each of this rank's micro-batches took, on the device's clock where it has one."""
+    """The seconds of each of this rank's micro-batches, on the device's clock where it has one."""
     switch_seconds: float = 0.0
-    """What it took beside them to move weights and gradients from layout to layout."""
+    """The seconds that moving weights and gradients between layouts took."""
 
     @property
     def loss(self) -> float:
@@ -103,13 +103,14 @@ class LossModule(Protocol):
 
 
 class Engine(Keeper, Protocol):
-    """What trains a module: it keeps the weights and Adam's states, and takes steps."""
+    """An engine that trains a module: it stores the weights and Adam's states, and takes steps."""
 
     module: LossModule
     stage: int
     """The ZeRO stage."""
     averaged: int = 1
-    """Over how many ranks it averages gradients."""
+    """The number of ranks over which the engine averages gradients; losses are scaled by it, so
+    that gradients are summed."""
     laps: Laps
     """The clock of the step's micro-batches."""
 
@@ -118,7 +119,8 @@ class Engine(Keeper, Protocol):
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        """Set the values that `fragment` reads. read: returns values [start, stop) of the part."""
+        """Set the values that `fragment` returns. read: a function that returns the new values
+        [start, stop) of this rank's part of the parameter, flattened."""
         start, held = self.fragment(name, kind)
         if held.numel():
             held.copy_(read(start, start + held.numel()))
@@ -141,9 +143,9 @@ class Engine(Keeper, Protocol):
     ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
-        look: called when gradients are complete, and before they are clipped; it may read them as
-        `GRADIENT`. most: the largest gradient norm that is taken, the same on every rank. Raises
-        NotFinite and TooLarge before anything is updated, on every rank alike.
+        look: called when gradients are complete and not yet clipped; it may read them as fragments
+        of kind `GRADIENT`. most: the largest gradient norm with which weights are updated, the same
+        on every rank. Raises NotFinite or TooLarge on all ranks before anything is updated.
         """
         objective, everyone = self.module.objective, self.holders.everyone
         counts = counted(objective, batches, everyone, self.device)
@@ -169,18 +171,18 @@ class Engine(Keeper, Protocol):
         return result
 
     def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
-        """Take a step's micro-batches forward and backward, and return the terms summed over those
-        whose tokens this rank counts, [terms] float64; collective."""
+        """Run a step's micro-batches forward and backward; return the sum of each of the
+        objective's terms over those whose tokens this rank counts, [terms] float64; collective."""
         ...
 
     def update(self, most: float) -> float:
-        """Clip the gradient and update the weights, unless its norm is larger than most or not
-        finite; return the norm before; collective."""
+        """Clip the gradient and update the weights, unless the gradient's norm is above `most` or
+        not finite; return the norm before clipping; collective."""
         ...
 
     def seconds(self, batches: int) -> tuple[tuple[float, ...], float]:
-        """Return the seconds of each of so many micro-batches, in their order, and those of moving
-        weights and gradients."""
+        """Return the seconds of each of the last step's micro-batches, in order, and the seconds of
+        moving weights and gradients between layouts. batches: the number of micro-batches."""
         return self.laps.seconds(), 0.0
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
@@ -190,7 +192,8 @@ class Engine(Keeper, Protocol):
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss.
 
-        last: whether it ends the step, or what the engine runs of it at a time.
+        last: whether it is the step's last micro-batch or, in an engine that runs a step in several
+        parts, the part's last.
         """
         ...
 
@@ -202,12 +205,12 @@ class Engine(Keeper, Protocol):
         ...
 
     def stages_for(self, batch: Batch) -> StageRunner | None:
-        """Return what runs the stages of a micro-batch; None where its layers are not divided."""
+        """Return the runner of a micro-batch's pipeline; None if its layout has no pipeline."""
         ...
 
     def terms(self, batch: Batch) -> dict[str, float]:
-        """Return this rank's part of each term that an evaluation reports of a micro-batch, by
-        name; called inside `evaluating`; collective."""
+        """Return this rank's part of each evaluated term of a micro-batch, by name; called inside
+        `evaluating`; collective."""
         stages, told = self.stages_for(batch), self.module.objective.terms
         scales = tuple(1.0 if term.evaluated else None for term in told)
         values = stages.forward(self, batch, scales) if stages else self.forward(batch, scales)
@@ -215,17 +218,16 @@ class Engine(Keeper, Protocol):
         return {term.name: value for term, value in named if term.evaluated}
 
     def close(self) -> None:
-        """Remove what the engine has hooked into the module, and what it keeps elsewhere."""
+        """Remove the engine's hooks from the module, and its entries in DeepSpeed's tables."""
         ...
 
 
 def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
-    """Return what this rank adds to the divisors of the objective's terms for a micro-batch, by
-    name.
+    """Return this rank's share of the divisors of the objective's terms for a micro-batch, by name.
 
-    Over all ranks each token, row and document is counted once: of the tensor ranks, which see the
-    same tokens, one counts; ranks that share rows each count their own tokens, and one of them the
-    rows and documents.
+    Summed over all ranks, each token, row and document is counted once. One of the tensor parallel
+    ranks counts, since all see the same tokens. Each rank that shares a row counts its own tokens;
+    the first of them counts rows and documents.
     """
     mesh = batch.world.mesh
     first = mesh.counts, mesh.counts and mesh.context.index == 0
@@ -239,8 +241,8 @@ def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
 def counted(
     objective: Objective, batches: Sequence[Batch], everyone: Group, device: torch.device
 ) -> dict[str, int]:
-    """Return what each term of the objective is divided by in this step, such as its target tokens,
-    by name, summed over all ranks; collective."""
+    """Return the divisors of the objective's terms in this step, such as the number of target
+    tokens, by name and summed over all ranks; collective."""
     sums = dict.fromkeys((term.per.name for term in objective.terms), 0)
     for batch in batches:
         for name, count in counts_here(objective, batch).items():
@@ -250,23 +252,24 @@ def counted(
 
 
 def scales_of(objective: Objective, counts: Mapping[str, int], times: int = 1) -> Scales:
-    """Return the factor of each term that makes it a mean over the step.
+    """Return the factor for each of the objective's terms that makes it a mean over the step.
 
-    times: over how many ranks the engine averages gradients.
+    times: the number of ranks over which the engine averages gradients.
     """
     return tuple(times / max(counts[term.per.name], 1) for term in objective.terms)
 
 
 class StageRunner(Protocol):
-    """What runs a module of which this rank has some stages, as `Engine.run` does."""
+    """A runner of pipeline stages, which does what `Engine.run` does on a module of which this rank
+    has some stages."""
 
     idle: nn.Parameter | None
-    """What the engine trains beside the module's named parameters, where none of these does."""
+    """A parameter that is always 0, for stages in which no other trains; None if there is none."""
 
     def __call__(self, engine: Any, batches: Sequence[Batch], scales: Scales) -> Tensor: ...
 
     def forward(self, engine: Any, batch: Batch, scales: Scales) -> Tensor:
-        """Return the objective's terms of a micro-batch without gradients, 0 where this rank counts
+        """Return the objective's terms of a micro-batch, without gradients; 0 if this rank counts
         none of its tokens; collective."""
         ...
 
@@ -276,7 +279,8 @@ class StageRunner(Protocol):
 
 
 def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
-    """Run one micro-batch after another, forward and at once backward, as `Engine.run` does."""
+    """Run micro-batches one after another, each forward and then backward; implements `Engine.run`
+    without a pipeline."""
     sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
         terms = engine.forward(batch, scales)

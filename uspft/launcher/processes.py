@@ -11,10 +11,11 @@ import re
 import signal
 import subprocess
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from traceback import extract_tb, format_exception
 
 from uspft.config.problems import RunFailed
 from uspft.launcher.hosts import LocalRanks, free_port, interface_to
@@ -74,7 +75,7 @@ class Rank:
 
         A rank may have reported its error and still hang on its way out.
         """
-        left = from_error_file(self.error_file, self.status)
+        left = from_error_file(self.error_file)
         if left or self.status in (None, 0, INTERRUPTED):
             return left
         assert self.status is not None
@@ -213,23 +214,20 @@ def report_exception(path: str | Path, rank: int, error: BaseException, code: in
 
     With code 2, wrong input, the user is shown the message alone; RunFailed has no traceback.
     """
-    path = Path(path)
+    path, message = Path(path), str(error)
+    found = Failure(rank, time.time(), message, "", code)
+    if code != WRONG_INPUT:
+        expected, in_vain = isinstance(error, RunFailed), waited(message, collective_in(error))
+        found = replace(
+            found,
+            summary=in_vain or (message if expected else f"{type(error).__name__}: {message}"),
+            details="" if expected else "".join(format_exception(error)).rstrip(),
+            consequence=bool(CONSEQUENCES.search(message)),
+            waited=bool(in_vain),
+        )
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    found = {
-        "rank": rank,
-        "time": time.time(),
-        "code": code,
-        "type": type(error).__name__,
-        "message": str(error),
-        "waited": waited(str(error), collective_in(error)),
-        "traceback": "" if isinstance(error, RunFailed) else _traceback(error),
-    }
-    aside.write_text(json.dumps(found))
+    aside.write_text(json.dumps(asdict(found)))
     aside.replace(path)
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def waited(said: str, collective: str = "") -> str:
@@ -244,7 +242,7 @@ def waited(said: str, collective: str = "") -> str:
 
 def collective_in(error: BaseException) -> str:
     """Return the collective that raised an error, and where uspft asked for it; "" for none."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = extract_tb(error.__traceback__)
     calls = [f.name for f in frames if "/torch/distributed/" in f.filename and f.name[0] != "_"]
     places = [f for f in frames if "/uspft/" in f.filename]
     names = [name for name in calls if name != "wrapper"][-1:]
@@ -252,23 +250,12 @@ def collective_in(error: BaseException) -> str:
     return names[0] + "".join(f" ({name})" for name in names[1:]) if names else ""
 
 
-def from_error_file(path: Path, status: int | None) -> Failure | None:
+def from_error_file(path: Path) -> Failure | None:
     """Read the failure that a rank left in its error file, or None where it left nothing."""
     try:
-        found = json.loads(path.read_text())
+        return Failure(**json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    if WRONG_INPUT in (status, found["code"]):
-        return Failure(found["rank"], found["time"], found["message"], "", WRONG_INPUT)
-    summary = f"{found['type']}: {found['message']}" if found["traceback"] else found["message"]
-    return Failure(
-        rank=found["rank"],
-        time=found["time"],
-        summary=found["waited"] or summary,
-        details=found["traceback"].rstrip(),
-        consequence=bool(CONSEQUENCES.search(found["message"])),
-        waited=bool(found["waited"]),
-    )
 
 
 def from_status(rank: Rank, status: int) -> Failure:
@@ -281,18 +268,16 @@ def from_status(rank: Rank, status: int) -> Failure:
     details = f"  the end of {rank.log}:\n{shown}"
     if rank.number == 0:
         details = "  what it printed stands above"
-    number, ended = rank.number, rank.ended
+    found = partial(Failure, rank.number, rank.ended, details=details)
     if in_vain := waited(printed):
-        return Failure(number, ended, in_vain, details, consequence=True, waited=True)
+        return found(in_vain, consequence=True, waited=True)
     if status > 0:
         code = WRONG_INPUT if status == WRONG_INPUT else 1
-        return Failure(number, ended, f"exit code {status}", details, code, consequence)
+        return found(f"exit code {status}", code=code, consequence=consequence)
     if status == -signal.SIGKILL:
-        killed = "killed (SIGKILL), probably out of memory"
-        return Failure(number, ended, killed, details, signalled=True)
+        return found("killed (SIGKILL), probably out of memory", signalled=True)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    told = f"killed by {name}"
-    return Failure(number, ended, told, details, consequence=consequence, signalled=True)
+    return found(f"killed by {name}", consequence=consequence, signalled=True)
 
 
 def root_cause(failures: list[Failure]) -> Failure:

@@ -3,14 +3,13 @@ outlives it, and what a process waits for: a spinner with the time, or a line in
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -22,7 +21,7 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class Patient(io.TextIOBase):
+class Patient:
     """A text stream that discards its output as soon as it can no longer be written to."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -31,9 +30,9 @@ class Patient(io.TextIOBase):
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-            self._stream.flush()
         except OSError:
             self._forget()
+        self.flush()
         return len(text)
 
     def flush(self) -> None:
@@ -47,22 +46,13 @@ class Patient(io.TextIOBase):
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
 
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def outlive_terminal() -> None:
     """Let this process print to its terminal as long as there is one, and run on without it."""
-    sys.stdout, sys.stderr = Patient(sys.stdout), Patient(sys.stderr)
+    sys.stdout, sys.stderr = (cast("TextIO", Patient(one)) for one in (sys.stdout, sys.stderr))
 
 
 def show_cursor() -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -59,7 +59,14 @@ def tracking(
     fails later is told once and left alone: metrics.jsonl has every number. Raises RunFailed where
     one cannot be started.
     """
-    started = _started(recipe, output, first_step, say, waits)
+    runs = _runs(output)
+    makers: dict[str, Callable[[], Any]] = {
+        "tensorboard": lambda: _tensorboard(recipe, output, first_step),
+        "wandb": lambda: start_wandb(recipe, output, runs),
+        "mlflow": lambda: start_mlflow(recipe, output, runs, first_step, say),
+    }
+    asked = [key for key in makers if getattr(recipe.logging, key) not in (None, False)]
+    started, ending = dict[str, Any](), FAILED
 
     def log(record: Mapping[str, Any]) -> None:
         values = numbers(record)
@@ -72,8 +79,20 @@ def tracking(
                 del started[key]
                 say(f"logging.{key}: {said(error)}; no more goes there, metrics.jsonl has it all")
 
-    ending = FAILED
+    if asked:
+        _prepare_accelerate()
     try:
+        for key in asked:
+            try:
+                at = f" at {shown(kept_at(recipe, output))}" if key == "mlflow" else ""
+                with waits(_NAMES[key] + at):
+                    started[key] = makers[key]()
+            except Exception as error:
+                told = f"cannot be started: {said(error)}; {_REMEDIES[key]}"
+                raise RunFailed(f"logging.{key}: {told}; or leave logging.{key} out") from error
+            finally:  # so that the next start goes on in the runs that were begun in vain
+                if runs:
+                    write_text(output / RUNS, json.dumps(runs) + "\n")
         yield log
         ending = FINISHED
     except Interrupted:
@@ -110,42 +129,6 @@ def numbers(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
             found |= numbers(value, f"{name}/")
         elif isinstance(value, int | float) and name != "step":
             found[name] = value
-    return found
-
-
-def _started(
-    recipe: Recipe, output: Path, first_step: int, say: Say, waits: Waits
-) -> dict[str, Any]:
-    """Return each tracker by its key in `logging`. Raises RunFailed.
-
-    The ids of their runs are written in any case, so that the next start goes on in the runs that
-    were begun in vain.
-    """
-    asked, runs = recipe.logging, _runs(output)
-    makers: dict[str, Callable[[], Any]] = {}
-    if asked.tensorboard:
-        makers["tensorboard"] = lambda: _tensorboard(recipe, output, first_step)
-    if asked.wandb is not None:
-        makers["wandb"] = lambda: start_wandb(recipe, output, runs)
-    if asked.mlflow is not None:
-        makers["mlflow"] = lambda: start_mlflow(recipe, output, runs, first_step, say)
-    if makers:
-        _prepare_accelerate()
-    found: dict[str, Any] = {}
-    for key, make in makers.items():
-        try:
-            at = f" at {shown(kept_at(recipe, output))}" if key == "mlflow" else ""
-            with waits(_NAMES[key] + at):
-                found[key] = make()
-        except Exception as error:
-            for other, tracker in found.items():
-                with suppress(Exception):  # what is told is the first error
-                    _end(other, tracker, FAILED)
-            remedy = f"{_REMEDIES[key]}; or leave logging.{key} out"
-            raise RunFailed(f"logging.{key}: cannot be started: {said(error)}; {remedy}") from error
-        finally:
-            if runs:
-                write_text(output / RUNS, json.dumps(runs) + "\n")
     return found
 
 

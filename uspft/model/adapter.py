@@ -1,10 +1,10 @@
-"""LoRA: two thin matrices beside a frozen projection, through peft, and beside the matrices of
-experts and of routers, as peft has it for its `target_parameters`.
+"""LoRA: of projections through peft, and of the matrices of experts and routers by this file, which
+computes and names them as peft does for its `target_parameters`.
 
-W becomes W + alpha ÷ rank · B A (arXiv 2106.09685); so does the matrix of each expert.
+W becomes W + alpha ÷ rank · B A (arXiv 2106.09685), and so does the matrix of each expert.
 
-Shapes, as suffixes: E experts, r rank, i and o what a matrix takes and gives. A [E·r, i] has one
-expert after another; B [o, r·E] has the expert fastest.
+Shapes, as suffixes: E experts, r rank, i and o input and output features of a matrix. In A
+[E·r, i] the rank varies fastest, in B [o, r·E] the expert.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class ParameterAdapter(nn.Module):
-    """The two thin matrices of each expert beside a parameter; beside a router's, those of one."""
+    """The LoRA matrices A and B for every expert of a parameter, or for a router's one matrix."""
 
     def __init__(self, parameter: Tensor, rank: int, scale: float, *, inputs_first: bool) -> None:
-        """Make it on the parameter's device, without values.
+        """Make A and B on meta.
 
-        inputs_first: whether the parameter is [E, i, o] and not [E, o, i].
+        inputs_first: whether the parameter is [E, i, o] instead of [E, o, i].
         """
         super().__init__()
         experts, *sizes = parameter.shape if parameter.ndim == 3 else (1, *parameter.shape)
@@ -52,7 +52,7 @@ class ParameterAdapter(nn.Module):
         self.lora_B = nn.Linear(rank * experts, gives, **how)
 
     def added(self, parameter: Tensor) -> Tensor:
-        """Return the parameter with the products that stand beside it, as peft merges them."""
+        """Return the parameter with the adapter merged into it, as peft merges."""
         sides, first = (self.lora_A.weight, self.lora_B.weight), self.inputs_first
         return with_products(parameter, sides, self.rank, self.scale, inputs_first=first)
 
@@ -62,7 +62,7 @@ def with_products(
 ) -> Tensor:
     """Return W + scale · B A of every expert of a parameter [E, o, i], or [E, i, o].
 
-    sides: A and B. Of a parameter of two dimensions there is one W.
+    sides: A and B. A parameter of two dimensions is one W.
     """
     a, b = sides
     if value.ndim == 2:
@@ -73,8 +73,8 @@ def with_products(
 
 
 def adapt_parameter(module: Any, name: str, rank: int, scale: float) -> None:
-    """Put an adapter beside a parameter of a module; one that is no module of experts then computes
-    with both."""
+    """Add an adapter for a parameter to a module. A router then computes with the merged weight;
+    the forward of experts (model/experts.py) uses the adapter itself."""
     parameter = getattr(module, name)
     inputs_first = parameter.ndim == 3 and module.is_transposed
     beside = ParameterAdapter(parameter, rank, scale, inputs_first=inputs_first)
@@ -84,14 +84,14 @@ def adapt_parameter(module: Any, name: str, rank: int, scale: float) -> None:
 
 
 def adapters(module: nn.Module) -> Iterator[tuple[str, ParameterAdapter]]:
-    """Yield the parameters of a module that have an adapter, by their own name, with it."""
+    """Yield (the parameter's name in the module, its adapter) for each adapted parameter."""
     for name, child in module.named_children():
         if isinstance(child, ParameterAdapter):
             yield name.removesuffix(BESIDE), child
 
 
 def form_weights(module: nn.Module) -> None:
-    """Make a module compute with adapted parameters to which the products have been added."""
+    """Make a module's forward compute with its adapters merged into the adapted parameters."""
     plain = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -104,14 +104,14 @@ def form_weights(module: nn.Module) -> None:
 
 
 def weight_of(weight: Tensor, side: str, rank: int) -> Tensor:
-    """Return a side of an adapter as a matrix for each expert: A [E, r, i], B [E, r, o]."""
+    """Return A or B of an adapter as one matrix per expert: A [E, r, i], B [E, r, o]."""
     if side == "A":
         return weight.unflatten(0, (-1, rank))
     return weight.unflatten(1, (rank, -1)).permute(2, 1, 0).contiguous()
 
 
 def as_side(value: Tensor, side: str) -> Tensor:
-    """Return a matrix for each expert as the side of an adapter, as `weight_of` has taken it."""
+    """Return one matrix per expert as A or B of an adapter: the inverse of `weight_of`."""
     return value.flatten(0, 1) if side == "A" else value.permute(2, 1, 0).flatten(1)
 
 
@@ -120,7 +120,7 @@ PARAMETERS = "model.adapter.target_parameters"
 
 
 def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
-    """Put an adapter into a model on meta, and freeze all else of the model. Raises Fault."""
+    """Add LoRA adapters to a model on meta, and freeze its other parameters. Raises Fault."""
     from peft import inject_adapter_in_model  # seconds, for those who ask for it
     from peft.tuners.lora import LoraLayer
 
@@ -140,7 +140,7 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
         module = model.get_submodule(owner)
         if isinstance(module, nn.Linear):
             path, _, word = owner.rpartition(".")
-            alone = nn.Module()  # of whose names peft takes none for experts'
+            alone = nn.Module()  # peft would take the real path for that of experts
             alone.linear = module
             inject(["linear"], alone)
             setattr(model.get_submodule(path), word, alone.linear)
@@ -165,10 +165,10 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
 def _tell_tokens(
     dropouts: list[tuple[TokenDropout, bool]], _: Any, args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Tell dropouts which tokens they see, before the layer or the model that has them runs.
+    """Tell dropouts which tokens they see, before their layer or model runs.
 
-    dropouts: each with whether its projection is divided, and so sees the tokens of all tensor
-    ranks; others see those that lie between blocks, of which each rank may have some.
+    dropouts: each with whether tensor ranks divide its projection. Such a projection sees the
+    tokens of all tensor ranks; with use_seq_parallel the others see only this rank's.
     """
     bound: Bound = kwargs["uspft"]
     words = token_words(bound.tokens)
@@ -178,11 +178,11 @@ def _tell_tokens(
 
 
 def targets(model: Any, block: AdapterBlock, words: Collection[str]) -> list[str]:
-    """Return the names of the modules to adapt, as peft matches them: whole, or the last words.
+    """Return the names of the modules to adapt, whole or their last words, as peft matches them.
 
-    Where the recipe names none, every projection. words: what names experts' matrices, which are
-    none of these. Raises Fault for each name that no linear projection of the layers has, and where
-    nothing is named at all.
+    If the recipe names none, every linear projection is adapted. words: the names of experts'
+    matrices, which do not count. Raises Fault for each name that no linear projection of the layers
+    has, and if the recipe's lists are both empty.
     """
     head, wanted = model.get_output_embeddings(), block.target_modules
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
@@ -202,11 +202,11 @@ def targets(model: Any, block: AdapterBlock, words: Collection[str]) -> list[str
 
 
 def parameter_targets(model: Any, block: AdapterBlock, words: Collection[str]) -> list[str]:
-    """Return the whole names of the parameters to adapt: matrices of experts and of routers, and
-    those of projections whose names peft takes for experts'.
+    """Return the whole names of the parameters to adapt by `target_parameters`: matrices of experts
+    and routers, and of projections that peft would take for experts by their names.
 
-    words: as of targets. Raises Fault for every other name, and beside dropout, which peft does not
-    have for them.
+    words: as in `targets`. Raises Fault for every other name, and if there is dropout, which peft
+    lacks for `target_parameters`.
     """
     able = [name for name, _ in model.named_parameters() if _is_parameter(model, name, words)]
     short = sorted({".".join(name.split(".layers.")[-1].split(".")[1:]) for name in able})
@@ -225,7 +225,7 @@ def parameter_targets(model: Any, block: AdapterBlock, words: Collection[str]) -
 
 
 def _matches(name: str, found: Collection[str]) -> bool:
-    """Tell whether a name is, as peft compares them, one of the whole names or their last words."""
+    """Tell whether a name is one of the whole names or of their last words, as peft compares."""
     return any(f".{one}".endswith(f".{name}") for one in found)
 
 
@@ -235,7 +235,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def _is_parameter(model: Any, name: str, words: Collection[str]) -> bool:
-    """Tell whether a parameter is adapted by its own name alone."""
+    """Tell whether a parameter is adapted through `target_parameters`, not `target_modules`."""
     owner, _, own = name.rpartition(".")
     if is_experts(name):
         return not own.endswith("_bias")
@@ -248,7 +248,8 @@ def _is_parameter(model: Any, name: str, words: Collection[str]) -> bool:
 def _refusal(
     model: Any, asked: tuple[str, str], known: list[str], words: Collection[str]
 ) -> Finding:
-    """Return why a name cannot be adapted. asked: its key and the name. known: names that can."""
+    """Return the finding for a name that cannot be adapted. asked: the key and the name. known: the
+    names that can be."""
     key, name = asked
     word, remedy = name.rpartition(".")[2], f"write some of {', '.join(known)}"
     if word in words:
@@ -265,9 +266,9 @@ def _refusal(
 
 
 def lora_config(block: AdapterBlock, names: list[str], base: str | None = None) -> Any:
-    """Return peft's description of the adapter.
+    """Return the LoraConfig of the adapter.
 
-    names: what `targets` gives. base: where the base model is, if anywhere.
+    names: the modules to adapt. base: the path or hub id of the base model, if known.
     """
     from peft import LoraConfig
 
@@ -283,9 +284,9 @@ def lora_config(block: AdapterBlock, names: list[str], base: str | None = None) 
 
 
 class AdapterStart:
-    """A model's weights, and an adapter's as peft starts them: A is uniform(±1 ÷ √in), B is 0.
+    """A model's weights, and an adapter's initial values as in peft: A is uniform(±1 ÷ √in), B 0.
 
-    A is a function of the seed and of its name alone.
+    A depends only on the seed and its name.
     """
 
     def __init__(self, base: Weights, seed: int) -> None:
@@ -309,7 +310,7 @@ class AdapterStart:
 def adapter_of(
     names: Collection[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield an adapter's parameters in order, also those that `model.freeze` keeps as they began.
+    """Yield an adapter's parameters in order, including those that `model.freeze` freezes.
 
     names and read: as for `merged`.
     """
@@ -322,10 +323,10 @@ def merged(
     block: AdapterBlock | None,
     model_type: str,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base model's parameters in order, an adapter's products added as peft merges them.
+    """Yield the base model's parameters in order, with an adapter merged into them as peft does.
 
     names: of all parameters. read: returns a parameter's whole value, float32; it is called once
-    for each. model_type: says how the model holds the matrices of experts.
+    for each. model_type: decides how experts' matrices are stored.
     """
     for name, *sides in merge_order(names):
         value = read(name)
@@ -337,10 +338,10 @@ def merged(
 
 
 def touched(names: Collection[str], trained: Collection[str]) -> list[str]:
-    """Return which of a model's parameters a run may change, with the adapters that change them, in
-    the order of `merge_order`.
+    """Return the parameters whose merged values a run may change, and their adapters, in the order
+    of `merge_order`.
 
-    trained: the names of those that train.
+    trained: the names of the parameters that train.
     """
     every = merge_order(names)
     return [name for group in every if group[1:] or group[0] in trained for name in group]
@@ -349,7 +350,7 @@ def touched(names: Collection[str], trained: Collection[str]) -> list[str]:
 def merge_order(names: Collection[str]) -> Iterator[list[str]]:
     """Yield the names that `merged` reads, in its order.
 
-    Each list has a parameter of the base model and, where that is adapted, its A and B.
+    Each list has a parameter of the base model and, if it is adapted, its A and B.
     """
     for name in names:
         if not is_adapter(name):

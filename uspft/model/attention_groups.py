@@ -1,8 +1,9 @@
-"""Attention in groups of heads (UPipe, arXiv 2602.21196): what is attended with at once, how it
-crosses a Ulysses group, forward and backward.
+"""Attention in groups of heads (UPipe, arXiv 2602.21196): the turns in which heads are computed,
+their exchange over the Ulysses group, forward and backward.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads of
-this tensor rank, N some of either, n this member's of those; D head dim, d hidden size.
+this tensor rank, N those of a turn, n those of a turn on this Ulysses rank; D head dim, d hidden
+size.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadTurn:
-    """What is attended with at once."""
+    """The query heads of a group of KV heads that are computed at once."""
 
     group: KeyGroup
     number: int
-    """Among those of the group."""
+    """Its number among the turns of the group."""
 
     @property
     def queries(self) -> tuple[HeadRange, ...]:
@@ -42,7 +43,7 @@ class HeadTurn:
 
     @property
     def parts(self) -> tuple[HeadRange, ...]:
-        """By member where its query heads are among those of the turn."""
+        """For each Ulysses rank, the range of its query heads among those of the turn."""
         found, at = [], 0
         for a, b in self.queries:
             found.append((at, at + b - a))
@@ -59,33 +60,34 @@ class HeadTurn:
 
 
 def turns_among(heads: Heads, members: int, at_once: int) -> list[HeadTurn]:
-    """Return the turns of a Ulysses group, in order. at_once: query heads of a KV head."""
+    """Return the turns of a Ulysses group, in order. at_once: the query heads of a turn for each KV
+    head."""
     groups = key_groups(heads.query, heads.kv, members, min(at_once, heads.query // heads.kv))
     return [HeadTurn(group, number) for group in groups for number in range(len(group.queries))]
 
 
 class UnderWay:
-    """Transfers home that have been started, with what is done when each has arrived."""
+    """Started transfers back to the tokens' ranks, each with a function for what arrives."""
 
     def __init__(self, exchange: HeadExchange) -> None:
         self._moves = exchange.moves
         self._every: list[Callable[[], None]] = []
 
     def add(self, wait: Waited, then: Callable[[Tensor], None]) -> None:
-        """Do something with what arrives: at once where nothing moves."""
+        """Have `then` called with what `wait` returns: in `finish`, or at once without Ulysses."""
         if self._moves:
             self._every.append(lambda: then(wait()))
         else:
             then(wait())
 
     def finish(self) -> None:
-        """Wait for all of them, in their order."""
+        """Wait for all transfers, in the order in which they were added."""
         while self._every:
             self._every.pop(0)()
 
 
 def arrived(coming: list[Waited]) -> list[Tensor]:
-    """Wait for all that comes; the list is empty afterwards, and holds nothing."""
+    """Return what all transfers bring, and empty the list, so that it keeps no tensor alive."""
     return [coming.pop(0)() for _ in range(len(coming))]
 
 
@@ -100,7 +102,8 @@ class AttentionCall(BlockCall):
         self.exchange = HeadExchange(self.bound.share, world.mesh.ulysses)
         self._rule: Rule | None = None
         self.scales: list[Tensor] = []
-        """By what norms over all heads multiply each token, [1, t, 1], where there are such."""
+        """The factors by which norms over all heads scale each token, [1, t, 1] each; empty if the
+        attention has no such norms."""
 
     @property
     def rule(self) -> Rule:
@@ -108,7 +111,7 @@ class AttentionCall(BlockCall):
         return self._rule
 
     def own(self, turn: HeadTurn) -> HeadRange:
-        """Return this member's query heads of a turn."""
+        """Return this Ulysses rank's query heads of a turn."""
         return turn.queries[self.bound.world.mesh.ulysses.index]
 
     def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
@@ -119,20 +122,21 @@ class AttentionCall(BlockCall):
         return [*hook.qkv]
 
     def measure(self, x: Tensor) -> None:
-        """Find out by what norms over all heads multiply each token."""
+        """Compute `scales`; if there are norms over all heads, this projects all heads once."""
         places, norms = self.block.some.measuring(x)
         if norms:
             self.made_of(x, places, norms, lambda _: [])
         self.scales = [norm.scale for norm in norms]
 
     def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
-        """Return the queries [t, N, D] of a turn, and in its group's first the keys and values."""
+        """Return the queries [t, N, D] of a turn, and in a group's first turn keys and values."""
         keys = turn.group.heads if turn.first else ()
         places, norms = self.block.some.of(self.heads, turn.queries, keys, self.scales)
         return self.made_of(x, places, norms, lambda found: found if keys else found[:1])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> tuple[Tensor, Tensor]:
-        """Return out [T, n, D] and log-sum-exp [n, T] of this member's query heads of a turn."""
+        """Return output [T, n, D] and log-sum-exp [n, T] of this Ulysses rank's query heads of a
+        turn."""
         if not q.shape[1]:
             wide = torch.promote_types(q.dtype, torch.float32)
             return q, q.new_empty((0, len(q)), dtype=wide)
@@ -143,8 +147,8 @@ class AttentionCall(BlockCall):
     def backward(
         self, qkv: Any, saved: Any, turn: HeadTurn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of what a turn was attended with. saved: out, the log-sum-exp, and
-        the gradient of out."""
+        """Return the gradients of a turn's queries, keys, values and sinks. saved: the output, the
+        log-sum-exp, and the gradient of the output."""
         q, k, v = qkv
         if not q.shape[1]:
             return q, torch.zeros_like(k), torch.zeros_like(v), None
@@ -158,17 +162,17 @@ class AttentionCall(BlockCall):
         return passes, rule.of_heads(self.own(turn)), world.mesh.ring, world.kernel
 
     def launched(self, x: Tensor, turn: HeadTurn) -> list[Waited]:
-        """Start to bring the queries of a turn, and in its group's first the keys and values, to
-        where they are attended with."""
+        """Start the all-to-alls of a turn's queries, and in a group's first turn also of its keys
+        and values, to the ranks that compute these heads."""
         made = self.made(x, turn)
         parts = [turn.parts, *[turn.group.parts] * (len(made) - 1)]
         return [self.exchange.start_there(made.pop(0), each) for each in parts]
 
     def all_out(self, x: Tensor) -> list[Tensor]:
-        """Return attention's out [t, H, D], and the log-sum-exp of each turn.
+        """Return attention's output [t, H, D], the log-sum-exp of each turn, and the scales.
 
-        Where heads are exchanged, a turn's are while the one before it is attended with, and
-        what that gives goes home while the next one is.
+        With Ulysses, a turn's heads are exchanged while the turn before it is computed, and its
+        output is sent back while the next one is.
         """
         self.measure(x)
         out = x.new_empty(len(self.bound.tokens), self.heads.query, self.heads.dim)
@@ -195,7 +199,7 @@ class AttentionCall(BlockCall):
 
     def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
         super().begin_backward(x, found, dh)
-        self._dq = self._out  # whose place the gradient of queries takes
+        self._dq = self._out  # which the gradient of queries overwrites
         self._lses, self.scales = found[: len(self.turns)], found[len(self.turns) :]
         found.clear()
         self._keys: list[Tensor] = []
@@ -211,10 +215,10 @@ class AttentionCall(BlockCall):
         self.home.finish()
 
     def take(self, turn: HeadTurn, lse: Tensor) -> None:
-        """Attend backwards with what a turn has; the queries' gradient takes the output's place.
+        """Compute the backward of a turn; its queries' gradient overwrites its output.
 
-        What comes is under way while the output's gradient is projected, and what the turn before
-        has found while this one's queries are.
+        Queries, keys and values are exchanged while the output's gradient is computed; gradients of
+        the turn before are sent back while this turn's queries are projected.
         """
         out, exchange = self._out, self.exchange
         if turn.first:
@@ -252,7 +256,8 @@ class AttentionCall(BlockCall):
         self._dsinks[slice(*self.own(turn))] += dsinks
 
     def _add_keys(self, found: list[Tensor]) -> None:
-        """Add up the gradients of a group's keys and values, in float32 where turns follow."""
+        """Add up the gradients of a group's keys and values; in at least float32 over several
+        turns."""
         if not self._pair:
             self._pair = found
             return
@@ -263,7 +268,7 @@ class AttentionCall(BlockCall):
             del total
 
     def _keys_home(self, group: KeyGroup) -> None:
-        """Send home the gradients of a group's keys and values."""
+        """Send the gradients of a group's keys and values back to the tokens' ranks."""
         if not self._dkv:
             shape = len(self._out), self.heads.kv, self.heads.dim
             self._dkv = [self._x.new_empty(shape) for _ in range(2)]
@@ -293,18 +298,19 @@ class AttentionCall(BlockCall):
 
 
 class GatheredCall(AttentionCall):
-    """One call of a block with attention whose tokens each tensor rank has some of.
+    """One call of a block with attention under use_seq_parallel, where each tensor rank has other
+    tokens.
 
-    They come from all ranks once in a forward and once in a backward, a tile at a time, and all
-    that is made of them before attention stays while groups take their heads of it: of the heads
-    that a rank has, that is less than the tokens themselves.
+    Tokens are gathered once in the forward and once in the backward, a tile at a time. Queries,
+    keys and values of all this rank's heads are kept meanwhile, and turns take theirs: they are
+    smaller than the gathered tokens.
     """
 
     def __init__(self, block: GroupedBlock, x: Tensor, *of: Any, keeps: bool) -> None:
         self.ranks = of[-1]["uspft"].ranks
         super().__init__(block, x, *of, keeps=keeps)
         self.qkv: list[Tensor] = []
-        """Of all heads [T, N, D], where they are there."""
+        """Queries, keys and values of all this rank's heads; empty while they are not in memory."""
 
     def spans(self, x: Tensor) -> Iterator[tuple[slice, Any]]:
         for tile, told in super().spans(x):
@@ -316,7 +322,7 @@ class GatheredCall(AttentionCall):
             yield
 
     def measure(self, x: Tensor) -> None:
-        """Norms over all heads see all of them."""
+        """Do nothing: norms over all heads see all heads here."""
 
     def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
         q, k, v = self.qkv
@@ -333,13 +339,13 @@ class GatheredCall(AttentionCall):
 
     def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
         super().begin_backward(x, found, dh)
-        # What norms over all heads multiply by is not there. Remembered may be the output alone.
+        # After the log-sum-exps come q, k and v; none where the output alone was remembered.
         self.qkv, self.scales = self.scales or self.made_of(x), []
-        self._dq = self.qkv[0]  # whose place its own gradient takes
+        self._dq = self.qkv[0]  # which its own gradient overwrites
         self._dout = torch.empty_like(self._out)
 
     def last_projection(self, *, wanted: bool) -> None:
-        """Make the gradient of the output of all heads, as it comes from all ranks."""
+        """Compute the output's gradient for all heads at once while it is gathered."""
         (places,) = map(self.leaves_of, self.block.behind)
         for tile, told in self.spans(self._x):
             out = self.part(self._out, tile).detach().requires_grad_()

@@ -127,6 +127,8 @@ class CausalModel(nn.Module):
             uspft=of.bound,
             **more,
         )
+        if of.bound.shelf:
+            of.bound.shelf.left()
         return Layered(found.last_hidden_state, found.router_logits if routers else ())
 
     def head(self, of: ForwardPass, hidden: Tensor, scale: float | None) -> Tensor:

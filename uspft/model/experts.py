@@ -1,16 +1,16 @@
-"""Experts of which a rank computes some, or a part of each: who has what of them, the way of
-tokens to them, their products, and the hook into transformers.
+"""Expert and tensor parallelism of a mixture of experts: which rank holds what of the experts, the
+dispatch of tokens to them, their matrix products, and the hook into transformers.
 
-The hook is an implementation of transformers' `ExpertsInterface`. Ranks that divide the experts
-have some each, in rank order. A token goes once to each rank that holds some of its experts, with
-all its choices; what those make of it, weighted and summed, comes back once. Nothing is dropped,
-and nothing is padded. Tensor ranks have some inner features of every expert, its gate and its up:
-tokens and scores enter here, and what ranks have made is summed at the end, so that the router
-stays whole.
+The hook is an implementation of transformers' `ExpertsInterface`. Expert parallel ranks hold some
+experts each, in rank order. A token is sent once to each rank that holds some of its experts, with
+all its choices, and the weighted sum of their outputs is sent back once. No token is dropped, and
+nothing is padded. Tensor parallel ranks hold some inner features of every expert: tokens and scores
+are gathered where the block begins and outputs are summed where it ends, so that the router is
+replicated.
 
-Shapes, as suffixes: t tokens here, k experts that each meets, s rows that leave, r rows that come,
-g ranks, p pairs of a row with an expert that is here, d hidden size, i and o what a matrix takes
-and gives, E experts here.
+Shapes, as suffixes: t tokens here, k experts chosen for each, s rows sent, r rows received, g
+ranks, p pairs of a row and an expert on this rank, d hidden size, i and o input and output features
+of a matrix, E experts on this rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from uspft.parameters.shards import Holders
 
 ExpertSplits = dict[str, MatrixSplit | None]
-"""By a parameter's name how it is divided; None where each rank has all of it."""
+"""The split of each parameter, by its name; None if every rank holds all of it."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -60,9 +60,9 @@ def over_tensor_ranks(model: nn.Module) -> ExpertSplits:
 def _parameters(
     model: nn.Module,
 ) -> Iterator[tuple[str, str, Any, tuple[ParameterAdapter | None, str]]]:
-    """Yield each parameter of experts by its name in files, with its own in the module and that;
-    each side, A and B, of an adapter with that of the parameter beside it, the adapter and the
-    side."""
+    """Yield (name in files, name in the module, module, (None, "")) for each parameter of experts,
+    and for matrices A and B of each adapter the same with (the adapter, "A" or "B"); its name in
+    the module is that of the adapted parameter."""
     for path, module in expert_modules(model):
         for own, _ in module.named_parameters(recurse=False):
             yield plain_name(f"{path}.{own}"), own, module, (None, "")
@@ -75,8 +75,8 @@ def _parameters(
 def by_features(module: Any, name: str, shape: tuple[int, ...]) -> MatrixSplit:
     """Return how tensor ranks divide a parameter of all experts, [E, …].
 
-    Of the bias that is added to hidden features, which ranks would add once each, each has some of
-    these. name: the module's own.
+    The bias of down_proj is divided over its output features, since every rank would otherwise add
+    all of it before the sum over ranks. name: that of the parameter in the module.
     """
     dim = 1
     if not name.endswith("_bias") and name.startswith("down") != module.is_transposed:
@@ -90,7 +90,8 @@ def by_features(module: Any, name: str, shape: tuple[int, ...]) -> MatrixSplit:
 
 
 def _of_adapter(adapter: ParameterAdapter, side: str, split: MatrixSplit) -> MatrixSplit | None:
-    """Return how tensor ranks divide a side of an adapter whose parameter they divide so."""
+    """Return how tensor ranks divide a side of an adapter; None: not at all. split: that of the
+    adapted parameter."""
     gives = split.dim == (2 if adapter.inputs_first else 1)
     if gives != (side == "B"):
         return None
@@ -98,7 +99,8 @@ def _of_adapter(adapter: ParameterAdapter, side: str, split: MatrixSplit) -> Mat
 
 
 def over_experts(model: nn.Module) -> dict[str, MatrixSplit]:
-    """Return how ranks divide the experts of all layers, and their adapters, in rank order."""
+    """Return how expert parallel ranks divide the parameters of all experts and of their adapters,
+    by name; rank i has the i-th part."""
     found: dict[str, MatrixSplit] = {}
     for name, own, module, (adapter, side) in _parameters(model):
         experts, rank = len(getattr(module, own)), adapter.rank if adapter else 1
@@ -111,10 +113,11 @@ def over_experts(model: nn.Module) -> dict[str, MatrixSplit]:
 
 
 class ExpertParts:
-    """What calls of a layer use of its experts' parameters, where tensor ranks divide them."""
+    """The parts of its experts' parameters that a call of a layer uses, if tensor ranks divide
+    them."""
 
     def __init__(self, splits: Mapping[str, MatrixSplit], call: Call) -> None:
-        """splits: by the parameters' own names; empty where each rank has all of every matrix."""
+        """splits: by the parameters' names in the module; empty if no tensor rank divides them."""
         self._splits, self.call = splits, call
 
     @property
@@ -122,14 +125,15 @@ class ExpertParts:
         return bool(self._splits)
 
     def used(self, name: str) -> Used:
-        """Return what the call uses of what this rank holds of a parameter."""
+        """Return the ranges of this rank's part of a parameter that the call uses."""
         split = self._splits.get(name)
         return self.call.used(split) if split else ()
 
     def bias(self, module: Any, name: str, expert_p: Tensor, features: int) -> Tensor:
-        """Return the biases [p, o] of pairs' experts, of which each rank adds those that it holds.
+        """Return the biases [p, o] of the pairs' experts, with 0 for output features whose bias
+        another rank holds: outputs are summed over ranks, so each bias is added once.
 
-        features: o. What ranks have made is summed, so that a bias stands in it once.
+        features: o.
         """
         name = f"{name}_bias"
         found = cut(getattr(module, name), self.used(name))[expert_p]
@@ -142,10 +146,10 @@ class ExpertParts:
 def computed(
     module: Any, parts: ExpertParts, x_rd: Tensor, index_rk: Tensor, weight_rk: Tensor
 ) -> Tensor:
-    """Return what the experts here make of rows, weighted and summed for each row, [r, d].
+    """Return the weighted sum of the outputs of this rank's experts for each row, [r, d].
 
-    index_rk: counted from the first expert here; what is not among them is left out. parts: what of
-    each expert is here.
+    index_rk: each row's experts, counted from the first one here; others are ignored. weight_rk:
+    their router weights. parts: which part of each expert is here.
     """
     count = module.num_experts
     row_p, slot_p = ((index_rk >= 0) & (index_rk < count)).nonzero(as_tuple=True)
@@ -165,7 +169,7 @@ def computed(
 def _product(
     module: Any, name: str, x_p: Tensor, groups: tuple[Tensor, Tensor], parts: ExpertParts
 ) -> Tensor:
-    """Return rows, in the order of their experts, times their experts' matrices, with biases.
+    """Return each row times its expert's matrix, plus the bias. x_p: rows sorted by expert.
 
     groups: each row's expert, and where each expert's rows end.
     """
@@ -182,7 +186,7 @@ def _product(
 def _beside(
     adapter: ParameterAdapter, name: str, x_pi: Tensor, ends_E: Tensor, parts: ExpertParts
 ) -> Tensor:
-    """Return what an adapter makes of rows, [p, o], without the product of its two sides."""
+    """Return the adapter's term for each row, scale · B(Ax), [p, o]; B · A is never formed."""
     made = x_pi
     for side, linear in (("A", adapter.lora_A), ("B", adapter.lora_B)):
         used = parts.used(f"{name}.lora_{side}.weight")
@@ -192,14 +196,15 @@ def _beside(
 
 
 class Form(NamedTuple):
-    """How a parameter holds a matrix for each expert, and what of it is used."""
+    """How a parameter stores its experts' matrices, and which part of it a call uses."""
 
     used: Used = ()
     turned: bool = False
-    """Whether matrices are [o, i] and not [i, o]."""
+    """Whether matrices are stored as [o, i] instead of [i, o]."""
     side: str = ""
-    """A or B of an adapter, of this rank."""
+    """A or B if the parameter is that matrix of an adapter; else empty."""
     rank: int = 0
+    """The adapter's rank."""
 
     def of(self, held: Tensor) -> Tensor:
         """Return the matrices, [E, i, o]."""
@@ -208,15 +213,16 @@ class Form(NamedTuple):
         return here.transpose(1, 2) if self.turned else here
 
     def put_back(self, value: Tensor, held: Tensor) -> Tensor:
-        """Return the gradient of the parameter of those of the matrices, as they lie."""
+        """Return the parameter's gradient, in its own shape. value: the gradient of the matrices as
+        they are stored, [E, i, o] or [E, o, i]."""
         return put_back(as_side(value, self.side) if self.side else value, held, self.used)
 
 
 class _Product(torch.autograd.Function):
-    """Rows, in groups, times what is used of their groups' matrices.
+    """The product of grouped rows with the used part of their groups' matrices.
 
-    What is kept is the parameter itself: a view would keep the values that ZeRO-3 takes away after
-    the layer. Rows are kept where matrices train alone.
+    The backward saves the parameter itself and not a view of it, which would keep in memory the
+    values that ZeRO-3 releases after the layer. Rows are saved only if the matrices train.
     """
 
     @staticmethod
@@ -240,7 +246,7 @@ class _Product(torch.autograd.Function):
 
 
 def grouped(x_pi: Tensor, weight_Eio: Tensor, ends_E: Tensor) -> Tensor:
-    """Return rows times the matrix of their group, [p, o]. ends_E: where each group's rows end."""
+    """Return each row times its group's matrix, [p, o]. ends_E: where each group's rows end."""
     if _has_kernel(x_pi, *weight_Eio.shape[1:]):
         return grouped_mm(x_pi, weight_Eio, offs=ends_E)
     pairs = zip(_groups(x_pi, ends_E), weight_Eio, strict=True)
@@ -256,8 +262,8 @@ def _outer(a_pi: Tensor, b_po: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, *sizes: int) -> bool:
-    """Return whether torch has a grouped product for matrices with such sides: none in float64, nor
-    where rows of a matrix do not begin at multiples of 16 bytes."""
+    """Return whether torch's grouped_mm takes matrices with sides of these sizes: not in float64,
+    and not if rows of a matrix begin elsewhere than at multiples of 16 bytes."""
     return x.dtype != torch.float64 and not any(one * x.element_size() % 16 for one in sizes)
 
 
@@ -270,17 +276,20 @@ KIND = "experts"
 
 
 class Dispatch(NamedTuple):
-    """Which rows go to which rank, and how many come from each."""
+    """The dispatch of tokens: which go to which rank, and how many come from each."""
 
     token_s: Tensor
-    """The token of each row that leaves, by the rank that it goes to; there each token once."""
+    """The token of each row sent, sorted by destination rank; one row for each token and rank."""
     send: list[int]
     receive: list[int]
     group: Group
 
     @classmethod
     def of(cls, rank_tk: Tensor, group: Group) -> Dispatch:
-        """Return the way of tokens to the ranks that hold their experts; collective."""
+        """Return the dispatch of tokens to the ranks that hold their experts; collective.
+
+        rank_tk: the rank that holds each of a token's experts.
+        """
         meets_gt = rank_tk.new_zeros((group.size, len(rank_tk)), dtype=torch.bool)
         meets_gt.scatter_(0, rank_tk.T, True)
         send = meets_gt.sum(1)
@@ -290,7 +299,7 @@ class Dispatch(NamedTuple):
         return cls(meets_gt.nonzero()[:, 1], leaving, coming, group)
 
     def there(self, x_t: Tensor) -> Tensor:
-        """Return what comes of a whole number or more for each token, int64 in and out."""
+        """Send integers that belong to tokens, [t, …] int64, and return those of received rows."""
         return self.moved(x_t[self.token_s].int()).long()
 
     def moved(self, x_s: Tensor) -> Tensor:
@@ -300,9 +309,10 @@ class Dispatch(NamedTuple):
         return _moved(x_r, self.receive, self.send, self.group)
 
     def returned(self, y_rd: Tensor, tokens: int) -> Tensor:
-        """Return what experts have made of rows, back with their tokens and summed for each.
+        """Send the experts' outputs back, and return their sum for each token, [t, d].
 
-        Nothing is saved as autograd does: a layer that is run again ends before it.
+        Nothing is saved through autograd's hooks: activation checkpointing stops its recomputation
+        before this point.
         """
         found: Tensor = with_backward(
             lambda y_rd: self.summed(self.moved_back(y_rd), tokens),
@@ -312,7 +322,7 @@ class Dispatch(NamedTuple):
         return found
 
     def summed(self, x_sd: Tensor, tokens: int) -> Tensor:
-        """Return the sum of each token's rows, in float32 or wider and then as they are."""
+        """Return the sum of each token's rows, computed in at least float32, in the rows' dtype."""
         out = x_sd.new_zeros((tokens, *x_sd.shape[1:]), dtype=wide(x_sd))
         return out.index_put_((self.token_s,), x_sd.to(out.dtype), accumulate=True).to(x_sd.dtype)
 
@@ -325,8 +335,9 @@ def _moved(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group)
 
 
 class SentRows(torch.autograd.Function):
-    """Tokens go to the ranks that hold their experts, with what these weigh; backward the gradients
-    of both come back. One function, so that all ranks' transfers have one order."""
+    """Sends tokens and their router weights to the ranks that hold their experts, and backward the
+    gradients of both to the tokens' ranks. It is one function for both, so that all ranks start
+    their transfers in the same order."""
 
     @staticmethod
     def forward(
@@ -355,13 +366,14 @@ and their weights [r, k]; returns the weighted sum over the experts that are her
 def spread_experts(model: nn.Module, holders: Holders, *, moves: bool = False) -> None:
     """Make a model that is filled with this rank's experts compute with those of all ranks.
 
-    moves: whether what is held changes, to be what each call's rows use.
+    moves: whether weights move between layouts, so that a rank holds just what a call uses.
     """
     shards, group = holders.shards, holders.experts
     layers: Any = model.base_model.layers  # type: ignore[union-attr]
     calls = {id(one): layer for layer in layers for one in layer.modules()}
     for name, module in expert_modules(model):
-        # DeepSpeed gathers a block of router and experts as one, and so takes its gradients.
+        # ZeRO-3 gathers router and experts as one module, whose gradients it takes as complete when
+        # the gradient of the module's input is computed.
         model.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(with_gradient)
         named = {own: plain_name(f"{name}.{own}") for own, _ in module.named_parameters()}
         splits = {own: shards.splits[one] for own, one in named.items() if one in shards.splits}
@@ -375,14 +387,15 @@ def spread_experts(model: nn.Module, holders: Holders, *, moves: bool = False) -
 
 
 class HeldExperts:
-    """The experts of a layer that are here, in whole or in part, and the ranks that have others."""
+    """The forward of a layer's experts, of which this rank holds some or a part of each."""
 
     def __init__(self, module: Any, group: Group, parts: ExpertParts) -> None:
-        """group: the ranks that divide experts. parts: what of each expert is here."""
+        """group: the expert parallel ranks. parts: which part of each expert is here."""
         if not module.has_gate or module.has_post_expert_norm:
             raise RuntimeError(f"{type(module).__name__} are experts of a kind that uspft lacks")
         self.compute: Compute = lambda *rows: computed(module, parts, *rows)
-        """What computes the experts that are here; it may be given tiles of rows."""
+        """The function that computes this rank's experts; callers may replace it by one that splits
+        rows into tiles."""
         self._parts, self._group, self._number = parts, group, module.num_experts
 
     def __call__(self, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor) -> Tensor:
@@ -394,7 +407,7 @@ class HeldExperts:
         return bound.leave(self._all(*entered)[None]).squeeze(0)
 
     def _all(self, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor) -> Tensor:
-        """Return what the experts of all ranks make of tokens."""
+        """Return the weighted sum of the outputs of all ranks' experts for each token, [t, d]."""
         if self._group.size == 1:
             return self.compute(x_td, index_tk, weight_tk)
         route = Dispatch.of(index_tk // self._number, self._group)

@@ -1,8 +1,8 @@
-"""A block that works in groups of heads, one call of it and its backward: what attention and layers
-with a state share.
+"""A block that computes one group of heads at a time, to need less memory: its forward and
+backward, as far as attention and layers with a state (gated delta nets) have them in common.
 
 Shapes, as suffixes: t this rank's tokens, n those of a tile; H/G all query/KV heads of this tensor
-rank (of a layer with a state value/key heads), N some of either; D head dim, d hidden size.
+rank (value/key heads in a layer with a state), N some of either; D head dim, d hidden size.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 class GroupedBlock:
-    """What stands in for the forward of an attention block, or of it with its norms and its
-    residual: the block, in groups of heads."""
+    """The replacement of an attention block's forward, with or without its norms and residual,
+    which computes in groups of heads."""
 
     def __init__(
         self,
@@ -51,22 +51,24 @@ class GroupedBlock:
         kind: Callable[[Bound], type[BlockCall]],
         halves: Halves | None = None,
     ) -> None:
-        """at_once: how many query heads of a KV head are attended with at once. heads: of the
-        model's attention. tile: tokens; None for all at once. kind: tells what a call of the block
-        is. halves: those of the layer, where the first of them is the block."""
+        """at_once: the number of query heads that are computed at once for each KV head. heads: those
+        of the model's attention, before tensor ranks divide them. tile: the number of tokens of a
+        tile; None: all tokens at once. kind: returns the class of a call of the block. halves: the
+        layer's two halves, if the block is the whole first half; None: the block is the attention
+        module alone."""
         self.some, self.at_once, self.heads, self.tile, self.kind = some, at_once, heads, tile, kind
         self.attention, self._halves = some.attention, halves
         self.module = halves.layer if halves else self.attention
-        """What is run up to attention, to which the block's input goes."""
+        """The module whose forward is run, up to attention, on the block's input."""
         self.run = own_forward(self.module)
-        """Its forward, which ends within where it is not asked for all."""
+        """That module's forward, which a hook may end by an exception."""
         self.parameters_of: list[nn.Module] = halves.first if halves else [self.module]
-        """The modules whose parameters the block takes."""
+        """The modules whose parameters the block uses."""
         self.last: Any = self.attention.get_submodule(some.last)
         self.before: list[nn.Module] = halves.norms_in if halves else []
-        """The norm before attention, where there is one."""
+        """The norm before attention, if the block has one."""
         self.behind = [self.last, *(halves.norms_behind if halves else [])]
-        """The modules behind attention: the last projection, and a norm where there is one."""
+        """The modules after attention: the output projection, and a norm if there is one."""
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         bound: Bound | Hook = kwargs["uspft"]
@@ -76,7 +78,7 @@ class GroupedBlock:
         return out if self.some.has_state else (out, None)
 
     def attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Return what the block makes of x [1, t, d]; differentiable."""
+        """Return the block's output for x [1, t, d]; differentiable."""
         parameters = [p for m in self.parameters_of for p in m.parameters() if p.requires_grad]
         keeps = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
         call = self.kind(kwargs["uspft"])(self, x, parameters, kwargs, keeps=keeps)
@@ -84,23 +86,24 @@ class GroupedBlock:
         return out
 
     def whole(self, x: Tensor, made: Tensor) -> Tensor:
-        """Return what the block gives of its input and of what its last projection made."""
+        """Return the block's output. x: its input. made: the output projection's output."""
         return self._halves.joined(x, made) if self._halves else made
 
     def left(self, made: Tensor, bound: Bound) -> Tensor:
-        """Return what the last projection made, summed over ranks where the block does that."""
+        """Return the output projection's output, summed over tensor ranks if the block has to."""
         return bound.leave(made) if self._halves else made
 
 
 class BlockCall(ABC):
-    """One call of a block, forward and, on a copy of it, backward."""
+    """One call of a block: its forward and, on a copy of the call, its backward, which is
+    last_projection, then groups, then first_projections."""
 
     heads: Heads
-    """Of this tensor rank."""
+    """The heads of this tensor rank."""
     leaves: list[Tensor]
-    """What stands in for the parameters that train, during the backward."""
+    """The tensors that replace the trained parameters in the backward."""
     ranks = 1
-    """The tensor ranks from which each tile comes, where they have different tokens."""
+    """The number of tensor ranks whose tokens are gathered for a tile; 1 if all have the same."""
 
     def __init__(
         self,
@@ -122,20 +125,20 @@ class BlockCall(ABC):
 
     @abstractmethod
     def all_out(self, x: Tensor) -> list[Tensor]:
-        """Return the out [t, H, D] of attention or of the rule, and what else its backward takes of
-        the forward."""
+        """Return the output [t, H, D] of attention or of the delta rule, and the other tensors of
+        the forward that the backward needs."""
 
     def kept(self) -> list[Tensor]:
-        """Return what else of the forward stays until the backward, once."""
+        """Return further tensors to save for the backward; called once."""
         return []
 
     @abstractmethod
     def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
-        """Return what attention, or the rule, takes of a tile of x, of those heads whose
-        projections are there. entry: gets what the block takes."""
+        """Return the inputs of attention or of the delta rule for a tile of x, for the heads whose
+        projections are in place. entry: receives the block's input."""
 
     def spans(self, x: Tensor) -> Iterator[tuple[slice, Any]]:
-        """Yield each tile of tokens, and the context in which dropouts know of them."""
+        """Yield each tile of tokens, and a context that tells dropouts which tokens these are."""
         for start, length in self.tiles.spans(x):
             yield slice(start, start + length), self.tiles.of_tile(start, length)
 
@@ -146,9 +149,10 @@ class BlockCall(ABC):
         norms: Sequence[Any] = (),
         form: Callable[[list[Tensor]], list[Tensor]] = list,
     ) -> list[Tensor]:
-        """Return what `before` gives of all tokens, while others stand in for modules.
+        """Return the results of `before` for all tokens, computed tile by tile.
 
-        norms: those of them that must know of the tile. form: what is kept of a tile's.
+        places: modules that replace the block's meanwhile. norms: those of them that must know the
+        tile. form: a function that selects what is kept of a tile's results.
         """
         every: list[Tensor] = []
         with standing_in(places):
@@ -166,14 +170,14 @@ class BlockCall(ABC):
         return every
 
     def part(self, whole: Tensor, tile: slice, dim: int = 0) -> Tensor:
-        """Return what blocks take of a tile, of something of all their tokens."""
+        """Return a tile's part of a tensor of all tokens, as blocks see it."""
         return of_all_ranks(whole, tile, self.ranks, dim)
 
     def run_up_to(
         self, hook: Hook, x: Tensor, tile: slice, entry: BlockInput | None = None
     ) -> None:
-        """Run the block's own forward on a tile of x until it is ended from within. entry: as of
-        before."""
+        """Run the block's original forward on a tile of x until the hook ends it. entry: as in
+        `before`."""
         kwargs = dict(self._kwargs)
         if angles := kwargs.get("position_embeddings"):
             kwargs["position_embeddings"] = tuple(self.part(one, tile, 1) for one in angles)
@@ -197,8 +201,9 @@ class BlockCall(ABC):
         some: tuple[Sequence[HeadRange], Sequence[int]] | None = None,
         entry: BlockInput | None = None,
     ) -> Tensor:
-        """Return what the last projection takes [1, n, N · D] of a tile of x, and of its out
-        [n, N, D]. some: which query and KV heads are there; None: all. entry: as of before."""
+        """Return the output projection's input [1, n, N · D] for a tile. x: the tile of the block's
+        input, of which gates are made. out: attention's output [n, N, D]. some: the query and KV
+        heads in `out`; None: all. entry: as in `before`."""
         heads = self.block.some
         if not heads.gated:
             return out.flatten(1)[None]
@@ -210,15 +215,15 @@ class BlockCall(ABC):
         return found[0]
 
     def projected(self, taken: Tensor) -> Tensor:
-        """Return what the last projection makes of [1, n, H · D]; its hooks are for all."""
+        """Return the output projection of [1, n, H · D], without calling the module's hooks."""
         made: Tensor = self.block.last.forward(taken)
         return made
 
     def slope(
         self, x: Tensor, dh: Tensor, made: Tensor | None = None, leaves: Sequence[Tensor] = ()
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a tile of x, by the residual alone, of what the last projection
-        made, and of leaves behind it. made: None where these do not depend on it."""
+        """Return a tile's gradients of x through the residual alone, of the output projection's
+        output, and of the leaves after it. made: that output; None if they do not depend on it."""
         made = dh.new_zeros(()).expand(dh.shape) if made is None else made.detach()
         inputs = x.detach().requires_grad_(), made.requires_grad_()
         with torch.enable_grad():
@@ -226,20 +231,22 @@ class BlockCall(ABC):
         return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
 
     def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
-        """Begin the backward. found: as all_out returned it; it is emptied, and what it held is let
-        go of as it is used."""
+        """Set what the backward starts from. x: the block's input. found: the result of all_out,
+        which this empties. dh: the gradient of the block's output."""
         self._x, self._dh = x, dh
         self._out = found.pop(0)
         self.sums: list[Tensor | None] = [None] * len(self.tiles.parameters)
         self._slopes: Tensor | None = None
-        """The gradient of what the last projection made, where a norm follows."""
+        """The gradient of the output projection's output, if a norm follows it."""
         self.gates: Tensor | None = None
-        """The gradient of what the block takes by what is behind attention, where anything of it
-        is. What is before attention gives its own, and the ranks sum both at once."""
+        """The gradient of the block's input through gates, which are applied after attention; None
+        without gates. The gradient through attention is added to it later, so that ranks sum both
+        at once."""
 
     def last_projection(self, *, wanted: bool) -> None:
-        """Sum the gradients of weights behind attention, while the output is there; where a norm is
-        among them, keep the gradient of what it takes. wanted: whether the input's gradient is."""
+        """Sum the gradients of the weights after attention, while attention's output is in memory;
+        if there is a norm, keep the gradient of its input. wanted: whether the gradient of the
+        block's input is wanted."""
         x = self._x
         projection, *norms = (self.leaves_of(module) for module in self.block.behind)
         gated = self.block.some.gated
@@ -278,22 +285,22 @@ class BlockCall(ABC):
             self.sum_up([*after, *wanted_of], found)
 
     def leaves_of(self, module: nn.Module) -> list[int]:
-        """Return where a module's parameters are among those that train."""
+        """Return the indices of a module's parameters among those that train."""
         own = {id(p) for p in module.parameters()}
         return [n for n, leaf in enumerate(self.leaves) if id(leaf) in own]
 
     def sum_up(self, places: Sequence[int], found: Sequence[Tensor | None]) -> None:
-        """Add a tile's gradients of those parameters that train and have these places."""
+        """Add the gradients that a tile has of the trained parameters at these places."""
         by_place = dict(zip(places, found, strict=False))
         add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
 
     @abstractmethod
     def groups(self) -> None:
-        """Find the gradients of what attention, or the rule, took, a group of heads at a time;
-        those of its queries, or values, take the place of the output."""
+        """Compute the gradients of the inputs of attention or of the delta rule, one group of heads
+        at a time; the gradient of queries (or values) overwrites the saved output."""
 
     def out_slope(self, queries: Sequence[HeadRange], keys: Sequence[int]) -> Tensor:
-        """Return the gradient of the output [t, N, D] of some heads, by their columns of the last
+        """Return the gradient of some heads' output [t, N, D], through their columns of the output
         projection."""
         block, dim = self.block, self.heads.dim
         columns = [(a * dim, b * dim) for a, b in queries]
@@ -320,7 +327,7 @@ class BlockCall(ABC):
         return found
 
     def _slope(self, tile: slice) -> Tensor:
-        """Return the gradient of what the last projection made of a tile."""
+        """Return the gradient of the output projection's output for a tile."""
         if self._slopes is not None:
             return self._slopes[:, tile]
         _, slope = self.slope(self._x[:, tile], self._dh[:, tile])
@@ -329,13 +336,13 @@ class BlockCall(ABC):
 
     @abstractmethod
     def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
-        """Return the gradients of what was made of a tile before attention, or the rule, to which
-        more may be added."""
+        """Return the gradients of `made`, a tile's inputs of attention or of the delta rule; both
+        lists may be extended."""
 
     def first_projections(self, *, wanted: bool) -> Tensor | None:
-        """Return the input's gradient, and sum those of the weights before attention.
+        """Return the gradient of the block's input, and sum those of the weights before attention.
 
-        Where a token has as many features, the first takes the place of the queries' gradient.
+        If it has as many elements as the queries' gradient, it overwrites that one.
         """
         x, out, gates = self._x, self._out, self.gates
         dx = out.view(x.shape) if out.numel() == x.numel() else torch.empty_like(x)
@@ -368,7 +375,7 @@ class BlockCall(ABC):
 
 
 class _InGroups(torch.autograd.Function):
-    """The differentiable function of a block."""
+    """The autograd function of a block."""
 
     @staticmethod
     def forward(ctx: Any, call: BlockCall, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -394,7 +401,7 @@ class _InGroups(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        call: BlockCall = copy(ctx.call)  # with which all goes that the backward makes
+        call: BlockCall = copy(ctx.call)  # freed with all that the backward keeps in it
         x, *found = ctx.saved_tensors
         call.begin_backward(x, found, dh)
         wanted = ctx.needs_input_grad[1]
@@ -408,7 +415,8 @@ class _InGroups(torch.autograd.Function):
 
 @contextmanager
 def frozen(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Let nothing be kept for the gradients of leaves within the `with` block."""
+    """Turn requires_grad off for leaves within the `with` block, so that autograd saves nothing for
+    their gradients."""
     for leaf in leaves:
         leaf.requires_grad_(False)
     try:
@@ -419,7 +427,7 @@ def frozen(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 
 def put(whole_tND: Tensor, heads: Sequence[HeadRange], part_tND: Tensor) -> None:
-    """Put some heads where they are among all."""
+    """Copy some heads to their positions among all heads."""
     at = 0
     for a, b in heads:
         whole_tND[:, a:b] = part_tND[:, at : at + b - a]
@@ -427,6 +435,6 @@ def put(whole_tND: Tensor, heads: Sequence[HeadRange], part_tND: Tensor) -> None
 
 
 def pick(whole_tND: Tensor, heads: Sequence[HeadRange]) -> Tensor:
-    """Return some heads of all, contiguous."""
+    """Return some of all heads, contiguous."""
     parts = [whole_tND[:, a:b] for a, b in heads if a < b]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -4,8 +4,8 @@ heads of it that a tensor rank has.
 A modelling file calls its convolution and its rule by global names, and hands them what the model
 was called with. There the two names stand for functions that heed `uspft=`, as attention does, and
 are transformers' own (fla's and causal-conv1d's where installed) without it. Kernels are believed
-only after they have agreed with transformers' own written-out form on this device; not yet run on a
-GPU.
+only after they have agreed with transformers' own written-out form on this device. That form ran on
+a GPU; fla's kernels have not yet.
 """
 
 from __future__ import annotations

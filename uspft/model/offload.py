@@ -3,8 +3,7 @@
 It leaves when it is kept, and comes back before it is used: what a layer's attention keeps while
 the layer runs again, and the input of the layer below behind the last that attention's backward
 does, which has the most on the device. On a GPU copies run on a stream of their own,
-to and from pinned memory; that part has not yet been run on a GPU. On a CPU they are made at once,
-in the same order.
+to and from pinned memory. On a CPU they are made at once, in the same order.
 """
 
 from __future__ import annotations
@@ -46,12 +45,17 @@ class HostShelf:
         """
         if not x.numel():
             return x
+        self.left()
         self._layers.append(len(self._parcels))
         return self._put(x)
 
     def keep(self, x: Tensor) -> Item:
         """Put on the host what the layer's attention keeps, within `together`."""
         return self._put(x, again=True)
+
+    def left(self) -> None:
+        """Give back the device's memory of all that layers so far have put here."""
+        self._copies.left()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -148,11 +152,20 @@ class Parcel:
 
 
 class Copies:
-    """Copies between a device and the host, in the order in which they are asked for."""
+    """Copies between a device and the host, in the order in which they are asked for.
+
+    The host is far ahead of the device: memory that a copy on another stream still reads or writes
+    when its tensor goes would have to wait until the host sees that the copy has ended
+    (`Tensor.record_stream`), and layers would pile up. Instead a tensor is kept here until the
+    device's own stream waits for its copy; what follows in that stream may have the memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._leaving: list[_UnderWay] = []
+        self._coming: dict[int, _UnderWay] = {}
+        self._asked = 0
 
     def to_host(self, flat: Tensor) -> list[Tensor]:
         """Return a copy on the host, in pieces, which is whole once the stream has come to it."""
@@ -160,28 +173,44 @@ class Copies:
         if self._stream is None:
             return [piece.clone() for piece in pieces]
         host = [torch.empty(p.shape, dtype=p.dtype, pin_memory=True) for p in pieces]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for there, piece in zip(host, pieces, strict=True):
-                there.copy_(piece, non_blocking=True)
-        flat.record_stream(self._stream)  # its memory is not given to others before
+        self._leaving.append(self._copied(flat, zip(host, pieces, strict=True)))
         return host
+
+    def left(self) -> None:
+        """Let the device's stream wait for what leaves, whose memory is then its own again."""
+        for _, copied in self._leaving:
+            torch.cuda.current_stream(self._device).wait_event(copied)
+        self._leaving.clear()
 
     def to_device(self, host: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Return a copy on the device, and the function that lets what follows wait for it."""
         if self._stream is None:
             return torch.cat(host), lambda: None
-        current = torch.cuda.current_stream(self._device)
-        number = sum(len(piece) for piece in host)
-        flat = torch.empty(number, dtype=host[0].dtype, device=self._device)
-        self._stream.wait_stream(current)  # whose work may have had this memory before
+        sizes = [len(piece) for piece in host]
+        flat = torch.empty(sum(sizes), dtype=host[0].dtype, device=self._device)
+        number, self._asked = self._asked, self._asked + 1
+        self._coming[number] = self._copied(flat, zip(flat.split(sizes), host, strict=True))
+
+        def wait() -> None:
+            if coming := self._coming.pop(number, None):
+                torch.cuda.current_stream(self._device).wait_event(coming.copied)
+
+        return flat, wait
+
+    def _copied(self, flat: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> _UnderWay:
+        """Copy into the first of each pair behind all that the device has been asked for."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            pieces = flat.split([len(piece) for piece in host])
-            for piece, there in zip(pieces, host, strict=True):
-                piece.copy_(there, non_blocking=True)
-            come = self._stream.record_event()
-        flat.record_stream(self._stream)
-        return flat, lambda: current.wait_event(come)
+            for into, x in pairs:
+                into.copy_(x, non_blocking=True)
+            return _UnderWay(flat, self._stream.record_event())
+
+
+class _UnderWay(NamedTuple):
+    """A tensor of the device that is being copied, and what tells that this has ended."""
+
+    flat: Tensor
+    copied: Any
 
 
 def offload_inputs(model: Any) -> None:

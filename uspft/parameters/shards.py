@@ -1,8 +1,8 @@
 """The parts of a model's parameters, and which part each rank of a layout holds.
 
-Only this file knows. Reading weights, Adam's state, saving, resuming, exporting and `verify`'s
-gradients ask here; rules, name → MatrixSplit, say how a matrix is split. Among the ranks that hold
-the same part, DeepSpeed's ZeRO divides it further.
+Reading weights, Adam's state, saving, resuming, exporting and `verify`'s gradients all ask this
+file which part of a parameter is on which rank. A `MatrixSplit` for each parameter's name says how
+it is split. The ranks that hold the same part divide it further by DeepSpeed's ZeRO.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ class MatrixSplit:
     dim: int
     """The dimension along which it is divided."""
     stacked: tuple[int, ...]
-    """The sizes of the matrices that stand one after another along it, as fused projections do,
-    each divided by itself."""
+    """The sizes along that dimension of the matrices that a fused projection concatenates, such as
+    q, k and v; each is divided among all ranks."""
     units: tuple[int, ...] = ()
-    """How many equal blocks each of them has, such as heads, of which none is divided; left out,
-    each row is one."""
+    """The number of equal blocks in each of these matrices that are never cut, such as heads; if
+    empty, every row is a block."""
     in_order: bool = False
-    """Whether ranks have its parts in their own order, as what they gather must lie; else parts lie
-    inside those of smaller degrees."""
+    """Whether rank i of t has part i, so that an all-gather over the ranks gives the whole in its
+    order. Otherwise parts go to ranks so that a part at a high degree lies inside the one that the
+    rank has at a lower degree (`part_index`)."""
 
     def ranges_of(self, rank: int, degree: int) -> tuple[Range, ...]:
-        """Return the ranges along the dimension that a rank has. rank: its place among `degree`
-        ranks."""
+        """Return the ranges along the dimension that belong to a rank. rank: its index among
+        `degree` ranks."""
         return self.ranges(rank if self.in_order else part_index(rank, degree), degree)
 
     def ranges(self, index: int, degree: int) -> tuple[Range, ...]:
-        """Return the ranges along the dimension that part `index` of `degree` parts has."""
+        """Return the ranges along the dimension of part `index` of `degree` parts."""
         found, at = [], 0
         for size, units in zip(self.stacked, self.units or self.stacked, strict=True):
             first, stop = part_range(units, index, degree)
@@ -63,7 +64,7 @@ class MatrixSplit:
 class Shards:
     """The parts of every parameter under one layout, by its name in Hugging Face files.
 
-    Names and shapes are the same on every rank; of some parameters a rank may hold nothing.
+    Every rank knows all names and shapes, including those of parameters that it holds nothing of.
     """
 
     layout: Layout
@@ -77,8 +78,8 @@ class Shards:
     stages: Mapping[str, int] = field(default_factory=dict)
     """The pipeline stage that holds each parameter; empty where there is one stage."""
     at_both_ends: frozenset[str] = frozenset()
-    """The parameters of the first stage that the last one holds too: a tied table, where weights
-    move."""
+    """The parameters of which both the first and the last pipeline stage hold a copy: tied
+    embeddings, under `switching: move`."""
     inside: frozenset[str] = frozenset()
     """The parameters that are replicated over tensor ranks and used between a block's split
     matrices, such as the norms of single heads. Each tensor rank sees only its own heads there, so
@@ -95,7 +96,7 @@ class Shards:
         return place == self.stages[name] or (last and name in self.at_both_ends)
 
     def part(self, name: str, shape: Sequence[int], rank: int) -> Part:
-        """Return what a rank holds of a parameter, whose whole shape this is."""
+        """Return the part of a parameter that a rank holds. shape: that of the whole parameter."""
         if not self.holds(name, rank):
             return Part.nothing(shape)
         return self._part(name, tuple(shape), rank % len(self._ranks))
@@ -109,9 +110,9 @@ class Shards:
         return whole
 
     def _cuts(self, name: str, place: int) -> Iterator[tuple[MatrixSplit, tuple[Range, ...]]]:
-        """Yield how a parameter is divided, with what a place has along each dimension.
+        """Yield each split of a parameter that applies, with the ranges that one rank has under it.
 
-        place: among mesh columns, mesh rows and the ranks that divide experts.
+        place: the rank's index among mesh columns × mesh rows × expert parallel ranks.
         """
         expert, index = divmod(place, self.layout.tensor)
         row, column = divmod(index, self.layout.mesh_columns)
@@ -134,17 +135,17 @@ class Shards:
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
-        """For each place among tensor and expert ranks, all ranks that are at it."""
+        """For each index among tensor × expert parallel ranks, all ranks that have this index."""
         places = self.layout.tensor * self.layout.experts
         return [list(range(place, self.layout.ranks, places)) for place in range(places)]
 
     def tensor_index(self, rank: int) -> int:
-        """Return a rank's place among those that hold the parts of one matrix."""
+        """Return a rank's index among the tensor parallel ranks that hold the parts of a matrix."""
         return rank % self.layout.tensor  # the mesh's axes vary fastest
 
     def replicas(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the tensor ranks by their indices, in sets that hold the same part of a
-        parameter."""
+        """Return the indices of the tensor ranks, grouped by which part of a parameter they
+        hold."""
         found: dict[tuple[tuple[Range, ...], ...], list[int]] = {}
         for index in range(self.layout.tensor):
             held = tuple(ranges for _, ranges in self._cuts(name, index))
@@ -154,7 +155,8 @@ class Shards:
 
 @dataclass(frozen=True)
 class Holders:
-    """This rank's place among the ranks that hold the parameters, and its groups of them."""
+    """This rank's shards of the parameters, and the process groups of ranks that it shares them
+    with."""
 
     shards: Shards
     rank: int
@@ -163,24 +165,27 @@ class Holders:
     everyone: Group
     """The group of all ranks."""
     zero: Group
-    """The ranks that hold the same part of every parameter but experts, which ZeRO divides."""
+    """The ranks that hold the same part of every parameter except experts; ZeRO shards it among
+    them."""
     alike: Group
-    """The ranks that hold the same part of experts, which ZeRO divides among these."""
+    """The ranks that hold the same part of the experts too; ZeRO shards experts among them."""
     experts: Group
-    """The ranks that divide experts."""
+    """The expert parallel group: the ranks that divide experts."""
     tensor: Group
-    """The ranks that hold the parts of one matrix."""
+    """The tensor parallel group: the ranks that hold the parts of one matrix."""
     model: Group
-    """The ranks that together hold each part of every parameter, but of experts."""
+    """The tensor and pipeline parallel ranks that together hold one copy of the model, experts
+    aside."""
     same: Mapping[tuple[tuple[int, ...], ...], Group]
-    """By the sets of tensor indices that hold the same part of a parameter, this rank's group."""
+    """This rank's group for each result of `Shards.replicas`: the tensor ranks that hold the same
+    part of a parameter as this one."""
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
-        """Return the groups of a layout's holders; collective. shapes: of the whole model."""
+        """Make the groups of a layout's ranks; collective. shapes: of the whole model."""
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
-        # DeepSpeed wants handles, also where nobody else holds the same.
+        # DeepSpeed needs a process group even where this rank is its only member.
         zero = alike = everyone
         if layout.tensor * layout.pipeline > 1:
             zero = alike = groups.of(layout.groups(COPIES), rank, books, alone=True)
@@ -206,8 +211,8 @@ class Holders:
         return self.shards.holds(name, self.rank)
 
     def zero_of(self, name: str) -> Group:
-        """Return the ranks that hold the same part of a parameter as this one, which ZeRO divides
-        among them."""
+        """Return the group among which ZeRO shards this rank's part of a parameter: the ranks that
+        hold the same part."""
         return self.alike if name in self.shards.experts else self.zero
 
     def replicas(self, name: str) -> Group:
@@ -216,9 +221,10 @@ class Holders:
 
 
 def piece_of(size: Sequence[int], index: int, owners: int) -> Range:
-    """Return which elements of a part, laid flat, owner `index` of several has.
+    """Return the range of a flattened part that belongs to owner `index` of `owners`.
 
-    size: of the part. Whole rows where there are as many as owners, so that it is one box.
+    size: of the part. The range consists of whole rows if the part has at least as many rows as
+    owners, so that it is one box.
     """
     rows = size[0] if size else 1
     unit = prod(size) // rows if rows >= owners else 1
@@ -236,7 +242,7 @@ def owned(shards: Shards, name: str, shape: Sequence[int], rank: int) -> tuple[P
 
 
 def owned_parts(shards: Shards, name: str, shape: Sequence[int]) -> tuple[tuple[Part, ...], ...]:
-    """Return what each rank owns of a parameter, as parts that follow one another in memory."""
+    """Return for each rank the boxes of a parameter that it owns, in the order of memory."""
     found: list[tuple[Part, ...]] = [()] * shards.layout.ranks
     for part, holders in shards.parts(name, shape).items():
         for index, rank in enumerate(holders):
@@ -247,11 +253,13 @@ def owned_parts(shards: Shards, name: str, shape: Sequence[int]) -> tuple[tuple[
 
 @cache
 def used_ranges(split: MatrixSplit, rank: int, degree: int, stored: int) -> tuple[Range, ...]:
-    """Return what rows use of a parameter along its dimension, in coordinates of the whole.
+    """Return the ranges of a parameter that a rank computes with at one tensor degree, while its
+    weights are stored at another; in coordinates of the whole parameter.
 
-    rank: the rank's place among the `degree` ranks over which the rows divide matrices. stored: the
-    degree at which ranks store them. Raises ValueError where it does not divide the rows' degree,
-    or where parts that ranks have in their own order are stored several ways and divided further.
+    rank: the rank's index among `degree` tensor ranks. degree: the tensor degree of the micro-batch
+    that runs. stored: the tensor degree at which weights are stored. Raises ValueError if `stored`
+    does not divide `degree`, or if an `in_order` split is stored at a degree other than 1 and
+    `degree`.
     """
     if degree % stored or (split.in_order and stored not in (1, degree)):
         raise ValueError(f"matrices are held {stored} ways: rows cannot divide them {degree} ways")
@@ -264,7 +272,8 @@ def used_ranges(split: MatrixSplit, rank: int, degree: int, stored: int) -> tupl
 def used_of_stored(
     split: MatrixSplit, rank: int, degree: int, stored: int
 ) -> tuple[Range, ...] | None:
-    """Return `used_ranges` in coordinates of the part that the rank holds; None for all of it."""
+    """Return `used_ranges` in coordinates of the part that the rank stores; None if the rank uses
+    all of that part."""
     size = (sum(split.stacked),)
     used = Part(size, (used_ranges(split, rank, degree, stored),))
     mine = Part(size, (split.ranges_of(rank % stored, stored),))
@@ -272,11 +281,11 @@ def used_of_stored(
 
 
 def outside(stored: Shards, degree: int) -> str | None:
-    """Return a parameter of which rows use, on some rank, more than it holds; None where the parts
-    of all lie inside what ranks hold.
+    """Return the name of a parameter of which some rank stores less than it uses at a higher tensor
+    degree; None if every rank stores all that it uses.
 
-    stored: with the splits of every parameter that rows divide. degree: over how many ranks the
-    rows divide matrices, a multiple of the layout's.
+    stored: the shards that ranks store. degree: the higher tensor degree, a multiple of the stored
+    one.
     """
     ways = stored.layout.tensor
     for name, split in stored.splits.items():

@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add, mul, sub
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from uspft.families import ModelShape, StateSizes, state_sizes
-from uspft.layout import Layout
-from uspft.planner.machine import Hardware, Spread
 from uspft.planner.stages import cut_by_flops
-from uspft.planner.step_shape import DrawnRows, StepPart, StepShape
+from uspft.planner.step_shape import DrawnRows, PlacedStep, StepPart, StepShape
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Algorithm, Cost, Forwards, Heads, Traffic
 from uspft.sequence.rows.balance import MAX_IMBALANCE
@@ -36,20 +34,20 @@ EXCHANGES = 2
 """Of heads for tokens and back, each way through a layer's attention."""
 
 
-def wire_of(cost: Cost, layout: Layout, hardware: Hardware, rows: int = 1) -> dict[str, StepPart]:
-    """Return what one layer of so many rows moves one way under a layout, by kind."""
-    host = hardware.ranks_per_host
+def wire_of(cost: Cost, placed: PlacedStep) -> dict[str, StepPart]:
+    """Return what one layer of a pass's rows moves one way, by kind. cost: of a row."""
+    rows = placed.step.rows
 
     def messages(name: str, each: Traffic, *axes: str, to_next: bool = False) -> StepPart:
-        of = rows * each.bytes, each.messages, Spread.of(layout, axes, host)
-        return StepPart(name, hardware.messages_seconds(*of, to_next=to_next), bytes=of[0])
+        of = rows * each.bytes, each.messages, placed.spread(*axes)
+        return StepPart(name, placed.hardware.messages_seconds(*of, to_next=to_next), bytes=of[0])
 
-    heads, group = rows * cost.all_to_all.bytes, Spread.of(layout, ("ulysses",), host)
-    once = hardware.collective_seconds("all_to_all", heads / EXCHANGES, group)
+    kind: Literal["all_to_all"] = "all_to_all"
+    heads = rows * cost.all_to_all.bytes / EXCHANGES
     return {
         "ring": messages("ring", cost.ring, "ring", to_next=True),
         "gather": messages("gather", cost.gather, "ring"),
-        "all_to_all": StepPart("all_to_all", EXCHANGES * once, bytes=heads),
+        kind: placed.sent(kind, kind, heads, ("ulysses",), EXCHANGES),
         "states": messages("states", cost.state, "ulysses", "ring"),
     }
 
@@ -59,29 +57,16 @@ JOIN_BYTES = (18, 10)
 what is there: forward (kernels/merge.py), and backward its gradient."""
 
 
-def attention_parts(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    window: int | None,
-) -> Iterator[StepPart]:
+def attention_parts(placed: PlacedStep, window: int | None) -> Iterator[StepPart]:
     """Yield the attention of a layer with this window forward and backward, and what it moves."""
-    of = step, layout, algorithm, hardware, window
-    again = {"attention": step.attention.keys, "all_to_all": step.attention.heads}
-    for part in attention_one_way(*of):
-        yield part.times(again.get(part.name, step.attention.keys))
-    yield from attention_one_way(*of, backward=True)
+    often = placed.step.attention
+    for part in attention_one_way(placed, window):
+        yield part.times(often.heads if part.name == "all_to_all" else often.keys)
+    yield from attention_one_way(placed, window, backward=True)
 
 
 def attention_one_way(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    window: int | None = None,
-    *,
-    backward: bool = False,
+    placed: PlacedStep, window: int | None = None, *, backward: bool = False
 ) -> list[StepPart]:
     """Return what one layer's attention takes in one direction, once, and what it moves.
 
@@ -90,7 +75,8 @@ def attention_one_way(
     gradients of these that go home after it. Heads are exchanged before and after, and nothing
     hides that.
     """
-    work = _work(step, layout, algorithm, window)
+    step, layout, hardware = placed.step, placed.layout, placed.hardware
+    work = _work(placed, window)
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
     shares = split_heads(heads.query, heads.kv, layout.ulysses).query
     most = max(last - first for first, last in shares)
@@ -98,7 +84,7 @@ def attention_one_way(
     computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
     joined = JOIN_BYTES[backward] * step.rows * work.joined * most * heads.dim
     beside = arrivals * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
-    moved = wire_of(work.backward if backward else work.forward, layout, hardware, step.rows)
+    moved = wire_of(work.backward if backward else work.forward, placed)
     waits = (layout.ring - 1) / (layout.ring * max(1, arrivals))
     for name in ("ring", "gather"):
         able = moved[name].seconds * (1 - work.home_share / max(1, arrivals) if backward else 1)
@@ -108,9 +94,9 @@ def attention_one_way(
     return [StepPart("attention", computed + beside), *wire]
 
 
-def _work(
-    step: StepShape, layout: Layout, algorithm: Algorithm, window: int | None
-) -> AttentionWork:
+def _work(placed: PlacedStep, window: int | None) -> AttentionWork:
+    step, layout, algorithm = placed.step, placed.layout, placed.algorithm
+    assert algorithm
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
     of = heads, step.element_bytes, window
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
@@ -150,28 +136,28 @@ BACKWARD_WORK = 3
 """Forwards' worth of a backward, which makes the graph of each fragment again."""
 
 
-def state_parts(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> Iterator[StepPart]:
+def state_parts(placed: PlacedStep) -> Iterator[StepPart]:
     """Yield what a layer with a state takes forward and backward, and what it moves.
 
     Nothing hides what moves. The convolution runs again wherever its layer does.
     """
+    step, layout, hardware = placed.step, placed.layout, placed.hardware
     sizes = state_sizes(step.model)
     if sizes is None or not step.rows:
         return
     mine, again = sizes.on(layout.mesh_columns), step.attention
     values = split_heads(mine.values, mine.keys, layout.ulysses).query
     most = max(last - first for first, last in values)
-    heads, key, chunk = step.tokens(layout) * layout.ulysses * most, mine.key_dim, CHUNK_TOKENS
+    heads, key, chunk = placed.tokens * layout.ulysses * most, mine.key_dim, CHUNK_TOKENS
     width = 2 * chunk + chunk * (key + 2 * mine.value_dim) / key + 3 * mine.value_dim
     one = hardware.product_seconds(heads, key, width, step.element_bytes)
     summary = SUMMARY_WORK if layout.ring > 1 else 0.0
     rule = (again.keys * (1 + summary) + BACKWARD_WORK) * one
     yield StepPart("states", rule)
-    forward, backward = _state_work(step, algorithm, mine)
+    assert placed.algorithm
+    forward, backward = _state_work(step, placed.algorithm, mine)
     for cost, often in ((forward, again), (backward, ONCE)):
-        moved = wire_of(cost, layout, hardware, step.rows)
+        moved = wire_of(cost, placed)
         yield moved["states"].times(often.keys)
         yield moved["all_to_all"].times(often.heads)
 

@@ -69,6 +69,19 @@ _Rates = Annotated[
 ]
 
 
+def in_turn(kind: Collective, ranks: int, of_bytes: float) -> tuple[int, float]:
+    """Return how many steps of a collective follow one another, and the bytes that a rank sends in
+    all of them; of_bytes: as of `Hardware.collective_seconds`.
+
+    An all-gather or reduce-scatter goes round a ring of P ranks in P − 1 steps, each of a P-th of
+    the bytes (MeshSlice, formula 5); an all-reduce goes round twice.
+    """
+    if kind not in SUMS:
+        return (ranks - 1 if kind == "all_to_all" else 1), of_bytes
+    steps = (2 if kind == "all_reduce" else 1) * (ranks - 1)
+    return steps, steps * of_bytes / ranks
+
+
 def rate_of(rates: Mapping[int, float], ranks: int) -> float:
     """Return the rate of the largest number of ranks that is not above `ranks`, or else of the
     smallest."""
@@ -93,16 +106,6 @@ class Link(RecipeBlock):
     def rate(self, ranks: int) -> float:
         """Return the bytes per second of a rank in a group of so many."""
         return rate_of(self.by_ranks, ranks) if self.by_ranks else self.bytes_per_second
-
-    def ring_seconds(self, ranks: int, shard_bytes: float, rate: float | None = None) -> float:
-        """Return the seconds of an all-gather or reduce-scatter in a ring of P ranks.
-
-        They are launch + (P − 1) · (hop + s ÷ rate), where s is the bytes of one rank's shard
-        (MeshSlice, formula 5).
-        """
-        return self.launch_seconds + (ranks - 1) * (
-            self.hop_seconds + shard_bytes / (rate or self.rate(ranks))
-        )
 
 
 class Links(Link):
@@ -402,18 +405,15 @@ class Hardware(RecipeBlock):
         if spread.ranks == 1:
             return 0.0
         links = self._links(spread)
-        link = links.link(kind)
-        if kind in ("all_to_all", "point_to_point"):
-            steps = spread.ranks - 1 if kind == "all_to_all" else 1
-            latency = link.launch_seconds + steps * link.hop_seconds
-            return latency + self._spread_out_seconds(kind, of_bytes, spread)
         if kind == "all_reduce" and links.all_reduce is None:
             parts: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
             return sum(self.collective_seconds(part, of_bytes, spread) for part in parts)
-        rate = self._ring_rate(kind, spread)
-        seconds = link.ring_seconds(spread.ranks, of_bytes / spread.ranks, rate)
-        # An all-reduce goes there and back, launched once.
-        return 2 * seconds - link.launch_seconds if kind == "all_reduce" else seconds
+        link, (steps, sent_bytes) = links.link(kind), in_turn(kind, spread.ranks, of_bytes)
+        if kind in SUMS:
+            moving = sent_bytes / self._ring_rate(kind, spread)
+        else:
+            moving = self._spread_out_seconds(kind, sent_bytes, spread)
+        return link.launch_seconds + steps * link.hop_seconds + moving
 
     def by_host_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
         """Return the seconds of an all-gather or reduce-scatter behind which nothing is hidden

@@ -10,7 +10,7 @@ vocabulary over mesh columns and hidden features over mesh rows. A head's produc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from uspft.planner.products import (
     head_projection,
     layer_projections,
 )
-from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.step_shape import GRADIENT_BYTES, PlacedStep
 
 Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]
@@ -223,59 +223,50 @@ NORMS, NUMBER_BYTES, LOSS_SUMS = 2, 4, 3
 backward. The loss makes so many such sums."""
 
 
-def mesh_parts(
-    step: StepShape, layout: Layout, slices: Sequence[int], hardware: Hardware
-) -> list[MeshPart]:
-    """Return the parts of one forward and backward of all layers, embedding, head and loss.
-
-    slices: of each of a layer's products.
-    """
-    of = replace(step, slices=slices), layout, hardware
-    every = [part.times(step.model.layers) for part in mesh_layer(*of)]
-    return [*every, *mesh_outside(*of)]
+def mesh_parts(placed: PlacedStep) -> list[MeshPart]:
+    """Return the parts of one forward and backward of all layers, embedding, head and loss."""
+    every = [part.times(placed.step.model.layers) for part in mesh_layer(placed)]
+    return [*every, *mesh_outside(placed)]
 
 
-def mesh_layer(step: StepShape, layout: Layout, hardware: Hardware) -> list[MeshPart]:
+def mesh_layer(placed: PlacedStep) -> list[MeshPart]:
     """Return the parts of one layer forward and backward: its products in the step's slices, and
     the sums and transfers beside them."""
+    step = placed.step
     each = zip(mesh_products(step.model), step.slices or (), strict=True)
-    products = [product_part(step, product, count, layout, hardware) for product, count in each]
-    norms = number_sums(step, layout, hardware, "norms", NORMS * (step.forwards + 1))
-    return [*products, norms, *gathered_heads(step, layout, hardware)]
+    products = [product_part(placed, product, count) for product, count in each]
+    norms = number_sums(placed, "norms", NORMS * (step.forwards + 1))
+    return [*products, norms, *gathered_heads(placed)]
 
 
-def product_part(
-    step: StepShape, product: MeshProduct, slices: int, layout: Layout, hardware: Hardware
-) -> MeshPart:
+def product_part(placed: PlacedStep, product: MeshProduct, slices: int) -> MeshPart:
     """Return what one of a layer's products takes; forward again if recomputed."""
-    times = product.times(step.tokens(layout), slices, layout, hardware, step.element_bytes)
+    step = placed.step
+    of = placed.layout, placed.hardware, step.element_bytes
     often = (step.forwards, 1, step.trained)  # a frozen weight has no gradient
     found = MeshPart(product.name, 0.0)
-    for count, one in zip(often, times, strict=True):
+    for count, one in zip(often, product.times(placed.tokens, slices, *of), strict=True):
         found = found.plus(one.times(count))
     return found
 
 
-def number_sums(
-    step: StepShape, layout: Layout, hardware: Hardware, name: str, count: int
-) -> MeshPart:
+def number_sums(placed: PlacedStep, name: str, count: int) -> MeshPart:
     """Return so many sums over tensor ranks of a number a token."""
-    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    sent = NUMBER_BYTES * step.tokens(layout) * (spread.ranks > 1)
-    each = hardware.collective_seconds("all_reduce", sent, spread)
-    return MeshPart(name, count * each, bytes=count * sent)
+    sent = NUMBER_BYTES * placed.tokens * (placed.layout.mesh_columns > 1)
+    one = placed.sent(name, "all_reduce", sent, ("mesh_columns",), count)
+    return MeshPart(name, one.seconds, bytes=one.bytes)
 
 
-def gathered_heads(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
+def gathered_heads(placed: PlacedStep) -> Iterator[MeshPart]:
     """Yield what ranks gather in a layer that share a head of a fused projection."""
-    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    elements = gathered_elements(step.model, layout.mesh_columns)
-    if heads := step.element_bytes * step.tokens(layout) * elements:
-        seconds = hardware.collective_seconds("all_to_all", heads, spread)
-        yield MeshPart("heads", seconds, bytes=heads).times(step.forwards + 1)
+    step = placed.step
+    elements = gathered_elements(step.model, placed.layout.mesh_columns)
+    if heads := step.element_bytes * placed.tokens * elements:
+        one = placed.sent("heads", "all_to_all", heads, ("mesh_columns",), step.forwards + 1)
+        yield MeshPart("heads", one.seconds, bytes=one.bytes)
 
 
-def mesh_outside(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
+def mesh_outside(placed: PlacedStep) -> Iterator[MeshPart]:
     """Yield the parts of last norm, loss, embedding and head, of which nothing is sliced and
     nothing hidden.
 
@@ -283,20 +274,20 @@ def mesh_outside(step: StepShape, layout: Layout, hardware: Hardware) -> Iterato
     mesh columns, where each rank has found some of them; the head's come from there.
     """
     for sums, count in (("norms", 2), ("loss", LOSS_SUMS)):
-        yield number_sums(step, layout, hardware, sums, count)
-    tokens, size = step.tokens(layout), step.element_bytes
-    part = head_projection(step.model).on(layout.mesh_columns)
+        yield number_sums(placed, sums, count)
+    step, tokens = placed.step, placed.tokens
+    part = head_projection(step.model).on(placed.layout.mesh_columns)
     whole = {
-        "mesh_rows": size * part.parameters,
-        "mesh_columns": size * tokens * part.inputs,
+        "mesh_rows": step.element_bytes * part.parameters,
+        "mesh_columns": step.element_bytes * tokens * part.inputs,
     }
 
     def moving(name: str, computed: float, *transfers: tuple[Collective, str, float]) -> MeshPart:
         """Add up transfers: of which kind, along which axis, and how often."""
         seconds = sent = 0.0
         for kind, axis, times in transfers:
-            spread = Spread.of(layout, (axis,), hardware.ranks_per_host)
-            seconds += times * hardware.by_host_seconds(kind, whole[axis], spread)
+            spread = placed.spread(axis)
+            seconds += times * placed.hardware.by_host_seconds(kind, whole[axis], spread)
             sent += times * whole[axis] if spread.ranks > 1 else 0.0
         return MeshPart(name, seconds, computed, bytes=sent)
 
@@ -310,7 +301,7 @@ def mesh_outside(step: StepShape, layout: Layout, hardware: Hardware) -> Iterato
     )
     yield moving(
         "head",
-        sum(step.product_seconds((tokens, part.inputs, part.outputs), hardware)),
+        sum(placed.product_seconds(tokens, part.inputs, part.outputs)),
         ("all_gather", "mesh_rows", 1),
         ("all_gather", "mesh_columns", 1),
         ("reduce_scatter", "mesh_columns", 1),
@@ -335,35 +326,32 @@ class TunedMesh(NamedTuple):
     """The seconds with one slice of each product."""
 
 
-def tuned(
-    step: StepShape, layout: Layout, hardware: Hardware, asked: Sequence[int] | None = None
-) -> TunedMesh:
+def tuned(placed: PlacedStep, asked: Sequence[int] | None = None) -> TunedMesh:
     """Return a layout's mesh with the slices that suit it, or those that are asked for.
 
     All are looked at, which takes milliseconds: on one mesh the slices of a product do not depend
     on those of another.
     """
-    slices = tuple(asked or slices_on(step, layout, hardware))
+    slices = tuple(asked or slices_on(placed))
 
     def seconds(counts: tuple[int, ...]) -> float:
-        return sum(part.seconds for part in mesh_parts(step, layout, counts, hardware))
+        return sum(part.seconds for part in mesh_parts(placed.of(slices=counts)))
 
     return TunedMesh(slices, seconds(slices), seconds((1,) * len(slices)))
 
 
-def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:
+def slices_on(placed: PlacedStep) -> tuple[int, ...]:
     """Return the slices of each product that suit the mesh of a layout."""
-    products = mesh_products(step.model)
-    return tuple(best_slices(step, one, layout, hardware) for one in products)
+    return tuple(best_slices(placed, one) for one in mesh_products(placed.step.model))
 
 
-def best_slices(step: StepShape, product: MeshProduct, layout: Layout, hardware: Hardware) -> int:
+def best_slices(placed: PlacedStep, product: MeshProduct) -> int:
     """Return the number of slices of a product on a mesh of least predicted seconds, in blocks of
     MIN_BLOCK at least; 0 where none divide."""
-    tokens = round(step.tokens(layout) * layout.mesh_rows)
-    legal = product.legal_slices(layout.mesh_rows, layout.mesh_columns, tokens)
+    rows, columns = placed.layout.mesh_rows, placed.layout.mesh_columns
+    legal = product.legal_slices(rows, columns, round(placed.tokens * rows))
     return min(
         (count for count in legal if count == 1 or legal[-1] // count >= MIN_BLOCK),
-        key=lambda count: product_part(step, product, count, layout, hardware).seconds,
+        key=lambda count: product_part(placed, product, count).seconds,
         default=0,
     )

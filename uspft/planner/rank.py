@@ -34,13 +34,11 @@ from uspft.planner.memory import (
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
-from uspft.planner.row_time import Memo
 from uspft.planner.stages import as_many, estimated, simulated
 from uspft.planner.state import State, state_of
-from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
+from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
-from uspft.sequence import Algorithm
 
 PLAIN = Options()
 SHORTLIST = 8
@@ -74,19 +72,19 @@ class Ranked:
     def time(self) -> StepTime:
         """What a step takes, which is worked out when it is asked for."""
         waits_of = simulated if self.closely else estimated
-        return price.step_time(self.step, *self._priced, waits_of, self.needs.memo)
+        return price.step_time(self.placed, waits_of)
 
     @cached_property
     def least_seconds(self) -> float:
         """What a step takes at least, which is worked out sooner."""
         if self.layout.pipeline == 1 or self.closely:
             return self.seconds
-        return price.least_seconds(self.step, *self._priced, self.needs.memo)
+        return price.least_seconds(self.placed)
 
     @cached_property
-    def _priced(self) -> tuple[Layout, Algorithm, Hardware]:
-        algorithm = self.way.algorithm(self.step, self.hardware.ranks_per_host)
-        return self.layout, algorithm, self.hardware
+    def placed(self) -> PlacedStep:
+        """The step where it runs."""
+        return self.way.placed(self.step, self.hardware, self.needs.memo)
 
     @cached_property
     def card(self) -> float | None:
@@ -199,7 +197,7 @@ def ranked(
     ways."""
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
-        shape = replace(shape, slices=slices_on(shape, way.layout, hardware))
+        shape = replace(shape, slices=slices_on(PlacedStep(shape, way.layout, hardware)))
     needs = needs_of or Needs(step.model, step.row.length)
     if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
         again = options.checkpointing and options.first_layers is None
@@ -331,8 +329,6 @@ class Needs:
     def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
         self._model, self._tokens, self._saving = model, row_tokens, saving
         self.memo = Memo()
-        self._states: dict[tuple[object, ...], State] = {}
-        self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 
     def of(self, layout: Layout, options: Options, row_tokens: int | None = None) -> Memory:
         """Return what a rank needs in a layout. row_tokens: where rows are of another length."""
@@ -379,9 +375,8 @@ class Needs:
             slices=(),
         )
         degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        if (key := (*degrees, options.several(layout), plain)) not in self._states:
-            self._states[key] = state_of(self._model, layout, options)
-        return self._states[key]
+        key = "state", *degrees, options.several(layout), plain
+        return self.memo.once(key, lambda: state_of(self._model, layout, options))
 
     def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
         # What rows take depends on no more replicas than divide experts.
@@ -390,9 +385,8 @@ class Needs:
         if options.first_layers is None:  # stages say which layers are checkpointed
             layout = replace(layout, pipeline=1)
             options = replace(options, schedule=PLAIN_SCHEDULE)
-        if (key := (layout, tokens, options)) not in self._passes:
-            self._passes[key] = pass_bytes(self._model, layout, tokens, options)
-        return self._passes[key]
+        key = "pass", layout, tokens, options
+        return self.memo.once(key, lambda: pass_bytes(self._model, layout, tokens, options))
 
 
 def options_under(way: Way, options: Options) -> Options:

@@ -4,19 +4,19 @@ which rows of several layouts are dealt out to ranks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from uspft.families import NO_KEYS, Blocks
 from uspft.job import ChunkPrices
-from uspft.layout import EXPERTS, Layout
+from uspft.layout import EXPERTS
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.attention_step import attention_parts, state_parts
 from uspft.planner.elementwise import layer_moved, outside_moved
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import layer_kind
-from uspft.planner.machine import Collective, Hardware, Spread
+from uspft.planner.machine import Collective
 from uspft.planner.mesh import (
     LOSS_SUMS,
     MeshPart,
@@ -25,57 +25,37 @@ from uspft.planner.mesh import (
     mesh_outside,
     number_sums,
 )
-from uspft.planner.products import (
-    SHARED_EXPERT,
-    ProductShape,
-    block_projections,
-    head_projection,
+from uspft.planner.products import SHARED_EXPERT, block_projections, head_projection
+from uspft.planner.step_shape import (
+    PlacedStep,
+    StepLayer,
+    StepPart,
+    StepShape,
+    StepTime,
+    seconds_of,
 )
-from uspft.planner.step_shape import StepLayer, StepPart, StepShape, StepTime, seconds_of
 from uspft.segments import Segments
-from uspft.sequence import Algorithm
 from uspft.sequence.rows.spans import pairs
 
-Priced = TypeVar("Priced")
 
-
-class Memo(dict[Hashable, Any]):
-    """What parts of a step take, by all that they depend on beside the step and the machine."""
-
-    def once(self, key: Hashable, make: Callable[[], Priced]) -> Priced:
-        """Return what make() gave the first time that key was asked for."""
-        if key not in self:
-            self[key] = make()
-        found: Priced = self[key]
-        return found
-
-
-def forward_and_backward(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    memo: Memo | None = None,
-) -> list[StepPart]:
+def forward_and_backward(placed: PlacedStep) -> list[StepPart]:
     """Return what one forward and backward of `step.rows` rows takes, without ZeRO's part in it.
 
     Attention is that of the row's documents. With 0 rows it is what a pass takes beside its rows,
-    reading every weight included. memo: as of step_time.
+    reading every weight included.
     """
-    one_of, outside = parts_apart(step, layout, algorithm, hardware, memo)
-    layers = Counter(step.layers)
+    one_of, outside = parts_apart(placed)
+    layers = Counter(placed.step.layers)
     return [part.times(layers[one]) for one, parts in one_of.items() for part in parts] + outside
 
 
-def parts_apart(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo | None
-) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
+def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
     """Return what one forward and backward takes in a layer of each kind, and outside of the
     layers, by part; neither replicas nor stages change what a rank does with a micro-batch."""
+    step, layout = placed.step, placed.layout
     degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
-    ranks = layout.data * layout.pipeline, layout.experts, algorithm
+    ranks = layout.data * layout.pipeline, layout.experts, placed.algorithm
     chunks = step.schedule.chunks if layout.pipeline > 1 else 1
-    known = Memo() if memo is None else memo
     runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt, chunks
     slices = None if step.slices is None else tuple(step.slices)
 
@@ -86,68 +66,52 @@ def parts_apart(
         # Those with attention and with experts come first, which have most parts.
         every = dict.fromkeys(step.layers)
         kinds = sorted(every, key=lambda one: (one.blocks.state, -one.blocks.experts))
-        one_of = {
-            one: by_name(_layer_parts(step, one, layout, algorithm, hardware, known))
-            for one in kinds
-        }
-        return one_of, by_name(_outside_parts(step, layout, hardware, known))
+        one_of = {one: by_name(_layer_parts(placed, one)) for one in kinds}
+        return one_of, by_name(_outside_parts(placed))
 
-    return known.once(("apart", *degrees, *ranks, *runs, slices), apart)
+    return placed.memo.once(("apart", *degrees, *ranks, *runs, slices), apart)
 
 
-def _layer_parts(
-    step: StepShape,
-    layer: StepLayer,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    memo: Memo,
-) -> Iterator[StepPart]:
+def _layer_parts(placed: PlacedStep, layer: StepLayer) -> Iterator[StepPart]:
     """Yield what one layer takes forward and backward, without ZeRO's part in it."""
-    projections = block_projections(step.model, layer.blocks)
-    if step.on_mesh(layout):
-        yield from _on_mesh(mesh_layer(step, layout, hardware))
+    if placed.on_mesh:
+        yield from _on_mesh(mesh_layer(placed))
     else:
-        products = StepPart("products", _product_seconds(step, projections, layout, hardware))
+        products = StepPart("products", _product_seconds(placed, layer.blocks))
         yield products
-        yield from _sums(step, layer.blocks, layout, hardware, products.seconds)
-    if layer.blocks.experts and layout.experts > 1:
-        yield from _dispatch(step, layout, hardware)
-    yield _between(step, layout, hardware, memo, layer.blocks)
+        yield from _sums(placed, layer.blocks, products.seconds)
+    if layer.blocks.experts and placed.layout.experts > 1:
+        yield from _dispatch(placed)
+    yield _between(placed, layer.blocks)
     if layer.blocks.state:
-        yield from state_parts(step, layout, algorithm, hardware)
+        yield from state_parts(placed)
     else:
-        yield from attention_parts(step, layout, algorithm, hardware, layer.window)
+        yield from attention_parts(placed, layer.window)
 
 
-def _outside_parts(
-    step: StepShape, layout: Layout, hardware: Hardware, memo: Memo
-) -> Iterator[StepPart]:
+def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
     """Yield what embedding, head and loss take forward and backward, without ZeRO's part in it."""
-    tokens, head = step.tokens(layout), head_projection(step.model).on(layout.mesh_columns)
-    if step.on_mesh(layout):
-        yield from _on_mesh(mesh_outside(step, layout, hardware))
+    if placed.on_mesh:
+        yield from _on_mesh(mesh_outside(placed))
     else:
-        both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
+        head = head_projection(placed.step.model).on(placed.layout.mesh_columns)
+        both = placed.product_seconds(placed.tokens, head.inputs, head.outputs)
         yield StepPart("products", sum(both))
-        if layout.tensor > 1:  # the embedding forward, the head's input gradient
-            activations = tokens * step.model.hidden_size * step.element_bytes
-            seconds = 2 * _sum_seconds(step, layout, hardware, activations)
-            yield StepPart("tensor", seconds, bytes=2 * activations)
-            yield from _on_mesh([number_sums(step, layout, hardware, "loss", LOSS_SUMS)])
-    yield _between(step, layout, hardware, memo)
+        if placed.layout.tensor > 1:  # the embedding forward, the head's input gradient
+            yield _sum(placed, 2)
+            yield from _on_mesh([number_sums(placed, "loss", LOSS_SUMS)])
+    yield _between(placed)
 
 
-def _between(
-    step: StepShape, layout: Layout, hardware: Hardware, memo: Memo, blocks: Blocks | None = None
-) -> StepPart:
+def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return what lies between products in a layer that has these blocks; None: outside of all."""
-    columns, split = layout.mesh_columns, (step.use_seq_parallel, step.slices is None)
-    moved = memo.once(
+    step, columns = placed.step, placed.layout.mesh_columns
+    split = step.use_seq_parallel, step.slices is None
+    moved = placed.memo.once(
         ("between", blocks, columns, step.recompute, *split),
         lambda: layer_moved(step, blocks, columns) if blocks else outside_moved(step, columns),
     )
-    return StepPart("elementwise", hardware.memory_seconds(moved.of(step.tokens(layout))))
+    return StepPart("elementwise", placed.hardware.memory_seconds(moved.of(placed.tokens)))
 
 
 def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
@@ -156,38 +120,35 @@ def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
         yield StepPart("tensor", part.moved, part.hidden, part.bytes)
 
 
-def _product_seconds(
-    step: StepShape, projections: Sequence[ProductShape], layout: Layout, hardware: Hardware
-) -> float:
+def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:
     """Return the seconds of the matrix products of one layer forward and backward."""
-    tokens, copies = step.tokens(layout), step.copies if layout.tensor > 1 else 1
+    step, layout = placed.step, placed.layout
+    copies = step.copies if layout.tensor > 1 else 1
     forward = backward = 0.0
-    for one in projections:
+    for one in block_projections(step.model, blocks):
         part = one.on(layout.tensor)
         here = max(1, part.copies // layout.experts)
         # Each matrix that is here has its rows, in one launch for all.
-        sizes = tokens * part.per_token / (here * copies), part.inputs, part.outputs
-        there, back = (copies * one for one in step.product_seconds(sizes, hardware))
-        spared = (here - 1) * hardware.products.launch_seconds
+        rows = placed.tokens * part.per_token / (here * copies)
+        both = placed.product_seconds(rows, part.inputs, part.outputs)
+        there, back = (copies * one for one in both)
+        spared = (here - 1) * placed.hardware.products.launch_seconds
         forward += here * there - spared
         backward += here * back - (1 + step.trained) * spared
     return step.forwards * forward + backward
 
 
-def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
+def _dispatch(placed: PlacedStep) -> Iterator[StepPart]:
     """Yield the transfers of tokens to the ranks that hold a layer's experts, and back; nothing
     hides them. All choices are taken to be equally likely."""
-    spread = Spread.of(layout, EXPERTS, hardware.ranks_per_host)
-    rows = RoutedRows.likely(step.model, step.tokens(layout), layout.experts)
+    step, ranks = placed.step, placed.layout.experts
+    rows = RoutedRows.likely(step.model, placed.tokens, ranks)
     sizes = RowSizes.of(step.model, step.element_bytes)
-    for one in exchanges(rows, sizes, layout.experts, step.forwards):
-        seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
-        yield StepPart("experts", seconds, bytes=one.bytes)
+    for one in exchanges(rows, sizes, ranks, step.forwards):
+        yield placed.sent("experts", "all_to_all", one.bytes, EXPERTS)
 
 
-def _sums(
-    step: StepShape, blocks: Blocks, layout: Layout, hardware: Hardware, behind: float
-) -> Iterator[StepPart]:
+def _sums(placed: PlacedStep, blocks: Blocks, behind: float) -> Iterator[StepPart]:
     """Yield the transfers of Megatron's tensor parallelism in a layer. behind: seconds of its
     products.
 
@@ -195,26 +156,31 @@ def _sums(
     blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
     hosts is not begun and awaited apart. Ranks that share a head of a fused projection gather it.
     """
-    if layout.tensor == 1:
+    if placed.layout.tensor == 1:
         return
-    count, copies = _sums_of(step, blocks), step.copies
-    activations = step.tokens(layout) * step.model.hidden_size * step.element_bytes
-    seconds = count * copies * _sum_seconds(step, layout, hardware, activations / copies)
-    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
-    apart = not (step.use_seq_parallel and spread.by_host)
-    hidden = apart * hardware.hide * (1 - 1 / copies) * min(seconds, behind)
-    yield StepPart("tensor", seconds, hidden, count * activations)
-    yield from _on_mesh(gathered_heads(step, layout, hardware))
+    step = placed.step
+    part = _sum(placed, _sums_of(step, blocks), step.copies)
+    apart = not (step.use_seq_parallel and placed.spread("mesh_columns").by_host)
+    hides = apart * placed.hardware.hide * (1 - 1 / step.copies)
+    yield part._replace(hidden=hides * min(part.seconds, behind))
+    yield from _on_mesh(gathered_heads(placed))
 
 
-def _sum_seconds(step: StepShape, layout: Layout, hardware: Hardware, of_bytes: float) -> float:
-    """Return the seconds of a sum over tensor ranks, which under use_seq_parallel is a
-    reduce-scatter and an all-gather of the same bytes."""
-    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
+def _sum(placed: PlacedStep, count: float, copies: int = 1) -> StepPart:
+    """Return so many sums of the hidden states of a rank's tokens over tensor ranks, each in as
+    many transfers as there are copies; under use_seq_parallel a sum is a reduce-scatter and an
+    all-gather of the same bytes."""
+    step, hardware = placed.step, placed.hardware
+    whole, spread = (
+        placed.tokens * step.model.hidden_size * step.element_bytes,
+        placed.spread("mesh_columns"),
+    )
     ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
     if step.use_seq_parallel:
-        return sum(hardware.by_host_seconds(kind, of_bytes, spread) for kind in ways)
-    return hardware.collective_seconds("all_reduce", of_bytes, spread)
+        one = sum(hardware.by_host_seconds(kind, whole / copies, spread) for kind in ways)
+    else:
+        one = hardware.collective_seconds("all_reduce", whole / copies, spread)
+    return StepPart("tensor", count * copies * one, bytes=count * whole)
 
 
 def _sums_of(step: StepShape, blocks: Blocks) -> float:
@@ -250,40 +216,33 @@ class RowTime(NamedTuple):
         return self.row + self.beside
 
 
-def row_time(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, row: Segments
-) -> RowTime:
+def row_time(placed: PlacedStep, row: Segments) -> RowTime:
     """Return the seconds of a row with its documents under a layout; ZeRO's are not in it.
 
     What a second such row adds to the same pass is the row's own. Of stages it is the mean of them;
     how long these wait for one another is not in it.
     """
-    shapes = (replace(step, row=row, rows=n, sample=None) for n in (1, 2))
     one, two = (
-        seconds_of(forward_and_backward(shape, layout, algorithm, hardware)) / layout.pipeline
-        for shape in shapes
+        seconds_of(forward_and_backward(placed.of(row=row, rows=n, sample=None)))
+        / placed.layout.pipeline
+        for n in (1, 2)
     )
     own = min(one, two - one)
     return RowTime(own, one - own)
 
 
-def chunk_prices(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> ChunkPrices:
+def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     """Return what a row's tokens and pairs of query and key take, by the cost model."""
-    step = replace(step, schedule=PLAIN)  # of whole rows
-    length = step.row.length
+    whole = placed.of(schedule=PLAIN)  # of whole rows
+    step, length = whole.step, whole.step.row.length
     empty, full = Segments((0,), length), Segments.single(length)
-
-    def seconds(shape: StepShape, row: Segments) -> float:
-        return row_time(shape, layout, algorithm, hardware, row).row
 
     def of_pairs() -> Iterator[tuple[int | None, float]]:
         for window, layers in Counter(step.windows).items():
             if window == NO_KEYS:
                 continue
-            one = replace(step, model=replace(step.model, layers=1), windows=(window,))
-            more = seconds(one, full) - seconds(one, empty)
+            one = whole.of(model=replace(step.model, layers=1), windows=(window,))
+            more = row_time(one, full).row - row_time(one, empty).row
             yield window, layers * max(more, 0.0) / int(pairs(length, window))
 
-    return ChunkPrices(seconds(step, empty) / length, tuple(of_pairs()))
+    return ChunkPrices(row_time(whole, empty).row / length, tuple(of_pairs()))

@@ -29,9 +29,9 @@ from uspft.pipeline.schedules import (
 )
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
-from uspft.planner.machine import Hardware, Spread
+from uspft.planner.machine import Spread
 from uspft.planner.products import block_projections, head_projection, step_flops
-from uspft.planner.step_shape import DrawnRows, StepShape
+from uspft.planner.step_shape import DrawnRows, PlacedStep
 from uspft.planner.trained import StageLayers
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
@@ -91,24 +91,24 @@ def stage_layers(stages: Stages, rank: int) -> StageLayers:
     return StageLayers(layers, first=rank == 0, last=rank == stages.ranks - 1)
 
 
-def message_bytes(step: StepShape, layout: Layout) -> float:
+def message_bytes(placed: PlacedStep) -> float:
     """Return the bytes of what a rank's stage sends to the next one of a micro-batch: the hidden
     states of its tokens, of which tensor ranks that split tokens or features have a part each."""
-    size = step.tokens(layout) * step.model.hidden_size * step.element_bytes
+    step, layout = placed.step, placed.layout
+    size = placed.tokens * step.model.hidden_size * step.element_bytes
     divided = step.use_seq_parallel or layout.is_mesh
     return size / layout.mesh_columns if divided else size
 
 
-def links_of(
-    step: StepShape, layout: Layout, hardware: Hardware, stages: Stages
-) -> tuple[float, ...]:
+def links_of(placed: PlacedStep, stages: Stages) -> tuple[float, ...]:
     """Return the seconds that a message is under way from each stage to the next one.
 
     Stages lie one after another over ranks, which are numbered host by host; those of a stage send
     all at once. A message between stages of one host is on its links alone.
     """
+    layout, hardware = placed.layout, placed.hardware
     apart, host = layout.ranks // layout.pipeline, hardware.ranks_per_host
-    size = message_bytes(step, layout)
+    size = message_bytes(placed)
     seconds = {
         crosses: hardware.messages_seconds(size, 1, spread, to_next=True)
         for crosses, spread in (

@@ -16,14 +16,14 @@ from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.elementwise import update_bytes
-from uspft.planner.machine import Collective, Hardware, Spread
+from uspft.planner.machine import Collective
 from uspft.planner.products import (
     head_projection,
     met_parameters,
     parameters_of,
     step_flops,
 )
-from uspft.planner.row_time import Memo, forward_and_backward, parts_apart
+from uspft.planner.row_time import forward_and_backward, parts_apart
 from uspft.planner.stages import (
     PipelineCosts,
     PipelineWaits,
@@ -33,13 +33,22 @@ from uspft.planner.stages import (
     stage_layers,
     stages_of,
 )
-from uspft.planner.step_shape import DrawnRows, StepLayer, StepPart, StepShape, StepTime, seconds_of
-from uspft.sequence import Algorithm
+from uspft.planner.step_shape import (
+    DrawnRows,
+    Memo,
+    PlacedStep,
+    StepLayer,
+    StepPart,
+    StepShape,
+    StepTime,
+    seconds_of,
+)
 
 NOT_PREDICTED = (
     "the time of offloading, and the products of MLPs in tiles that are made again",
     "host time: Python, reading data, launches that a device waits for",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
+    "on GPUs, that a stage takes a message when it needs it (NCCL), so behind none of its work",
 )
 HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
@@ -49,27 +58,27 @@ WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
 """A function that says what a number of micro-batches wait for in a pipeline."""
 
 
-def step_time(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    waits_of: WaitsOf = estimated,
-    memo: Memo | None = None,
-) -> StepTime:
-    """Return what a step takes; the algorithm splits its rows at the layout's degrees.
-
-    memo: what has been worked out of other layouts of the same step and machine.
-    """
-    if layout.pipeline > 1:
-        return _pipeline_time(step, layout, algorithm, hardware, waits_of, memo)
-    passes = step.passes(layout)
-    one = forward_and_backward(step, layout, algorithm, hardware, memo)
+def step_time(placed: PlacedStep, waits_of: WaitsOf = estimated) -> StepTime:
+    """Return what a step takes."""
+    if placed.layout.pipeline > 1:
+        return _pipeline_time(placed, waits_of)
+    one = forward_and_backward(placed)
     behind = _hiding_seconds(one)
-    each = hidden_behind(step, zero_in_each_pass(step, layout, hardware), behind)
-    parts = [part.times(passes) for part in (*one, *each)]
-    summed, *others = zero_once(step, layout, hardware, passes=passes)
-    return StepTime((*parts, *hidden_behind(step, [summed], passes * behind), *others))
+    each = hidden_behind(placed.step, zero_in_each_pass(placed), behind)
+    return StepTime((*_often(placed, [*one, *each]), *_once(placed, behind)))
+
+
+def _once(placed: PlacedStep, behind: float, stored: StoredParts = ()) -> Iterator[StepPart]:
+    """Yield what ZeRO does once in a step. behind: seconds of a pass that hide the sums of
+    gradients. stored: as of zero_once."""
+    summed, *others = zero_once(placed, stored, passes=placed.passes)
+    yield from hidden_behind(placed.step, [summed], placed.passes * behind)
+    yield from others
+
+
+def _often(placed: PlacedStep, parts: Sequence[StepPart]) -> Iterator[StepPart]:
+    """Yield what each forward and backward of a step takes as the parts of all of them."""
+    return (part.times(placed.passes) for part in parts)
 
 
 def model_flops(step: StepShape) -> float:
@@ -87,50 +96,34 @@ def model_flops(step: StepShape) -> float:
     return step_flops(parameters, tokens, int(step.step_rows * pairs), shape, frozen=frozen)
 
 
-def _pipeline_time(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    waits_of: WaitsOf,
-    memo: Memo | None,
-) -> StepTime:
+def _pipeline_time(placed: PlacedStep, waits_of: WaitsOf) -> StepTime:
     """Return what a step of a pipeline takes: the parts of the rank that has most to do, what it
     waits for, and once a step what the rank with most parameters does."""
-    passes = step.passes(layout)
-    costs, most, stored = pipeline_costs(step, layout, algorithm, hardware, memo)
-    waits = waits_of(costs, step.schedule, passes)
-    sent = 2 * passes * costs.virtual
+    costs, most, stored = pipeline_costs(placed)
+    waits = waits_of(costs, placed.step.schedule, placed.passes)
+    sent = 2 * placed.passes * costs.virtual
     seconds = max(sent * max(costs.links), waits.messages)
-    messages = sent * message_bytes(step, layout)
-    summed, *others = zero_once(step, layout, hardware, stored, passes=passes)
     return StepTime(
         (
-            *(part.times(passes) for part in most),
+            *_often(placed, most),
             StepPart("bubble", waits.bubble),
-            StepPart("stage_messages", seconds, seconds - waits.messages, messages),
-            *hidden_behind(step, [summed], passes * _hiding_seconds(most)),
-            *others,
+            StepPart(
+                "stage_messages", seconds, seconds - waits.messages, sent * message_bytes(placed)
+            ),
+            *_once(placed, _hiding_seconds(most), stored),
         )
     )
 
 
-def pipeline_costs(
-    step: StepShape,
-    layout: Layout,
-    algorithm: Algorithm,
-    hardware: Hardware,
-    memo: Memo | None = None,
-) -> tuple[PipelineCosts, list[StepPart], StoredParts]:
+def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], StoredParts]:
     """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
     do, and what the rank holds that has most parameters.
 
-    ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step. memo:
-    as of step_time.
+    ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step.
     """
-    memo = Memo() if memo is None else memo
+    step, layout, memo = placed.step, placed.layout, placed.memo
     stages = dealt_stages(step, layout, step.recompute, memo)
-    one_of, outside = parts_apart(step, layout, algorithm, hardware, memo)
+    one_of, outside = parts_apart(placed)
     by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
     held = layout.mesh_rows, layout.mesh_columns, layout.experts, stages
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
@@ -142,7 +135,7 @@ def pipeline_costs(
         key = "stored", *held, rank, step.gradient_bytes
         stored = memo.once(key, partial(stored_bytes, step, layout, stages, rank))
         moved, fetched = list[StepPart](), list[StepPart]()
-        for part in zero_in_each_pass(step, layout, hardware, stored):
+        for part in zero_in_each_pass(placed, stored):
             (fetched if part.name == "weights" else moved).append(part)
         moved = [*hidden_behind(step, moved, _hiding_seconds(parts))]
         ranks[kind] = [*parts, *moved, *fetched], stored
@@ -155,7 +148,7 @@ def pipeline_costs(
     scale = [all_of_it / sum(plain[r :: stages.ranks]) for r, all_of_it in enumerate(whole)]
     costs = PipelineCosts(
         tuple(each * scale[stage % stages.ranks] for stage, each in enumerate(plain)),
-        links_of(step, layout, hardware, stages),
+        links_of(placed, stages),
         1 / (2 + step.forwards),
         stages.ranks,
     )
@@ -169,7 +162,7 @@ def pipeline_costs(
 
 def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
     """Return the layers of each stage of a step's schedule, dealt out by its rows where that says
-    nothing. again: whether layers run forward once more. memo: as of step_time."""
+    nothing. again: whether layers run forward once more."""
     rows = step.sample or DrawnRows((step.row,))
     asked = step.windows, rows, layout.pipeline, step.schedule
     return memo.once(
@@ -196,25 +189,24 @@ def _layers_of(
     ]
 
 
-def least_seconds(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
-) -> float:
+def least_seconds(placed: PlacedStep) -> float:
     """Return seconds that a step of a pipeline takes at least, sooner than step_time tells them.
 
     The rank that has most to do has the mean of all at least, and each waits while the first
-    micro-batch goes through the others. memo: as of step_time.
+    micro-batch goes through the others.
     """
-    one_of, outside = parts_apart(step, layout, algorithm, hardware, memo)
+    step, stages = placed.step, placed.layout.pipeline
+    one_of, outside = parts_apart(placed)
 
     def every() -> float:
         return sum(seconds_of(one_of[layer]) for layer in step.layers) + seconds_of(outside)
 
-    whole = memo.once(("whole", id(one_of)), every)
+    whole = placed.memo.once(("whole", id(one_of)), every)
     if step.stage == 3:  # nothing hides what fetches the weights
-        moved = zero_in_each_pass(step, layout, hardware)
+        moved = zero_in_each_pass(placed)
         whole += sum(part.seconds for part in moved if part.name == "weights")
-    mean, parts = whole / layout.pipeline, step.schedule.virtual * step.schedule.chunks
-    return (step.passes(layout) * mean + (whole - mean) / parts) * (1 - ROUNDING)
+    mean, parts = whole / stages, step.schedule.virtual * step.schedule.chunks
+    return (placed.passes * mean + (whole - mean) / parts) * (1 - ROUNDING)
 
 
 def _hiding_seconds(parts: Sequence[StepPart]) -> float:
@@ -237,71 +229,55 @@ StoredParts = tuple[StoredBytes, ...]
 """What a rank holds; where ranks divide experts, these by themselves behind the rest."""
 
 
-def zero_in_each_pass(
-    step: StepShape, layout: Layout, hardware: Hardware, stored: StoredParts = ()
-) -> list[StepPart]:
+def zero_in_each_pass(placed: PlacedStep, stored: StoredParts = ()) -> list[StepPart]:
     """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
 
     Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
     gathers each layer's weights forward and backward, and reduce-scatters its gradients. stored: by
     a rank of a pipeline; none: all layers.
     """
-    found = []
-    for gradients, weights, pieces, axes in stored or stored_bytes(step, layout):
-        spread = Spread.of(layout, axes, hardware.ranks_per_host)
-        if spread.ranks == 1 or step.stage < 2:
+    step, found = placed.step, list[StepPart]()
+    for gradients, weights, n, axes in stored or stored_bytes(step, placed.layout):
+        if placed.spread(*axes).ranks == 1 or step.stage < 2:
             continue
         if step.stage == 2:
-            summed = hardware.collective_seconds("all_reduce", gradients, spread)
-            found.append(StepPart("gradients", summed, bytes=gradients))
+            found.append(placed.sent("gradients", "all_reduce", gradients, axes))
             continue
-        summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
-        gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
-        found.append(StepPart("gradients", pieces * summed, bytes=gradients))
-        found.append(StepPart("weights", 2 * pieces * gathered, bytes=2 * weights))
+        found += [
+            placed.sent("gradients", "reduce_scatter", gradients / n, axes, n),
+            placed.sent("weights", "all_gather", weights / n, axes, 2 * n),
+        ]
     return found
 
 
-def micro_step_seconds(
-    step: StepShape, stored: Layout, hardware: Hardware, behind: float = 0.0
-) -> float:
+def micro_step_seconds(placed: PlacedStep, behind: float = 0.0) -> float:
     """Return the seconds that ZeRO takes in each forward and backward of all ranks.
 
-    stored: the layout in which ranks store the parameters. behind: seconds of products that hide
+    placed: in the layout in which ranks store the parameters. behind: seconds of products that hide
     transfers under overlap_comm.
     """
-    return seconds_of(hidden_behind(step, zero_in_each_pass(step, stored, hardware), behind))
+    return seconds_of(hidden_behind(placed.step, zero_in_each_pass(placed), behind))
 
 
-def zero_once(
-    step: StepShape,
-    layout: Layout,
-    hardware: Hardware,
-    stored: StoredParts = (),
-    *,
-    passes: int = 1,
-) -> list[StepPart]:
+def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) -> list[StepPart]:
     """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
 
     These are the update with the sums of gradients in memory, and at stages 1 and 2 the gathering
     of the new weights. stored: by a rank of a pipeline; none: all layers. passes: whose gradients
     are summed.
     """
-    summed, update, gathered = StepPart("gradients", 0.0), StepPart("update", 0.0), []
-    for own in stored or stored_bytes(step, layout):
-        spread = Spread.of(layout, own.axes, hardware.ranks_per_host)
-        held = own.gradients / step.gradient_bytes
-        if spread.ranks > 1 and step.stage < 2:
-            kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
-            seconds = hardware.collective_seconds(kind, own.gradients, spread)
-            summed = summed.plus(StepPart("gradients", seconds, bytes=own.gradients))
-        moved = update_bytes(step, held, spread.ranks, passes)
-        update = update.plus(StepPart("update", hardware.memory_seconds(moved)))
-        if spread.ranks > 1 and step.stage in (1, 2):
+    step, summed, update, gathered = placed.step, StepPart("gradients", 0.0), 0.0, list[StepPart]()
+    kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
+    for own in stored or stored_bytes(step, placed.layout):
+        ranks = placed.spread(*own.axes).ranks
+        if ranks > 1 and step.stage < 2:
+            summed = summed.plus(placed.sent("gradients", kind, own.gradients, own.axes))
+        moved = update_bytes(step, own.gradients / step.gradient_bytes, ranks, passes)
+        update += placed.hardware.memory_seconds(moved)
+        if ranks > 1 and step.stage in (1, 2):
             new = own.weights * step.trained
-            seconds = hardware.collective_seconds("all_gather", new, spread)
-            gathered.append(StepPart("weights", seconds, bytes=new))
-    return [summed, update, *gathered]
+            gathered.append(placed.sent("weights", "all_gather", new, own.axes))
+    return [summed, StepPart("update", update), *gathered]
 
 
 def stored_bytes(

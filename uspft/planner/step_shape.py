@@ -1,18 +1,18 @@
-"""What decides the time of a step, and that time as the sum of its parts."""
+"""What decides the time of a step, where it runs, and that time as the sum of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
-from uspft.planner.machine import Hardware
+from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.segments import Segments
-from uspft.sequence import ONCE, Forwards
+from uspft.sequence import ONCE, Algorithm, Forwards
 from uspft.sequence.rows.spans import work_of
 
 if TYPE_CHECKING:
@@ -196,10 +196,6 @@ class StepShape:
         """What each layer is, as far as time is concerned."""
         return tuple(map(StepLayer, self.windows, layer_blocks(self.model, self.windows)))
 
-    def on_mesh(self, layout: Layout) -> bool:
-        """Tell whether matrices are split by MeshSlice, and not in Megatron's way."""
-        return self.slices is not None and layout.tensor > 1
-
     @property
     def hides(self) -> bool:
         """Whether ZeRO's transfers pass behind products."""
@@ -217,14 +213,68 @@ class StepShape:
         """Return the tokens of a rank in one forward."""
         return self.rows * self.row.length / layout.context
 
-    def product_seconds(
-        self, sizes: tuple[float, float, float], hardware: Hardware
-    ) -> tuple[float, float]:
-        """Return the seconds of a product [m, k] × [k, n] forward, and of its gradients.
 
-        sizes: m, k and n, of which [k, n] is a weight. A frozen one has no gradient.
-        """
-        m, k, n = sizes
-        by_input = hardware.product_seconds(m, n, k, self.element_bytes)
-        by_weight = self.trained * hardware.product_seconds(k, m, n, self.element_bytes)
-        return hardware.product_seconds(m, k, n, self.element_bytes), by_input + by_weight
+Priced = TypeVar("Priced")
+
+
+class Memo(dict[Hashable, Any]):
+    """What parts of a step take, by all that they depend on beside the step and the machine."""
+
+    def once(self, key: Hashable, make: Callable[[], Priced]) -> Priced:
+        """Return what make() gave the first time that key was asked for."""
+        if key not in self:
+            self[key] = make()
+        found: Priced = self[key]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedStep:
+    """A step under a layout on a machine, which is what has a price."""
+
+    step: StepShape
+    layout: Layout
+    hardware: Hardware
+    algorithm: Algorithm | None = None
+    """Splits rows at the layout's degrees; None where attention is not priced."""
+    memo: Memo = field(default_factory=Memo)
+    """What has been worked out under other layouts of the same step on the same machine."""
+
+    def of(self, **changes: Any) -> PlacedStep:
+        """Return the same place of a step that has these fields, of which nothing is known yet."""
+        return replace(self, step=replace(self.step, **changes), memo=Memo())
+
+    @property
+    def tokens(self) -> float:
+        """The tokens of a rank in one forward."""
+        return self.step.tokens(self.layout)
+
+    @property
+    def passes(self) -> int:
+        """The forwards and backwards of a step."""
+        return self.step.passes(self.layout)
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether matrices are split by MeshSlice, and not in Megatron's way."""
+        return self.step.slices is not None and self.layout.tensor > 1
+
+    def spread(self, *axes: str) -> Spread:
+        """Return how the groups of ranks that differ along these axes lie on hosts."""
+        return Spread.of(self.layout, axes, self.hardware.ranks_per_host)
+
+    def sent(
+        self, name: str, kind: Collective, of_bytes: float, axes: Sequence[str], count: float = 1
+    ) -> StepPart:
+        """Return so many collectives along these axes as a part; of_bytes: as of
+        `Hardware.collective_seconds`."""
+        seconds = self.hardware.collective_seconds(kind, of_bytes, self.spread(*axes))
+        return StepPart(name, count * seconds, bytes=count * of_bytes)
+
+    def product_seconds(self, m: float, k: float, n: float) -> tuple[float, float]:
+        """Return the seconds of a product [m, k] × [k, n] forward, and of its gradients; [k, n] is
+        a weight, and a frozen one has no gradient."""
+        step, seconds = self.step, self.hardware.product_seconds
+        by_input = seconds(m, n, k, step.element_bytes)
+        by_weight = step.trained * seconds(k, m, n, step.element_bytes)
+        return seconds(m, k, n, step.element_bytes), by_input + by_weight

@@ -32,8 +32,9 @@ from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
 from uspft.layout import Layout, ring_ranks_of_a_host, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.attention_step import local_heads
+from uspft.planner.machine import Hardware
 from uspft.planner.stages import as_many, schedule_of
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import Memo, PlacedStep, StepShape
 from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm
 from uspft.tensor.parts import divide_heads
 
@@ -124,6 +125,12 @@ class Way:
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **dict(self.options),
         )
+
+    def placed(self, step: StepShape, hardware: Hardware, memo: Memo | None = None) -> PlacedStep:
+        """Return a step under this way on a machine. step: as it runs under the way."""
+        algorithm = self.algorithm(step, hardware.ranks_per_host)
+        known = Memo() if memo is None else memo
+        return PlacedStep(step, self.layout, hardware, algorithm, known)
 
 
 @dataclass(frozen=True)
@@ -333,28 +340,9 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The layout's name: its algorithms, its degrees, and its data parallel degree above 1.
-
-        With strategies that differ, it has the name of each.
-        """
-        if alike(self.parallel) != self.parallel:
-            every = each_alone(self.parallel)
-            return " + ".join(dict.fromkeys(Candidate(p, settled_layout(p)).name for p in every))
-        layout, block = self.layout, self.parallel
-        both = layout.ulysses > 1 < layout.ring
-        tensor = f", tensor {layout.tensor}{' with tokens' * block.use_seq_parallel}"
-        mesh = f", mesh {layout.mesh_rows} × {layout.mesh_columns}"
-        virtual, chunks = block.pp_interleave_num, block.seq_split_num
-        how = f" × {virtual}" * (virtual > 1) + f" in {chunks} chunks" * (chunks > 1)
-        parts = (
-            (f" {layout.ulysses}×{layout.ring}" if both else f" {layout.context}", layout.context),
-            (mesh if block.on_a_mesh else tensor, layout.tensor),
-            (f", stages {layout.pipeline}{how}", layout.pipeline),
-            (f", data {layout.data}", layout.data),
-            (f", experts {layout.experts}", layout.experts),
-        )
-        split = "".join(part for part, degree in parts if degree > 1)
-        return f"{block.context_parallel_algo or 'whole rows'}{split}"
+        """The name of its way, or where strategies differ the name of each."""
+        every = each_alone(self.parallel) or [self.parallel]
+        return " + ".join(dict.fromkeys(_asked(one, settled_layout(one)).name for one in every))
 
 
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
@@ -429,6 +417,30 @@ def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
         for each in (one, *kept)
     ]
     return sum(a == b for trait in traits[1:] for a, b in zip(traits[0], trait, strict=True))
+
+
+def way_of(recipe: Recipe, layout: Layout) -> Way:
+    """Return the way that a resolved recipe of one layout asks for."""
+    again = recipe.memory.recompute
+    return replace(
+        _asked(recipe.parallel_config, layout),
+        stage=int(recipe.deepspeed.zero_optimization.get("stage", 1)),
+        rows=recipe.training.micro_batch_size,
+        recompute=again if again in FORWARDS else "nothing",
+    )
+
+
+def _asked(parallel: ParallelBlock, layout: Layout) -> Way:
+    """Return a way as far as `parallel_config` asks for it."""
+    row = row_of(parallel.context_parallel_algo, layout.context)
+    options = {name: getattr(parallel, key) for key, name in row.options.items()}
+    return Way(
+        layout,
+        row,
+        parallel.use_seq_parallel and layout.tensor > 1,
+        schedule=schedule_of(parallel),
+        options=tuple((k, value) for k, value in options.items() if value not in (None, AUTO)),
+    )
 
 
 def in_recipe(recipe: Recipe, way: Way) -> Recipe:

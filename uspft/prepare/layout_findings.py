@@ -103,6 +103,8 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
     if shape.seeing_all and layout.is_mesh:
         what = f"is meshslice, and heads of two sizes, which `{kind}` has, do not lie on a mesh yet"
         return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
+    if recipe.parallel_config.mesh_is_open:  # no mesh was found that something else does not forbid
+        return []
     algorithm, hidden = tensor_algorithm(recipe.parallel_config, layout), shape.hidden_size
     each = (algorithm.problems(one.heads, one.kv_heads, hidden) for one in shape.of_each_size)
     if wrong := next(filter(None, each), []):

@@ -216,27 +216,25 @@ def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None
 
 
 def other_than_asked(recipe: Recipe) -> WhyNot:
-    """Return a function that tells which key of the recipe forbids a way; `space_of` does not cover
-    all keys."""
+    """Return a function that tells of a way whether a key that `space_of` does not cover asks for
+    another one."""
     parallel, batch = recipe.parallel_config, recipe.training.global_batch_size
     mesh, ulysses = parallel.tensor_mesh, parallel.ulysses_degree_in_cp
     shares = isinstance(parallel.context_parallel, Open) or _on_a_mesh(parallel)
 
     def why_not(way: Way) -> str | None:
         layout = way.layout
-        asked = ulysses is not None and not isinstance(ulysses, Open)
-        if asked and shares and ulysses != layout.ulysses:
-            return "another Ulysses degree is asked for"
+        written = ulysses is not None and not isinstance(ulysses, Open)
         shape = layout.mesh_rows, layout.mesh_columns
-        if isinstance(mesh, tuple) and layout.is_mesh and mesh != shape:
-            return "another mesh is asked for"
         staged = layout.pipeline > 1 and isinstance(parallel.pipeline_stage, Open)
         passes = -(-batch // (way.rows * layout.data))
-        if staged and parallel.micro_batch_num not in (AUTO, passes):
-            return "another number of micro-batches is asked for"
-        if recipe.memory.recompute == "exchange" and shares and layout.ulysses == 1:
-            return "no heads are exchanged, and their exchange is to be made again"
-        return None
+        others = (
+            written and shares and ulysses != layout.ulysses,
+            isinstance(mesh, tuple) and layout.is_mesh and mesh != shape,
+            staged and parallel.micro_batch_num not in (AUTO, passes),
+            recipe.memory.recompute == "exchange" and shares and layout.ulysses == 1,
+        )
+        return "another is asked for" if any(others) else None
 
     return why_not
 
@@ -250,9 +248,9 @@ def wrong_in(
     one slice every mesh is legal that is in others.
     """
     known = dict[tuple[object, ...], str | None]()
-    slices = (1,) * 4 if SLICES in asked else slices_of(recipe.parallel_config)
-    if slices and _on_a_mesh(recipe.parallel_config):
-        recipe = with_values(recipe, {SLICES: slices})
+    if _on_a_mesh(recipe.parallel_config):
+        written = None if SLICES in asked else slices_of(recipe.parallel_config)
+        recipe = with_values(recipe, {SLICES: written or (1,) * 4})
 
     def why_not(way: Way) -> str | None:
         # What layers make again changes nothing here.
@@ -324,7 +322,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        mesh = tuned(found.way.step(step), found.way.layout, hardware)
+        mesh = tuned(found.way.placed(found.way.step(step), hardware))
         why = f"in one slice matrices take {mesh.whole_seconds / mesh.seconds:.3g} × as long"
         found = found._replace(reasons={**found.reasons, SLICES: why})
         values[SLICES] = mesh.slices

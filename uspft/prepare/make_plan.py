@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config import Fault, Recipe, read
-from uspft.config.algorithms import AUTO, row_of
+from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data.corpus.prepare import first_look, prepared
 from uspft.data.rows.stream import training_rows
@@ -20,17 +20,17 @@ from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import row_memory
-from uspft.planner.options import RECOMPUTES, options_of
+from uspft.planner.options import options_of
 from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices, row_time
 from uspft.planner.stages import schedule_of
 from uspft.planner.step import micro_step_seconds
-from uspft.planner.step_shape import DrawnRows, StepShape
-from uspft.planner.ways import Space, Way, WhyNot
+from uspft.planner.step_shape import DrawnRows, PlacedStep, StepShape
+from uspft.planner.ways import Space, Way, WhyNot, way_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
 from uspft.prepare.host import Invocation
-from uspft.prepare.known import Weighed, cluster_of, matrices_of, saving_most, stage_of, step_shape
+from uspft.prepare.known import Weighed, cluster_of, matrices_of, saving_most, step_shape
 from uspft.prepare.layout_findings import exchange_findings, run_findings
 from uspft.prepare.left_open import SLICES, open_keys, space_of, wrong_in
 from uspft.prepare.model import tokenizer_here, tokenizer_of
@@ -48,7 +48,7 @@ def examine_for_plan(
     target: Path, overrides: Sequence[str], hosts: int, ranks: int | None
 ) -> Examined:
     """Examine the recipe for the device of the hardware that it names, whatever is here."""
-    launch = find_paths(read(target, overrides).loaded.recipe, target).recipe.launch
+    launch = find_paths(read(target, overrides).recipe, target).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
         cluster, findings = cluster_of(launch.hardware, "cpu", None)
         if cluster and not findings:
@@ -75,22 +75,11 @@ def step_of(found: Examined) -> StepShape:
 
 def own_way(found: Examined) -> Way:
     """Return the recipe's own layout and algorithm, and how its step runs."""
-    parallel, again = found.recipe.parallel_config, found.recipe.memory.recompute
-    schedule = schedule_of(parallel)
-    if not says_layers(found.loaded.recipe):  # the rows that a step is priced by deal them out
-        schedule = schedule._replace(sizes=())
-    row = row_of(parallel.context_parallel_algo, found.layout.context)
-    asked = {name: getattr(parallel, key) for key, name in row.options.items()}
-    return Way(
-        found.layout,
-        row,
-        parallel.use_seq_parallel and found.layout.tensor > 1,
-        stage_of(found.recipe),
-        found.recipe.training.micro_batch_size,
-        again if again in RECOMPUTES else RECOMPUTES[0],
-        schedule=schedule,
-        options=tuple((name, value) for name, value in asked.items() if value not in (None, AUTO)),
-    )
+    way = way_of(found.recipe, found.layout)
+    if says_layers(found.loaded.recipe):
+        return way
+    # The rows that a step is priced by deal them out.
+    return replace(way, schedule=way.schedule._replace(sizes=()))
 
 
 def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None) -> Ranking:
@@ -131,8 +120,8 @@ def chunk_prices_of(found: Examined) -> ChunkPrices | None:
     parallel = recipe.parallel_config
     if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
         return None
-    step, algorithm = step_of(found), of_recipe(recipe, layout)
-    return chunk_prices(step, layout, algorithm, hardware_of(found))
+    hardware, algorithm = hardware_of(found), of_recipe(recipe, layout)
+    return chunk_prices(PlacedStep(step_of(found), layout, hardware, algorithm))
 
 
 def prices_of(found: Examined) -> Prices | None:
@@ -146,21 +135,19 @@ def prices_of(found: Examined) -> Prices | None:
     step, hardware = step_of(found), hardware_of(found)
     rows, pairs, beside, layouts, taken = [], [], [], [], []
     for alone, layout in found.each_layout:
-        length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
-        shape = replace(step, **matrices_of(alone.parallel_config))
+        length, way = alone.data.sequence_length, way_of(alone, layout)
+        placed = way.placed(replace(step, **matrices_of(alone.parallel_config)), hardware)
         empty, full = (
-            row_time(shape, layout, algorithm, hardware, row)
-            for row in (Segments((0,), length), Segments.single(length))
+            row_time(placed, row) for row in (Segments((0,), length), Segments.single(length))
         )
         layouts.append(layout)
         rows.append(empty.row)
         pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
         beside.append(full.beside)
-        row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
         options = options_of(alone, layout)
-        taken.append(row_memory(options, step.model, row, layout, length)[0])
+        taken.append(row_memory(options, step.model, way.row, layout, length)[0])
     stored = min(layouts, key=lambda layout: layout.tensor)
-    together = micro_step_seconds(step, stored, hardware)
+    together = micro_step_seconds(PlacedStep(step, stored, hardware))
     return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))
 
 
@@ -294,10 +281,8 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> LayoutSet:
         parallel, length = alone.parallel_config, alone.data.sequence_length
         shape = replace(setting.step, **matrices_of(parallel))
         options = replace(setting.options, schedule=schedule_of(parallel))
-        row = row_of(parallel.context_parallel_algo, layout.context)
-        way = row, layout, of_recipe(alone, layout)
         here = replace(setting, step=shape, options=options)
-        buckets.append(priced(here, way, length, drawn.typical(length)))
+        buckets.append(priced(here, way_of(alone, layout), length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     stored = min(one.layout.tensor for one in buckets)
     return LayoutSet(setting, tuple(buckets), stored, moves)

@@ -8,7 +8,7 @@ options for whose meaning there is no other value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,6 @@ from uspft.config.algorithms import (
     CONTEXT,
     MESH_OPTIONS,
     ON_A_MESH,
-    AlgorithmRow,
-    Splits,
     every_option,
     row_of,
 )
@@ -27,7 +25,7 @@ from uspft.config.recipe import Strategy
 from uspft.config.strategies import degrees_of, strategies_of, under, weights_move
 from uspft.config.types import Open
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import ModelShape, layer_windows, with_factor
+from uspft.families import ModelShape, with_factor
 from uspft.layout import Layout, layout_of
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -35,8 +33,8 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory import fits, memory_of
 from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE
-from uspft.planner.stages import stages_of
-from uspft.planner.step_shape import DrawnRows
+from uspft.planner.step import dealt_stages
+from uspft.planner.step_shape import DrawnRows, Memo
 from uspft.prepare.known import (
     Known,
     Weighed,
@@ -44,6 +42,7 @@ from uspft.prepare.known import (
     recomputes_of,
     settled_memory,
     slices_of,
+    step_shape,
 )
 from uspft.prepare.layout_findings import stages_said
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
@@ -276,24 +275,20 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
     if parallel.pipeline_interleave == AUTO or not several:
         settled["pipeline_interleave"] = virtual if several else None
     if several and known.shape and not listed:
-        found = stages_said(recipe, known.shape) or _dealt(recipe, known.shape, known.rows)
+        found = stages_said(recipe, known.shape)
+        if found is None:  # dealt out by the FLOPs of layers and head
+            sample = DrawnRows(tuple(known.rows)) if known.rows else None
+            step = replace(
+                step_shape(recipe, known.shape),
+                schedule=Schedule(virtual=parallel.pp_interleave_num),
+                sample=sample,
+            )
+            again, stages = recipe.memory.gradient_checkpointing is True, parallel.pipeline_stage
+            found = dealt_stages(step, Layout(pipeline=stages), again, Memo())
         if isinstance(found, Stages):
             dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
             settled |= {"layers_per_stage": dealt, "offset": None}
     return recipe.model_copy(update={"parallel_config": parallel.model_copy(update=settled)})
-
-
-def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stages:
-    """Return stages in which layers are dealt out by their FLOPs and those of the head.
-
-    rows: the documents of the run's first rows; none where they are not known, when each row counts
-    as one document.
-    """
-    parallel, again = recipe.parallel_config, recipe.memory.gradient_checkpointing is True
-    whole = replace(shape, raw=shape.full)
-    seen = DrawnRows(tuple(rows)) if rows else DrawnRows.whole(recipe.data.sequence_length)
-    ranks, schedule = parallel.pipeline_stage, Schedule(virtual=parallel.pp_interleave_num)
-    return stages_of(whole, layer_windows(whole), seen, ranks, schedule, again=again)
 
 
 Settle = Callable[[Recipe, Known], Recipe]
@@ -330,28 +325,11 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
     is as fast and as many packed rows in a step as its samples make."""
     found, layouts = weighed.choice, weighed.choice.layouts
     if found.switches and layouts:
-        listed = tuple(
-            Strategy(max_length=one.length, **keys_of(one.layout, one.row))
-            for one in layouts.buckets
-        )
+        listed = tuple(Strategy(max_length=one.length, **one.keys) for one in layouts.buckets)
         way = "move" if layouts.moves else "in_place"
         return _with(recipe, "parallel_config", strategies=listed, switching=way)
     best = found.best_static
     assert best  # or the choice would have been refused
-    layout = best.priced.layout
-    degrees = {**keys_of(layout, best.priced.row), "data_parallel": layout.data}
+    degrees = {**best.priced.keys, "data_parallel": best.priced.layout.data}
     recipe = _with(recipe, "training", global_batch_size=weighed.drawn.packed_rows)
     return _with(recipe, "parallel_config", strategies=None, **degrees)
-
-
-def keys_of(layout: Layout, row: AlgorithmRow) -> dict[str, Any]:
-    """Return the keys of `parallel_config` for a layout whose matrices are split in Megatron's way,
-    with its tokens split between them."""
-    shared = layout.context > 1
-    return {
-        "model_parallel": layout.tensor,
-        "use_seq_parallel": layout.tensor > 1,
-        "context_parallel": layout.context,
-        "context_parallel_algo": row.name if shared else None,
-        "ulysses_degree_in_cp": layout.ulysses if shared and row.splits is Splits.BOTH else None,
-    }

@@ -1,4 +1,4 @@
-"""The interface of a sequence-parallel algorithm, and the values that it is handed."""
+"""The interface of a context-parallel algorithm, and the types of its arguments."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Rule:
 
     scale: float
     window: int | None = None
-    """How many keys of its document a query sees, its own the last of them; None: all up to its
-    own."""
+    """The sliding window: the number of keys that a query sees, its own included; None: all keys of
+    its document up to its own."""
     sinks: Tensor | None = None
-    """Scores [H] of keys that every query sees and that give it nothing, one for each query head;
-    float32 or wider."""
+    """The attention sinks: for each query head a score [H] that is in the softmax's denominator and
+    has no value; at least float32."""
 
     def of_heads(self, heads: tuple[int, int]) -> Rule:
         """Return the same rule for query heads [first, last) alone."""
@@ -38,36 +38,38 @@ class Rule:
 
 
 Attend: TypeAlias = "Callable[[tuple[Tensor, ...]], Tensor]"
-"""A function of q, k, v and, where there are any, sinks → attention out, differentiable."""
+"""A differentiable function from (q, k, v), or (q, k, v, sinks), to the attention output."""
 Inside: TypeAlias = "Callable[[Attend, tuple[Tensor, ...]], Tensor]"
-"""A function that calls such a one with its inputs, as a checkpoint does."""
+"""A function that calls an `Attend` with its inputs, as activation checkpointing does."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """What attention needs beside tensors: this rank's groups and its kernel for one device."""
+    """This rank's process groups and its kernel, which attention needs besides tensors."""
 
     ulysses: Group
     ring: Group
     kernel: Kernel
     inside: Inside | None = None
-    """What calls attention between the exchanges of heads, where a recomputed layer keeps the
-    results of attention alone; None: it is called as any function is."""
+    """A wrapper that calls attention between the exchanges of heads, so that a recomputed layer can
+    save the results of attention; None: it is called directly."""
     earlier: LayerKeys | None = None
-    """The keys of earlier chunks in this layer, where the tokens are those of a chunk of rows."""
+    """The saved keys of earlier chunks in this layer; None: rows are not split into chunks."""
 
 
 Saved: TypeAlias = "tuple[Tensor, ...]"
-"""What a forward returned, with the gradient of its out [t, h, D] behind."""
+"""The results of `Passes.forward`, followed by the gradient of its output [t, h, D]."""
 QkvGradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
-"""Of q, k, v and the rule's sinks."""
+"""The gradients of q, k, v and the rule's sinks."""
 
 
 class Passes(Protocol):
-    """One way in which keys come to the queries of a ring rank: its forward, and its backward."""
+    """The forward and backward of attention across a ring: how an algorithm brings keys and queries
+    together."""
 
     def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
-        """Return out [t, h, D] and the log-sum-exp [h, t], with what else the backward needs."""
+        """Return the output [t, h, D], the log-sum-exp [h, t], and other tensors to save for the
+        backward."""
         ...
 
     def backward(
@@ -80,8 +82,8 @@ class Passes(Protocol):
 class Algorithm(Protocol):
     """One way to split a row over ulysses × ring ranks.
 
-    An implementation is a frozen dataclass whose fields are its degrees, its options and what it
-    must know of the run; `make_algorithm` fills them.
+    An implementation is a frozen dataclass, whose fields are its degrees, options and facts of the
+    run such as its hosts; `make_algorithm` fills them in.
     """
 
     @property
@@ -93,22 +95,22 @@ class Algorithm(Protocol):
     def __hash__(self) -> int: ...
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
-        """Return why the algorithm cannot split rows of so many tokens with these heads.
+        """Return the reasons why the algorithm cannot split rows of this length with these heads.
 
-        Each reason is (recipe key, what is wrong, remedy); the list is empty where it can.
+        Each reason is (recipe key, what is wrong, remedy); the list is empty if it can.
         """
         ...
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
-        """Return the positions that each context rank holds, in the rank's order; together they are
-        the row, each position once.
+        """Return the positions of each context rank, in the rank's order; every position of the row
+        is on exactly one rank.
 
         A context rank's number is its Ulysses index + ulysses × its ring index.
         """
         ...
 
     def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
-        """Return the attention out [T, H, D] of this rank's tokens, differentiable.
+        """Return the attention output [T, H, D] of this rank's tokens, differentiable.
 
         q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
         tokens; D is the head dim.
@@ -116,7 +118,7 @@ class Algorithm(Protocol):
         ...
 
     def passes(self, share: Share) -> Passes:
-        """Return the forward and the backward of what `attend` does between exchanges of heads; the
+        """Return the forward and backward of what `attend` does between the exchanges of heads; the
         backward fetches the keys of other ranks again."""
         ...
 
@@ -131,9 +133,9 @@ class Algorithm(Protocol):
     ) -> Cost:
         """Return what one layer with this window sends for one row with these documents.
 
-        element_bytes: how many bytes one element of q, k and v has. forwards: how often it makes
-        the transfers of its forward. parts: where the row is cut into chunks, of each of them the
-        shares of all ring ranks; None: it is not.
+        element_bytes: the size of an element of q, k and v. forwards: how often the forward's
+        transfers are made. parts: the shares of all ring ranks for each chunk of the row; None: the
+        row is not cut into chunks.
         """
         ...
 

@@ -1,12 +1,13 @@
-"""Attention of a chunk of a row over its own keys and those of earlier chunks, which are kept.
+"""Attention of one chunk of a row (of a pipeline that splits rows) over its own keys and the saved
+keys of earlier chunks.
 
-Chunks run forward in their order and backward in the reverse one. The keys and values of a chunk to
-which later chunks attend are kept in each layer. The backwards of later chunks add to its dK and
-dV, which are thus complete when its own backward runs; that frees what was kept.
+Chunks run forward in order and backward in reverse. Each layer saves those keys and values of a
+chunk that later chunks see. The backwards of later chunks add to the chunk's dK and dV, which are
+complete when its own backward runs; that frees them.
 
-Shapes, as suffixes: t tokens of the chunk on this ring rank, n of those that are kept of a chunk, m
-of all up to its end that its queries see; h/g query/KV heads on this rank, D head dim; 2: keys and
-values, or their gradients.
+Shapes, as suffixes: t tokens of the chunk on this ring rank, n of those that are saved of a chunk,
+m of all keys up to its end that its queries see; h/g query/KV heads on this rank, D head dim; 2:
+keys and values, or their gradients.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from uspft.sequence.rows.spans import Span
 
 
 def of_chunk(passes: Passes, share: Share, keys: LayerKeys | None) -> Passes:
-    """Return the forward and the backward of a chunk's attention, where the share is a chunk's.
+    """Return the forward and backward of attention for a share, which may be that of a chunk.
 
-    passes: those over all keys that the share's queries see. keys: what is kept of the chunks in
-    this layer; None: the share is of whole rows.
+    passes: the forward and backward over given keys. keys: the saved keys of earlier chunks in this
+    layer; None: the share is of whole rows, and `passes` is returned.
     """
     if keys is None:
         return passes
@@ -43,7 +44,7 @@ def of_chunk(passes: Passes, share: Share, keys: LayerKeys | None) -> Passes:
 
 @dataclass(frozen=True)
 class ChunkPasses:
-    """The forward and the backward of the attention of a chunk that no ranks split."""
+    """The forward and backward of a chunk's attention, if the ring degree is 1."""
 
     share: ChunkShare
     keys: LayerKeys
@@ -87,8 +88,11 @@ class ChunkPasses:
 
 @dataclass(frozen=True)
 class ChunkOverRanks:
-    """The forward and the backward of the attention of a chunk that ring ranks share: another
-    algorithm brings each rank's keys up to the chunk's end to the queries of all."""
+    """The forward and backward of a chunk's attention, if ring ranks share the chunk.
+
+    over: the algorithm's forward and backward, which get as keys those of this rank in all chunks
+    up to this one.
+    """
 
     share: ChunkShare
     keys: LayerKeys
@@ -111,8 +115,8 @@ class ChunkOverRanks:
         return dq_thD, *own.result(), dsinks
 
     def _share_out(self, own: Sum, dk_mgD: Tensor, dv_mgD: Tensor) -> None:
-        """Add what was found for keys up to the chunk's end to the sums of their chunks. own: of
-        this one."""
+        """Add the gradients of keys and values up to the chunk's end to their chunks' sums. own:
+        this chunk's sum."""
         pieces = self.share.pieces
         places = pairwise(accumulate((b - a for _, (a, b) in pieces), initial=0))
         for (chunk, (a, b)), (first, last) in zip(pieces, places, strict=True):
@@ -135,7 +139,7 @@ class ChunkOverRanks:
 
 
 def _keep(share: ChunkShare, keys: LayerKeys, k_tgD: Tensor, v_tgD: Tensor) -> None:
-    """Keep of a chunk's keys and values what later ones see, in its first forward."""
+    """Save those of a chunk's keys and values that later chunks see, in its first forward."""
     if share.number in keys:
         forget_own(share, keys)
     elif places := share.kept_places:
@@ -143,16 +147,16 @@ def _keep(share: ChunkShare, keys: LayerKeys, k_tgD: Tensor, v_tgD: Tensor) -> N
 
 
 def forget_own(share: Share, keys: LayerKeys) -> None:
-    """Let go of a chunk's own keys and values in a layer that runs for the second time, in the
-    chunk's own backward."""
+    """Free a chunk's saved keys and values in a layer that is recomputed in the chunk's own
+    backward, when no other chunk needs them."""
     assert isinstance(share, ChunkShare)
     if share.number in keys:
         keys[share.number].forget()
 
 
 def _found_later(share: ChunkShare, keys: LayerKeys, k_tgD: Tensor) -> Sum:
-    """Return the sum of what later chunks found for this one's dK and dV, and let go of the
-    rest."""
+    """Return the sum of later chunks' contributions to this one's dK and dV, and free its saved
+    keys and values."""
     places = share.kept_places
     kept = keys.pop(share.number) if places else None
     if kept and [*places] == [(0, len(k_tgD))]:
@@ -164,8 +168,8 @@ def _found_later(share: ChunkShare, keys: LayerKeys, k_tgD: Tensor) -> Sum:
 
 
 def _picked(x_tgD: Tensor, places: Sequence[Span]) -> Tensor:
-    """Return the tokens of some places, [n, g, D], in memory that nothing else shares, unless that
-    is all of x's own."""
+    """Return the tokens at some places, [n, g, D], in storage that holds nothing else, so that no
+    larger tensor stays in memory."""
     x_tgD = x_tgD.detach()
     own = x_tgD.untyped_storage().nbytes() == x_tgD.numel() * x_tgD.element_size()
     if [*places] == [(0, len(x_tgD))]:

@@ -1,9 +1,9 @@
-"""Which part of a matrix each tensor rank takes, so that parts lie inside one another; a part cut
-out of what a rank holds, and its gradient put back.
+"""Which part of a matrix each tensor parallel rank has, so that its parts at different degrees lie
+inside one another; and cutting a part out of a tensor, with the gradient's way back.
 
-A rank that takes part of a matrix at one degree may use a part of that at a higher one: numbered by
-the digit-reversed rank, its part at a degree contains its part at every multiple of it. Torch is
-imported where a part is cut.
+Part numbers are digit-reversed ranks (as in an FFT), so that a rank's part at one degree contains
+its part at every multiple of that degree. A run can thus store weights at one tensor degree and
+compute at a higher one without moving them. Torch is imported only where a part is cut.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def prime_factors(number: int) -> list[int]:
 
 
 def part_index(rank: int, degree: int, within: Sequence[int] = ()) -> int:
-    """Return which of `degree` equal parts, counted along the matrix, a tensor rank takes.
+    """Return which of `degree` equal parts, counted along the matrix, a tensor rank has.
 
-    rank: the rank's place among as many; at a smaller degree its place is the remainder. within:
-    smaller degrees, each a divisor of the next and the last one of `degree`, at each of which the
-    rank's part contains this one; so it does at those that prime factors make in rising order.
+    rank: the rank's index among `degree` ranks; at a divisor t of `degree` its index is rank mod t.
+    within: degrees at which the rank's part must contain this one; each divides the next, and the
+    last divides `degree`. Between them the degrees follow from prime factors in rising order.
     """
     steps = [b // a for a, b in zip([1, *within], [*within, degree], strict=True)]
     found, share = 0, degree
@@ -46,9 +46,9 @@ def part_index(rank: int, degree: int, within: Sequence[int] = ()) -> int:
 
 
 def part_range(units: int, index: int, degree: int) -> Range:
-    """Return the range of units, none of which is divided, that part `index` of `degree` has.
+    """Return the range of whole units that belong to part `index` of `degree`.
 
-    Parts differ by one unit at most; with fewer units than parts, several parts share a unit.
+    Parts differ by at most one unit; with fewer units than parts, several parts share a unit.
     """
     if degree > units:
         unit = index * units // degree
@@ -65,7 +65,7 @@ def divide_heads(query_heads: int, kv_heads: int, ranks: int) -> bool:
 
 
 def tokens_of_each(tokens: int, ranks: int) -> int:
-    """Return how many tokens a tensor rank has, those that fill it up counted."""
+    """Return the number of tokens of each tensor rank, padding included."""
     return -(-tokens // ranks)
 
 
@@ -75,12 +75,12 @@ def next_divisor(number: int, least: int) -> int:
 
 
 Used = Sequence[Sequence[Range] | None]
-"""What a call uses of a held tensor: along each of its first dimensions ranges of it, laid end to
-end, or None for all."""
+"""The part of a tensor that a call uses: for each of its first dimensions the ranges whose
+concatenation is used, or None for all of the dimension."""
 
 
 def cut(held: Tensor, used: Used) -> Tensor:
-    """Return the part of a held tensor; with one range along each dimension it is a view."""
+    """Return the used part of a tensor: a view if each dimension has at most one range."""
     for dim, ranges in enumerate(used):
         if ranges is not None:
             pieces = [held.narrow(dim, start, stop - start) for start, stop in ranges]
@@ -93,7 +93,8 @@ def cut(held: Tensor, used: Used) -> Tensor:
 
 
 def put_back(part: Tensor, held: Tensor, used: Used) -> Tensor:
-    """Return a tensor like `held` with this part of it, and 0 elsewhere."""
+    """Return a tensor like `held` that has `part` at the used ranges and 0 elsewhere: the gradient
+    of `cut`."""
     if all(ranges is None for ranges in used):
         return part
     whole = part.new_zeros(held.shape)

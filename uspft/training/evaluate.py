@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from uspft.engine.step import counts_here
@@ -19,34 +19,29 @@ if TYPE_CHECKING:
     from uspft.objective import Objective
 
 
-@dataclass(frozen=True)
-class Score:
-    """The sums of an objective's terms over rows and ranks, and what each is divided by."""
-
-    sums: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
-
-    def __add__(self, other: Score) -> Score:
-        return Score(_added(self.sums, other.sums), _added(self.counts, other.counts))
-
-    def told(self, objective: Objective) -> dict[str, float]:
-        """Return what is logged: each term's mean, what is derived from them, and counts."""
-        means, counts = dict[str, float](), dict[str, int]()
-        for term in objective.terms:
-            if term.evaluated:
-                counts[term.per.name] = count = self.counts[term.per.name]
-                means[term.name] = self.sums[term.name] / count if count else math.nan
-        return {**means, **objective.derived(means), **counts}
+Totals = Mapping[str, float]
+"""The sums of an objective's terms over rows and ranks, and what each is divided by, by name."""
 
 
-def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def told(totals: Totals, objective: Objective) -> dict[str, float | None]:
+    """Return what is logged: each term's mean, what is derived from them, and counts."""
+    means, counts = dict[str, float](), dict[str, int]()
+    for term in objective.terms:
+        if term.evaluated:
+            counts[term.per.name] = count = int(totals[term.per.name])
+            means[term.name] = totals[term.name] / count if count else math.nan
+    found = {**means, **objective.derived(means), **counts}
+    return {name: finite(value) for name, value in found.items()}
+
+
+def _added(one: Totals, other: Totals) -> Totals:
     return {name: one.get(name, 0) + value for name, value in other.items()}
 
 
 def evaluate(
     engine: Engine, sets: Sequence[EvalSet], stop: Callable[[], bool]
-) -> dict[str, Score] | None:
-    """Return the score of each set by title, or None where a rank asked to stop before the end;
+) -> dict[str, Totals] | None:
+    """Return the totals of each set by title, or None where a rank asked to stop before the end;
     collective.
 
     stop: asked on every rank in each pass. Every rank takes equally many passes, with empty rows
@@ -55,15 +50,15 @@ def evaluate(
     scores = {}
     with engine.evaluating():
         for one in sets:
-            score = _score(engine, one, stop)
-            if score is None:
+            totals = _totals(engine, one, stop)
+            if totals is None:
                 return None
-            scores[one.title] = score
+            scores[one.title] = totals
     return scores
 
 
-def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | None:
-    score = Score()
+def _totals(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Totals | None:
+    totals: Totals = {}
     for number in range(1, one.passes + 1):
         (batch,) = one.loader.batches(number)
         if number == 1:
@@ -75,29 +70,20 @@ def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | No
         *every, stops = engine.total(*terms.values(), *counts.values(), float(stop()))
         if stops:
             return None
-        of_terms, of_counts = every[: len(terms)], map(int, every[len(terms) :])
-        score += Score(
-            dict(zip(terms, of_terms, strict=True)), dict(zip(counts, of_counts, strict=True))
-        )
-    return score
+        totals = _added(totals, dict(zip((*terms, *counts), every, strict=True)))
+    return totals
 
 
 def record_of(
-    step: int, scores: dict[str, Score], seconds: float, objective: Objective
+    step: int, sets: Mapping[str, Totals], seconds: float, objective: Objective
 ) -> dict[str, Any]:
     """Return the line of metrics.jsonl for an evaluation; where there are several sets, each also
     stands in it by itself."""
-    whole = sum(scores.values(), Score()).told(objective)
-    record: dict[str, Any] = {
-        "step": step,
-        **{f"eval_{name}": finite(value) for name, value in whole.items()},
-        "eval_seconds": seconds,
-    }
-    if len(scores) > 1:
-        record["eval_sets"] = {
-            title: {name: finite(value) for name, value in score.told(objective).items()}
-            for title, score in scores.items()
-        }
+    whole = told(reduce(_added, sets.values()), objective)
+    found = {f"eval_{name}": value for name, value in whole.items()}
+    record: dict[str, Any] = {"step": step, **found, "eval_seconds": seconds}
+    if len(sets) > 1:
+        record["eval_sets"] = {title: told(totals, objective) for title, totals in sets.items()}
     return record
 
 

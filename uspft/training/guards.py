@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from uspft.checkpoint.folder import Checkpoint
-from uspft.engine.step import NotFinite
+import torch
+
+from uspft.config.problems import RunFailed, said
+from uspft.engine.step import BadStep, NotFinite
 from uspft.metrics import Journal, as_size, finite
 from uspft.written import INCIDENTS
 
 if TYPE_CHECKING:
     from uspft.assemble import Run
     from uspft.batch import Batch
-    from uspft.engine.step import BadStep, StepResult
+    from uspft.engine.step import StepResult
 
 FIRST_STEPS = 3
 """How many of a run's first steps have their rows compared between ranks; with `training.debug` all
@@ -122,18 +125,23 @@ FOR_NOT_FINITE = (
 FOR_TOO_LARGE = f"{FOR_NOT_FINITE}; training.max_norm_spike says what is too large"
 
 
+FOR_MEMORY = (
+    "try more parallel_config.context_parallel, deepspeed.zero_optimization.stage 3, "
+    "memory.gradient_checkpointing, training.micro_batch_size 1 or a shorter data.sequence_length"
+)
+
+
 class BadSteps:
-    """The account of a run's gradient norms, and of its bad steps: those whose loss or norm is not
-    finite, or whose norm jumps.
+    """The steps of a run, and its account of gradient norms and of bad steps: those whose loss or
+    norm is not finite, or whose norm jumps.
 
     Every rank keeps the same account, of numbers that all have, so that all skip a step or none.
     """
 
-    def __init__(self, run: Run) -> None:
-        recipe, known = run.job.recipe, {}
-        if run.job.resume_from:
-            known = Checkpoint.known(run.job.resume_from).state["course"]
-        self._run, self._most = run, recipe.training.max_bad_steps
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        """say: prints a line, on rank 0."""
+        recipe, known = run.job.recipe, run.checkpoint.state["course"] if run.checkpoint else {}
+        self._run, self._say, self._most = run, say, recipe.training.max_bad_steps
         self._spike = recipe.training.max_norm_spike
         self._norms = deque(map(float, known.get("grad_norms", ())), KEPT)
         self.in_row: int = known.get("bad_steps", 0)
@@ -141,47 +149,62 @@ class BadSteps:
         self.journal = Journal(run.job.output / INCIDENTS)
         """Where the steps that were refused are written down."""
 
-    def most(self) -> float:
-        """Return the largest gradient norm that the next step may have."""
-        if self._spike is None or len(self._norms) < LEAST:
-            return math.inf
-        return self._spike * median(self._norms)
+    def take(self, step: int, batches: Sequence[Batch], rate: float, *, stop: bool) -> StepResult:
+        """Run one step of the engine, or skip it where it is a bad one of a few.
 
-    def good(self, result: StepResult) -> None:
-        """Take note of a step that was taken."""
+        Raises RunFailed with the step, its rows and what to try, where it is one too many or memory
+        runs out.
+        """
+        rows, most = self._run.loader.rows_of(step), math.inf
+        where = f"step {step}, {self._run.loader.counts} {rows.start} to {rows.stop - 1}"
+        if self._spike is not None and len(self._norms) >= LEAST:
+            most = self._spike * median(self._norms)
+        try:
+            result = self._run.engine.step(batches, rate, stop, most=most)
+        except BadStep as error:
+            self.in_row += 1
+            if self._run.world.mesh.rank == 0:
+                with writing(f"the incident of step {step}"):
+                    self._note(step, rows, error)
+            if self.in_row > self._most:
+                remedy = FOR_NOT_FINITE if isinstance(error, NotFinite) else FOR_TOO_LARGE
+                before = f", and {self._most} in a row were skipped before it" * (self._most > 0)
+                told = f"{where}: {error}{before}; nothing was updated; {remedy}"
+                raise type(error)(told, error.result) from error
+            skipped = f"skipped, {self.in_row} of {self._most} in a row"
+            self._say(f"warning: {where}: {error}; {skipped}")
+            return error.result
+        except torch.OutOfMemoryError as error:
+            raise RunFailed(f"{where}: {said(error)}; {FOR_MEMORY}") from None
         self._norms.append(result.grad_norm)
         self.in_row = 0
+        return result
 
-    def bad(self, step: int, error: BadStep, *, is_main: bool) -> str:
-        """Write a refused step down, and return a line on it.
-
-        is_main: whether this is rank 0, which writes. Raises RunFailed, which names the step's
-        rows, where more such steps have come in a row than are skipped.
-        """
-        loader, result = self._run.loader, error.result
-        rows = loader.rows_of(step)
-        where = f"step {step}, {loader.counts} {rows.start} to {rows.stop - 1}"
-        self.in_row += 1
-        skipped = self.in_row <= self._most
-        if is_main:
-            self.journal.write(
-                {
-                    "step": step,
-                    loader.counts: [rows.start, rows.stop - 1],
-                    "why": str(error),
-                    "loss": finite(result.loss),
-                    "grad_norm": finite(result.grad_norm),
-                    "in_row": self.in_row,
-                    "skipped": skipped,
-                }
-            )
-        if not skipped:
-            remedy = FOR_NOT_FINITE if isinstance(error, NotFinite) else FOR_TOO_LARGE
-            before = f", and {self._most} in a row were skipped before it" if self._most else ""
-            told = f"{where}: {error}{before}; nothing was updated; {remedy}"
-            raise type(error)(told, result)
-        return f"{where}: {error}; skipped, {self.in_row} of {self._most} in a row"
+    def _note(self, step: int, rows: range, error: BadStep) -> None:
+        """Write a refused step down."""
+        self.journal.write(
+            {
+                "step": step,
+                self._run.loader.counts: [rows.start, rows.stop - 1],
+                "why": str(error),
+                "loss": finite(error.result.loss),
+                "grad_norm": finite(error.result.grad_norm),
+                "in_row": self.in_row,
+                "skipped": self.in_row <= self._most,
+            }
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the account."""
         return {"grad_norms": list(self._norms), "bad_steps": self.in_row}
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise RunFailed with one line where a disk is full or gone while `what` is written."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or said(error)
+        why = f"{error.filename}: {why}" if error.filename else why
+        raise RunFailed(f"{what} cannot be written ({why}); make room there") from error

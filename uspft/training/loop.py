@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,27 +17,21 @@ from uspft.checkpoint.hf_folder import write_exports, write_model_files
 from uspft.checkpoint.save import Save
 from uspft.checkpoint.weights import WholeModel, export_order, multimodal_base
 from uspft.comm import deadline, set_deadline
-from uspft.config.problems import Interrupted, RunFailed, said
+from uspft.config.problems import Interrupted
 from uspft.data.corpus.corpus import read_report
 from uspft.data.corpus.counts import kept_and_dropped
 from uspft.engine.state import on_first_rank
-from uspft.engine.step import BadStep, StepResult
+from uspft.engine.step import BadStep
 from uspft.metrics import Journal, RunDisplay, tracking
 from uspft.model.adapter import touched
 from uspft.training.evaluate import Evaluation
-from uspft.training.guards import BadSteps, Guards
+from uspft.training.guards import BadSteps, Guards, writing
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
 from uspft.written import ADAPTER, INCIDENTS, METRICS, MODEL, new_exports, publish_exports
 
 if TYPE_CHECKING:
-    from uspft.batch import Batch
-
-
-FOR_MEMORY = (
-    "try more parallel_config.context_parallel, deepspeed.zero_optimization.stage 3, "
-    "memory.gradient_checkpointing, training.micro_batch_size 1 or a shorter data.sequence_length"
-)
+    pass
 
 
 def train(run: Run, stop: Callable[[], bool]) -> None:
@@ -58,7 +52,8 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             tracked = tracking(recipe, run.job.output, step, display.say, display.waits)
             journal.also = until_the_end.enter_context(tracked)
         guards = Guards(run, display.say)
-        evaluation, bad_steps = Evaluation(run, journal, display), BadSteps(run)
+        evaluation = Evaluation(run, journal, display)
+        bad_steps = BadSteps(run, display.say)
         saving = Saving(run, evaluation, bad_steps, journal, display)
         if evaluation.is_missing() and not evaluation.run(step, stop):
             raise Interrupted(f"stopped before step {step + 1}")
@@ -69,7 +64,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             peak, schedule = recipe.optimizer.learning_rate, recipe.lr_schedule
             rate = learning_rate(step, run.job.steps, peak, schedule)
             try:
-                result = _step(run, step, batches, rate, bad_steps, display.say, stop=stop())
+                result = bad_steps.take(step, batches, rate, stop=stop())
             except BadStep:  # on all ranks alike
                 saving.finish()
                 raise
@@ -88,7 +83,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                     with writing(f"the record of step {step}"):
                         journal.write(record)
                 display.step(record)
-            stopped = _finish(run, step, evaluation, saving, stop, stopped=result.stop)
+            stopped = saving.after(step, stop, stopped=result.stop)
             if stopped and step < last:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
         if evaluation.exports_here(step):
@@ -107,68 +102,6 @@ def _begin(run: Run, journal: Journal) -> None:
         journal.cut_back(run.first_step)
     elif found := kept_and_dropped(read_report(run.job.corpus)):
         journal.write({"data": found})
-
-
-def _finish(
-    run: Run,
-    step: int,
-    evaluation: Evaluation,
-    saving: Saving,
-    stop: Callable[[], bool],
-    *,
-    stopped: bool,
-) -> bool:
-    """Save and evaluate after a step, where that is due; collective.
-
-    stopped: whether the run was asked to stop, which is saved too. Returns whether it has been by
-    now.
-    """
-    block, last = run.job.recipe.checkpoint, step == run.job.last_step
-    every = block.every_steps
-    saved = bool(every and (step % every == 0 or last)) or stopped
-    saving.look()
-    if saved:
-        saving.save(step)
-    if evaluation.is_due(step) and not stopped:
-        stopped = not evaluation.run(step, stop)
-        last = last or evaluation.is_over
-    keeps = last and bool(every or block.keep_best)
-    if not saved and (stopped or keeps or evaluation.best_step == step):
-        saving.save(step)
-    if stopped or last:
-        saving.finish()
-    if evaluation.best_step is not None:
-        saving.delete_older()  # another one may be the best now
-    return stopped
-
-
-def _step(
-    run: Run,
-    step: int,
-    batches: list[Batch],
-    rate: float,
-    bad_steps: BadSteps,
-    say: Callable[[str], None],
-    *,
-    stop: bool,
-) -> StepResult:
-    """Run one step of the engine, or skip it where it is a bad one of a few.
-
-    Raises RunFailed with the step, its rows and what to try, where it is one too many or memory
-    runs out.
-    """
-    try:
-        result = run.engine.step(batches, rate, stop, most=bad_steps.most())
-    except BadStep as error:
-        with writing(f"the incident of step {step}"):
-            say(f"warning: {bad_steps.bad(step, error, is_main=run.world.mesh.rank == 0)}")
-        return error.result
-    except torch.OutOfMemoryError as error:
-        rows = run.loader.rows_of(step)
-        where = f"step {step}, {run.loader.counts} {rows.start} to {rows.stop - 1}"
-        raise RunFailed(f"{where}: {said(error)}; {FOR_MEMORY}") from None
-    bad_steps.good(result)
-    return result
 
 
 def export_run(run: Run, step: int) -> Path | None:
@@ -196,7 +129,8 @@ def export_run(run: Run, step: int) -> Path | None:
 
 
 class Saving:
-    """The saves of one run, of which one at most is under way; collective."""
+    """What follows each step: saves, of which one at most is under way, and evaluations;
+    collective."""
 
     def __init__(
         self,
@@ -214,6 +148,30 @@ class Saving:
         self._good = run.first_step - bad_steps.in_row
         """The last step that was no bad one, of those that are saved or being saved."""
         self._began = self._waited = 0.0
+
+    def after(self, step: int, stop: Callable[[], bool], *, stopped: bool) -> bool:
+        """Save and evaluate after a step, where that is due.
+
+        stopped: whether the run was asked to stop, which is saved too. Returns whether it has been
+        by now.
+        """
+        block, last = self._run.job.recipe.checkpoint, step == self._run.job.last_step
+        every, evaluation = block.every_steps, self._evaluation
+        saved = bool(every and (step % every == 0 or last)) or stopped
+        self.look()
+        if saved:
+            self.save(step)
+        if evaluation.is_due(step) and not stopped:
+            stopped = not evaluation.run(step, stop)
+            last = last or evaluation.is_over
+        keeps = last and bool(every or block.keep_best)
+        if not saved and (stopped or keeps or evaluation.best_step == step):
+            self.save(step)
+        if stopped or last:
+            self.finish()
+        if evaluation.best_step is not None:
+            self.delete_older()  # another one may be the best now
+        return stopped
 
     def save(self, step: int) -> None:
         """Save the checkpoint of a step; where saves overlap steps, its files are written beside
@@ -279,14 +237,3 @@ class Saving:
 
 def _name(step: int) -> str:
     return f"the checkpoint of step {step}"
-
-
-@contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Raise RunFailed with one line where a disk is full or gone while `what` is written."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or said(error)
-        why = f"{error.filename}: {why}" if error.filename else why
-        raise RunFailed(f"{what} cannot be written ({why}); make room there") from error

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from uspft.comm import KINDS
-from uspft.config.strategies import layouts_of
 from uspft.metrics import finite, peak_memory_bytes
 from uspft.model.build import parameter_count
 from uspft.model.hf_config import heads_of_layers, layer_windows
 from uspft.model.router import ExpertLoad
-from uspft.pipeline.stages import stages_of
 from uspft.planner.machine import peak_flops
 from uspft.planner.products import step_flops
 from uspft.sequence import Heads
@@ -51,7 +49,8 @@ class Meter:
         every = [*zip(layer_windows(run.config), heads_of_layers(run.config), strict=True)]
         self._layers = len(every)
         self._kinds = {
-            stages: Counter(every[n] for n in here) for stages, here in layers_here(run).items()
+            one.layout.pipeline: Counter(every[n] for n in one.layers_here(self._layers))
+            for one in run.loader.worlds or [run.world]
         }
         """By the number of stages: how many layers of this rank have each window and heads."""
         self._experts = ExpertLoad(run.model, run.engine.holders, device)
@@ -147,18 +146,6 @@ class Meter:
         shape = self._layers, 1, 1  # pairs have all features
         flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
-
-
-def layers_here(run: Run) -> dict[int, list[int]]:
-    """Return the layers that this rank computes, by the number of stages of each layout."""
-    found, everyone = {}, run.world.layout.ranks
-    for stages in map(stages_of, layouts_of(run.job.recipe)):
-        if stages is None:
-            found[1] = list(range(run.config.num_hidden_layers))
-            continue
-        mine = range(run.world.mesh.rank * stages.ranks // everyone, stages.count, stages.ranks)
-        found[stages.ranks] = list(chain.from_iterable(map(stages.layers, mine)))
-    return found
 
 
 def features_here(every: Heads, world: World) -> int:

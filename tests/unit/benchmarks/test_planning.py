@@ -17,7 +17,7 @@ from tests.support.algorithms import named
 from uspft.layout import AXES, Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.step import step_time
-from uspft.planner.step_shape import StepShape, StepTime
+from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
 from uspft.segments import Segments
 
 KIB = 1 << 10
@@ -92,7 +92,7 @@ def timed(
         )
         step = replace(step, **{key: value for key, value in changes.items() if key != "rows"})
         algorithm = named("hybrid_cp" if layout.context > 1 else "whole", *degrees[1:3])
-        times[degrees] = step_time(step, layout, algorithm, hardware)
+        times[degrees] = step_time(PlacedStep(step, layout, hardware, algorithm))
     return times
 
 

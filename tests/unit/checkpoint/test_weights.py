@@ -19,11 +19,16 @@ from tests.support.launch import write_recipe
 from tests.support.models import make_model
 from tests.support.runs import small_recipe
 from uspft.__main__ import main
+from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.identity import BASE
+from uspft.checkpoint.weights import carry_corrections, weights_of
 from uspft.config.inputs import ModelBlock
 from uspft.model.adapter import AdapterStart
+from uspft.model.build import empty_model
+from uspft.model.hf_config import model_config
+from uspft.parameters.experts import corrections
 from uspft.parameters.part import Part
-from uspft.parameters.source import base_digest
+from uspft.parameters.source import FolderWeights, base_digest
 
 SEED, RANK, ALPHA = 5, 3, 6.0
 FREEZE = ["lora_A", r"layers\.0\..*lora_B"]
@@ -190,3 +195,26 @@ def test_the_best_checkpoint_where_a_run_keeps_it(
     assert main(["export", str(out), f"to={tmp_path / 'gone'}"]) == 2
     said = capsys.readouterr().err
     assert "step-00000002 is not a complete checkpoint" in said and said.count("\n") == 1
+
+
+def test_corrections_are_read_with_the_weights_also_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not train: they come from the base model, whose folder is opened once."""
+    base = make_model(tmp_path / "base", "glm4_moe", heads=4, kv_heads=2)
+    files = load_file(base / "model.safetensors")
+    block, opened, init = ModelBlock(name_or_path=str(base)), list[Path](), FolderWeights.__init__
+
+    def counted(own: FolderWeights, place: Path) -> None:
+        opened.append(place)
+        init(own, place)
+
+    monkeypatch.setattr(FolderWeights, "__init__", counted)
+    write_checkpoint(tmp_path / "out", base, {"model.norm.weight": torch.ones(16)})
+    for checkpoint in (None, Checkpoint.known(tmp_path / "out/checkpoints/step-00000001")):
+        model = empty_model(model_config(block, 64), torch.float32)
+        carry_corrections(weights_of(block, SEED, model, checkpoint), model)
+        found = corrections(model)
+        assert found and all(torch.equal(one, files[name]) for name, one in found.items())
+        assert all(one.any() for one in found.values())
+    assert opened == [base, base]

@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such set": ({"dataset": "none"}, "lacks; add data.train=FILE"),
     "no such folder": ({"dataset_dir": "elsewhere"}, "put it there, or add data.train=FILE"),
     "another method": ({"finetuning_type": "freeze"}, "`model.freeze` names"),
-    "another ring": ({"sequence_parallel_mode": "stripe"}, "write one of zigzag-ring"),
+    "another ring": ({"sequence_parallel_mode": "stripe"}, "write zigzag-ring, llama3 or ulysses"),
     "another optimizer": ({"use_galore": True}, "AdamW is the only optimizer"),
     "numbers of sets": (
         {"mix_strategy": "interleave_under", "interleave_probs": "0.5,0.5"},

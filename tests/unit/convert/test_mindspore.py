@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"train_dataset": {"data_loader": {"type": "MindDataset", "dataset_dir": "x"}}},
         "add data.train=FILE",
     ),
-    "another optimizer": ({"optimizer": {"type": "Came"}}, "write one of AdamW"),
+    "another optimizer": ({"optimizer": {"type": "Came"}}, "write AdamW, FusedAdamW or"),
     "another schedule": (
         {"lr_schedule": {"type": "CosineAnnealingLR"}},
         "write one of ConstantWarmUpLR",

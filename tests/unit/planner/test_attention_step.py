@@ -24,8 +24,16 @@ from uspft.planner.attention_step import (
     attention_of_sample,
     wire_of,
 )
+from uspft.planner.machine import Hardware
 from uspft.planner.step import model_flops, step_time
-from uspft.planner.step_shape import DEALT_ROWS, DrawnRows, StepShape, StepTime
+from uspft.planner.step_shape import (
+    DEALT_ROWS,
+    DrawnRows,
+    PlacedStep,
+    StepPart,
+    StepShape,
+    StepTime,
+)
 from uspft.segments import Segments
 from uspft.sequence import Cost, Heads, Traffic
 from uspft.sequence.rows.share import everyones
@@ -36,15 +44,20 @@ HEADS = Heads(8, 4, 16)
 ROW = Segments.single(1 << 12)
 
 
+def wired(cost: Cost, layout: Layout, hardware: Hardware, rows: int = 1) -> dict[str, StepPart]:
+    step = StepShape(NINE, ROW, WINDOWS, step_rows=1, rows=rows)
+    return wire_of(cost, PlacedStep(step, layout, hardware))
+
+
 def test_each_kind_has_its_seconds(tmp_path: Path) -> None:
     cost = Cost(Traffic(4 * 10**9, 12), Traffic(10**9, 6), Traffic(10**9, 6))
-    inside = wire_of(cost, Layout(ulysses=2, ring=2), made(tmp_path))
+    inside = wired(cost, Layout(ulysses=2, ring=2), made(tmp_path))
     assert inside["all_to_all"].seconds == pytest.approx(2 * (1e-3 + 1e-4) + 4.0)
     assert inside["ring"].seconds == pytest.approx(6 * 1.1e-3 + 1.0)
     assert inside["gather"].seconds == pytest.approx(2e-3 + 6e-4 + 1.0)
-    three = wire_of(cost, Layout(ulysses=2, ring=2), made(tmp_path), rows=3)["ring"]
+    three = wired(cost, Layout(ulysses=2, ring=2), made(tmp_path), rows=3)["ring"]
     assert (three.seconds, three.bytes) == (pytest.approx(6 * 1.1e-3 + 3.0), 3 * 10**9)
-    across = wire_of(cost, Layout(ulysses=4, ring=2), made(tmp_path))
+    across = wired(cost, Layout(ulysses=4, ring=2), made(tmp_path))
     # Heads stay on the host, keys do not.
     assert across["ring"].seconds == pytest.approx(6 * 2.2e-3 + 10.0)
     assert across["all_to_all"].seconds == pytest.approx(2 * (1e-3 + 3e-4) + 4.0)
@@ -65,7 +78,7 @@ def test_what_an_algorithm_sends_takes_time(
     name: str, ulysses: int, ring: int, kinds: set[str], tmp_path: Path
 ) -> None:
     cost = named(name, ulysses, ring).cost(ROW, HEADS, 2)
-    found = wire_of(cost, Layout(ulysses=ulysses, ring=ring), made(tmp_path))
+    found = wired(cost, Layout(ulysses=ulysses, ring=ring), made(tmp_path))
     assert {kind for kind, part in found.items() if part.seconds} == kinds
 
 
@@ -86,7 +99,7 @@ STATES = 24
 def timed(layout: Layout, tokens: int, algorithm: str, **changes: Any) -> StepTime:
     step = StepShape(NINE, Segments.single(tokens), WINDOWS, step_rows=1, recompute=False)
     made = named(algorithm, layout.ulysses, layout.ring)
-    return step_time(replace(step, **changes), layout, made, H100)
+    return step_time(PlacedStep(replace(step, **changes), layout, H100, made))
 
 
 def test_layers_with_a_state_have_no_keys() -> None:

@@ -31,7 +31,7 @@ from uspft.planner.mesh import (
     why_not_kept,
 )
 from uspft.planner.products import ProductShape, met_parameters
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.planner.ways import why_no_matrices
 from uspft.segments import Segments
 
@@ -263,7 +263,7 @@ def parts(
     step: StepShape = PLAIN_STEP, layout: Layout = MESH, slices: tuple[int, ...] = WHOLE
 ) -> dict[str, MeshPart]:
     found: dict[str, MeshPart] = {}
-    for part in mesh_parts(step, layout, slices, H100):
+    for part in mesh_parts(PlacedStep(replace(step, slices=slices), layout, H100)):
         found[part.name] = found[part.name].plus(part) if part.name in found else part
     return found
 
@@ -319,7 +319,10 @@ def test_slices_hide_and_nothing_hides_more_than_there_is() -> None:
 def test_a_frozen_weight_has_no_gradient_to_move(tmp_path: Path) -> None:
     frozen = replace(PLAIN_STEP, trained=0.0)
     cluster = made(tmp_path)
-    two, three = (mesh_parts(step, MESH, WHOLE, cluster)[3] for step in (frozen, PLAIN_STEP))
+    two, three = (
+        mesh_parts(PlacedStep(replace(step, slices=WHOLE), MESH, cluster))[3]
+        for step in (frozen, PLAIN_STEP)
+    )
     assert two.bytes == pytest.approx(32 * 2 * (2 * LENGTH / 2 * 4096 + 2 * 4096 * 14336 / 4))
     assert two.computed / three.computed == pytest.approx(2 / 3, rel=0.01)
 
@@ -330,7 +333,9 @@ STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=8)
 
 
 def total(step: StepShape, layout: Layout, slices: tuple[int, ...]) -> float:
-    return sum(part.seconds for part in mesh_parts(step, layout, slices, H100))
+    return sum(
+        part.seconds for part in mesh_parts(PlacedStep(replace(step, slices=slices), layout, H100))
+    )
 
 
 def meshes(ranks: int) -> list[Layout]:
@@ -341,7 +346,7 @@ def meshes(ranks: int) -> list[Layout]:
 def test_the_choice_is_the_best_of_all() -> None:
     """Every mesh of eight ranks, and on each of them some of its numbers of slices."""
     for layout in meshes(8):
-        one = tuned(STEP, layout, H100)
+        one = tuned(PlacedStep(STEP, layout, H100))
         assert one.seconds == pytest.approx(total(STEP, layout, one.slices))
         assert one.whole_seconds == pytest.approx(total(STEP, layout, (1, 1, 1, 1)))
         counts = every((1, 4, 16), repeat=4)
@@ -353,7 +358,7 @@ def test_long_rows_want_mesh_rows_and_short_ones_columns() -> None:
     rows = []
     for length in (1 << 11, 1 << 13, 1 << 17):
         step = replace(STEP, row=Segments.single(length))
-        best = min(meshes(8), key=lambda layout: tuned(step, layout, H100).seconds)
+        best = min(meshes(8), key=lambda layout: tuned(PlacedStep(step, layout, H100)).seconds)
         rows.append(best.mesh_rows)
     assert rows == sorted(rows) and rows[0] < rows[-1]
 
@@ -374,14 +379,14 @@ def test_slices_follow_the_launch(tmp_path: Path) -> None:
         for launch in (free, dear)
     )
     layout = Layout(4, ring=2, mesh_rows=2)
-    many, one = (tuned(STEP, layout, cluster) for cluster in (fine, whole))
+    many, one = (tuned(PlacedStep(STEP, layout, cluster)) for cluster in (fine, whole))
     assert min(many.slices) >= 8
     assert one.slices == (1, 1, 1, 1) and one.seconds == one.whole_seconds
 
 
 def test_what_is_asked_for_is_kept() -> None:
     asked = (2, 4, 8, 16)
-    assert {tuned(STEP, layout, H100, asked).slices for layout in meshes(4)} == {asked}
+    assert {tuned(PlacedStep(STEP, layout, H100), asked).slices for layout in meshes(4)} == {asked}
 
 
 def test_heads_and_features_decide_which_meshes_there_are() -> None:
@@ -404,5 +409,5 @@ def test_heads_and_features_decide_which_meshes_there_are() -> None:
 def test_a_hundred_ranks_take_seconds() -> None:
     start = perf_counter()
     step = replace(STEP, model=hub("meta-llama/Llama-3.1-70B"))
-    assert all(tuned(step, layout, H100).slices for layout in meshes(128))
+    assert all(tuned(PlacedStep(step, layout, H100)).slices for layout in meshes(128))
     assert perf_counter() - start < 10

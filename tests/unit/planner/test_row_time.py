@@ -12,7 +12,7 @@ from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.row_time import RowTime, forward_and_backward, row_time
 from uspft.planner.step import micro_step_seconds, step_time, zero_once
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
@@ -23,7 +23,9 @@ HYBRID = named("hybrid_cp", 4, 2)
 
 
 def of(row: Segments, layout: Layout = LAYOUT, algorithm: str = "hybrid_cp") -> RowTime:
-    return row_time(STEP, layout, named(algorithm, layout.ulysses, layout.ring), H100, row)
+    return row_time(
+        PlacedStep(STEP, layout, H100, named(algorithm, layout.ulysses, layout.ring)), row
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -31,18 +33,19 @@ def of(row: Segments, layout: Layout = LAYOUT, algorithm: str = "hybrid_cp") -> 
 def test_rows_passes_and_micro_steps_add_up_to_the_step(stage: int, overlaps: bool) -> None:
     """Eight rows on two replicas are four passes; what is hidden is hidden here too."""
     step = replace(STEP, stage=stage, overlaps=overlaps)
-    once = sum(part.seconds for part in zero_once(step, LAYOUT, H100, passes=4))
-    time = row_time(step, LAYOUT, HYBRID, H100, ROW)
-    compute = forward_and_backward(step, LAYOUT, HYBRID, H100)
+    placed = PlacedStep(step, LAYOUT, H100, HYBRID)
+    once = sum(part.seconds for part in zero_once(placed, passes=4))
+    time = row_time(placed, ROW)
+    compute = forward_and_backward(placed)
     behind = sum(part.seconds for part in compute if part.name in ("products", "elementwise"))
-    each = micro_step_seconds(step, LAYOUT, H100, behind)
-    whole = step_time(step, LAYOUT, HYBRID, H100)
+    each = micro_step_seconds(placed, behind)
+    whole = step_time(placed)
     hidden_once = whole.hidden if stage < 2 else 0.0
     hidden_once -= 4 * sum(part.hidden for part in compute) if stage < 2 else 0.0
     assert 4 * (time.alone + each) + once - hidden_once == pytest.approx(whole.seconds)
     assert (each > 0) == (stage > 1)
     if stage == 3 and overlaps:
-        assert each < 0.1 * micro_step_seconds(step, LAYOUT, H100)
+        assert each < 0.1 * micro_step_seconds(placed)
 
 
 def test_documents_have_less_attention_and_nothing_else() -> None:
@@ -57,7 +60,7 @@ def test_a_long_row_adds_all_but_launches_and_a_short_one_little() -> None:
     long, short = of(ROW, Layout(), "whole"), of(Segments.single(32), Layout(), "whole")
     assert long.beside < 0.01 * long.row
     empty = replace(STEP, rows=0)
-    parts = forward_and_backward(empty, Layout(), named("whole", 1, 1), H100)
+    parts = forward_and_backward(PlacedStep(empty, Layout(), H100, named("whole", 1, 1)))
     assert short.beside == pytest.approx(sum(part.seconds for part in parts), rel=0.05)
     assert short.row < 0.2 * short.beside, "weights are read once for all rows of a pass"
 

@@ -22,7 +22,7 @@ from uspft.pipeline.stages import Stages, dealt_out
 from uspft.planner.attention_step import attention_one_way
 from uspft.planner.machine import Hardware
 from uspft.planner.products import met_parameters, step_flops
-from uspft.planner.row_time import Memo, chunk_prices, forward_and_backward, row_time
+from uspft.planner.row_time import chunk_prices, forward_and_backward, row_time
 from uspft.planner.stages import (
     PipelineCosts,
     cut_by_flops,
@@ -41,7 +41,7 @@ from uspft.planner.step import (
     step_time,
     stored_bytes,
 )
-from uspft.planner.step_shape import DrawnRows, StepShape, StepTime
+from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.trained import counts_of
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
@@ -61,7 +61,7 @@ def step(**changes: Any) -> StepShape:
 
 def timed(layout: Layout, hardware: Hardware = H100, **changes: Any) -> StepTime:
     shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else ALONE
-    return step_time(step(**changes), layout, shared, hardware)
+    return step_time(PlacedStep(step(**changes), layout, hardware, shared))
 
 
 def test_layers_are_dealt_out_with_the_head_unless_a_schedule_says_how() -> None:
@@ -110,7 +110,7 @@ def test_by_the_price_no_layer_more_or_less_makes_the_dearest_stage_cheaper(
         shape = replace(step(), model=model, row=rows.rows[0], windows=windows)
         shape = replace(shape, schedule=Schedule(sizes=sizes), use_seq_parallel=layout.tensor > 1)
         shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else ALONE
-        return pipeline_costs(shape, layout, shared, H100)[0].most
+        return pipeline_costs(PlacedStep(shape, layout, H100, shared))[0].most
 
     last = len(dealt) - 1
     moved = [
@@ -130,8 +130,8 @@ def test_stages_take_together_what_the_whole_model_takes() -> None:
         for schedule in (PLAIN, Schedule(virtual=2)):
             shape = step(schedule=schedule, windows=windows)
             shared = named("ulysses_cp", 2, 1) if layout.context > 1 else ALONE
-            costs, most, _ = pipeline_costs(shape, layout, shared, H100)
-            whole = forward_and_backward(shape, layout, shared, H100)
+            costs, most, _ = pipeline_costs(PlacedStep(shape, layout, H100, shared))
+            whole = forward_and_backward(PlacedStep(shape, layout, H100, shared))
             seconds = sum(part.seconds - part.hidden for part in whole)
             assert sum(costs.stages) == pytest.approx(seconds)
             assert len(costs.stages) == layout.pipeline * schedule.virtual
@@ -153,11 +153,11 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
         assert held.weights + divided == pytest.approx(2 * mine.every, rel=1e-5)
         assert divided == pytest.approx(2 * mine.experts)
         assert bool(divided) == (place == 1 < experts)
-    costs, *_ = pipeline_costs(shape, layout, ALONE, H100)
-    whole = forward_and_backward(shape, layout, ALONE, H100)
+    costs, *_ = pipeline_costs(PlacedStep(shape, layout, H100, ALONE))
+    whole = forward_and_backward(PlacedStep(shape, layout, H100, ALONE))
     assert sum(costs.stages) == pytest.approx(sum(part.seconds - part.hidden for part in whole))
     routed = replace(shape, model=replace(model, raw={**model.raw, "first_k_dense_replace": 0}))
-    alike = forward_and_backward(routed, layout, ALONE, H100)
+    alike = forward_and_backward(PlacedStep(routed, layout, H100, ALONE))
     some, every = ([p.bytes for p in one if p.name == "experts"] for one in (whole, alike))
     assert some == pytest.approx([26 / 46 * size for size in every]) and bool(some) == (experts > 1)
     flops, head = layer_flops(model, windows, DrawnRows.whole(1 << 13))
@@ -232,11 +232,14 @@ def test_the_copy_of_a_tied_table_has_no_gradient_of_its_own() -> None:
 
 def test_messages_are_the_tensor_ranks_share_where_they_split_tokens() -> None:
     whole = (1 << 13) * 4096 * 2
-    assert message_bytes(step(), Layout(4, pipeline=2)) == whole
-    assert message_bytes(step(use_seq_parallel=True), Layout(4, pipeline=2)) == whole / 4
+    assert message_bytes(PlacedStep(step(), Layout(4, pipeline=2), H100)) == whole
+    assert (
+        message_bytes(PlacedStep(step(use_seq_parallel=True), Layout(4, pipeline=2), H100))
+        == whole / 4
+    )
     mesh = Layout(2, ring=2, mesh_rows=2, pipeline=2)
-    assert message_bytes(step(), mesh) == whole / 4
-    assert message_bytes(step(rows=2), Layout(ulysses=2, pipeline=2)) == whole
+    assert message_bytes(PlacedStep(step(), mesh, H100)) == whole / 4
+    assert message_bytes(PlacedStep(step(rows=2), Layout(ulysses=2, pipeline=2), H100)) == whole
 
 
 def test_links_are_those_inside_a_host_and_between_hosts(tmp_path: Path) -> None:
@@ -251,7 +254,7 @@ def test_links_are_those_inside_a_host_and_between_hosts(tmp_path: Path) -> None
 
     def links(layout: Layout, cluster: Hardware = hardware) -> list[float]:
         stages = Stages.of_sizes((32 // layout.pipeline,) * layout.pipeline, layout.pipeline)
-        return list(links_of(step(), layout, cluster, stages))
+        return list(links_of(PlacedStep(step(), layout, cluster), stages))
 
     far = 2e-3 + 2e-4 + size / 1e8
     assert links(Layout(pipeline=8)) == pytest.approx([near] * 3 + [far] + [near] * 3)
@@ -266,7 +269,9 @@ def test_links_are_those_inside_a_host_and_between_hosts(tmp_path: Path) -> None
     assert four == pytest.approx(latency + 4 * size / 1e8)
     # Back from the last rank to the first one's next stage.
     stages = Stages.of_sizes((4,) * 8, 4)
-    assert links_of(step(), Layout(data=2, pipeline=4), hardware, stages)[3] == pytest.approx(far)
+    assert links_of(PlacedStep(step(), Layout(data=2, pipeline=4), hardware), stages)[
+        3
+    ] == pytest.approx(far)
 
 
 def test_a_schedule_run_action_by_action_is_near_its_closed_form() -> None:
@@ -274,7 +279,8 @@ def test_a_schedule_run_action_by_action_is_near_its_closed_form() -> None:
         for schedule in (PLAIN, Schedule(virtual=2), Schedule("gpipe")):
             shape = step(schedule=schedule, step_rows=64)
             quick, close = (
-                step_time(shape, layout, ALONE, H100, *how).seconds for how in ((), (simulated,))
+                step_time(PlacedStep(shape, layout, H100, ALONE), *how).seconds
+                for how in ((), (simulated,))
             )
             assert quick == pytest.approx(close, rel=0.05), (layout, schedule)
 
@@ -455,7 +461,7 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
     once, more = (
         {
             part.name: part.bytes
-            for part in attention_one_way(one, layout, make_algorithm(ring, 1, 4), H100)
+            for part in attention_one_way(PlacedStep(one, layout, H100, make_algorithm(ring, 1, 4)))
         }
         for one in (whole, chunks)
     )
@@ -470,9 +476,9 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
 def test_prices_are_those_of_the_cost_model() -> None:
     windows = (None, 1024) * 16
     step = StepShape(LLAMA, Segments.single(ROW), windows, 8)
-    algorithm = make_algorithm(WHOLE, 1, 1)
-    found = chunk_prices(step, Layout(pipeline=2), algorithm, H100)
-    whole = row_time(step, Layout(pipeline=2), algorithm, H100, step.row).row
+    placed = PlacedStep(step, Layout(pipeline=2), H100, make_algorithm(WHOLE, 1, 1))
+    found = chunk_prices(placed)
+    whole = row_time(placed, step.row).row
     of_pairs = {w: price * int(pairs(ROW, w)) for w, price in found.pair_seconds}
     assert found.token_seconds * ROW + sum(of_pairs.values()) == pytest.approx(whole, rel=0.02)
     assert of_pairs.keys() == {None, 1024} and of_pairs[None] > 5 * of_pairs[1024] > 0

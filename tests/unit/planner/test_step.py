@@ -20,7 +20,7 @@ from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.mesh import mesh_parts
 from uspft.planner.products import expert_parameters, parameters_of
 from uspft.planner.step import model_flops, step_time
-from uspft.planner.step_shape import StepShape, StepTime
+from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
 from uspft.prepare.known import shipped
 from uspft.segments import Segments
 from uspft.sequence.rows.traffic import Forwards
@@ -41,7 +41,9 @@ def timed(
     """The row's algorithm: named, or Ulysses or the ring where only one of them is above 1."""
     usual = "ulysses_cp" if layout.ulysses > 1 else "ring_cp"
     chosen = algorithm or (usual if layout.context > 1 else "whole")
-    return step_time(step(**changes), layout, named(chosen, layout.ulysses, layout.ring), hardware)
+    return step_time(
+        PlacedStep(step(**changes), layout, hardware, named(chosen, layout.ulysses, layout.ring))
+    )
 
 
 def test_parts_sum_to_the_step() -> None:
@@ -207,7 +209,7 @@ def test_a_mesh_is_in_the_step_with_what_it_hides() -> None:
     a mesh hold each parameter once."""
     layout = Layout(4, ring=2, data=2, mesh_rows=2)
     found = timed(layout, slices=(4, 4, 4, 4))
-    parts = mesh_parts(step(), layout, (4, 4, 4, 4), H100)
+    parts = mesh_parts(PlacedStep(step(slices=(4, 4, 4, 4)), layout, H100))
     assert found.of("products") == pytest.approx(4 * sum(part.computed for part in parts))
     assert found.of("tensor") == pytest.approx(4 * sum(part.moved for part in parts))
     assert found.bytes_of("tensor") == pytest.approx(4 * sum(part.bytes for part in parts))
@@ -325,7 +327,7 @@ def rated(length: int, rows: int, degrees: tuple[int, int, int]) -> float:
         step_rows=rows,
         use_seq_parallel=tensor > 1,
     )
-    found = step_time(given, layout, chosen, read_hardware(shipped()["a800"]))
+    found = step_time(PlacedStep(given, layout, read_hardware(shipped()["a800"]), chosen))
     return model_flops(given) / found.seconds / 8 / 1e12
 
 
@@ -346,7 +348,7 @@ LINE = {"launch_seconds": 0.0, "hop_seconds": 0.0, "bytes_per_second": 1e9}
 
 def timed_under_zero(layout: Layout, hardware: Hardware, tokens: int, stage: int = 3) -> StepTime:
     step = StepShape(QWEN, Segments.single(tokens), (None,) * QWEN.layers, layout.data, stage=stage)
-    return step_time(step, layout, named("whole", 1, 1), hardware)
+    return step_time(PlacedStep(step, layout, hardware, named("whole", 1, 1)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -390,7 +392,7 @@ def test_matrices_of_many_experts_are_read_for_few_tokens() -> None:
     model: ModelShape
     for model, experts in ((QWEN, 128), (dense, 8)):
         step = StepShape(model, Segments.single(few), (None,) * 48, 1, recompute=False)
-        found = step_time(step, Layout(), named("whole", 1, 1), H100)
+        found = step_time(PlacedStep(step, Layout(), H100, named("whole", 1, 1)))
         read = 3 * 48 * 2 * expert_parameters(model) / H100.memory.bytes_per_second
         assert found.of("products") > read
         assert expert_parameters(model) == 3 * experts * 2048 * 768

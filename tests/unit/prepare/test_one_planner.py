@@ -19,7 +19,7 @@ from uspft.planner import row_time, step
 from uspft.planner.mesh import MeshPart
 from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
-from uspft.planner.step_shape import StepPart, StepTime
+from uspft.planner.step_shape import PlacedStep, StepPart, StepTime, seconds_of
 from uspft.planner.ways import Space, Way, every_way
 from uspft.prepare.examine import Examined
 from uspft.prepare.left_open import open_keys
@@ -217,10 +217,9 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
     def step_backwards(*given: Any) -> StepTime:
         return StepTime((StepPart("products", 1e6 / of_step(*given).seconds),))
 
-    def row_backwards(shape: Any, *given: Any) -> list[StepPart]:
-        alone = of_row(type(shape)(**{**vars(shape), "rows": 1}), *given)
-        seconds = sum(part.seconds - part.hidden for part in alone)
-        return [StepPart("products", shape.rows * 1e6 / seconds)]
+    def row_backwards(placed: PlacedStep) -> list[StepPart]:
+        seconds = seconds_of(of_row(placed.of(rows=1)))
+        return [StepPart("products", placed.step.rows * 1e6 / seconds)]
 
     def mesh_backwards(part: MeshPart) -> float:
         return 1e6 / (part.moved + part.computed - part.hidden)
@@ -300,7 +299,7 @@ BESIDE["parallel_config.tensor_slices"] = [
 ]
 
 
-def seconds_of(folder: Path, key: str, value: Any) -> float | None:
+def price_of(folder: Path, key: str, value: Any) -> float | None:
     """The price of a recipe in which a key is written; None where it is refused."""
     words = [*FIXED, *BESIDE.get(key, ()), f"{key}={value}"]
     try:
@@ -318,12 +317,12 @@ def test_every_auto_is_what_takes_least_of_what_may_be_written(
     tmp_path: Path, key: str, request: pytest.FixtureRequest
 ) -> None:
     """And most where the price is reversed."""
-    written = [seconds_of(tmp_path, key, value) for value in AUTO[key]]
+    written = [price_of(tmp_path, key, value) for value in AUTO[key]]
     possible = [one for one in written if one is not None]
     assert len(possible) >= 2 and max(possible) > min(possible)
-    assert seconds_of(tmp_path, key, "auto") == pytest.approx(min(possible))
+    assert price_of(tmp_path, key, "auto") == pytest.approx(min(possible))
     request.getfixturevalue("reversed_price")
-    assert seconds_of(tmp_path, key, "auto") == pytest.approx(1e6 / max(possible))
+    assert price_of(tmp_path, key, "auto") == pytest.approx(1e6 / max(possible))
 
 
 def test_auto_slices_are_those_of_each_product_that_take_least(
@@ -331,17 +330,17 @@ def test_auto_slices_are_those_of_each_product_that_take_least(
 ) -> None:
     """The price of a step is a sum over products: one is cut at a time."""
     key, counts = "parallel_config.tensor_slices", [1 << n for n in range(8)]
-    whole = seconds_of(tmp_path, key, [1] * 4)
+    whole = price_of(tmp_path, key, [1] * 4)
     assert whole is not None
     least = most = whole
     for product in range(4):
         cut = [[1] * product + [count] + [1] * (3 - product) for count in counts]
-        each = [one for one in (seconds_of(tmp_path, key, slices) for slices in cut) if one]
+        each = [one for one in (price_of(tmp_path, key, slices) for slices in cut) if one]
         assert len(each) == len(counts) and max(each) > 1.01 * min(each)
         least, most = least + min(each) - whole, most + max(each) - whole
-    assert seconds_of(tmp_path, key, "auto") == pytest.approx(least)
+    assert price_of(tmp_path, key, "auto") == pytest.approx(least)
     request.getfixturevalue("reversed_price")
-    assert seconds_of(tmp_path, key, "auto") == pytest.approx(1e6 / most)
+    assert price_of(tmp_path, key, "auto") == pytest.approx(1e6 / most)
 
 
 def test_plan_prices_a_mesh_in_the_slices_that_a_recipe_of_that_mesh_has(tmp_path: Path) -> None:
@@ -363,6 +362,17 @@ def test_plan_prices_a_mesh_in_the_slices_that_a_recipe_of_that_mesh_has(tmp_pat
             assert own.items() <= found_here.items()
 
 
+def test_a_mesh_that_another_key_forbids_is_refused_by_that_key(tmp_path: Path) -> None:
+    """No mesh is chosen then, and it is not the mesh that is wrong."""
+    words = ["tensor_mesh=auto", "model_parallel=4", "context_parallel=1"]
+    words = [f"parallel_config.{word}" for word in (*words, "tensor_parallel_algo=meshslice")]
+    words += FIXED
+    with pytest.raises(RecipeError) as refused:
+        SMALL.examined(tmp_path, *words, "memory.recompute=exchange")
+    assert [one.key for one in refused.value.problems] == ["memory.recompute"]
+    assert SMALL.examined(tmp_path, *words).layout.is_mesh
+
+
 def test_no_key_that_may_be_auto_is_left_out(tmp_path: Path) -> None:
     """`use_seq_parallel` and `pp_interleave_num` say more of degrees, and are chosen with them."""
     tested = {*AUTO, "parallel_config.tensor_slices"}
@@ -372,7 +382,7 @@ def test_no_key_that_may_be_auto_is_left_out(tmp_path: Path) -> None:
     file = replace(CASE, left="all", stage="auto", recompute="auto").written(tmp_path)
     every = set[str]()
     for words in ([], [f"parallel_config.{word}" for word in mesh]):
-        every |= {*open_keys(read(file, words).loaded.recipe)}
+        every |= {*open_keys(read(file, words).recipe)}
     assert every == tested | beside
 
 

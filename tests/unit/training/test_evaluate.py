@@ -24,21 +24,21 @@ from uspft.model import loss
 from uspft.model.loss import Head
 from uspft.objective.causal import Causal
 from uspft.prepare.host import Invocation
-from uspft.training.evaluate import Score
+from uspft.training.evaluate import Totals
 from uspft.training.evaluate import record_of as evaluation_record
 
 HERE = Invocation("")
 
 
-def score(loss: float, targets: int) -> Score:
-    return Score({"loss": loss}, {"target_tokens": targets})
+def score(loss: float, targets: int) -> Totals:
+    return {"loss": loss, "target_tokens": targets}
 
 
 SCORES = {"a.jsonl": score(30.0, 10), "b.jsonl": score(4.0, 30)}
 CAUSAL = Causal(object())
 
 
-def record_of(step: int, scores: dict[str, Score], seconds: float) -> dict[str, Any]:
+def record_of(step: int, scores: dict[str, Totals], seconds: float) -> dict[str, Any]:
     return evaluation_record(step, scores, seconds, CAUSAL)
 
 

@@ -40,15 +40,15 @@ def test_the_verdict_of_all() -> None:
     assert not report(bad, good, inject="mask").ok and not report(good, inject="mask").ok
     assert not report(bad, inject="mask", plain=bad).ok
     text = report(good, bad, None).text()
-    told = "not tried: 1 of 3 layouts by data.sequence_length, ulysses_cp 2: why"
-    assert "ring_cp 2 (the recipe's)" in text and told in text
+    told = "not tried: 1 of 3 layouts by data.sequence_length, ulysses2: why"
+    assert "ring2 (the recipe's)" in text and told in text
     assert "gradient of q off by 1.0e-01" in text and "whole rows differ too" in text
     nowhere = replace(
         report(good), reference=Measured([2.0], [1.0], [7], "step 2: the loss is nan")
     )
     assert not nowhere.ok and "one process: step 2: the loss is nan" in nowhere.text()
     missed = report(bad, good, inject="mask").text()
-    assert "NOT CAUGHT: --inject mask shows in 1 of 2 layouts, not in whole rows" in missed
+    assert "NOT CAUGHT: --inject mask shows in 1 of 2 layouts, not in data2" in missed
     entries = json.loads(json.dumps(report(good, result(off=math.inf)).as_json(), allow_nan=False))
     assert [one["verdict"] for one in entries["layouts"]] == ["equal", "DIFFERS"]
     assert entries["verdict"] == "differs"

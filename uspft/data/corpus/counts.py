@@ -3,7 +3,7 @@ the checks that need them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from uspft.config.problems import counted
 from uspft.data.corpus.corpus import Corpus
-from uspft.data.faults import DataError, Faults, wrong_key
+from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
 from uspft.data.records.known_fields import ALPACA
 from uspft.data.records.shapes import in_yaml
 from uspft.data.samples import NOT_TRAINED, Sample
@@ -81,16 +81,6 @@ class Counts:
         return [f"{counted(count, 'sample')} {what}" for count, what in said if count]
 
 
-def total(every: Iterable[Counts]) -> Counts:
-    """Return the sum of several counts."""
-    whole = Counts()
-    for one in every:
-        for name, count in vars(one).items():
-            known = getattr(whole, name)
-            setattr(whole, name, max(known, count) if name == "longest" else known + count)
-    return whole
-
-
 def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return how many samples were read, kept, and dropped for which reason.
 
@@ -139,39 +129,66 @@ def mix_lines(sources: tuple[Source, ...], tokens: list[int], times: list[float]
     ]
 
 
-class SourceLimits:
-    """What has been taken of each source, and which have reached max_samples or max_tokens."""
+class Tally:
+    """What becomes of the samples of data.train: which are kept, what is wrong with the others, and
+    how many there are of each.
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self.samples = [0] * len(sources)
-        self.tokens = [0] * len(sources)
+    full: the sources that have reached max_samples or max_tokens, of which nothing more is taken.
+    """
+
+    def __init__(self, data: DataBlock) -> None:
+        self._data, self.counts = data, Counts()
+        self.bad, self.left, self.untrained, self.long = Faults(), Faults(), Faults(), Faults()
+        self.unused: list[dict[str, None]] = [{} for _ in data.train]
+        self.samples, self.tokens = [0] * len(data.train), [0] * len(data.train)
         self.full: set[int] = set()
 
-    def fits(self, source: int, sample: Sample, data: DataBlock) -> bool:
-        """Tell whether a sample is within max_tokens; if not, its source is full.
+    def kept(self, sample: Sample | BadRecord, source: int, shown: str) -> Sample | None:
+        """Count a sample of a source, and return what is kept of it; None where nothing is.
 
-        Raises DataError where not even the first sample is within max_tokens.
+        shown: the name of its file or split. Raises DataError where not even the source's first
+        sample is within max_tokens.
         """
-        wanted = self._sources[source]
-        length = len(sample.ids)
+        if source in self.full:
+            return None
+        if isinstance(sample, BadRecord):
+            self.bad.add(sample.where, sample.what)
+            self.counts.skip()
+            return None
+        data, length, where = self._data, len(sample.ids), sample.origin.place(shown)
+        if not self._fits(source, length):
+            return None
+        self.unused[source].update(dict.fromkeys(sample.unused))
+        idle = self.counts.without_targets
+        kept = self.counts.kept(sample, data.overlong, data.sequence_length)
+        if sample.lost:
+            self.left.add(where, sample.lost)
+        if self.counts.without_targets > idle:
+            self.untrained.add(where, "no token of it trains")
+        if data.overlong == "error" and length > data.sequence_length:
+            self.long.add(where, refused(length, data))
+        if kept is None:
+            self.left.add(where, overlong(length, data))
+            return None
+        self.samples[source] += 1
+        self.tokens[source] += len(kept.ids)
+        if self.samples[source] == data.train[source].max_samples:
+            self.full.add(source)
+        return kept
+
+    def _fits(self, source: int, length: int) -> bool:
+        """Tell whether a sample is within max_tokens; if not, its source is full."""
+        data, most = self._data, self._data.train[source].max_tokens
         if data.overlong == "truncate":
             length = min(length, data.sequence_length)
-        long = wanted.max_tokens is not None and self.tokens[source] + length > wanted.max_tokens
-        if long and not self.samples[source]:
-            key = "data.train" if len(self._sources) == 1 else f"data.train[{source}]"
-            what = f"is {wanted.max_tokens:,}, and the first sample has {length:,} tokens"
+        if most is None or self.tokens[source] + length <= most:
+            return True
+        if not self.samples[source]:
+            key = "data.train" if len(data.train) == 1 else f"data.train[{source}]"
+            what = f"is {most:,}, and the first sample has {length:,} tokens"
             raise wrong_key(f"{key}.max_tokens", what, "write more, or leave it out")
-        if long:
-            self.full.add(source)
-        return not long
-
-    def add(self, source: int, tokens: int) -> None:
-        """Count a sample; with the last of max_samples its source is full."""
-        self.samples[source] += 1
-        self.tokens[source] += tokens
-        if self.samples[source] == self._sources[source].max_samples:
-            self.full.add(source)
+        self.full.add(source)
+        return False
 
 
 def require_answers(data: DataBlock, formats: Set[str]) -> None:

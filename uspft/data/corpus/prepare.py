@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, islice, pairwise
@@ -32,22 +32,19 @@ from uspft.data.corpus.corpus import (
 )
 from uspft.data.corpus.counts import (
     Counts,
-    SourceLimits,
+    Tally,
     mix_lines,
     mixed,
-    overlong,
-    refused,
     require_answers,
     require_instructions,
     require_lengths,
     require_samples,
     require_targets,
     require_used,
-    total,
     unused_lines,
 )
 from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of, processes_for, tokenised
-from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
+from uspft.data.faults import BadRecord, DataError, wrong_key
 from uspft.data.files.sources import (
     STDLIB,
     SourceFile,
@@ -60,7 +57,7 @@ from uspft.data.files.sources import (
 from uspft.data.files.tables import loaded
 from uspft.data.records.reader import first_record, pair_notes, read
 from uspft.data.records.values import Naming
-from uspft.data.samples import Record
+from uspft.data.samples import Record, Sample
 from uspft.launcher.process_pool import ProcessPool
 
 if TYPE_CHECKING:
@@ -197,45 +194,25 @@ def build(
     """
     started = time.perf_counter()
     progress = progress or (lambda done, total: None)
-    faults, left, untrained = Faults(), Faults(), Faults()
-    unused: list[dict[str, None]] = [{} for _ in data.train]
-    counts, taken = Counts(), SourceLimits(data.train)
-    ends = [0] * len(data.train)
+    tally, ends = Tally(data), [0] * len(data.train)
     done, size_of_all = 0, sum(part.size for part in reading.parts)
     with made_aside(reading.folder) as aside, CorpusWriter(aside) as writer:
-        for samples, size in tokenised(reading.parts, reading.encoder, workers, taken.full):
+        for samples, size in tokenised(reading.parts, reading.encoder, workers, tally.full):
             for sample in samples:
-                file = sample.file if isinstance(sample, BadRecord) else sample.origin.file
-                source, shown = reading.parts[file].source, reading.parts[file].content.shown
-                if source in taken.full:
-                    continue
-                if isinstance(sample, BadRecord):
-                    faults.add(sample.where, sample.what)
-                    counts.skip()
-                    continue
-                if not taken.fits(source, sample, data):
-                    continue
-                unused[source].update(dict.fromkeys(sample.unused))
-                idle = counts.without_targets
-                kept = counts.kept(sample, data.overlong, data.sequence_length)
-                where = sample.origin.place(shown)
-                if sample.lost:
-                    left.add(where, sample.lost)
-                if counts.without_targets > idle:
-                    untrained.add(where, "no token of it trains")
-                if kept is None:
-                    left.add(where, overlong(len(sample.ids), data))
-                else:
+                number = sample.file if isinstance(sample, BadRecord) else sample.origin.file
+                part = reading.parts[number]
+                kept = tally.kept(sample, part.source, part.content.shown)
+                if kept is not None:
                     writer.add(kept)
-                    taken.add(source, len(kept.ids))
-                    ends[source] = len(writer)
+                    ends[part.source] = len(writer)
             done += size
             progress(done, size_of_all)
         if data.on_bad_sample == "error":
-            faults.raise_any()
-        require_targets(data, counts, faults.lines() + left.lines())
+            tally.bad.raise_any()
+        skipped = tally.bad.lines() + tally.left.lines()
+        require_targets(data, tally.counts, skipped)
         ends = list(accumulate(ends, max))  # a source without samples ends where the last one did
-        times = mixed(data.train, taken.tokens)
+        times = mixed(data.train, tally.tokens)
         bounds = pairwise([0, *ends])
         spans = [SourceSpan(*at, often) for at, often in zip(bounds, times, strict=True)]
         files = [part.content.shown for part in reading.parts]
@@ -244,12 +221,12 @@ def build(
         told = {
             "seconds": round(time.perf_counter() - started, 3),
             "shapes": reading.shapes,
-            "skipped": faults.lines() + left.lines(),
-            "untrained": untrained.lines(),
-            "mix": mix_lines(data.train, taken.tokens, times),
-            "unused": unused_lines(data, unused),
+            "skipped": skipped,
+            "untrained": tally.untrained.lines(),
+            "mix": mix_lines(data.train, tally.tokens, times),
+            "unused": unused_lines(data, tally.unused),
         }
-        _write_report(aside, counts, told)
+        _write_report(aside, tally.counts, told)
 
 
 def _write_report(folder: Path, counts: Counts, more: dict[str, Any]) -> None:
@@ -375,22 +352,6 @@ class Look:
     """Tokens of the first records of data.train, as far as they were tokenised."""
 
 
-@dataclass
-class _Seen:
-    """What the first records of one file are: their formats, counts, lengths and unused fields."""
-
-    source: Source
-    formats: set[str]
-    whole: bool
-    """Whether that is all of the file."""
-    shape: str = ""
-    """What the first record looks like, in words."""
-    counts: Counts = field(default_factory=Counts)
-    lengths: list[int] = field(default_factory=list)
-    unused: dict[str, None] = field(default_factory=dict)
-    """The fields that nothing uses."""
-
-
 def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -> Look:
     """Read the first records of each file of data.train and data.eval; return what they are.
 
@@ -398,42 +359,36 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     neither rendered nor tokenised. Hub data sets and Python's own library are left out. Raises
     DataError with all that is wrong.
     """
-    sources = tuple(s for s in data.train + (data.eval or ()) if not is_hub_id(s.path))
-    every = parts_of(data.model_copy(update={"train": sources, "eval": None}))
-    parts = [p for p in every if not (isinstance(p.content, SourceFile) and p.content.library)]
-    found = [list(islice(read(part.content, part.asked), RECORDS + 1)) for part in parts]
-    look, faults, lost, long = Look(), Faults(), Faults(), Faults()
-    good = [[item for item in items if isinstance(item, Record)] for items in found]
-    formats = {record.format for records in good for record in records}
-    first = [record for records in good for record in records if record.shape]
-    for part, records in zip(parts, good, strict=True):
-        look.shapes += [f"{part.content.shown}: {one.shape}" for one in records if one.shape]
+    seen = [_FirstRecords(data, data.train)]
+    seen += [_FirstRecords(data, (source,)) for source in data.eval or ()]
+    found = [(part, items) for some in seen for part, items in some.found]
+    good = [(part, one) for part, items in found for one in items if isinstance(one, Record)]
+    first = [(part, record) for part, record in good if record.shape]
+    formats = {record.format for _, record in good}
+    look = Look([f"{part.content.shown}: {record.shape}" for part, record in first])
     look.shapes += describing_files(data)
     encoder = None
     if vocab_size is not None and (tokenizer is not None or not formats - {"tokenized"}):
         encoder = encoder_of(formats, data, tokenizer, vocab_size)
     tokeniser = encoder.tokeniser if encoder else None
-    look.notes += pair_notes(first, bool(tokeniser and tokeniser.template))
+    look.notes += pair_notes([one for _, one in first], bool(tokeniser and tokeniser.template))
     look.notes += tokeniser.notes(formats) if tokeniser else []
-    # Of the library, no more is known than that it is text.
-    seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
-    for part, items in zip(parts, found, strict=True):
-        source = sources[part.source]
-        seen.append(_seen(part, source, items, data, encoder, faults, lost, long))
-    look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
-    unused = [dict.fromkeys(n for one in _of(seen, (s,)) for n in one.unused) for s in sources]
-    of_all = data.model_copy(update={"train": sources})
-    look.notes += (told := unused_lines(of_all, unused))
-    lines = faults.lines()
-    if wrong := [*(lines if data.on_bad_sample == "error" else ()), *long.lines()]:
+    for some in seen:
+        some.count(encoder)
+    look.lengths = seen[0].lengths
+    unused = [line for some in seen for line in unused_lines(some.block, some.tally.unused)]
+    look.notes += unused
+    bad = [line for some in seen for line in some.tally.bad.lines()]
+    long = [line for some in seen for line in some.tally.long.lines()]
+    if wrong := (bad if data.on_bad_sample == "error" else []) + long:
         raise DataError(wrong)
-    _require(data, data.train, seen, encoder, lines)
-    for number, source in enumerate(data.eval or ()):
-        with _as_set(number, len(data.eval or ())):
-            _require(data, (source,), seen, encoder, lines)
-    require_used(data, told)
-    look.shapes += lines + lost.lines()
-    more = sum(len(items) > RECORDS for items in found)
+    seen[0].require(encoder)
+    for number, some in enumerate(seen[1:]):
+        with _as_set(number, len(seen) - 1):
+            some.require(encoder)
+    require_used(data, unused)
+    look.shapes += bad + [line for some in seen for line in some.tally.left.lines()]
+    more = sum(len(items) > RECORDS for _, items in found)
     if more:
         look.not_read.append(f"data: records after the first {RECORDS} of {counted(more, 'file')}")
     if encoder is None and formats:
@@ -441,71 +396,47 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     return look
 
 
-def _seen(
-    part: SourcePart,
-    source: Source,
-    items: Sequence[Record | BadRecord],
-    data: DataBlock,
-    encoder: Encoder | None,
-    faults: Faults,
-    lost: Faults,
-    long: Faults,
-) -> _Seen:
-    """Return what the first records of a part are, noting in `faults` what is wrong with them.
+class _FirstRecords:
+    """The first records of a set of data: of data.train, or of one source of data.eval."""
 
-    lost: notes what the chat template leaves out of good ones. long: those that a row is too short
-    for, where that is an error.
-    """
-    refuses = data.overlong == "error" and not (source.max_samples or source.max_tokens)
-    formats = {item.format for item in items if isinstance(item, Record)}
-    shape = next((item.shape for item in items if isinstance(item, Record)), "")
-    seen = _Seen(source, formats, len(items) <= RECORDS, shape)
-    for item in items[:RECORDS]:
-        made = encoder.tried(item, part.content.shown) if encoder else item
-        if isinstance(made, BadRecord):
-            faults.add(made.where, made.what)
-            seen.counts.skip()
-            continue
-        seen.unused.update(dict.fromkeys(made.unused))
-        if isinstance(made, Record):
-            seen.counts.samples += 1
-            continue
-        where = made.origin.place(part.content.shown)
-        seen.lengths.append(len(made.ids))
-        if refuses and len(made.ids) > data.sequence_length:  # a limited source may not come so far
-            long.add(where, refused(len(made.ids), data))
-        if made.lost:
-            lost.add(where, made.lost)
-        seen.counts.kept(made, data.overlong, data.sequence_length)
-    return seen
+    def __init__(self, data: DataBlock, sources: tuple[Source, ...]) -> None:
+        here = tuple(source for source in sources if not is_hub_id(source.path))
+        self.block = data.model_copy(update={"train": here, "eval": None})
+        self.tally, self.lengths = Tally(self.block), list[int]()
+        self._hub = len(here) < len(sources)
+        self._library = any(
+            source.path == STDLIB for source in here
+        )  # no more is known: it is text
+        # Of each file or split one record more than are counted, which tells whether it has more.
+        self.found = [
+            (part, list(islice(read(part.content, part.asked), RECORDS + 1)))
+            for part in parts_of(self.block)
+            if not (isinstance(part.content, SourceFile) and part.content.library)
+        ]
 
+    def count(self, encoder: Encoder | None) -> None:
+        """Count what becomes of the records; without an encoder, without their tokens."""
+        for part, items in self.found:
+            for item in items[:RECORDS]:
+                made = encoder.tried(item, part.content.shown) if encoder else item
+                if isinstance(made, Record):
+                    self.tally.unused[part.source].update(dict.fromkeys(made.unused))
+                    self.tally.counts.samples += 1
+                    continue
+                self.tally.kept(made, part.source, part.content.shown)
+                if isinstance(made, Sample):
+                    self.lengths.append(len(made.ids))
 
-def _of(seen: Sequence[_Seen], sources: tuple[Source, ...]) -> list[_Seen]:
-    """Return what was seen of the files of these sources."""
-    return [one for one in seen if any(one.source is source for source in sources)]
-
-
-def _require(
-    data: DataBlock,
-    sources: tuple[Source, ...],
-    seen: Sequence[_Seen],
-    encoder: Encoder | None,
-    lines: Sequence[str],
-) -> None:
-    """Check what a run checks of these sources together, as far as they were seen whole.
-
-    Raises DataError.
-    """
-    if any(is_hub_id(source.path) for source in sources):
-        return
-    alone = data.model_copy(update={"train": sources, "eval": None})
-    seen = _of(seen, sources)
-    require_answers(alone, {name for one in seen for name in one.formats})
-    require_instructions(alone, [one.shape for one in seen])
-    if not all(one.whole for one in seen):
-        return
-    counts = total(one.counts for one in seen)
-    if encoder:
-        require_targets(alone, counts, lines)
-    else:
-        require_samples(alone, counts, lines)
+    def require(self, encoder: Encoder | None) -> None:
+        """Check what a run checks of the whole set, as far as it was read. Raises DataError."""
+        if self._hub:
+            return
+        records = [one for _, items in self.found for one in items if isinstance(one, Record)]
+        text = {"text"} if self._library else set()
+        require_answers(self.block, {record.format for record in records} | text)
+        shapes = {record.shape for record in records if record.shape}
+        require_instructions(self.block, shapes | text)
+        if self._library or any(len(items) > RECORDS for _, items in self.found):
+            return
+        require = require_targets if encoder else require_samples
+        require(self.block, self.tally.counts, self.tally.bad.lines())

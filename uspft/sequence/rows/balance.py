@@ -1,9 +1,10 @@
-"""Which positions of a row each rank holds: equal work first, then few bytes.
+"""Which positions of a row each rank holds, so that ranks have equal attention work and, among such
+assignments, send few bytes.
 
 A row is cut into equal chunks; a chunk's work is its area of the attention matrix under the mask.
-Chunks are dealt out, those with the most work first and the same number to each rank, which gives
-zigzag for one causal document. Pairs of chunks are then swapped between ranks while that lowers
-what the busiest rank sends and the balance holds.
+Chunks are assigned to ranks, those with most work first and the same number to each rank, which
+gives zigzag for one causal document. Pairs of chunks are then swapped between ranks as long as the
+busiest rank sends less and the balance stays within its limit.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, cut, pairs, tokens_in
 
 MAX_IMBALANCE = 1.05
-"""How far above the mean the busiest rank's work may be, as a factor; among assignments within it
-the bytes sent decide."""
+"""The limit of the busiest rank's work divided by the mean; among assignments within it, the one
+with fewest bytes sent is taken."""
 CHUNKS_PER_RANK = (2, 4, 8, 16, 32)
 """The numbers of chunks per rank that are tried."""
 USUAL_CHUNKS_PER_RANK = 8
-"""More chunks per rank than this are tried only where no smaller number gives balance, as with a
-short document in a row of padding."""
+"""More chunks per rank than this are tried only if no smaller number gives balance, as for a short
+document in a row of padding."""
 MAX_CHUNKS_ALL_SWAPS = 64
-"""With more chunks in a row than this only some swaps are looked at, since the time grows with the
-third power of their number."""
+"""With more chunks in a row than this, only some of the swaps are evaluated, since the time grows
+with the cube of the number of chunks."""
 TABLE_NUMBERS = 1 << 16
-"""How many numbers one table in the search has, so that it stays in a core's cache."""
+"""The size of the search's tables in elements, so that a table stays in a core's cache."""
 MAX_EXACT_FLOAT32 = 1 << 24
-"""float32 holds every whole number up to this one."""
+"""float32 represents every integer up to this one exactly."""
 MOST_WEIGHED, WEIGHED_PER_PAIR = 24_000_000, 37_000
-"""How many numbers a search works out at most, each what a rank would send after a swap: in all,
-and for each pair of ranks: a third of a second for 8, one and a quarter for 32, of one core."""
+"""The limits of a search, in all and per pair of ranks, on how many (swap, rank) costs it computes;
+on one core that is a third of a second for 8 ranks and one and a quarter for 32."""
 RESTARTS = 16
-"""How often a search starts again near the best assignment it has found; where chunks are many, it
-does so less often."""
+"""How often a search starts again near the best assignment found; less often with more than
+MAX_CHUNKS_ALL_SWAPS chunks."""
 Shares = tuple[tuple[Span, ...], ...]
-"""The positions that each ring rank holds, those of its Ulysses members together."""
+"""The positions of each ring rank, which its Ulysses group divides."""
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
@@ -57,15 +58,15 @@ def balanced(
     window: int | None = None,
     per_host: int | None = None,
 ) -> list[tuple[Span, ...]]:
-    """Return the positions of each context rank, with equal work for every ring rank whatever the
-    row's documents and the sliding window.
+    """Return the positions of each context rank, such that ring ranks have equal attention work
+    whatever the row's documents and the sliding window.
 
-    A row of one document without a window is split in zigzag: ring rank i holds chunks i and
+    A row of one document without a window is split in zigzag: ring rank i has chunks i and
     2R − 1 − i of 2R equal ones (USP, algorithm 2). In other rows chunks are assigned by their work.
-    The Ulysses members of a ring rank hold equal consecutive parts of its tokens. fetches: how
-    often keys travel. per_host: ring ranks of a host, where several hosts share the row and keys go
-    straight to the ranks that need them. The row's length must be a multiple of 2 · ring · ulysses
-    where ring > 1, of ulysses otherwise.
+    The ranks of a Ulysses group divide its ring rank's tokens into equal consecutive parts.
+    fetches: how often keys are sent; 2 if the backward fetches them again. per_host: the ring ranks
+    of a host, if several hosts share the row and keys go straight to the ranks that need them. The
+    row's length must be a multiple of 2 · ring · ulysses if ring > 1, of ulysses otherwise.
     """
     part = segments.length // (ring * ulysses)
     shares = _shares(segments, ring, ulysses, (fetches, window, per_host))
@@ -94,8 +95,7 @@ def _shares(
 
 
 def _by_hosts(shares: Shares, segments: Segments, window: int | None, per_host: int) -> Shares:
-    """Return the shares after swaps between ranks that lower what the busiest host's link carries
-    one way."""
+    """Return the shares, reordered among ranks so that the busiest host sends and receives less."""
     share = Share([segments], [list(shares)], (1, 0), window)
     ranks = range(len(shares))
     sent = np.array([[tokens_in(share.seen(i, j)) if i != j else 0 for i in ranks] for j in ranks])
@@ -114,9 +114,10 @@ def _by_hosts(shares: Shares, segments: Segments, window: int | None, per_host: 
 
 
 def _busiest_link(sent: Ints, order: list[int], per_host: int) -> tuple[int, int]:
-    """Return the tokens in or out of the busiest host, and those between all hosts.
+    """Return (the larger of the most tokens that a host sends and the most that one receives, the
+    tokens sent between all hosts).
 
-    sent[j, i]: tokens that share j sends to share i. order: the share that each ring rank has.
+    sent[j, i]: tokens that share j sends to share i. order: the share of each ring rank.
     """
     hosts = len(order) // per_host
     placed = sent[np.ix_(order, order)].reshape(hosts, per_host, hosts, per_host).sum((1, 3))
@@ -126,21 +127,20 @@ def _busiest_link(sent: Ints, order: list[int], per_host: int) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which ring rank holds each chunk of a row, and what the search found of balance and
-    traffic."""
+    """The ring rank of each chunk of a row, with the balance and the traffic that result."""
 
     owner: tuple[int, ...]
     """The ring rank of each chunk."""
     chunk: int
-    """How many tokens a chunk has."""
+    """The number of tokens of a chunk."""
     balance: float
     """The busiest rank's work divided by the mean over ranks."""
     sent: float
-    """What the busiest rank sends, forward and backward, in units of one rank's own keys and
+    """What the busiest rank sends, forward and backward, divided by the size of one rank's keys and
     values."""
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """Return the positions of a rank, neighbouring chunks joined."""
+        """Return the positions of a rank, with adjacent chunks merged."""
         found: list[Span] = []
         for c, owner in enumerate(self.owner):
             if owner == rank:
@@ -156,9 +156,9 @@ def assign(
 ) -> Assignment:
     """Return the best assignment over all numbers of chunks per rank.
 
-    multiple: what the number of a rank's tokens must be divisible by (the Ulysses degree). fetches:
-    how often keys travel; 2 where the backward pass fetches them again. The search is
-    deterministic, so every rank of a row finds the same assignment.
+    multiple: the Ulysses degree, which must divide the number of a ring rank's tokens. fetches: how
+    often keys are sent; 2 if the backward fetches them again. The search is deterministic, so that
+    every rank finds the same assignment.
     """
     balanced: list[Search] = []
     rest: list[Search] = []
@@ -169,7 +169,7 @@ def assign(
         if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
             search = Search(segments, (ring, per_rank), fetches, window)
             (balanced if search.balance() <= MAX_IMBALANCE else rest).append(search)
-    # Swaps are for bytes: a start that is out of balance is not searched where another is not.
+    # Swaps only lower bytes, so unbalanced starts are searched only if no start is balanced.
     tried = balanced or [min(rest, key=Search.balance)]
     return min((search.best() for search in tried), key=lambda found: found.sent)
 
@@ -180,9 +180,9 @@ class Search:
     def __init__(
         self, segments: Segments, ranks: tuple[int, int], fetches: int, window: int | None
     ) -> None:
-        """Work out the work of each chunk, and the keys that it needs of others.
+        """Compute each chunk's work, and the keys of other chunks that it needs.
 
-        ranks: (how many ring ranks there are, how many chunks each holds).
+        ranks: (number of ring ranks, number of chunks per rank).
         """
         (self.ring, self.per_rank), self.fetches = ranks, fetches
         ring, per_rank = ranks
@@ -192,7 +192,7 @@ class Search:
         self.work: Floats = np.diff(_pairs_before(edges, segments, window)).astype(np.float64)
         # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
         seen = edges[1:] - _first_keys(edges[:-1], segments, window)[:, None]
-        # Up to three rows' tokens are added up, exactly: in float32 where it can, at half the time.
+        # Sums reach three rows' tokens and must be exact; float32 takes half the time where it is.
         dtype = np.float32 if 3 * segments.length <= MAX_EXACT_FLOAT32 else np.float64
         self.need: Floats = np.tril(np.clip(seen, 0, self.chunk), -1).astype(dtype)
         self.start = self._longest_first()
@@ -200,16 +200,15 @@ class Search:
         self._most_weighed = min(MOST_WEIGHED, WEIGHED_PER_PAIR * ring**2)
 
     def balance(self) -> float:
-        """Return the balance that the search starts with; no swap may make it worse."""
+        """Return the balance of the start of the search."""
         return self._balance(self.start)
 
     def best(self) -> Assignment:
-        """Return the best assignment of an iterated local search.
-
-        It swaps to a dead end, shakes and swaps again; the best dead end wins.
+        """Return the best assignment found by iterated local search: descend to a local minimum by
+        swaps, perturb it by two random swaps and descend again, several times.
         """
         limit, count = max(MAX_IMBALANCE, self.balance()), len(self.work)
-        # Raw bits: their stream is the same in every numpy, and so on every host.
+        # Raw bits, whose stream is the same in every version of numpy and so on every host.
         dice = np.random.Philox(0)
         best = Dealt(self.start, self.need, self.ring, self.fetches)
         cost = self._descend(best, limit)
@@ -223,7 +222,8 @@ class Search:
             if self._balance(trial.owner) <= limit and found < cost:
                 cost, best = found, trial
         owner, unit = best.owner, self.chunk * self.per_rank
-        # Ranks are numbered by their first chunk: in a ring, neighbours of the row are neighbours.
+        # Ranks are numbered by their first chunk, so that neighbours in the row are neighbours in
+        # the ring.
         numbers = {rank: number for number, rank in enumerate(dict.fromkeys(owner.tolist()))}
         numbered = tuple(numbers[rank] for rank in owner.tolist())
         return Assignment(
@@ -231,7 +231,7 @@ class Search:
         )
 
     def _descend(self, dealt: Dealt, limit: float) -> float:
-        """Swap two chunks at a time until no swap helps any more, and return the cost."""
+        """Make the best swap of two chunks until none lowers the cost, and return the cost."""
         cost = float(_weigh(dealt.traffic))
         while self._weighed < self._most_weighed:
             found = self._best_swap(dealt, limit)
@@ -258,9 +258,9 @@ class Search:
         return float(load.max()) / mean if mean else 1.0
 
     def _best_swap(self, dealt: Dealt, limit: float) -> tuple[float, int, int] | None:
-        """Return (cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
+        """Return (cost, a, b) of the best swap of chunks a and b within the balance limit, or None.
 
-        Where chunks are more than MAX_CHUNKS_ALL_SWAPS, a is one of the rank that sends most.
+        With more than MAX_CHUNKS_ALL_SWAPS chunks, a is a chunk of the rank that sends most.
         """
         owner = dealt.owner
         load, every = np.bincount(owner, self.work, self.ring), np.arange(len(owner))
@@ -286,18 +286,18 @@ class Search:
 
 
 class Dealt:
-    """An assignment of chunks to ranks, equally many to each, with the tokens of each chunk whose
-    keys each rank needs.
+    """An assignment of chunks to ranks, the same number to each, with tables of the keys that each
+    rank needs of each chunk; they make swaps cheap to evaluate.
 
-    The queries of a chunk see a run of chunks before it: all of each, of the first perhaps a part.
-    What a chunk adds to the keys that a rank needs is thus a difference of two running sums: a swap
-    that is weighed costs a few numbers for each rank, and one that is made changes the tables of
-    two ranks alone. All numbers are whole tokens, and exact in any order of adding.
+    The queries of a chunk see a contiguous range of chunks before it, the first of them perhaps in
+    part. What a chunk adds to the keys that a rank needs is thus a difference of two prefix sums.
+    Evaluating a swap takes a few operations per rank, and making one changes the tables of two
+    ranks. All numbers are integers, so that sums are exact in any order.
     """
 
     def __init__(self, owner: Ints, need: Floats, ring: int, fetches: int) -> None:
-        """Count the keys that ranks need. owner: the rank of each chunk. need[c, d]: tokens of
-        chunk d whose keys the queries of chunk c see. fetches: how often keys travel."""
+        """Build the tables. owner: the rank of each chunk. need[c, d]: tokens of chunk d whose keys
+        the queries of chunk c see. fetches: how often keys are sent."""
         count = len(owner)
         self.owner, self._need, self._fetches = owner.copy(), need, fetches
         self._chunks = np.argsort(owner, kind="stable").reshape(ring, -1)
@@ -305,10 +305,11 @@ class Dealt:
         self._first = np.where(some.any(axis=1), some.argmax(axis=1), np.arange(count))
         self._inner = np.minimum(self._first + 1, np.arange(count))
         self._whole = need.max()
-        # wanted[r, c]: tokens of chunk c that rank r needs of others. without[c, d]: tokens of d
-        # that the rank of c would need without c's queries, its own chunks too.
+        # wanted[r, c]: tokens of another rank's chunk c that rank r needs. without[c, d]: tokens of
+        # chunk d that the rank of c needs for its queries except those of c; d may be its own.
         self._wanted, self._without = np.zeros((ring, count), need.dtype), np.zeros_like(need)
-        # running[c, r, i]: how many tokens more it would need of r's first i chunks if of all all.
+        # running[c, r, i]: the tokens of r's first i chunks that the rank of c does not need by
+        # `without`.
         self._running = np.zeros((count, ring, self._chunks.shape[1] + 1), need.dtype)
         for rank in range(ring):
             self._see(rank)
@@ -316,14 +317,14 @@ class Dealt:
         self._sum()
 
     def copy(self) -> Dealt:
-        """Return a copy of the assignment, whose chunks can be swapped by themselves."""
+        """Return a copy whose swaps do not change this assignment."""
         other = copy(self)
         for name in ("owner", "_chunks", "_wanted", "_without", "_running"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
     def swap(self, a: int, b: int) -> None:
-        """Swap chunks a and b between their ranks; of the same rank, nothing changes."""
+        """Swap chunks a and b between their ranks; if both are of one rank, nothing changes."""
         owner = self.owner
         ranks = owner[[a, b]]
         owner[a], owner[b] = owner[b], owner[a]
@@ -339,21 +340,21 @@ class Dealt:
 
     @property
     def traffic(self) -> Floats:
-        """The tokens of keys and values that each rank sends: its own to others, and the gradients
-        of others' home."""
+        """The tokens whose keys and values each rank sends to other ranks, plus those whose
+        gradients it sends back."""
         return np.asarray(self._fetches * self._given + self._taken)
 
     def traffic_after(self, a: Ints, b: Ints) -> Floats:
-        """Return the traffic [swap, rank] where chunks a[i] and b[i], of two ranks, change
-        places."""
+        """Return the traffic [swap, rank] after each swap of chunks a[i] and b[i] of two ranks."""
         ra, rb, i = self.owner[a], self.owner[b], np.arange(len(a))
         wanted, column = self._wanted, self._column
-        # By the rank that gives: none to itself, and each of the two one chunk in another's place.
+        # Indexed by the sending rank, which sends nothing to itself; the two ranks of a swap send
+        # one chunk in place of another.
         to_a, to_b = self._needs_after(a, b), self._needs_after(b, a)
         to_a[i, ra], to_b[i, rb] = 0.0, 0.0
         to_a[i, rb] += self._after(a, b, a) - self._after(a, b, b)
         to_b[i, ra] += self._after(b, a, b) - self._after(b, a, a)
-        # A sum that is quicker than sum's over so short an axis.
+        # einsum is faster than sum over so short an axis.
         taken = np.einsum("ij->i", to_a), np.einsum("ij->i", to_b)
         given = to_a
         given += to_b
@@ -370,12 +371,13 @@ class Dealt:
         return np.asarray(given)
 
     def _after(self, gone: Ints, come: Ints, of: Ints) -> Floats:
-        """Return the tokens of chunk of[i] that gone[i]'s rank needs with come[i] in its place."""
+        """Return the tokens of chunk of[i] that the rank of gone[i] needs after gone[i] is replaced
+        by come[i]."""
         return np.asarray(np.maximum(self._without[gone, of], self._need[come, of]))
 
     def _needs_after(self, gone: Ints, come: Ints) -> Floats:
-        """Return the tokens of each rank's chunks [swap, rank] that gone[i]'s rank needs with
-        come[i] in its place, its own ones too."""
+        """Return the tokens of each rank's chunks [swap, rank] that the rank of gone[i] needs after
+        gone[i] is replaced by come[i], its own chunks included."""
         row, first = (gone * self._running[0].size)[:, None], self._first[come]
         found: Floats = self._needed.take(gone, axis=0)
         found += self._running.take(self._place.take(come, axis=0) + row)
@@ -385,7 +387,7 @@ class Dealt:
         return found
 
     def _see(self, rank: int) -> None:
-        """Work out what a rank needs, from the chunks that it holds."""
+        """Compute `wanted` and `without` of a rank from its chunks."""
         held = self._chunks[rank]
         each = self._need[held]
         second, most = np.partition(each, len(held) - 2, axis=0)[-2:]
@@ -394,13 +396,14 @@ class Dealt:
         self._wanted[rank, held] = 0.0
 
     def _add_up(self, chunks: Ints, ranks: Ints) -> None:
-        """Work out the running sums of some chunks over what some ranks hold."""
+        """Compute the prefix sums `running` of some chunks over some ranks' chunks."""
         left = self._whole - self._without[np.ix_(chunks, self._chunks[ranks].ravel())]
         left = left.reshape(len(chunks), len(ranks), -1)
         self._running[chunks[:, None], ranks, 1:] = np.cumsum(left, axis=2)
 
     def _sum(self) -> None:
-        """Sum up who sends how much, and note where a rank's chunks from each chunk on begin."""
+        """Compute what each rank sends, and for each chunk how many chunks before it each rank
+        has, as an index into `running`."""
         ring, width = self._running.shape[1:]
         self._column = self._wanted.sum(axis=0)
         # [to, from]; not as a product of matrices, for which BLAS would start threads.
@@ -414,8 +417,8 @@ class Dealt:
 
 
 def _weigh(traffic: Floats) -> Floats:
-    """Return the cost of a traffic [rank] or [swap, rank]: that of the busiest rank; between
-    equals, less in all is better."""
+    """Return the cost of a traffic [rank] or [swap, rank]: the busiest rank's, plus a thousandth of
+    the sum to decide between equals."""
     by_rank = np.ascontiguousarray(traffic.T)  # numpy reduces the first axis five times as fast
     most, every = by_rank.max(axis=0), by_rank.sum(axis=0, dtype=np.float64)
     cost: Floats = most.astype(np.float64) + 1e-3 * every

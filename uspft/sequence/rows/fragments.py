@@ -1,8 +1,8 @@
-"""How a state passes through documents whose tokens lie on several ranks, from positions alone.
+"""Which ranks exchange what in a layer with a recurrent state, computed from positions.
 
-A fragment is a run of consecutive positions of one document on one holder: a ring rank, or a
-context rank. The fragments of a document in the order of positions are its chain: the state of a
-layer that has one enters each fragment from the one before it.
+A fragment is a run of consecutive positions of one document on one holder, which is a ring rank or
+a context rank. A document's fragments, sorted by position, are its chain: the layer's state passes
+from each fragment to the next.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from uspft.sequence.rows.spans import Span
 
 NOBODY = -1
-"""The document of padding."""
+"""The document index of padding."""
 
 
 class Fragment(NamedTuple):
-    """Positions [start, stop) of one document on one holder, neighbours joined."""
+    """Positions [start, stop) of one document on one holder; adjacent spans are merged."""
 
     start: int
     stop: int
@@ -32,47 +32,45 @@ class Fragment(NamedTuple):
     """Its index, or NOBODY."""
     holder: int
     local: int
-    """The index of its first token among the holder's."""
+    """The index of its first token among the holder's tokens."""
 
     @property
     def own(self) -> slice:
-        """Where the holder has its tokens."""
+        """The range of its tokens among the holder's."""
         return slice(self.local, self.local + self.stop - self.start)
 
 
 @dataclass(frozen=True)
 class Chains:
-    """The fragments of one holder, with what enters them from others' and leaves them for others'.
-
-    A fragment's place is its number among the holder's, `mine`.
-    """
+    """The fragments of one holder, and which fragments' states it exchanges with other holders."""
 
     mine: tuple[Fragment, ...]
-    """In the holder's order, padding among them."""
+    """The holder's fragments in its own order, padding included."""
     documents: tuple[tuple[Fragment, ...], ...]
-    """The chains of those documents of which the holder has a fragment and not the only one."""
+    """The chains of several fragments in which the holder has at least one."""
     first: frozenset[Fragment] = field(repr=False)
-    """Those that begin a document."""
+    """The first fragment of every document."""
     last: frozenset[Fragment] = field(repr=False)
-    """Those that end one."""
+    """The last fragment of every document."""
     crossing: bool
-    """Whether any document lies on several holders, here or elsewhere: whether there is anything
-    to exchange."""
+    """Whether any document lies on several holders, so that holders exchange states; the same on
+    all of them."""
     sends: tuple[tuple[Fragment, ...], ...]
-    """For each holder those of `mine` of which it has a later fragment of the same document."""
+    """For each other holder, those of `mine` that precede one of its fragments in their chain."""
     takes: tuple[tuple[Fragment, ...], ...]
-    """For each holder those of its fragments before one of `mine`, in the order of its `mine`."""
+    """For each other holder, those of its fragments that precede one of `mine`, in its order."""
     sends_back: tuple[tuple[Fragment, ...], ...]
-    """As sends, of an earlier fragment: for gradients, which run the other way."""
+    """As `sends`, with "follow" for "precede": gradients pass the other way."""
     takes_back: tuple[tuple[Fragment, ...], ...]
+    """As `takes`, with "follow" for "precede"."""
 
 
 def fragments_of(
     held: Sequence[Sequence[Span]], documents: Sequence[Span]
 ) -> list[tuple[Fragment, ...]]:
-    """Return each holder's fragments in its own order, padding among them.
+    """Return each holder's fragments in its own order, padding included.
 
-    held: the positions of each holder, in its order. documents: their bounds, sorted.
+    held: the spans of each holder, in its order. documents: their bounds, sorted.
     """
     found = []
     for holder, spans in enumerate(held):
@@ -91,7 +89,7 @@ def fragments_of(
 
 
 def _pieces(span: Span, documents: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, document) for what a span has of each document and of padding."""
+    """Yield (start, stop, document) for each document and each stretch of padding in a span."""
     at, stop = span
     number = max(bisect_right(documents, at, key=itemgetter(0)) - 1, 0)
     while at < stop:
@@ -106,7 +104,7 @@ def _pieces(span: Span, documents: Sequence[Span]) -> Iterator[tuple[int, int, i
 
 
 def chains_in(every: Sequence[Sequence[Fragment]]) -> list[tuple[Fragment, ...]]:
-    """Return the fragments of each document, in the order of positions."""
+    """Return each document's fragments, sorted by position."""
     by_document: dict[int, list[Fragment]] = {}
     for fragment in chain(*every):
         if fragment.document != NOBODY:
@@ -115,7 +113,7 @@ def chains_in(every: Sequence[Sequence[Fragment]]) -> list[tuple[Fragment, ...]]
 
 
 def chains_of(held: Sequence[Sequence[Span]], documents: Sequence[Span], holder: int) -> Chains:
-    """Return the chains that run through a holder's fragments."""
+    """Return the `Chains` of a holder. held, documents: as in `fragments_of`."""
     every = fragments_of(held, documents)
     chains = chains_in(every)
     split = [one for one in chains if len(one) > 1]
@@ -144,33 +142,36 @@ def chains_of(held: Sequence[Sequence[Span]], documents: Sequence[Span], holder:
 
 @dataclass(frozen=True)
 class Halo:
-    """What a causal convolution of a few taps needs of the tokens before each fragment.
+    """The tokens before each fragment that a causal convolution of a few taps needs.
 
-    Its input on a rank is laid out as taps − 1 tokens before each fragment and the fragment, one
-    after another. A place in it counts through the rank's own tokens, then those that arrive in the
-    order of the ranks they come from; the place after all of them is zeros.
+    The convolution's input on a rank is, for each fragment, the taps − 1 tokens before it and then
+    the fragment itself. It is gathered from the concatenation of the rank's own tokens, the tokens
+    received (sorted by sender), and one token of zeros.
     """
 
     places: NDArray[np.int64]
-    """What stands at each place of the laid-out input."""
+    """For each position of the convolution's input, the index into that concatenation."""
     own: NDArray[np.int64]
-    """Where each of this rank's tokens stands in it."""
+    """For each of this rank's tokens, its position in the convolution's input."""
     gives: tuple[NDArray[np.int64], ...]
-    """Which of this rank's tokens go to each other, by their local index."""
+    """For each rank, the local indices of the tokens sent to it."""
     takes: tuple[int, ...]
-    """How many tokens come from each other."""
+    """For each rank, the number of tokens received from it."""
     crossing: bool
-    """Whether any rank, this or another, needs a token of another."""
+    """Whether any rank needs a token of another; the same on all ranks."""
     whole: bool
-    """Whether this rank's tokens are one stretch and nobody needs another's: there is nothing to
-    lay out."""
+    """Whether this rank's tokens are one fragment and no rank needs another's tokens, so that the
+    convolution can run on them as they are."""
 
 
 def needs_of(
     every: Sequence[Sequence[Fragment]], documents: Sequence[Span], taps: int
 ) -> tuple[list[list[int]], Callable[[int], tuple[int, int]]]:
-    """Return which positions a causal convolution needs of others on each rank, each once and
-    rising, and the function that tells a position's rank and its index among that rank's tokens."""
+    """Return, for each rank, the sorted positions held by other ranks that its convolution needs;
+    and a function from a position to its rank and its local index there.
+
+    every: each rank's fragments.
+    """
     homes = sorted((f.start, f.holder, f.local) for f in chain(*every))
     starts = [start for start, *_ in homes]
 
@@ -186,7 +187,7 @@ def needs_of(
 
 
 def _before(fragment: Fragment, documents: Sequence[Span], taps: int) -> range:
-    """Return the positions before a fragment that a convolution sees."""
+    """Return the positions before a fragment that the convolution of its first token sees."""
     if fragment.document == NOBODY:
         return range(0)
     first = documents[fragment.document][0]
@@ -196,10 +197,7 @@ def _before(fragment: Fragment, documents: Sequence[Span], taps: int) -> range:
 def halo_of(
     held: Sequence[Sequence[Span]], documents: Sequence[Span], rank: int, taps: int
 ) -> Halo:
-    """Return what a causal convolution needs on one rank.
-
-    held: the positions of each rank, in its order. documents: their bounds, sorted.
-    """
+    """Return the `Halo` of one rank. held, documents: as in `fragments_of`."""
     every = fragments_of(held, documents)
     wanted, home = needs_of(every, documents, taps)
     gives = [
@@ -228,10 +226,10 @@ def laid_places(
     taps: int,
     nothing: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return what stands at each place of a convolution's input, and where each of a holder's
-    tokens does: taps − 1 places before each fragment, and the fragment, one after another.
+    """Return `Halo.places` and `Halo.own` for a holder's fragments.
 
-    before: what stands next before a fragment. nothing: what stands before that.
+    before: for each fragment, the indices of the tokens directly before it, at most taps − 1.
+    tokens: the number of the holder's tokens. nothing: the index of zeros, which fill up taps − 1.
     """
     laid, at = [np.empty(0, np.int64)], 0
     own = np.empty(tokens, np.int64)

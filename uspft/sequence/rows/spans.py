@@ -1,7 +1,7 @@
-"""Spans of positions, and the blocks of the attention matrix that a rank computes of them.
+"""Spans of positions, and the blocks of the attention matrix between two ranks' spans.
 
-A span is a range of positions [start, stop) of the micro-batch. A rank's spans are sorted, and the
-local index of a token counts through them.
+A span is a range of positions [start, stop) of the micro-batch. A rank's spans are sorted; the
+local index of a token is its index in their concatenation.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Holding:
         return self.local[-1]
 
     def before(self, position: int) -> int:
-        """Return how many held tokens lie before a position: the local index of the first at or
-        after it."""
+        """Return the number of the rank's tokens before a position, which is the local index of its
+        first token at or after it."""
         i = bisect_left(self.starts, position)
         if i == 0:
             return 0
         return self.local[i - 1] + min(position, self.spans[i - 1][1]) - self.starts[i - 1]
 
     def within(self, start: int, stop: int) -> list[Span]:
-        """Return the held spans cut to [start, stop), empty ones left out."""
+        """Return the intersections of the rank's spans with [start, stop)."""
         i = max(bisect_left(self.starts, start) - 1, 0)
         cut = []
         while i < len(self.spans) and self.starts[i] < stop:
@@ -53,18 +53,18 @@ class Holding:
         return cut
 
     def places(self, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Return the local index ranges of those of the spans' tokens that are held, neighbours
-        joined."""
+        """Return the ranges of local indices of those tokens of `spans` that the rank holds, with
+        adjacent ranges merged."""
         return cut([(self.before(a), self.before(b)) for a, b in spans], 0, self.tokens)
 
 
 def tokens_in(spans: Iterable[Span]) -> int:
-    """Return how many tokens the spans have together."""
+    """Return the number of tokens in the spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def cut(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
-    """Return tokens [first, last) of spans laid end to end, as spans, neighbours joined."""
+    """Return tokens [first, last) of the spans' concatenation, as spans, adjacent ones merged."""
     found: list[Span] = []
     at = 0
     for start, stop in spans:
@@ -86,12 +86,12 @@ def blocks_between(
     *,
     own: bool = False,
 ) -> list[Block]:
-    """Return the blocks of one rank's queries against one rank's keys, by their local indices.
+    """Return the blocks of one rank's queries against one rank's keys, in local indices.
 
-    own: whether the keys have those of the queries' own tokens among them. A query at position p
-    sees the keys of its document in (p − window, p]. Without a window a document's tokens on one
-    rank are one causal square with themselves, gaps or not; against other keys a span of queries
-    sees a prefix: all keys before the span's first position.
+    own: whether `keys` includes the keys of the queries' own tokens. A query at position p sees the
+    keys of its document in (p − window, p]. Without a window, one rank's tokens of a document
+    attend to each other in one causal square, even if there are gaps between them; and a span of
+    queries sees all of another rank's keys of the document before the span.
     """
     found: list[Block] = []
     if queries is not keys:
@@ -120,10 +120,10 @@ def blocks_between(
 def looking_back(
     queries: Holding, documents: Sequence[Span], window: int | None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (first key, a, b) for the queries [a, b) of one document that see keys before them.
+    """Yield (first key, a, b) for each range of queries [a, b) that sees keys before a.
 
-    Of a held span only the queries of its first document can: the others begin in it. documents:
-    their bounds, sorted.
+    In a span only its first document can have such queries, since the others begin inside the span.
+    documents: their bounds, sorted.
     """
     for a, stop in queries.spans:
         i = bisect_right(documents, a, key=itemgetter(0)) - 1
@@ -134,14 +134,14 @@ def looking_back(
 
 
 def _blocks_behind(span: Span, keys: Holding, earliest: int, window: int | None) -> Iterator[Block]:
-    """Yield the blocks of one span of queries against keys before it, by position.
+    """Yield the blocks of one span of queries against keys before it, in positions.
 
-    earliest: the first key that any of them sees.
+    earliest: the first key that any of these queries sees.
     """
     a, b = span
     if window is None:
         held = keys.within(earliest, a)
-        if held:  # one block, though the positions have gaps: all of them are seen
+        if held:  # one block despite gaps between positions, since all these keys are seen
             yield Block(a, b, held[0][0], held[-1][1], Mask.FULL)
         return
     for x, y in keys.within(earliest, a):
@@ -149,10 +149,10 @@ def _blocks_behind(span: Span, keys: Holding, earliest: int, window: int | None)
 
 
 def _square(a: int, b: int, window: int) -> Iterator[Block]:
-    """Yield the blocks of queries [a, b) against themselves.
+    """Yield the blocks of queries [a, b) against their own keys.
 
-    They are causal tiles as wide as the window, each with the part of the tile before it that the
-    window still reaches.
+    They are causal tiles of the window's size, each followed by the blocks of the tile before it
+    that the window still reaches.
     """
     for start in range(a, b, window):
         stop = min(b, start + window)
@@ -164,8 +164,7 @@ def _square(a: int, b: int, window: int) -> Iterator[Block]:
 def _behind(a: int, b: int, keys: Span, window: int) -> Iterator[Block]:
     """Yield the blocks of queries [a, b) against earlier keys [x, y).
 
-    Queries whose window reaches x see all of these keys; of the rest each sees one key less than
-    the query before it.
+    Queries whose window reaches x see all of these keys; each later query sees one key less.
     """
     x, y = keys
     full = min(b, x + window)
@@ -185,7 +184,8 @@ def _local(block: Block, queries: Holding, keys: Holding) -> Block:
 
 
 def _append(found: list[Block], block: Block) -> None:
-    """Add a block to those found, where full neighbours over the same keys become one."""
+    """Append a block, merged with the last one if both are full, adjacent and over the same
+    keys."""
     if found and block.mask is Mask.FULL:
         last = found[-1]
         if (last.q1, last.k0, last.k1, last.mask) == (block.q0, block.k0, block.k1, Mask.FULL):
@@ -195,7 +195,8 @@ def _append(found: list[Block], block: Block) -> None:
 
 
 def work_of(spans: Sequence[Span], documents: Sequence[Span], window: int | None) -> int:
-    """Return how many pairs of query and key spans of queries have, wherever the keys are held."""
+    """Return the number of (query, key) pairs of queries in these spans, whichever ranks hold the
+    keys."""
     share, total = Holding(spans), 0
     for start, stop in documents:
         for a, b in share.within(start, stop):
@@ -204,7 +205,7 @@ def work_of(spans: Sequence[Span], documents: Sequence[Span], window: int | None
 
 
 def pairs(queries: Any, window: int | None) -> Any:
-    """Return how many pairs of query and key a document's first `queries` tokens have.
+    """Return the number of (query, key) pairs of a document's first `queries` tokens.
 
     queries: a number, or an array of numbers.
     """

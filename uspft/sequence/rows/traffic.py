@@ -1,5 +1,5 @@
-"""The bytes and messages that algorithms and layers with a state send for a row, counted from the
-positions that each rank holds and those whose keys it needs."""
+"""The bytes and messages that attention algorithms and layers with a state send for a row, counted
+from the positions that each rank holds and the keys that it needs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Heads(NamedTuple):
     dim: int
 
     def on(self, ranks: int) -> Heads:
-        """Return the heads of each of so many tensor ranks; several may have the same KV heads."""
+        """Return the heads of one of `ranks` tensor ranks, which may replicate KV heads."""
         return Heads(self.query // ranks, max(self.kv // ranks, 1), self.dim)
 
 
 class Traffic(NamedTuple):
-    """What the busiest rank sends, in bytes and in messages: one for each rank that is sent
-    something, each time."""
+    """The bytes that the busiest rank sends, and its messages: one for each receiver of each
+    transfer."""
 
     bytes: int = 0
     messages: int = 0
@@ -43,27 +43,28 @@ NOTHING = Traffic()
 
 
 class Forwards(NamedTuple):
-    """How often a layer makes the transfers of its forward, again where it is recomputed."""
+    """How often a layer makes each of its forward's transfers, recomputation included."""
 
     heads: int = 1
-    """Those between which heads are split."""
+    """How often heads are exchanged (Ulysses' all-to-all)."""
     keys: int = 1
-    """Those of keys and values, and with them the computation of attention."""
+    """How often keys and values are sent, and attention is computed."""
     at_once: int | None = None
-    """How many query heads of a KV head are attended with at once; None: all heads are."""
+    """The query heads per KV head that are computed at once (`memory.attention_heads`); None: all
+    heads at once."""
 
 
 ONCE = Forwards()
 FORWARDS = {"nothing": ONCE, "exchange": Forwards(heads=2), "attention": Forwards(2, 2)}
-"""By `memory.recompute`: which part of a checkpointed layer's attention is computed again."""
+"""How often the forward's transfers are made in a checkpointed layer, by `memory.recompute`."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """What one layer sends, forward and backward, by kind; each kind has its own busiest rank.
 
-    arrivals: in how many steps the keys of other ranks come in the forward; while some come, those
-    that are there are attended to.
+    arrivals: the number of steps in which other ranks' keys arrive in the forward; each step
+    overlaps with attention to the keys that arrived before.
     """
 
     all_to_all: Traffic = NOTHING
@@ -76,13 +77,15 @@ class Cost:
 def heads_traffic(
     heads: Heads, ulysses: int, tokens: int, element_bytes: int, forwards: Forwards = ONCE
 ) -> Traffic:
-    """Return what the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
+    """Return what the busiest of `ulysses` ranks of `tokens` tokens each sends in the exchange of
+    heads, forward and backward.
 
-    Forward it sends the others' shares of q, k and v, then its own heads of out for the others'
-    tokens; backward it sends the same sizes again, the other way round. Where the heads divide,
-    these are 2 · (U − 1) / U · (2H + 2G) · tokens · D elements in 4 · (U − 1) messages, with U the
+    Forward a rank sends the other ranks' heads of q, k and v, then its own heads of the output for
+    the other ranks' tokens; backward it sends gradients of the same sizes. If heads divide evenly,
+    this is 2 · (U − 1) / U · (2H + 2G) · tokens · D elements in 4 · (U − 1) messages, with U the
     Ulysses degree and H query heads, G KV heads of head dim D. forwards: how often the forward's
-    are sent. In groups of heads the backward exchanges queries, keys, values and the output again.
+    transfers are made. With groups of heads the backward exchanges queries, keys, values and the
+    output once more.
     """
     runs, (query, kv, dim) = forwards.heads, heads
     moved: list[tuple[Sequence[int], int, int]]
@@ -104,11 +107,11 @@ def heads_traffic(
 def _exchanged(
     tokens: Sequence[int], widths: Sequence[int], there: int, back: int
 ) -> list[Traffic]:
-    """Return what each context rank sends where tokens are exchanged for heads, and heads for
-    tokens, so many times.
+    """Return what each context rank sends in exchanges of heads. there: the number of all-to-alls
+    that split heads and gather tokens; back: of those that do the reverse.
 
-    tokens: of each rank, members of a Ulysses group one after another. widths: by member, how much
-    of a token its heads are.
+    tokens: of each rank; the ranks of a Ulysses group follow one another. widths: for each rank of
+    a Ulysses group, the size of its heads per token.
     """
     members, whole, busy = len(widths), sum(widths), sum(map(bool, widths))
     found = []
@@ -124,9 +127,9 @@ def _exchanged(
 
 
 def in_turns(heads: Heads, ulysses: int, at_once: int | None) -> tuple[int, int]:
-    """Return how many KV heads of a rank travel together, and in how many turns heads do.
+    """Return the KV heads of a rank that are sent at once, and the number of turns.
 
-    at_once: as of Forwards.
+    at_once: as in Forwards.
     """
     if at_once is None:
         return widest_kv(heads, ulysses), 1
@@ -134,16 +137,18 @@ def in_turns(heads: Heads, ulysses: int, at_once: int | None) -> tuple[int, int]
 
 
 def widest_kv(heads: Heads, ulysses: int) -> int:
-    """Return how many KV heads the member of a Ulysses group with most of them has."""
+    """Return the largest number of KV heads on a rank of a Ulysses group."""
     return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
 
 
 def ring_traffic(parts: RowParts, pair_bytes: int, forwards: int = 1, turns: int = 1) -> Traffic:
     """Return what the busiest rank of a ring sends, forward and backward.
 
-    Keys travel forward and again backward, and gradients go home; for one causal document R ranks
-    of t tokens send 3 · (R − 1) · t pairs each. pair_bytes: the bytes of one pair, a token's k and
-    v. forwards: how often the forward is computed. turns: in how many all of this is done.
+    Keys and values go round in the forward and again in the backward, and gradients go to their
+    tokens' ranks; for one causal document R ranks of t tokens send 3 · (R − 1) · t pairs each.
+    parts: the shares of the ring ranks, for each chunk of the row. pair_bytes: the bytes of one
+    token's k and v. forwards: how often the forward is computed. turns: the number of groups of
+    heads, each of which is sent by itself.
     """
 
     def sent(share: Share) -> list[int]:
@@ -162,15 +167,15 @@ def exchange_traffic(
 ) -> Traffic:
     """Return what the busiest rank of exchanges sends, forward and backward.
 
-    parts: of a row, each with the ranks' exchanges. pair_bytes: the bytes of one token's k and v.
-    forwards: how often the forward is computed. turns: in how many all of this is done.
+    parts: the ranks' exchanges, for each chunk of the row. The others are as in `ring_traffic`.
     """
     sent = [[one.sent(forwards) for one in exchanges] for exchanges in parts]
     return _most(sent, turns, pair_bytes)
 
 
 def _most(parts: Sequence[Sequence[Sequence[int]]], turns: int, pair_bytes: int) -> Traffic:
-    """Return what the busiest rank sends in all. parts: of each rank the tokens of its messages."""
+    """Return what the busiest rank sends in all parts. parts: for each part and rank, the tokens of
+    each message."""
     ranks = [[*chain(*of_rank)] for of_rank in zip(*parts, strict=True)]
     return Traffic(turns * max(map(sum, ranks)) * pair_bytes, turns * max(map(len, ranks)))
 
@@ -188,13 +193,13 @@ def state_cost(
     forwards: Forwards = ONCE,
     convolved: int = 1,
 ) -> Cost:
-    """Return what one layer with a state sends for one row: tokens for heads, and under `state`
-    summaries of fragments and the tokens before them that the convolution needs.
+    """Return what one layer with a state sends for one row: the exchange of heads as all_to_all;
+    and as state, the fragments' summaries and the tokens that the convolution needs before them.
 
-    heads: of a tensor rank. order: as the algorithm deals the row out. forwards: how often the
-    transfers of the forward are made, those of states by `keys`; in groups of heads the backward
-    makes those of heads that go there again, and the convolution's. convolved: how often those of
-    the convolution are where heads are not in groups.
+    heads: of a tensor rank. order: the positions of each rank. forwards: how often the forward's
+    transfers are made, with `keys` for those of summaries; with groups of heads the backward also
+    repeats the exchange that splits heads, and the convolution's transfers. convolved: how often
+    the latter are made without groups of heads.
     """
     documents, ring = list(row), len(order) // ulysses
     received = [
@@ -223,7 +228,7 @@ def state_cost(
 
 
 def _together(every: Iterable[Sequence[Traffic]]) -> list[Traffic]:
-    """Return what each rank sends in all."""
+    """Return the sum of what each rank sends. every: the traffic of each rank, by transfer."""
     return [Traffic(*map(sum, zip(*each, strict=True))) for each in zip(*every, strict=True)]
 
 
@@ -232,11 +237,13 @@ def _busiest(every: Sequence[Traffic]) -> Traffic:
 
 
 def _states(every: Sequence[Sequence[Fragment]], heads: StateSizes, forwards: int) -> list[Traffic]:
-    """Return what each ring rank sends of summaries forward and backward, in elements of a value
-    head.
+    """Return what each ring rank sends of fragments' summaries, forward and backward, in elements
+    per value head.
 
-    A fragment's goes to each other rank with a later one of the document, and backward with an
-    earlier one; how it passes a state on is left out of a document's first, or last.
+    A summary has two matrices: what the fragment adds to the state, and what it multiplies the
+    incoming state by. It goes to each other rank that has a later fragment of the document, and
+    backward to each that has an earlier one. The first fragment (backward the last) has no incoming
+    state, so its second matrix is not sent.
     """
     adds, passes = heads.key_dim * heads.value_dim, heads.key_dim**2
     chains = [one for one in chains_in(every) if len({f.holder for f in one}) > 1]
@@ -262,7 +269,8 @@ def _states(every: Sequence[Sequence[Fragment]], heads: StateSizes, forwards: in
 
 
 def _met(sides: Iterable[dict[int, set[int]]], rank: int) -> set[int]:
-    """Return the other ranks that a rank sends something of any document."""
+    """Return the ranks to which a rank sends a summary of any document. sides: for each document,
+    the receiving ranks of each sender."""
     return set[int]().union(*(far.get(rank, ()) for far in sides)) - {rank}
 
 
@@ -272,7 +280,7 @@ def _halo(
     taps: int,
     forwards: int,
 ) -> list[Traffic]:
-    """Return what each context rank sends for the convolution, forward and backward, in tokens."""
+    """Return the tokens that each context rank sends for the convolution, forward and backward."""
     wanted, home = needs_of(every, documents, taps)
     pairs = Counter((home(p)[0], taker) for taker, own in enumerate(wanted) for p in own)
     tokens, messages = Counter[int](), Counter[int]()
@@ -291,10 +299,10 @@ def _heads(
     element_bytes: int,
     forwards: Forwards,
 ) -> list[list[Traffic]]:
-    """Return what each context rank sends of tokens for heads, and what of heads for tokens,
+    """Return what each context rank sends in the exchange that splits heads and in the one back,
     forward and backward.
 
-    A gate's logarithm is in float32 or wider; the other gate has the type of the tokens.
+    A gate's logarithm is in at least float32; the other gate has the tokens' dtype.
     """
     split, gates = split_heads(heads.values, heads.keys, ulysses), max(WIDE, element_bytes)
     outs, into = list[int](), list[int]()

@@ -1,6 +1,6 @@
 """The choice of `strategies: auto`: the set of layouts with the least predicted time, or none.
 
-Every static layout with packed rows is an alternative, and is taken where it is as fast.
+Every single layout with packed rows is compared with it, and is taken where it is as fast.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from uspft.switching.choose.priced import (
 )
 
 AS_FAST = 1.05
-"""Times the seconds of several layouts at which a static one counts as fast: predictions are no
-closer."""
+"""A single layout is taken if its step takes at most this factor of the set's: predictions are no
+more accurate than that."""
 LESS = 0.99
-"""Times the seconds of the best set of layouts in place at which weights are moved instead."""
+"""A set whose weights move is taken if its step takes less than this factor of the best set's with
+weights in place."""
 LOWER_BUCKETS = 3
-"""The most buckets below the longest rows'."""
+"""The largest number of buckets beside that of the longest rows."""
 SHORTLIST = 4
-"""How many sets of layouts of each kind have their steps scheduled: those of least work."""
+"""The number of sets of each kind whose steps are scheduled: those with the smallest lower
+bounds."""
 
 
 @dataclass(frozen=True)
 class StaticTime:
-    """A static layout, and its predicted step; None where its rows do not fit."""
+    """One layout for all rows, with the predicted seconds of a step; None: its rows do not fit."""
 
     priced: PricedLayout
     seconds: float | None
@@ -49,8 +51,8 @@ class SwitchingChoice:
     static: tuple[StaticTime, ...]
     """Every static layout, the fastest first and those that do not fit last."""
     keeps: bool | None = None
-    """Whether a checkpoint's steps had several layouts, which then are kept, or one; None where
-    there is no checkpoint."""
+    """Whether the checkpoint's run had several layouts in a step (True) or one (False), which the
+    run then keeps; None without a checkpoint."""
 
     @property
     def best_static(self) -> StaticTime | None:
@@ -91,11 +93,11 @@ class SwitchingChoice:
 
 
 def choose(setting: Setting, drawn: DrawnSteps, *, keeps: bool | None = None) -> SwitchingChoice:
-    """Return the set of layouts with the least predicted seconds of a step, and those of every
-    static layout.
+    """Return the set of layouts with the least predicted seconds of a step, beside the prediction
+    for every single layout.
 
-    keeps: whether a checkpoint's steps had several layouts, or one: then the best layout alone is a
-    set where there is no other.
+    keeps: whether the checkpoint's run had several layouts in a step; None without a checkpoint. If
+    it had and no set fits now, the best single layout is the set.
     """
 
     def priced_at(length: int, most: int | None) -> list[PricedLayout]:
@@ -146,11 +148,11 @@ def _static(
 def _kinds(
     setting: Setting, options: Mapping[int, Sequence[PricedLayout]], alike: bool
 ) -> Iterator[list[LayoutSet]]:
-    """Yield, for each tensor degree that ranks may hold and for weights that move, every choice of
-    bounds with the layouts of least work that fit.
+    """Yield the sets that fit, kind by kind: one kind for each tensor degree at which ranks may
+    store weights in place, and one for weights that move.
 
-    alike: whether all rows may have one layout, since rows that are not packed have less padding in
-    a bucket of their length.
+    alike: whether all buckets of a set may have the same layout. That is of use if rows are not
+    packed, since a bucket of shorter rows then has less padding.
     """
     tensor = sorted({one.layout.tensor for one in options[max(options)]})
     ways = [(degree, False) for degree in tensor if setting.in_place]
@@ -174,8 +176,8 @@ def _sets_of_layouts(
     tensor: int,
     moves: bool,
 ) -> Iterator[LayoutSet]:
-    """Yield the sets of every choice of bounds: each layout of the longest rows, and for shorter
-    ones the layout of least work on as many ranks or fewer."""
+    """Yield one set for each layout of the longest rows and each choice of shorter buckets, whose
+    layouts are those of least work that use no more ranks than the longest rows'."""
     longest = max(fitting)
     lower = [length for length, found in fitting.items() if found and length < longest]
     for last in fitting[longest]:
@@ -197,8 +199,8 @@ def _refined(
     options: Mapping[int, Sequence[PricedLayout]],
     alike: bool,
 ) -> tuple[float, LayoutSet]:
-    """Return the set of layouts after each bucket in turn was given another layout, where that
-    makes the step shorter, with the seconds of its step."""
+    """Return the seconds and the set after trying every other layout for each bucket in turn, and
+    keeping those that make the step shorter."""
     for place, bucket in enumerate(layouts.buckets):
         for other in options[bucket.length]:
             buckets = (*layouts.buckets[:place], other, *layouts.buckets[place + 1 :])

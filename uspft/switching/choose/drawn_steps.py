@@ -1,4 +1,4 @@
-"""The samples of a few steps, drawn from a data set's lengths, and the rows that they make."""
+"""A few steps' samples, drawn at random from a data set's lengths, and the rows they pack into."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from uspft.segments import Segments
 from uspft.switching.deal.micro_steps import rows_of_samples
 
 LEAST_TOKENS = 64
-"""Tokens of the shortest rows that a bucket is for."""
+"""The smallest row length of a bucket, in tokens."""
 STEPS, SAMPLES = range(3, 65), 512
-"""How many steps are drawn: so many that they have this number of samples, within the range."""
+"""The range of the number of steps that are drawn, and the number of samples that they should have
+together."""
 
 
 class PackedRow(NamedTuple):
@@ -31,7 +32,8 @@ class DrawnSteps:
     """The lengths of a data set's samples, drawn in steps as a run draws them."""
 
     lengths: Sequence[int]
-    """Tokens of each sample, or of enough of them, in any order; none is longer than a row."""
+    """Tokens of every sample, or of a large enough part of them, in any order; none is longer than
+    a row."""
     samples: int
     """Samples of one step."""
     row_tokens: int
@@ -41,7 +43,8 @@ class DrawnSteps:
 
     @cached_property
     def steps(self) -> list[list[int]]:
-        """The lengths of the samples of some steps, drawn alike each time."""
+        """The lengths of the samples of each drawn step; the same on every rank and in every
+        run."""
         count = min(max(STEPS), max(min(STEPS), -(-SAMPLES // self.samples)))
         random = Random(0)
         return [
@@ -66,7 +69,7 @@ class DrawnSteps:
         return {}
 
     def rows(self, step: int, bounds: Sequence[int]) -> list[PackedRow]:
-        """Return the rows of a step in buckets of these row lengths, which rise."""
+        """Return the rows of a step. bounds: the row length of each bucket, rising."""
         if (key := (step, *bounds)) not in self._made:
             lengths = self.steps[step]
             self._made[key] = [
@@ -76,8 +79,8 @@ class DrawnSteps:
         return self._made[key]
 
     def typical(self, tokens: int) -> Segments:
-        """Return a row of so many tokens with the documents that rows have here: of those
-        that hold every sample that fits, the one with the median of pairs."""
+        """Return a row of `tokens` tokens with typical documents: the samples of the first step
+        that fit are packed, and of their rows the one with the median of pairs is taken."""
         fitting = [length for length in self.steps[0] if length <= tokens]
         rows = sorted(self._packed(fitting, tokens), key=lambda row: (pairs_of(row), row))
         return segments_of(rows[len(rows) // 2], tokens) if rows else Segments.single(tokens)
@@ -88,7 +91,7 @@ class DrawnSteps:
 
 
 def pairs_of(lengths: Iterable[int]) -> int:
-    """Return the pairs of query and key of causal documents of these lengths."""
+    """Return the number of (query, key) pairs in causal documents of these lengths."""
     return sum(length * (length + 1) // 2 for length in lengths)
 
 
@@ -98,8 +101,8 @@ def segments_of(lengths: Sequence[int], tokens: int) -> Segments:
 
 
 def lower_bounds(drawn: DrawnSteps) -> list[int]:
-    """Return the row lengths that buckets below the longest may have, falling: halves of it, down
-    to the last that holds the median sample."""
+    """Return the row lengths that shorter buckets may have, longest first: the longest row's length
+    halved again and again, as long as the median sample fits."""
     ordered = sorted(drawn.lengths)
     least = max(LEAST_TOKENS, ordered[len(ordered) // 2])
     found, bound = [], drawn.row_tokens // 2

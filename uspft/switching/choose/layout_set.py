@@ -9,13 +9,12 @@ from statistics import fmean
 
 from uspft.layout import COPIES, Layout, StoredAs
 from uspft.pipeline.stages import Stages
-from uspft.planner.machine import Spread
 from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
 from uspft.planner.state import moving_state_bytes
 from uspft.planner.step import micro_step_seconds, zero_once
-from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape, seconds_of
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
@@ -23,13 +22,15 @@ from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWo
 from uspft.switching.deal.schedule import schedule
 
 SUMMED_BYTES, OWNED_BYTES = 4 + 10, 4 + 4 + 8 + 28 + 6
-"""Where weights move, of each element: float32 sums are made 0 and a gradient of 16 bits is added;
-its owner makes its own 0, takes the norm, clips, and has AdamW's states and a rounded weight."""
+"""Bytes read and written for each element in a step under `switching: move`. Each layout zeroes a
+float32 sum and adds a 16-bit gradient to it. The element's owner zeroes its sum, reads it for the
+norm, clips it, updates AdamW's states, and rounds the weight."""
 
 
 @dataclass(frozen=True)
 class LayoutSet:
-    """The layouts of the buckets, by rising row length, and how tensor degrees switch."""
+    """A layout for each bucket of row lengths, shortest rows first, and whether weights move
+    between them."""
 
     setting: Setting
     buckets: tuple[PricedLayout, ...]
@@ -37,11 +38,12 @@ class LayoutSet:
     """The least tensor degree that may be used. Where weights stay in place, ranks store the shards
     of this degree, and layouts of higher degrees use parts of them."""
     moves: bool = False
-    """Whether weights move between layouts, which then run one after another."""
+    """Whether weights move between layouts (`switching: move`), which then run one after
+    another."""
 
     @property
     def stored(self) -> Layout:
-        """The layout in which ranks store weights, where these stay in place."""
+        """The layout in which ranks store weights under `switching: in_place`."""
         stages = self.buckets[0].layout.pipeline
         data = self.setting.ranks // (self.tensor * stages)
         return Layout(self.tensor, data=data, pipeline=stages)
@@ -62,7 +64,7 @@ class LayoutSet:
             part = max(parts, key=lambda one: one.every)
             state = moving_state_bytes(options.element, whole, part, setting.ranks)
         else:
-            # Of one micro-batch's gradients some stay beside the rows of the next.
+            # Some of a micro-batch's gradients are still in memory when the next one runs.
             rows = 2 * options.micro_batch * self.stored.data
             more = replace(options, step_rows=rows)
             state = memory_of(model, self.stored, bucket.length, options=more).state_bytes
@@ -70,8 +72,8 @@ class LayoutSet:
         return USABLE_SHARE * setting.memory_bytes - state - once
 
     def _stages(self, bucket: PricedLayout) -> list[StageLayers | None]:
-        """Return the layers of each rank along a bucket's pipeline; None, all, where there is
-        none."""
+        """Return the layers of each rank along a bucket's pipeline; [None], which means all layers,
+        without a pipeline."""
         model, stages = self.setting.step.model, bucket.layout.pipeline
         if stages == 1:
             return [None]
@@ -83,8 +85,8 @@ class LayoutSet:
 
     @cached_property
     def shares(self) -> list[float]:
-        """The share of a rank's free memory that one row of each bucket takes; above 1 it does not
-        fit. Where weights move, the free memory depends on the bucket's layout."""
+        """The share of a rank's free memory that one row of each bucket takes; a row with a share
+        above 1 does not fit. Under `switching: move` the free memory depends on the bucket."""
         return [
             one.row_bytes / free if (free := self.memory(one)) > 0 else float("inf")
             for one in self.buckets
@@ -92,9 +94,9 @@ class LayoutSet:
 
     @cached_property
     def portions(self) -> list[float]:
-        """The share that one row of each bucket has of the rows that a group holds at once. What a
-        group may hold is its free memory or, where the number of rows is given as in a run, what so
-        many of the most expensive rows take."""
+        """The share of a micro-batch's memory limit that one row of each bucket takes. The limit is
+        a rank's free memory or, if the micro-batch size is given, what that many rows of the bucket
+        with the largest rows take."""
         if self.setting.rows_at_once is None:
             return self.shares
         largest = max(one.row_bytes for one in self.buckets)
@@ -103,8 +105,8 @@ class LayoutSet:
 
     @property
     def fits(self) -> bool:
-        """Whether what a group takes at once fits beside the model's state: a row of each bucket,
-        or where the rows at once are given all of them."""
+        """Whether a micro-batch of every bucket fits in memory beside the model's state: of one row
+        or, if the micro-batch size is given, of as many rows as its limit allows."""
         pairs = zip(self.shares, self.portions, strict=True)
         if self.setting.rows_at_once is None:
             return max(self.shares) <= 1
@@ -112,7 +114,8 @@ class LayoutSet:
 
     @property
     def holds(self) -> bool:
-        """Whether every layout uses a part of what ranks hold, where weights stay in place."""
+        """Whether each rank stores all the weights that it uses in every layout; always true where
+        weights move."""
         return self.moves or all(
             one.layout.tensor % self.tensor == 0 and one.layout.pipeline == 1
             for one in self.buckets
@@ -120,14 +123,14 @@ class LayoutSet:
 
     @property
     def switches(self) -> bool:
-        """Whether its layouts differ; in what ranks hold too, where weights are to move."""
+        """Whether the layouts differ; where weights move, whether they shard them differently."""
         layouts = {(one.layout.tensor, one.layout.context) for one in self.buckets}
         return len(self.stored_in_turn if self.moves else layouts) > 1
 
     @cached_property
     def stored_in_turn(self) -> list[Layout]:
-        """The layouts in which ranks hold weights one after another, where these move; the least
-        sharded first. In them no row is shared."""
+        """The layouts in which ranks hold weights one after another under `switching: move`, the
+        least sharded first, with context degree 1."""
         ranks, found = self.setting.ranks, dict[StoredAs, Layout]()
         for one in self.buckets:
             tensor, stages = one.layout.tensor, one.layout.pipeline
@@ -136,8 +139,8 @@ class LayoutSet:
         return [found[stored] for stored in sorted(found)]
 
     def least_seconds(self, drawn: DrawnSteps) -> float:
-        """Return a lower bound of the first step's seconds: its rows' work, spread evenly over
-        ranks."""
+        """Return a lower bound on the seconds of the first step, whose rows' work is spread evenly
+        over all ranks."""
         works = self._works(drawn.rows(0, self.bounds), min(one.beside for one in self.buckets))
         even = sum(work.seconds * self.buckets[work.bucket].group_ranks for work in works)
         longest = max((work.seconds for work in works), default=0.0)
@@ -150,11 +153,11 @@ class LayoutSet:
 
     @cached_property
     def once_seconds(self) -> float:
-        """The seconds of what happens once in a step: gradient reduction, the update with the sums
-        of one pass's gradients, and the switches."""
+        """The seconds of what happens once a step: the gradients' reduction and the update or,
+        where weights move, the switches and the owners' update."""
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
-            return sum(part.seconds for part in zero_once(step, self.stored, hardware))
+            return seconds_of(zero_once(self.setting.placed(self.stored)))
         summed = sum(_parameters(step, one.tensor) / one.pipeline for one in self.stored_in_turn)
         owned = _parameters(step, 1) / self.setting.ranks
         moved = step.trained * (SUMMED_BYTES * summed + OWNED_BYTES * owned)
@@ -162,36 +165,36 @@ class LayoutSet:
 
     @cached_property
     def transfers(self) -> list[tuple[float, float]]:
-        """What a rank receives, bytes and seconds, in switching to each layout and back to owners.
+        """For each layout in turn, the bytes that a rank receives in switching to it and back, and
+        the seconds that this takes; empty under `switching: in_place`.
 
-        The least sharded layout gathers weights; each after it, more sharded, uses parts of them.
-        Every layout's float32 gradients go home to their owners. In place nothing moves.
+        The first and least sharded layout gathers the weights; the later ones use parts of them.
+        Each layout sends its float32 gradients to the elements' owners.
         """
         found, setting = [], self.setting
         for number, layout in enumerate(self.stored_in_turn if self.moves else ()):
-            degree = layout.tensor
-            spread = Spread.of(layout, COPIES, setting.hardware.ranks_per_host)
-            mine = _parameters(setting.step, degree) / layout.pipeline
-            away = 1 - degree * layout.pipeline / setting.ranks
-            weights = setting.step.element_bytes * mine * (number == 0)
-            gradients = GRADIENT_BYTES * mine * setting.step.trained
-            seconds = setting.hardware.collective_seconds("reduce_scatter", gradients, spread)
-            if weights:
-                seconds += setting.hardware.collective_seconds("all_gather", weights, spread)
-            found.append((away * (weights + gradients), seconds))
+            placed, step = setting.placed(layout), setting.step
+            mine = _parameters(step, layout.tensor) / layout.pipeline
+            away = 1 - layout.tensor * layout.pipeline / setting.ranks
+            gradients = GRADIENT_BYTES * mine * step.trained
+            sent = [placed.sent("gradients", "reduce_scatter", gradients, COPIES)]
+            if number == 0:
+                weights = step.element_bytes * mine
+                sent.append(placed.sent("weights", "all_gather", weights, COPIES))
+            found.append((away * sum(part.bytes for part in sent), seconds_of(sent)))
         return found
 
     @property
     def padding_bytes(self) -> float:
-        """Bytes of zeros in the gradient that a rank sums, where the most sharded layout uses a
-        part of what it holds."""
+        """The bytes of zeros that a rank adds to its gradients because the most sharded layout uses
+        only a part of the weights that the rank stores."""
         most = max(one.layout.tensor for one in self.buckets)
         step, stored = self.setting.step, _parameters(self.setting.step, self.tensor)
         return GRADIENT_BYTES * step.trained * (stored - _parameters(step, most))
 
     def _works(self, rows: Sequence[PackedRow], pass_seconds: float) -> list[RowWork]:
-        """Return the work of each row. Where a pass of its bucket takes more than `pass_seconds`,
-        the rest is part of the row's work."""
+        """Return the work of each row. pass_seconds: what the schedule counts for each pass; if a
+        bucket's pass takes longer, the difference counts as the row's own work."""
         found = []
         for row in rows:
             one = self.buckets[row.bucket]
@@ -216,19 +219,18 @@ class LayoutSet:
     def _planned(self, works: Sequence[RowWork], sizes: Sequence[int], limits: Limits) -> float:
         if not works:
             return 0.0
-        first = self.buckets[works[0].bucket]  # of as many stages as the others
+        first = self.buckets[works[0].bucket]  # all have the same number of stages
         ranks = self.setting.ranks // first.layout.pipeline
         plan = schedule(works, sizes, ranks, limits)
         return makespan(plan, works, sizes, ranks, limits) * first.filling(len(plan))
 
     def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
-        """Return ZeRO's seconds in a micro-step that lasts as long as they do on average: as many
-        as memory asks for."""
+        """Return the seconds that ZeRO adds to a micro-step of average length, if a step has as few
+        micro-steps as memory allows."""
         taken = [work.memory * sizes[work.bucket] for work in works]
         count = max(1.0, sum(taken) / self.setting.ranks)
         even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
-        step, hardware = self.setting.step, self.setting.hardware
-        return micro_step_seconds(step, self.stored, hardware, even / count)
+        return micro_step_seconds(self.setting.placed(self.stored), even / count)
 
 
 @dataclass(frozen=True)
@@ -246,9 +248,9 @@ class Static:
     def seconds(self, drawn: DrawnSteps) -> float:
         """Return the seconds of a step of as many samples, on average over the drawn ones.
 
-        Rows are packed across steps, so that none is left half empty at a step's end. A pass has as
-        many rows a replica as are given, and a step as many passes as a run then makes; or else as
-        many rows as take least time, of those that fit.
+        Rows are packed across steps, so that no row is half empty at a step's end. If the
+        micro-batch size is given, a step has as many passes as a run makes with it; otherwise the
+        fastest micro-batch size that fits is taken.
         """
         one, alone = self.layout, self.alone
         rows = [one.row_seconds(pairs_of(row)) for row in drawn.pooled]
@@ -267,8 +269,8 @@ class Static:
         return least + alone.once_seconds
 
     def _passes(self, rows: Sequence[float], at_once: int) -> tuple[float, int]:
-        """Return the seconds of all passes of so many rows a replica, in the rows' order; and how
-        many there are."""
+        """Return the seconds of all passes at a micro-batch size, and their number. rows: the
+        seconds of each, in the order in which they run; at_once: rows of a replica in a pass."""
         one, setting = self.layout, self.setting
         replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
         plan: list[MicroStep] = []
@@ -282,7 +284,7 @@ class Static:
         each = fmean(rows) * at_once
         limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
-            zero = micro_step_seconds(setting.step, self.alone.stored, setting.hardware, each)
+            zero = micro_step_seconds(setting.placed(self.alone.stored), each)
             limits = replace(limits, step_seconds=zero)
         ranks = setting.ranks // one.layout.pipeline
         return makespan(plan, works, [one.sharing_ranks], ranks, limits), len(plan)

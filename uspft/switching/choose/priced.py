@@ -1,9 +1,11 @@
-"""Layouts with what rows of one length cost under them, by their pairs of query and key."""
+"""The predicted seconds and memory of rows of one length in each layout; seconds depend on the
+number of (query, key) pairs in a row's documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from uspft.config.algorithms import AlgorithmRow
 from uspft.layout import Layout
@@ -11,11 +13,18 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory import row_memory
 from uspft.planner.options import Options
 from uspft.planner.row_time import row_time
-from uspft.planner.step_shape import StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape, pairs_of_row
 from uspft.planner.ways import Space, Way, legal_for, ways
 from uspft.segments import Segments
-from uspft.sequence import Algorithm
-from uspft.switching.choose.drawn_steps import pairs_of
+
+SWITCHED = (
+    "model_parallel",
+    "use_seq_parallel",
+    "context_parallel",
+    "context_parallel_algo",
+    "ulysses_degree_in_cp",
+)
+"""The degrees in which the layouts of a run with strategies may differ."""
 
 
 @dataclass(frozen=True)
@@ -27,44 +36,64 @@ class Setting:
     ranks: int
     memory_bytes: float
     options: Options = field(default_factory=Options)
-    """What else decides memory."""
+    """The recipe's other choices on which memory depends."""
     rows_at_once: int | None = None
-    """Rows of one replica in one forward, as `training.micro_batch_size` says: of several layouts,
-    of the one whose rows need most memory, and others take as much. None: as many as fit."""
+    """Rows of one replica in one forward, as `training.micro_batch_size` says; None: as many as
+    fit. In a set of layouts the layout with the largest rows takes this many, and the others as
+    many rows as need the same memory."""
     in_place: bool = True
-    """Whether tensor degrees may switch in place."""
+    """Whether sets of layouts with `switching: in_place` count."""
     moves: bool = True
-    """Whether weights may move between layouts, where the stage lets them."""
+    """Whether sets of layouts with `switching: move` count, which ZeRO-1 alone allows."""
     stages: Collection[int] | None = (1,)
-    """How many pipeline stages layouts may have; None: as many as there are ranks."""
+    """The numbers of pipeline stages that layouts may have; None: any up to the number of ranks."""
     among: Callable[[Layout], bool] = lambda layout: True
-    """Which layouts count, static and in a set."""
+    """Whether a layout counts, alone and in a set."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks run the same number of passes, since each has a collective of all of
-        them."""
+        """Whether all ranks run the same number of passes, since every pass has a collective of all
+        ranks (ZeRO-2 and 3)."""
         return self.step.stage > 1
+
+    def placed(self, layout: Layout) -> PlacedStep:
+        """Return the step in a layout without its context-parallel algorithm, for prices that do
+        not depend on attention."""
+        return PlacedStep(self.step, layout, self.hardware)
 
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """A layout of all ranks with its algorithm, for rows of one length.
+    """A layout of all ranks and its algorithm, with the predicted cost of rows of one length.
 
-    Seconds grow in a straight line between a row of typical documents and one of a single document.
+    A row's seconds are linear in its pairs, through two priced rows: one with typical documents and
+    one that is a single document.
     """
 
     length: int
-    layout: Layout
-    row: AlgorithmRow
+    way: Way
     pairs: tuple[int, int]
-    """Of the typical row, and of the single document."""
+    """The (query, key) pairs of the two priced rows."""
     seconds: tuple[float, float]
-    """What these two rows add to a pass."""
+    """The seconds that each of the two priced rows adds to a forward and backward pass."""
     beside: float
-    """Seconds of a pass beside its rows."""
+    """The seconds of a pass that do not depend on its rows."""
     row_bytes: float
-    """Of activations on the fullest rank of the group that runs a row."""
+    """The bytes of a row's activations, on the rank of its group that has most."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.way.layout
+
+    @property
+    def row(self) -> AlgorithmRow:
+        """The row of its context-parallel algorithm in the table of algorithms."""
+        return self.way.row
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of a strategy with this layout; the other ranks are replicas."""
+        return {key: self.way.degrees[key] for key in SWITCHED}
 
     @property
     def group_ranks(self) -> int:
@@ -72,12 +101,12 @@ class PricedLayout:
 
     @property
     def sharing_ranks(self) -> int:
-        """Those of the group in one stage, which share the row."""
+        """The ranks of one pipeline stage that share a row."""
         return self.group_ranks // self.layout.pipeline
 
     def filling(self, passes: float) -> float:
-        """Return how many times as long so many passes one after another take as they would if no
-        stage waited for another: stages wait while a pipeline fills, and while it empties."""
+        """Return the factor by which the pipeline's bubble lengthens so many passes, since stages
+        wait while the pipeline fills and while it drains."""
         return 1 + (self.layout.pipeline - 1) / max(1.0, passes)
 
     @property
@@ -101,12 +130,12 @@ def priced_layouts(
     typical: Segments,
     most: int | None,
 ) -> list[PricedLayout]:
-    """Return every layout in which rows of so many tokens can run, at each algorithm's degrees.
+    """Return every layout in which rows of `length` tokens can run, with each algorithm.
 
-    Matrices are split in Megatron's way alone, and tokens between them, which costs nothing and
-    saves memory. typical: a row with the documents that rows have. most: of each number of stages,
-    tensor and context degree, how many ways to share a row are looked at closely, those that take
-    least for a single document; None: all.
+    Tensor parallelism is Megatron's, with use_seq_parallel, which saves memory at no cost. typical:
+    a row whose documents have typical lengths. most: how many algorithms and Ulysses degrees are
+    kept for each (tensor, context, pipeline) degree, those that are fastest on a row of a single
+    document; None: all.
     """
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
@@ -120,41 +149,32 @@ def priced_layouts(
     alike: dict[tuple[int, int, int], list[tuple[float, Way]]] = {}
     space = Space(tokens=(True,), pipelines=setting.stages, virtual=(1,))
     for way in ways(ranks, space, why_not).legal:
-        algorithm = way.algorithm(shape, hardware.ranks_per_host)
-        alone = row_time(shape, way.layout, algorithm, hardware, whole).alone
+        alone = row_time(way.placed(shape, hardware), whole).alone
         alike.setdefault(_degrees(way.layout), []).append((alone, way))
     found = list[PricedLayout]()
     for each in alike.values():
         for _, way in sorted(each, key=lambda one: one[0])[:most]:
-            algorithm = way.algorithm(shape, hardware.ranks_per_host)
-            found.append(priced(divided, (way.row, way.layout, algorithm), length, typical))
+            found.append(priced(divided, way, length, typical))
     return found
 
 
-def priced(
-    setting: Setting,
-    way: tuple[AlgorithmRow, Layout, Algorithm],
-    length: int,
-    typical: Segments,
-) -> PricedLayout:
-    """Return a layout with its algorithm, priced for rows of so many tokens.
+def priced(setting: Setting, way: Way, length: int, typical: Segments) -> PricedLayout:
+    """Return a layout and its algorithm, priced for rows of `length` tokens.
 
-    typical: a row with the documents that rows have.
+    typical: a row whose documents have typical lengths.
     """
-    (row, layout, algorithm), whole = way, Segments.single(length)
+    whole = Segments.single(length)
     shape = replace(setting.step, row=whole, rows=1)
     options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
-    short, long = (
-        row_time(shape, layout, algorithm, setting.hardware, one) for one in (typical, whole)
-    )
+    placed = way.placed(shape, setting.hardware)
+    short, long = (row_time(placed, one) for one in (typical, whole))
     return PricedLayout(
         length,
-        layout,
-        row,
-        (_pairs(typical), _pairs(whole)),
+        way,
+        (pairs_of_row(typical, None), pairs_of_row(whole, None)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        row_memory(options, setting.step.model, row, layout, length)[0],
+        row_memory(options, setting.step.model, way.row, way.layout, length)[0],
     )
 
 
@@ -162,13 +182,9 @@ def _degrees(layout: Layout) -> tuple[int, int, int]:
     return layout.tensor, layout.context, layout.pipeline
 
 
-def _pairs(row: Segments) -> int:
-    return pairs_of([stop - start for start, stop in row])
-
-
 def best_of_degrees(found: Sequence[PricedLayout]) -> list[PricedLayout]:
-    """Return for each number of stages, tensor and context degree the layout of least work, least
-    work first."""
+    """Return the layout of least work for each (tensor, context, pipeline) degree, sorted by
+    work."""
     best: dict[tuple[int, int, int], PricedLayout] = {}
     for one in sorted(found, key=lambda one: one.work):
         best.setdefault(_degrees(one.layout), one)

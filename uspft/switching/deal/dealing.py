@@ -1,9 +1,11 @@
-"""A step's micro-batches where its rows run under several layouts, groups of ranks side by side."""
+"""The loader of a run with strategies: it assigns a step's rows to groups of ranks, each in the
+layout for the row's length, with groups of different sizes running at the same time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -32,39 +34,43 @@ if TYPE_CHECKING:
     from uspft.mesh import Groups
     from uspft.world import World
 
+PLANS = 4
+"""How many steps' plans are remembered: those of the step under way and of the next."""
 IDLE_TOKENS = 1
 """The tokens of the empty row that a rank computes while only other ranks have rows."""
 ROUNDED = 1 + 1e-6
-"""How far the memory of rows may exceed the bound, so that rounding never refuses rows that fit."""
+"""A factor on the memory limit, so that rounding never refuses rows that fit."""
 
 
 class Phase(NamedTuple):
-    """The part of a step during which all ranks store the parameters in one way."""
+    """The part of a step during which the parameters stay sharded in one way; a step has several
+    only under `switching: move`."""
 
     idle: World
-    """The layout in which a rank without a row computes an empty one. In it no ranks share a row,
-    except those of a mesh."""
+    """The layout in which a rank without a row computes an empty one: its ranks share no rows,
+    except along mesh rows."""
     groups: tuple[MicroStep, ...]
-    """The groups that run the rows, which they name by their numbers in the stream."""
+    """The groups of ranks of each micro-step, whose `rows` are keys of `StepPlan.rows`."""
     lockstep: bool
-    """Whether all ranks run the same number of micro-batches: where every micro-batch contains a
-    collective of all of them (ZeRO-2 and 3, divided experts), and in a pipeline, where ranks that
-    share a row must take it at the same place of their schedules."""
+    """Whether all ranks run the same number of micro-batches. ZeRO-2, ZeRO-3 and expert parallelism
+    need that since every micro-batch contains a collective of all ranks; a pipeline needs it since
+    ranks that share a row must reach it at the same point of their schedules."""
 
 
 class StepPlan(NamedTuple):
-    """The rows of one step, by the number that names each, and the groups that run them."""
+    """The rows of one step, and the groups of ranks that run them."""
 
     rows: dict[int, BucketRow]
-    """By number: the row's bucket, and the stream's rows of one document that it is made of."""
+    """The row's bucket and samples, by the index of its first sample in the stream."""
     phases: tuple[Phase, ...]
 
 
 class SwitchingLoader(RowLoader):
-    """A loader whose step takes samples, makes rows of them, and deals these out to groups.
+    """A loader that packs each step's samples into rows by length, and assigns the rows to groups
+    of ranks.
 
-    Step i (from 1) takes samples [(i − 1)·B, i·B) of the stream. A row is named by its first
-    sample's number. Every rank works out the same plan from the same lengths, ahead of the step.
+    Step i (from 1) takes samples [(i − 1)·B, i·B) of the stream, with B the global batch size.
+    Every rank computes the same plan from the same lengths, before the step begins.
     """
 
     counts = "samples"
@@ -81,9 +87,9 @@ class SwitchingLoader(RowLoader):
         orders: Orders | None = None,
     ) -> None:
         """stream: of rows of one document each. worlds: the layouts between which the run switches,
-        shortest rows first. idle: by how ranks store the parameters, the least sharded first, the
-        layout of ranks without a row; where weights stay in place there is one, where they move one
-        for each way in which strategies store them."""
+        shortest rows first. idle: the layout of ranks without a row, by how the parameters are
+        sharded meanwhile, the least sharded first; it has one entry under `switching: in_place`,
+        and under `move` one for each way in which the strategies shard them."""
         self._lengths, self._packing = row_lengths(recipe), recipe.data.packing
         samples = recipe.training.global_batch_size
         super().__init__(stream, self._lengths[-1], samples, last_sample, orders)
@@ -95,7 +101,8 @@ class SwitchingLoader(RowLoader):
             prices.step_seconds,
             ranks_in_lockstep(recipe),
         )
-        self._plans: dict[int, StepPlan] = {}
+        self.plan = lru_cache(PLANS)(self._planned)
+        """Returns the plan of a step."""
 
     def on_host(self, step: int) -> list[Batch]:
         found = []
@@ -104,14 +111,6 @@ class SwitchingLoader(RowLoader):
             mine = [one for one in every if one or lockstep] or [None]
             found += [self.of_group(one) if one else self._cut(idle, [EMPTY]) for one in mine]
         return found
-
-    def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step, which is remembered until two steps later."""
-        if step not in self._plans:
-            self._plans[step] = self._planned(step)
-            for old in [one for one in self._plans if one < step - 1]:
-                self._plans.pop(old, None)
-        return self._plans[step]
 
     def _planned(self, step: int) -> StepPlan:
         with self._reading:
@@ -125,8 +124,8 @@ class SwitchingLoader(RowLoader):
         return StepPlan(rows, tuple(self._phases(works)))
 
     def _phases(self, works: Mapping[int, RowWork]) -> Iterator[Phase]:
-        """Yield the groups of a step; where weights move, those of one way to store them after
-        another. works: of each row, by its number."""
+        """Yield the phases of a step: one, or under `switching: move` one for each way in which the
+        layouts of its rows shard the parameters. works: each row's work, by the row's key."""
         layouts = [world.layout for world in self.worlds]
         sharing_ranks = list(map(_sharing, layouts))
         for stored, idle in self._idle.items():
@@ -147,8 +146,9 @@ class SwitchingLoader(RowLoader):
                 yield Phase(idle, tuple(named), limits.lockstep)
 
     def _mine(self, groups: MicroStep) -> RankGroup | None:
-        """Return the group of a micro-step that this rank is in, if any; of stages each rank is in
-        that of the first stage's rank at its place."""
+        """Return the group of a micro-step that this rank belongs to, if any. Groups are numbered
+        by ranks of the first pipeline stage; a rank of a later stage belongs to the group of the
+        first stage's rank at the same position."""
         rank = self.worlds[0].mesh.rank
         for group in groups:
             layout = self.worlds[group.bucket].layout
@@ -167,8 +167,7 @@ class SwitchingLoader(RowLoader):
     def row(self, index: int) -> Row:
         if index == EMPTY:
             return empty_row(IDLE_TOKENS)
-        found = next(plan.rows[index] for plan in list(self._plans.values()) if index in plan.rows)
-        bucket, samples = found
+        bucket, samples = self.plan(index // self._rows_per_step + 1).rows[index]
         with self._reading:
             return self.stream.row_of(samples, self._lengths[bucket])
 
@@ -195,9 +194,9 @@ def training_loader(
 ) -> RowLoader:
     """Return the loader of the training rows, which end with the last epoch or step; collective.
 
-    worlds: of each strategy, or of the one layout. holders: those of them in which ranks store the
-    parameters, the least sharded first; several where weights move. orders: the processes that work
-    out token orders; None: this one does.
+    worlds: one per strategy, or one in all. holders: those in whose layout ranks store the
+    parameters, the least sharded first; several under `switching: move`. orders: worker processes
+    that compute token orders; None: this process computes them.
     """
     recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
     switches = bool(strategies_of(recipe))
@@ -224,8 +223,8 @@ def training_loader(
 
 
 def _idle_world(holder: World, groups: Groups) -> World:
-    """Return the layout in which rows are shared by mesh rows alone, and matrices are as `holder`
-    has them."""
+    """Return the layout of a rank without a row: matrices are sharded as in `holder`, and only mesh
+    rows share rows of tokens."""
     layout = holder.layout
     rows = layout.mesh_rows
     alone = replace(layout, ulysses=1, ring=rows, data=layout.data * layout.context // rows)

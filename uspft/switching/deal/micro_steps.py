@@ -1,8 +1,8 @@
-"""The rows of one step: its samples in buckets by length, packed inside each; and micro-steps, in
-which groups of ranks of different sizes run rows side by side, with their seconds.
+"""The rows of one step, whose samples are put in buckets by length and packed inside each; and
+micro-steps, in which groups of ranks of different sizes run rows at the same time.
 
-What a step's rows are depends on the samples and on the buckets' lengths alone: on no layout, and
-on no number of ranks. Source: HotSPa (SOSP'24), section 4, without what its code drops or pads.
+A step's rows depend only on its samples and the buckets' lengths, neither on layouts nor on the
+number of ranks. Source: HotSPa (SOSP'24), section 4, without what its code drops or pads.
 """
 
 from __future__ import annotations
@@ -55,38 +55,39 @@ class RowWork(NamedTuple):
     seconds: float
     """Seconds of its forward and backward alone, as the cost model predicts them."""
     memory: float
-    """What it takes of its group's fullest rank, in the unit of `Limits.most_memory`."""
+    """Its memory on the rank of its group that has most, in the unit of `Limits.most_memory`."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Neighbouring ranks that run rows of one bucket, all in one forward and backward."""
+    """Neighbouring ranks that run rows of one bucket, all rows in one forward and backward."""
 
     first: int
-    """The group's first rank, a multiple of how many ranks it has."""
+    """The group's first rank, a multiple of the group's size."""
     bucket: int
     rows: tuple[int, ...]
-    """Their numbers among the rows of the step."""
+    """The numbers of its rows among those of the step."""
 
 
 MicroStep = tuple[RankGroup, ...]
-"""The groups that run side by side, which share no rank; a rank in none of them is idle."""
+"""The groups that run at the same time; they share no rank, and a rank in none of them is idle."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory that bounds a micro-step, and the seconds that it costs beside its rows."""
+    """The memory limit of a micro-step, and the seconds that it takes apart from its rows."""
 
     most_memory: float
-    """What a rank has for the rows that it takes at once; one that needs more runs alone."""
+    """A rank's memory for the rows of one pass; a row that needs more than this runs alone."""
     pass_seconds: float = 0.0
-    """Seconds of a forward and backward beside its rows: launches, Python."""
+    """Seconds of a forward and backward apart from its rows, such as kernel launches and Python."""
     step_seconds: float = 0.0
-    """Seconds of a micro-step beside its passes, where ranks go together: ZeRO-3 gathers the
+    """Seconds of a micro-step apart from its passes, if ranks are in lockstep: ZeRO-3 gathers the
     weights, ZeRO-2 reduces the gradients."""
     lockstep: bool = False
-    """Whether all ranks run the same number of passes, idle ones with an empty row (ZeRO-2, 3); or
-    each takes its groups one after another and waits for their members alone (ZeRO-0, 1)."""
+    """Whether all ranks run the same number of passes, idle ones with an empty row (ZeRO-2, 3).
+    Otherwise a rank runs its groups one after another and waits only for their members (ZeRO-0,
+    1)."""
 
 
 def makespan(
@@ -96,9 +97,9 @@ def makespan(
     ranks: int,
     limits: Limits,
 ) -> float:
-    """Return the seconds from the first micro-step's beginning to the last one's end.
+    """Return the seconds from the beginning of the first micro-step to the end of the last.
 
-    group_ranks: how many ranks a group of each bucket has.
+    group_ranks: the number of ranks in a group of each bucket.
     """
     if limits.lockstep:
         beside = limits.step_seconds + limits.pass_seconds

@@ -20,7 +20,7 @@ those that another puts into its buffers it ignores silently (stage 1 in bfloat1
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -36,18 +36,16 @@ from uspft.engine.step import (
     StageRunner,
     in_turn,
 )
-from uspft.layout import StoredAs
 from uspft.parameters import counting
-from uspft.parameters.shards import owned, owned_parts
-from uspft.switching.move.moves import Stock, plan_moves, stock_of
-from uspft.switching.move.switch import Switch
+from uspft.parameters.shards import owned
+from uspft.switching.move.switch import Switch, deliveries, held_stock, owned_stock
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.comm import Group
     from uspft.config import Recipe
+    from uspft.layout import StoredAs
     from uspft.objective import Scales
-    from uspft.parameters.part import Part, Shape
+    from uspft.parameters.part import Shape
     from uspft.parameters.shards import Holders, Shards
 
 
@@ -98,7 +96,8 @@ class MovingEngine(Engine):
         self.shapes: dict[str, Shape] = {n: holders.shapes[n] for n in _in_order(self.named)}
         """The whole shape of every parameter, in the order in which they lie."""
         self._own(recipe)
-        self.switches = Switches(self.shapes, self.trains, holders.everyone, hosts)
+        self._hosts = hosts or [0] * holders.everyone.size
+        self._switches: dict[tuple[StoredAs, bool], Switch] = {}
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self._here: Shards | None = None
         """The layout whose parts the module's parameters are."""
@@ -230,14 +229,12 @@ class MovingEngine(Engine):
     def _training(self, shards: Shards) -> Iterator[None]:
         """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
         self._bind(shards)
-        parts = {name: self._part(shards, name) for name in self.trains}
-        sums, at = torch.zeros(sum(p.count for p in parts.values()), device=self.device), 0
-        for name, part in parts.items():
-            place = sums[at : at + part.count].view(part.size)
-            degree, split = shards.layout.tensor, shards.splits_tokens
+        degree, split = shards.layout.tensor, shards.splits_tokens
+        count = self._switch(shards, trained=True).count_after
+        sums = torch.zeros(count, device=self.device)
+        for name, place in self._parts_of(sums, shards, self.trains):
             times = counting.times(shards, name, degree, splits_tokens=split)
             self._sums[name] = place, 1 / times
-            at += part.count
         try:
             yield
         finally:
@@ -255,7 +252,7 @@ class MovingEngine(Engine):
     def fetch(self, shards: Shards) -> Tensor:
         """Return what this rank holds of all parameters under a layout, flat; collective."""
         weights = self.weights()
-        switch = self.switches.between(self.holders.shards, shards, trained=False)
+        switch = self._switch(shards, trained=False)
         found = weights.new_empty(switch.count_after)
         switch.copy(weights, found)
         return found
@@ -263,19 +260,33 @@ class MovingEngine(Engine):
     def give(self, shards: Shards, sums: Tensor) -> None:
         """Give owners what this rank has made of the gradients of what it holds under a layout,
         flat, which may change; collective. Over all ranks each gradient is in it once."""
-        switch = self.switches.between(self.holders.shards, shards, trained=True)
-        switch.add(sums, self.gradients)
+        self._switch(shards, trained=True).add(sums, self.gradients)
 
-    def _part(self, shards: Shards, name: str) -> Part:
-        return shards.part(name, self.shapes[name], self.holders.rank)
+    def _switch(self, shards: Shards, *, trained: bool) -> Switch:
+        """Return the switch from what ranks own to what they hold under a layout, which is planned
+        once. trained: whether of what trains alone."""
+        key = shards.layout.stored_as, trained
+        if key not in self._switches:
+            shapes = {n: self.shapes[n] for n in (self.trains if trained else self.shapes)}
+            own, held = owned_stock(self.holders.shards, shapes), held_stock(shards, shapes)
+            moves = deliveries(own, held, self._hosts)
+            self._switches[key] = Switch(moves, own, held, self.holders.everyone)
+        return self._switches[key]
 
     def _bind(self, shards: Shards) -> None:
-        weights, at = self.fetch(shards), 0
-        for name in self.shapes:
-            part = self._part(shards, name)
-            self.named[name].data = weights[at : at + part.count].view(part.size)
-            at += part.count
+        for name, values in self._parts_of(self.fetch(shards), shards, self.shapes):
+            self.named[name].data = values
         self._here = shards
+
+    def _parts_of(
+        self, flat: Tensor, shards: Shards, names: Iterable[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's part under a layout as a view of a flat tensor of all of them."""
+        at = 0
+        for name in names:
+            part = shards.part(name, self.shapes[name], self.holders.rank)
+            yield name, flat[at : at + part.count].view(part.size)
+            at += part.count
 
     def _release(self) -> None:
         """Have the module's parameters be nothing, so that no layout's weights outlive it."""
@@ -347,57 +358,3 @@ def _in_order(named: Mapping[str, nn.Parameter]) -> list[str]:
         return 2 if not parameter.requires_grad else int(parameter.dim() <= 1)
 
     return sorted(named, key=kind)
-
-
-class Switches:
-    """The switches among what ranks own and hold under several layouts; each is planned once."""
-
-    def __init__(
-        self,
-        shapes: Mapping[str, Shape],
-        trains: Collection[str],
-        everyone: Group,
-        hosts: Sequence[int] | None = None,
-    ) -> None:
-        """shapes: of all parameters, in the order in which they lie. trains: the names of those
-        that train. hosts: a number of each rank's host; None for one host."""
-        self._shapes, self._trains, self._everyone = shapes, trains, everyone
-        self._hosts = tuple(hosts or (0,) * everyone.size)
-        self._stocks: dict[_StockKey, Stock] = {}
-        self._made: dict[tuple[_StockKey, _StockKey], Switch] = {}
-
-    def between(
-        self,
-        before: Shards,
-        after: Shards,
-        trained: bool,
-        owned: tuple[bool, bool] = (True, False),
-    ) -> Switch:
-        """Return the switch from what ranks have under one layout to what they have under another.
-
-        trained: whether of what trains alone. owned: whether it is what they own, before and after,
-        and not all that they hold.
-        """
-        one, other = (
-            (s.layout.stored_as, trained, o) for s, o in zip((before, after), owned, strict=True)
-        )
-        if (one, other) not in self._made:
-            stocks = self._stock(before, one), self._stock(after, other)
-            moves = plan_moves(*stocks, self._hosts, once_into_hosts=True)
-            self._made[one, other] = Switch(moves, *stocks, self._everyone)
-        return self._made[one, other]
-
-    def _stock(self, shards: Shards, key: _StockKey) -> Stock:
-        _, trained, owned = key
-        if key not in self._stocks:
-            names = self._trains if trained else self._shapes
-            shapes = {name: self._shapes[name] for name in names}
-            self._stocks[key] = stock_of(shards, shapes)
-            if owned:
-                parts = {name: owned_parts(shards, name, shape) for name, shape in shapes.items()}
-                self._stocks[key] = parts
-        return self._stocks[key]
-
-
-_StockKey = tuple[StoredAs, bool, bool]
-"""How ranks store the parameters, whether it is of those that train alone, and of what they own."""

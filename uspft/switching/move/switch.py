@@ -1,16 +1,18 @@
-"""The transfers of a planned switch: one buffer for each peer, all sent at once.
+"""The transfers between what ranks own of parameters and what they hold under a layout, planned and
+carried out: one buffer for each peer, all sent at once.
 
-The same plan serves both ways. Forward it copies values to all ranks that need them; backward these
-send what they have made of a value, such as their part of its gradient, to the rank that owns it,
-which adds it up. What ranks of a host pass on to one another forward, they sum there backward.
+Every element of a parameter has one owner. Forward, owners copy values to all ranks that hold them
+under the layout; backward, these send what they have made of a value, such as their part of its
+gradient, to its owner, which adds it up. A piece that no rank of a host owns is sent there once, to
+the rank that has got least so far, which hands it on forward, and backward sums it for its host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +20,35 @@ from torch import Tensor
 from uspft.comm import Group, shift
 from uspft.comm.collectives import Move
 from uspft.parameters.part import Box, Part, as_slices
-from uspft.switching.move.moves import Delivery, Moves, Stock
+from uspft.parameters.shards import owned_parts
+
+if TYPE_CHECKING:
+    from uspft.parameters.shards import Shards
 
 KIND = "switch"
 """What its transfers count as."""
 BATCH_ELEMENTS = 1 << 27
 """The elements of parameters whose messages are under way together, or one larger parameter."""
+Stock = Mapping[str, Sequence[Sequence[Part]]]
+"""What each rank has of each parameter, by the parameter's name and in rank order: parts that share
+nothing. A rank's parts of all parameters lie one after another in one flat tensor."""
 
 
-class _Spot(NamedTuple):
+def held_stock(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
+    """Return what each rank holds under a layout. shapes: of the whole parameters, by name."""
+    ranks = range(shards.layout.ranks)
+    return {
+        name: tuple((shards.part(name, shape, rank),) for rank in ranks)
+        for name, shape in shapes.items()
+    }
+
+
+def owned_stock(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
+    """Return what each rank owns of what it holds under a layout. shapes: as of `held_stock`."""
+    return {name: owned_parts(shards, name, shape) for name, shape in shapes.items()}
+
+
+class Spot(NamedTuple):
     """A box of a tensor that lies at some place of a flat one."""
 
     start: int
@@ -38,53 +60,151 @@ class _Spot(NamedTuple):
         return whole[as_slices(self.box)]
 
     @property
+    def elements(self) -> int:
+        return prod(stop - start for start, stop in self.box)
+
+    @property
     def run(self) -> tuple[int, int] | None:
         """Where it begins and ends, if nothing else lies between."""
         for dim, (first, stop) in enumerate(self.box):
             if stop - first < self.size[dim] and any(b - a > 1 for a, b in self.box[:dim]):
                 return None
         first = sum(a * prod(self.size[dim + 1 :]) for dim, (a, _) in enumerate(self.box))
-        return self.start + first, self.start + first + prod(b - a for a, b in self.box)
+        return self.start + first, self.start + first + self.elements
+
+
+class Delivery(NamedTuple):
+    """A box of a parameter that goes from one rank to another, or stays where both are the same."""
+
+    name: str
+    sender: int
+    receiver: int
+    leaves: Spot
+    """Where it lies on the sender, in what that one has before the switch."""
+    arrives: Spot
+    """Where it lies on the receiver, in what that one has after the switch."""
+    handed_on: bool = False
+    """Whether the sender gets it in this switch too: it leaves from where it has arrived there."""
+
+
+def starts(stock: Stock) -> dict[str, list[list[int]]]:
+    """Return where each rank's parts of each parameter begin in its flat tensor."""
+    ends, found = Counter[int](), dict[str, list[list[int]]]()
+    for name, every in stock.items():
+        found[name] = [[] for _ in every]
+        for rank, parts in enumerate(every):
+            for part in parts:
+                found[name][rank].append(ends[rank])
+                ends[rank] += part.count
+    return found
+
+
+def deliveries(owned: Stock, held: Stock, hosts: Sequence[int]) -> Iterator[Delivery]:
+    """Yield what a switch from owners to a layout moves, in an order that all ranks have.
+
+    hosts: a number of each rank's host.
+    """
+    owned_at, held_at, got = starts(owned), starts(held), Counter[int]()
+    shared: dict[tuple[object, object], list[_Shared]] = {}
+    for name, every in held.items():
+        key = owned[name], every  # layers are alike
+        if key not in shared:
+            shared[key] = list(_shared(*key))
+        for owner, number, here, there, holders in shared[key]:
+            leaves = Spot(owned_at[name][owner][number], owned[name][owner][number].size, here)
+            arrives = {
+                rank: Spot(held_at[name][rank][0], every[rank][0].size, there) for rank in holders
+            }
+            for host in dict.fromkeys(hosts[rank] for rank in holders):
+                inside = [rank for rank in holders if hosts[rank] == host]
+                if host == hosts[owner]:
+                    for rank in inside:
+                        yield Delivery(name, owner, rank, leaves, arrives[rank])
+                    continue
+                first = min(inside, key=got.__getitem__)
+                got[first] += leaves.elements
+                yield Delivery(name, owner, first, leaves, arrives[first])
+                for rank in inside:
+                    if rank != first:
+                        yield Delivery(name, first, rank, arrives[first], arrives[rank], True)
+
+
+class _Shared(NamedTuple):
+    """A box that an owner's piece and a part have in common."""
+
+    owner: int
+    piece: int
+    """The number of the piece among those that the owner has of the parameter."""
+    here: Box
+    """Where it lies in the piece."""
+    there: Box
+    """Where it lies in the part."""
+    holders: list[int]
+    """The ranks that hold the part."""
+
+
+def _shared(owned: Sequence[Sequence[Part]], held: Sequence[Sequence[Part]]) -> Iterator[_Shared]:
+    """Yield the boxes that owners' pieces of one parameter share with what ranks hold of it."""
+    holders: dict[Part, list[int]] = {}
+    for rank, (part,) in enumerate(held):
+        holders.setdefault(part, []).append(rank)
+    for owner, pieces in enumerate(owned):
+        for number, piece in enumerate(pieces):
+            for part, ranks in holders.items():
+                for here, there in piece.meets(part):
+                    yield _Shared(owner, number, here, there, ranks)
 
 
 class _Batch(NamedTuple):
     """What this rank does with some parameters, whose messages are under way together.
 
-    By peer, in the order that both ends know: spots in what is there before the switch or after it.
+    By whether it is handed on, and by peer, in the order that both ends know: spots in what is
+    there before the switch, or after it.
     """
 
-    stays: list[tuple[_Spot, _Spot]]
-    sends: dict[int, list[_Spot]]
-    receives: dict[int, list[_Spot]]
-    hands_on: dict[int, list[_Spot]]
-    is_handed: dict[int, list[_Spot]]
+    stays: list[tuple[Spot, Spot]]
+    leaving: tuple[dict[int, list[Spot]], dict[int, list[Spot]]]
+    arriving: tuple[dict[int, list[Spot]], dict[int, list[Spot]]]
 
 
 class Switch:
     """A plan of moves as this rank carries it out; it is made once, and used as often as wanted."""
 
-    def __init__(self, moves: Moves, before: Stock, after: Stock, group: Group) -> None:
+    def __init__(
+        self, moves: Iterable[Delivery], before: Stock, after: Stock, group: Group
+    ) -> None:
         """group: all ranks, in rank order."""
-        self._group = group
-        old, self.count_before = _offsets(before, group.index)
-        new, self.count_after = _offsets(after, group.index)
-        sizes = {name: _elements(held) for name, held in after.items()}
-        self._batches = [
-            _batch(each, (old, new), group.index) for each in _in_batches(moves, sizes)
-        ]
-        self._relays = any(one.handed_on for one in moves.deliveries)
+        self._group, rank = group, group.index
+        self.count_before, self.count_after = (
+            sum(part.count for every in stock.values() for part in every[rank])
+            for stock in (before, after)
+        )
+        batches, self._relays = _in_batches(after), False
+        for one in moves:
+            stays, leaving, arriving = batches[one.name]
+            self._relays |= one.handed_on
+            if one.sender == one.receiver == rank:
+                stays.append((one.leaves, one.arrives))
+            elif one.sender == rank:
+                leaving[one.handed_on].setdefault(one.receiver, []).append(one.leaves)
+            elif one.receiver == rank:
+                arriving[one.handed_on].setdefault(one.sender, []).append(one.arrives)
+        self._batches = list({id(batch): batch for batch in batches.values()}.values())
+        for batch in self._batches:
+            for each in (*batch.leaving, *batch.arriving):
+                each.update({peer: _joined(spots) for peer, spots in each.items()})
 
     def copy(self, before: Tensor, after: Tensor) -> None:
         """Fill `after` with what this rank is to have; collective.
 
         before, after: flat, [count_before] and [count_after], of the same type.
         """
-        for batch in self._batches:
-            for old, new in batch.stays:
+        for stays, leaving, arriving in self._batches:
+            for old, new in stays:
                 new.of(after).copy_(old.of(before))
-            self._carry((batch.sends, before), (batch.receives, after), Tensor.copy_)
+            self._carry((leaving[False], before), (arriving[False], after), Tensor.copy_)
             if self._relays:
-                self._carry((batch.hands_on, after), (batch.is_handed, after), Tensor.copy_)
+                self._carry((leaving[True], after), (arriving[True], after), Tensor.copy_)
 
     def add(self, after: Tensor, before: Tensor) -> None:
         """Add to `before` what all ranks have in `after`, of which each value was copied from it;
@@ -92,40 +212,53 @@ class Switch:
 
         What is to be handed on is summed in `after`, which is then of no more use.
         """
-        for batch in self._batches:
+        for stays, leaving, arriving in self._batches:
             if self._relays:
-                self._carry((batch.is_handed, after), (batch.hands_on, after), Tensor.add_)
-            for old, new in batch.stays:
+                self._carry((arriving[True], after), (leaving[True], after), Tensor.add_)
+            for old, new in stays:
                 old.of(before).add_(new.of(after))
-            self._carry((batch.receives, after), (batch.sends, before), Tensor.add_)
+            self._carry((arriving[False], after), (leaving[False], before), Tensor.add_)
 
     def _carry(
         self,
-        leaving: tuple[Mapping[int, Sequence[_Spot]], Tensor],
-        arriving: tuple[Mapping[int, Sequence[_Spot]], Tensor],
+        leaving: tuple[Mapping[int, Sequence[Spot]], Tensor],
+        arriving: tuple[Mapping[int, Sequence[Spot]], Tensor],
         put: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """Send what lies at spots of one flat tensor, and put what comes at those of another."""
         (to, source), (by, target), group = leaving, arriving, self._group
-        packed: dict[tuple[_Spot, ...], Tensor] = {}  # peers that get the same share a buffer
+        packed: dict[tuple[Spot, ...], Tensor] = {}  # peers that get the same share a buffer
         moves = []
         for offset in range(1, group.size):
             spots = tuple(to.get((group.index + offset) % group.size, ()))
             if spots not in packed:
                 packed[spots] = _packed(spots, source)
             comes = by.get((group.index - offset) % group.size, ())
-            out = target.new_empty(sum(_count(spot.box) for spot in comes))
+            out = target.new_empty(sum(spot.elements for spot in comes))
             moves.append(Move(packed[spots], out, offset))
         for move, wait in zip(moves, shift(moves, group, KIND), strict=True):
             wait()
             spots = tuple(by.get((group.index - move.offset) % group.size, ()))
-            pieces = move.out.split([_count(spot.box) for spot in spots]) if spots else ()
+            pieces = move.out.split([spot.elements for spot in spots]) if spots else ()
             for spot, piece in zip(spots, pieces, strict=True):
                 place = spot.of(target)
                 put(place, piece.view(place.shape))
 
 
-def _packed(spots: Sequence[_Spot], source: Tensor) -> Tensor:
+def _in_batches(stock: Stock) -> dict[str, _Batch]:
+    """Return an empty batch for each parameter, which those share whose messages are under way
+    together."""
+    found = dict[str, _Batch]()
+    total, batch = 0, _Batch([], ({}, {}), ({}, {}))
+    for name, every in stock.items():
+        size = prod(next(part.shape for parts in every for part in parts))
+        if total and total + size > BATCH_ELEMENTS:
+            total, batch = 0, _Batch([], ({}, {}), ({}, {}))
+        found[name], total = batch, total + size
+    return found
+
+
+def _packed(spots: Sequence[Spot], source: Tensor) -> Tensor:
     """Return what lies at spots of a flat tensor, one after another; of one run, itself."""
     pieces = [spot.of(source).reshape(-1) for spot in spots]
     if not pieces:
@@ -133,83 +266,14 @@ def _packed(spots: Sequence[_Spot], source: Tensor) -> Tensor:
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _count(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
-
-
-def _elements(held: Sequence[Sequence[Part]]) -> int:
-    """Return the elements of the whole parameter that ranks hold parts of."""
-    return prod(next(part.shape for parts in held for part in parts))
-
-
-def _offsets(stock: Stock, rank: int) -> tuple[dict[str, list[tuple[int, Part]]], int]:
-    """Return where this rank's parts of each parameter lie, and how many elements it has of all."""
-    found: dict[str, list[tuple[int, Part]]] = {}
-    at = 0
-    for name, held in stock.items():
-        found[name] = []
-        for part in held[rank]:
-            found[name].append((at, part))
-            at += part.count
-    return found, at
-
-
-def _in_batches(moves: Moves, sizes: Mapping[str, int]) -> Iterator[list[Delivery]]:
-    """Yield a plan's deliveries, and what stays, by the batch of parameters that they are of."""
-    number = total = 0
-    numbers = {}
-    for name, size in sizes.items():
-        if total and total + size > BATCH_ELEMENTS:
-            number, total = number + 1, 0
-        numbers[name], total = number, total + size
-    found: dict[int, list[Delivery]] = {n: [] for n in range(number + 1)}
-    for one in chain(moves.stays, moves.deliveries):
-        found[numbers[one.name]].append(one)
-    yield from found.values()
-
-
-def _batch(
-    deliveries: Sequence[Delivery],
-    places: Sequence[Mapping[str, Sequence[tuple[int, Part]]]],
-    rank: int,
-) -> _Batch:
-    """Return this rank's side of deliveries. places: where its parts lie, before and after."""
-    found = _Batch([], {}, {}, {}, {})
-    old, new = places
-    for one in deliveries:
-        box, mine = one.box, old[one.name]
-        if one.sender == one.receiver == rank:
-            found.stays.append((_spot(mine, box), _spot(new[one.name], box)))
-        elif one.sender == rank:
-            to, where = found.sends, mine
-            if one.handed_on:
-                to, where = found.hands_on, new[one.name]
-            to.setdefault(one.receiver, []).append(_spot(where, box))
-        elif one.receiver == rank:
-            by = found.is_handed if one.handed_on else found.receives
-            by.setdefault(one.sender, []).append(_spot(new[one.name], box))
-    for each in (found.sends, found.receives, found.hands_on, found.is_handed):
-        each.update({peer: _joined(spots) for peer, spots in each.items()})
-    return found
-
-
-def _spot(places: Sequence[tuple[int, Part]], box: Box) -> _Spot:
-    """Return where a box of the whole parameter lies among this rank's parts of it."""
-    for start, part in places:
-        one = Part(part.shape, tuple((bounds,) for bounds in box))
-        for here, _ in part.meets(one):
-            return _Spot(start, part.size, here)
-    raise ValueError(f"{box} is no part of {places}")
-
-
-def _joined(spots: Sequence[_Spot]) -> list[_Spot]:
+def _joined(spots: Sequence[Spot]) -> list[Spot]:
     """Return the same elements in the same order, with runs that follow one another made one."""
-    found: list[_Spot] = []
+    found: list[Spot] = []
     for spot in spots:
         run, last = spot.run, found[-1].run if found else None
         if run and last and last[1] == run[0]:
             size = run[1] - last[0]
-            found[-1] = _Spot(last[0], (size,), ((0, size),))
+            found[-1] = Spot(last[0], (size,), ((0, size),))
         else:
             found.append(spot)
     return found

@@ -139,7 +139,7 @@ def test_a_step_of_a_mix_by_hand() -> None:
     one = next(one for one in layouts(given, 1024) if one.layout.ranks == one.layout.data)
     mix = LayoutSet(given, (one, four), 1)
     drawn = DrawnSteps([ROW], 1, ROW)
-    zero = micro_step_seconds(given.step, Layout(data=4), given.hardware)
+    zero = micro_step_seconds(given.placed(Layout(data=4)))
     row = four.row_seconds(pairs_of([ROW])) + four.beside
     assert mix.seconds(drawn) == pytest.approx(mix.once_seconds + row + zero, rel=1e-3)
     assert mix.transfers == []

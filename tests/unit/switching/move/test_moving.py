@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.switching.hotspa_moves import plan_moves
 from uspft.layout import Layout
 from uspft.parameters.part import Part
 from uspft.parameters.shards import MatrixSplit, Shards, owned, owned_parts, piece_of
-from uspft.switching.move.moves import Stock, plan_moves, stock_of
+from uspft.switching.move.switch import Stock, deliveries, held_stock, owned_stock
 
 SHAPES = {"up": (16, 8), "down": (8, 16)}
 SPLITS = {"up": MatrixSplit(0, (16,)), "down": MatrixSplit(1, (16,))}
@@ -42,7 +43,7 @@ def shards(tensor: int, ranks: int) -> Shards:
 
 
 def pieces(held: Shards) -> Stock:
-    return {name: owned_parts(held, name, shape) for name, shape in SHAPES.items()}
+    return owned_stock(held, SHAPES)
 
 
 def moved(before: Stock, after: Stock, ranks: int, *, once: bool = False) -> float:
@@ -52,14 +53,17 @@ def moved(before: Stock, after: Stock, ranks: int, *, once: bool = False) -> flo
     return sum(one.elements for one in moves.deliveries) / ranks / ELEMENTS
 
 
-def by_owners(degrees: Sequence[int], n: int, b: int, *, once: bool) -> float:
-    own = pieces(shards(degrees[-1], n))
-    return sum((b + 4) * moved(own, stock_of(shards(t, n), SHAPES), n, once=once) for t in degrees)
+def by_owners(degrees: Sequence[int], n: int, b: int) -> float:
+    own, hosts, total = pieces(shards(degrees[-1], n)), [2 * rank // n for rank in range(n)], 0
+    for t in degrees:
+        moves = deliveries(own, held_stock(shards(t, n), SHAPES), hosts)
+        total += sum(one.leaves.elements for one in moves if one.sender != one.receiver)
+    return (b + 4) * total / n / ELEMENTS
 
 
 def straight(degrees: Sequence[int], n: int, b: int, *, once: bool) -> float:
     every = [shards(t, n) for t in degrees]
-    held = [stock_of(one, SHAPES) for one in every]
+    held = [held_stock(one, SHAPES) for one in every]
     found = b * moved(held[-1], held[0], n, once=once)
     for before, after in pairwise(held):
         found += (b + 4) * moved(before, after, n, once=once)
@@ -76,17 +80,14 @@ def straight(degrees: Sequence[int], n: int, b: int, *, once: bool) -> float:
 def test_bytes_are_those_of_the_closed_forms(
     n: int, degrees: tuple[int, ...], b: int, once: bool
 ) -> None:
-    got = by_owners(degrees, n, b, once=once)
+    got = by_owners(degrees, n, b)
     assert got == pytest.approx(sent_by_owners(degrees, n, b))
     got = straight(degrees, n, b, once=once)
     assert got == pytest.approx(sent_straight(degrees, n, b))
 
 
 def test_four_ranks_in_three_layouts() -> None:
-    found = {
-        b: (by_owners((1, 2, 4), 4, b, once=False), straight((1, 2, 4), 4, b, once=False))
-        for b in (2, 4)
-    }
+    found = {b: (by_owners((1, 2, 4), 4, b), straight((1, 2, 4), 4, b, once=False)) for b in (2, 4)}
     assert found == {2: (6.0, 9.5), 4: (8.0, 11.0)}
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.switching.hotspa_moves import BoxDelivery, Moves, plan_moves
 from tests.support.stocks import LAYOUTS, SHAPES, SPLITS, mesh_shards, shards, some_shapes
 from uspft.layout import Layout
 from uspft.parameters.part import Part, as_slices
 from uspft.parameters.shards import MatrixSplit, Shards
-from uspft.switching.move.moves import Delivery, Moves, Stock, plan_moves, stock_of
+from uspft.switching.move.switch import Stock, held_stock
 
 TWO_HOSTS = (0, 0, 1, 1)
 DP4, TP4, DP2_TP2 = Layout(data=4), Layout(mesh_columns=4), Layout(mesh_columns=2, data=2)
@@ -41,10 +42,10 @@ of two [8, 8] tensors, in Hetu, whose ranks have parts in their own order."""
 
 def in_order(layout: Layout) -> Stock:
     split = MatrixSplit(0, (8,), in_order=True)
-    return stock_of(Shards(layout, dict.fromkeys(EIGHT, split)), EIGHT)
+    return held_stock(Shards(layout, dict.fromkeys(EIGHT, split)), EIGHT)
 
 
-def sent(messages: Sequence[Delivery], hosts: Sequence[int], *, inside: bool) -> dict[int, int]:
+def sent(messages: Sequence[BoxDelivery], hosts: Sequence[int], *, inside: bool) -> dict[int, int]:
     found: Counter[int] = Counter()
     for m in messages:
         if (hosts[m.sender] == hosts[m.receiver]) == inside:
@@ -104,7 +105,7 @@ def carried_out(moves: Moves, before: Stock, after: Stock) -> None:
             assert (got[name, rank] >= 0).sum() == count, "what is not needed does not come"
 
 
-def covers(parts: Sequence[Part], whole: Tensor, m: Delivery) -> bool:
+def covers(parts: Sequence[Part], whole: Tensor, m: BoxDelivery) -> bool:
     mine = set(torch.cat([part.cut(whole).flatten() for part in parts]).tolist())
     return set(whole[as_slices(m.box)].flatten().tolist()) <= mine
 
@@ -151,7 +152,7 @@ def is_whole_on(stock: Stock, host: int, hosts: Sequence[int]) -> bool:
 @pytest.mark.parametrize("after", LAYOUTS)
 def test_every_plan_moves_each_piece_once(before: str, after: str, hosts: tuple[int, ...]) -> None:
     """Of fused and shared matrices, digit-reversed parts, and blocks on a mesh."""
-    stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in (before, after)]
+    stocks = [held_stock(shards(LAYOUTS[name]), SHAPES) for name in (before, after)]
     check(*stocks, hosts)
     if before == after:
         assert not plan_moves(*stocks, hosts).deliveries
@@ -159,7 +160,7 @@ def test_every_plan_moves_each_piece_once(before: str, after: str, hosts: tuple[
 
 def test_from_more_sharded_to_less_nothing_that_lies_inside_moves() -> None:
     for more, less in (("tensor 2", "tensor 4"), ("data 4", "tensor 2"), ("data 4", "mesh 2x2")):
-        stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in (more, less)]
+        stocks = [held_stock(shards(LAYOUTS[name]), SHAPES) for name in (more, less)]
         assert not plan_moves(*stocks, TWO_HOSTS).deliveries, (more, less)
 
 
@@ -206,6 +207,6 @@ def test_what_nobody_has_is_named() -> None:
 def test_the_stocks_are_of_every_kind() -> None:
     mesh = mesh_shards(Layout(mesh_columns=2, ring=2, mesh_rows=2))
     assert mesh.row_splits and SPLITS
-    assert {len(parts) for held in stock_of(mesh, SHAPES).values() for parts in held} == {1}
+    assert {len(parts) for held in held_stock(mesh, SHAPES).values() for parts in held} == {1}
     fused = shards(LAYOUTS["tensor 4"]).part("fused", SHAPES["fused"], 1)
     assert [len(ranges) for ranges in fused.ranges] == [3, 1]

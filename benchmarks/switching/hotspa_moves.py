@@ -1,4 +1,5 @@
-"""HotSPa's plan of what moves between ranks when what they hold of a set of parameters changes.
+"""HotSPa's plan of what moves between ranks from one layout to another, of which several ranks may
+have the same.
 
 A parameter is cut where parts begin or end before or after the switch. A rank that has a piece
 already keeps it; other ranks are sent it by a rank of their host, if one has it, and of several by
@@ -12,32 +13,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
+from uspft.comm import Group
 from uspft.parameters.part import Box, Part
+from uspft.switching.move.switch import Delivery, Spot, Stock, Switch, starts
 
-if TYPE_CHECKING:
-    from uspft.parameters.shards import Shards
-
-Lot = tuple[Part, ...]
+Lot = Sequence[Part]
 """What a rank has of a parameter: parts that share nothing, one after another in memory."""
-Stock = Mapping[str, tuple[Lot, ...]]
-"""What each rank has of each parameter, by the parameter's name and in rank order; the parameters
-of a rank lie one after another in memory too."""
 
 
-def stock_of(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
-    """Return what each rank of a layout holds. shapes: of the whole parameters, by name."""
-    ranks = range(shards.layout.ranks)
-    return {
-        name: tuple((shards.part(name, shape, rank),) for rank in ranks)
-        for name, shape in shapes.items()
-    }
-
-
-class Delivery(NamedTuple):
+class BoxDelivery(NamedTuple):
     """A box of a parameter that goes from one rank to another."""
 
     name: str
@@ -58,9 +46,40 @@ class Delivery(NamedTuple):
 class Moves:
     """What a switch moves, in an order that is the same on every rank."""
 
-    deliveries: Sequence[Delivery]
-    stays: Sequence[Delivery]
+    deliveries: Sequence[BoxDelivery]
+    stays: Sequence[BoxDelivery]
     """What a rank has already and needs, whose sender and receiver are the same."""
+
+
+def switch_of(moves: Moves, before: Stock, after: Stock, group: Group) -> Switch:
+    """Return a plan as this rank carries it out. group: all ranks, in rank order."""
+    old, new = (starts(before), before), (starts(after), after)
+
+    def spot(of: tuple[Mapping[str, Any], Stock], rank: int, one: BoxDelivery) -> Spot:
+        begin, stock = of
+        return _spot(begin[one.name][rank], stock[one.name][rank], one.box)
+
+    every = (
+        Delivery(
+            one.name,
+            one.sender,
+            one.receiver,
+            spot(new if one.handed_on else old, one.sender, one),
+            spot(new, one.receiver, one),
+            one.handed_on,
+        )
+        for one in chain(moves.stays, moves.deliveries)
+    )
+    return Switch(every, before, after, group)
+
+
+def _spot(begin: Sequence[int], parts: Lot, box: Box) -> Spot:
+    """Return where a box of the whole parameter lies among a rank's parts of it."""
+    for start, part in zip(begin, parts, strict=True):
+        one = Part(part.shape, tuple((bounds,) for bounds in box))
+        for here, _ in part.meets(one):
+            return Spot(start, part.size, here)
+    raise ValueError(f"{box} is no part of {parts}")
 
 
 def plan_moves(
@@ -72,12 +91,12 @@ def plan_moves(
     is sent there once, to the rank that has got least so far, which hands it on; else, as HotSPa
     does, to each rank that needs it. Raises ValueError where nobody has what a rank needs.
     """
-    deliveries, stays = list[Delivery](), list[Delivery]()
+    deliveries, stays = list[BoxDelivery](), list[BoxDelivery]()
     # By whether it stays on the host: how many elements each rank has sent of all parameters.
     sent = {True: Counter[int](), False: Counter[int]()}
     got = Counter[int]()  # from other hosts, to hand on
 
-    def send(one: Delivery) -> None:
+    def send(one: BoxDelivery) -> None:
         sent[hosts[one.sender] == hosts[one.receiver]][one.sender] += one.elements
         deliveries.append(one)
 
@@ -89,12 +108,12 @@ def plan_moves(
         """Send a cell into a host; return the rank there that gets it and hands it on."""
         here = [rank for rank in cell.needers if hosts[rank] == host]
         first = min(here, key=lambda rank: got[rank])
-        delivery = Delivery(name, cell.box, least(cell.owners, here=False), first)
+        delivery = BoxDelivery(name, cell.box, least(cell.owners, here=False), first)
         got[first] += delivery.elements
         send(delivery)
         return first
 
-    cells: dict[tuple[tuple[Lot, ...], tuple[Lot, ...]], list[_Cell]] = {}
+    cells: dict[tuple[Sequence[Lot], Sequence[Lot]], list[_Cell]] = {}
     for name, needed in after.items():
         key = before[name], needed  # layers are alike
         if key not in cells:
@@ -107,15 +126,15 @@ def plan_moves(
                 host = hosts[needer]
                 near = [rank for rank in cell.owners if hosts[rank] == host]
                 if needer in cell.owners:
-                    stays.append(Delivery(name, cell.box, needer, needer))
+                    stays.append(BoxDelivery(name, cell.box, needer, needer))
                 elif near or not once_into_hosts:
                     sender = least(near or cell.owners, here=bool(near))
-                    send(Delivery(name, cell.box, sender, needer))
+                    send(BoxDelivery(name, cell.box, sender, needer))
                 else:
                     if host not in into:
                         into[host] = send_into(name, cell, host)
                     if needer != into[host]:
-                        send(Delivery(name, cell.box, into[host], needer, handed_on=True))
+                        send(BoxDelivery(name, cell.box, into[host], needer, handed_on=True))
     return Moves(tuple(deliveries), tuple(stays))
 
 
