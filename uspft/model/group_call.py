@@ -51,9 +51,9 @@ class GroupedBlock:
         kind: Callable[[Bound], type[BlockCall]],
         halves: Halves | None = None,
     ) -> None:
-        """at_once: the number of query heads that are computed at once for each KV head. heads: those
-        of the model's attention, before tensor ranks divide them. tile: the number of tokens of a
-        tile; None: all tokens at once. kind: returns the class of a call of the block. halves: the
+        """at_once: the number of query heads that are computed at once for each KV head. heads:
+        those of the model's attention, before tensor ranks divide them. tile: the number of tokens
+        of a tile; None: all at once. kind: returns the class of a call of the block. halves: the
         layer's two halves, if the block is the whole first half; None: the block is the attention
         module alone."""
         self.some, self.at_once, self.heads, self.tile, self.kind = some, at_once, heads, tile, kind
