@@ -12,15 +12,16 @@ from typing import NamedTuple
 
 from uspft.families import Blocks, ModelShape
 from uspft.planner.layer_kinds import Norms, layer_kind
-from uspft.planner.operations import WIDE
+from uspft.planner.memory.operations import WIDE
 from uspft.planner.products import (
     head_projection,
+    layer_modules,
     layer_projections,
     shared_projections,
     state_projections,
 )
 from uspft.planner.step_shape import StepShape
-from uspft.planner.trained import EXPERT_WORDS, layer_modules
+from uspft.planner.trained import EXPERT_WORDS
 
 
 class BothWays(NamedTuple):

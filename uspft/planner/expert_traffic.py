@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from uspft.families import ModelShape
 from uspft.planner.layer_kinds import layer_kind
-from uspft.planner.operations import INDEX, WIDE
+from uspft.planner.memory.operations import INDEX, WIDE
 from uspft.planner.products import expert_parameters
 from uspft.sequence import Traffic
 

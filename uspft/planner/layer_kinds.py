@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from uspft.families import ModelShape, expert_layers, layer_windows, state_layers
-from uspft.planner.operations import WIDE, Angles, LayerTape
-from uspft.planner.products import SHARED_EXPERT, SHARED_EXPERTS
-from uspft.planner.tape import Tensor
+from uspft.planner.memory.operations import WIDE, Angles, LayerTape
+from uspft.planner.memory.tape import Tensor
+
+SHARED_EXPERT, SHARED_EXPERTS = "mlp.shared_expert", "mlp.shared_experts"
 
 
 class Norms(NamedTuple):

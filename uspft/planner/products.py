@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
@@ -17,14 +17,21 @@ from uspft.families.projections import (
     STATE_GROUP,
     STATE_KEY,
     STATE_LAYER,
+    STATE_OWN,
     STATE_VALUE,
 )
+from uspft.planner.layer_kinds import SHARED_EXPERT, SHARED_EXPERTS, Norms, layer_kind
 
 SplitSide = Literal["inputs", "outputs", "none"]
 PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
 """How the names of projections of a layer with a state end."""
-SHARED_EXPERT, SHARED_EXPERTS = "mlp.shared_expert", "mlp.shared_experts"
 SHARED_GATE = f"{SHARED_EXPERT}_gate"
+EXPERTS = ("mlp.experts.", "block_sparse_moe.experts.", "experts.")
+"""How the names of experts begin: of most families, of GraniteMoe, and of Gemma 4."""
+_BESIDE_MLP_VECTORS = (
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    *("pre_feedforward_layernorm_2", "router.scale"),
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,21 @@ def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
     return found
 
 
+def _state_modules(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return what a layer with a state has beside projections."""
+    sizes = state_sizes(shape)
+    assert sizes
+    each, channels = sizes.values // sizes.keys, sizes.channels
+    gates = ProductShape(1, sizes.values, "outputs", each)
+    norm = "o_norm" if shape.model_type == "olmo_hybrid" else "norm"
+    convolution = ProductShape(sizes.taps, channels, "outputs", channels // sizes.keys)
+    return {
+        f"{STATE_LAYER}.conv1d": convolution,
+        **{f"{STATE_LAYER}.{name}": gates for name in STATE_OWN},
+        f"{STATE_LAYER}.{norm}": ProductShape(1, sizes.value_dim),
+    }
+
+
 def projections_of_layers(
     shape: ModelShape, every: Sequence[Blocks] | None = None
 ) -> list[tuple[list[ProductShape], int]]:
@@ -152,12 +174,75 @@ def projections_of_layers(
 
 def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
     """Return the projections of a layer that has these blocks."""
-    of = blocks.sizes(shape)
-    every = layer_projections(of, experts=blocks.experts)
-    into = state_projections(of).values() if blocks.state else every[:4]
-    made = [one for one in into if one.outputs]
-    shared = shared_projections(of).values() if blocks.experts else ()
-    return [*made, *every[4:], *shared, *added_projections(of).values()]
+    return list(named_projections(blocks.sizes(shape), blocks).values())
+
+
+def named_projections(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
+    """Return by name the projections of a layer that has these blocks, each by itself where
+    transformers has several in one matrix. shape: with the layer's sizes."""
+    query, key, value, out, *router, gate, up, down = layer_projections(
+        shape, experts=blocks.experts
+    )
+    if blocks.state:
+        found = state_projections(shape)
+    else:
+        attention = zip("qkvo", (query, key, value, out), strict=True)
+        found = {f"self_attn.{name}_proj": one for name, one in attention}
+    at = "mlp."
+    if blocks.experts:
+        name = layer_kind(shape).router
+        found[name], at = router[0], _experts_at(name)
+    found |= {f"{at}gate_proj": gate, f"{at}up_proj": up, f"{at}down_proj": down}
+    if blocks.experts:
+        found |= shared_projections(shape)
+    found |= added_projections(shape)
+    return {name: one for name, one in found.items() if one.outputs}
+
+
+def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
+    """Return by name the modules with weights of a layer that has these blocks, each with its
+    matrix, or vector. shape: with the layer's sizes."""
+    kind, found = layer_kind(shape), named_projections(shape, blocks)
+    if kind.fused:
+        _fuse(found, "self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    if kind.fused or blocks.experts:
+        at = _experts_at(kind.router) if blocks.experts else "mlp."
+        _fuse(found, at, ("gate_proj", "up_proj"), "gate_up_proj")
+    norms = Norms() if blocks.state else kind.norms
+    vectors = {name: shape.hidden_size for name in norms if name}
+    if blocks.experts and shape.beside_mlp:
+        vectors |= dict.fromkeys(_BESIDE_MLP_VECTORS, shape.hidden_size)
+        vectors["router.per_expert_scale"] = shape.experts
+    if shape.layer_features:
+        vectors["post_per_layer_input_norm"] = shape.hidden_size
+    if blocks.state:
+        found |= _state_modules(shape)
+    elif kind.normed_heads or kind.normed_together:
+        for one in "q" if shape.borrows_keys else "qk":
+            heads = shape.heads if one == "q" else shape.kv_heads
+            features = shape.head_dim * (heads if kind.normed_together else 1)
+            vectors[f"self_attn.{one}_norm"] = features
+    return found | {name: ProductShape(1, features) for name, features in vectors.items()}
+
+
+def _fuse(found: dict[str, ProductShape], at: str, names: Sequence[str], name: str) -> None:
+    """Let matrices that lie one below another be one."""
+    every = [found.pop(f"{at}{one}") for one in names]
+    found[f"{at}{name}"] = replace(every[0], outputs=sum(one.outputs for one in every))
+
+
+def _experts_at(router: str) -> str:
+    """Return how the names of a layer's experts begin, which stand beside its router or, in Gemma
+    4, beside the MLP."""
+    at = f"{router.rpartition('.')[0]}.experts."
+    return at if at in EXPERTS else "experts."
+
+
+def matrices_of_experts(router: str) -> tuple[str, str]:
+    """Return the names of a layer's matrices into and out of experts. router: the name of what
+    chooses among them."""
+    at = _experts_at(router)
+    return f"{at}gate_up_proj", f"{at}down_proj"
 
 
 def added_projections(shape: ModelShape) -> dict[str, ProductShape]:

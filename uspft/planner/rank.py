@@ -21,10 +21,9 @@ from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
-from uspft.planner.activations import PassBytes, pass_bytes
 from uspft.planner.attention_step import is_whole
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import (
+from uspft.planner.memory.formula import (
     USABLE_SHARE,
     Memory,
     fits,
@@ -32,10 +31,11 @@ from uspft.planner.memory import (
     memory_of,
     unpredicted,
 )
+from uspft.planner.memory.passes import PassBytes, pass_bytes
+from uspft.planner.memory.zero import State, state_of
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
 from uspft.planner.stages import as_many, estimated, simulated
-from uspft.planner.state import State, state_of
 from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments

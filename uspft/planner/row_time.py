@@ -15,7 +15,7 @@ from uspft.pipeline.schedules import PLAIN
 from uspft.planner.attention_step import attention_parts, state_parts
 from uspft.planner.elementwise import layer_moved, outside_moved
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
-from uspft.planner.layer_kinds import layer_kind
+from uspft.planner.layer_kinds import SHARED_EXPERT, layer_kind
 from uspft.planner.machine import Collective
 from uspft.planner.mesh import (
     LOSS_SUMS,
@@ -25,7 +25,7 @@ from uspft.planner.mesh import (
     mesh_outside,
     number_sums,
 )
-from uspft.planner.products import SHARED_EXPERT, block_projections, head_projection
+from uspft.planner.products import block_projections, head_projection
 from uspft.planner.step_shape import (
     PlacedStep,
     StepLayer,

@@ -9,10 +9,10 @@ from statistics import fmean
 
 from uspft.layout import COPIES, Layout, StoredAs
 from uspft.pipeline.stages import Stages
-from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
+from uspft.planner.memory.formula import USABLE_SHARE, memory_of, row_memory
+from uspft.planner.memory.zero import moving_state_bytes
 from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
-from uspft.planner.state import moving_state_bytes
 from uspft.planner.step import micro_step_seconds, zero_once
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape, seconds_of
 from uspft.planner.trained import StageLayers, counts_of

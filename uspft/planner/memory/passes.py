@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from uspft.planner.copies_memory import LayerOfCopies
-from uspft.planner.expert_memory import logit_bytes
-from uspft.planner.group_memory import LayerInGroups
-from uspft.planner.layer_memory import Layer, enter, norm
-from uspft.planner.layer_sizes import LayerSizes, layers_of
-from uspft.planner.mesh_memory import all_features
-from uspft.planner.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.copies import LayerOfCopies
+from uspft.planner.memory.experts import logit_bytes
+from uspft.planner.memory.head_groups import LayerInGroups
+from uspft.planner.memory.layer import Layer, enter, norm
+from uspft.planner.memory.mesh import all_features
+from uspft.planner.memory.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.sizes import LayerSizes, layers_of
+from uspft.planner.memory.states import StateLayer
+from uspft.planner.memory.tape import GradientStorages, Tensor
 from uspft.planner.products import head_projection
-from uspft.planner.state_memory import StateLayer
-from uspft.planner.tape import GradientStorages, Tensor
 from uspft.planner.trained import EMBEDDING, HEAD, LAST_NORM, outside_trains
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class PassBytes:
 def pass_bytes(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
-    """Return what one micro-batch takes by layer, and its batch. behind: as of KeyTransfer."""
+    """Return what one micro-batch takes by layer, and its batch. behind: as of RowSharing."""
     kinds = layers_of(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
@@ -296,9 +296,9 @@ def chunk_keys(layer: LayerSizes) -> ChunkKeys:
         of = layer.state.sizes
         return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
     how, seen = layer.sharing, 1.0
-    if how.window:
-        seen = min(1.0, how.window.keys / (how.tokens * how.ulysses))
-    pair = seen * how.bytes(2 * how.ulysses * how.widest[1])
+    if how.row.window:
+        seen = min(1.0, how.row.window.keys / (how.tokens * how.row.ulysses))
+    pair = seen * how.bytes(2 * how.row.ulysses * how.widest[1])
     # They are the attention's own, unless it keeps none, or an exchange has brought them together.
-    kept, wide = pair if layer.recompute or how.ulysses > 1 else 0.0, pair * WIDE / how.element
-    return ChunkKeys(kept, pair if how.ring == 1 else wide, wide)
+    kept, wide = pair if layer.recompute or how.row.ulysses > 1 else 0.0, pair * WIDE / how.element
+    return ChunkKeys(kept, pair if how.row.ring == 1 else wide, wide)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from uspft.planner.operations import WIDE, LayerTape
-from uspft.planner.tape import GradientStorages, Storage, Tensor
+from uspft.planner.memory.operations import WIDE, LayerTape
+from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 Panels = tuple[Storage, ...]
 """What is gathered or summed over a mesh line: what leaves, and what arrives."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from uspft.planner.layer_sizes import Experts, LayerSizes
-from uspft.planner.operations import INDEX, WIDE, LayerTape
-from uspft.planner.tape import GradientStorages, Storage, Tensor
-from uspft.planner.trained import matrices_of_experts
+from uspft.planner.memory.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.sizes import Experts, LayerSizes
+from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
+from uspft.planner.products import matrices_of_experts
 
 
 def logit_bytes(s: LayerSizes, tokens: int) -> float:
