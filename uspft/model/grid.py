@@ -52,7 +52,9 @@ def split_model(model: Any, holders: Holders) -> None:
     }
     columns, rows = by_module(names, shards.splits), by_module(names, shards.row_splits)
     biases = {id_: shards.splits.get(f"{name}.bias") for id_, name in names.items()}
-    splits = {id_: Splits(one, rows.get(id_), biases[id_]) for id_, one in columns.items()}
+    splits = {
+        id_: ProjectionSplits(one, rows.get(id_), biases[id_]) for id_, one in columns.items()
+    }
     added = 1.0 - FAMILIES[config.model_type].norm_start
     column = shards.tensor_index(holders.rank) % held.mesh_columns
     move_padding(model, column, held.mesh_columns)
@@ -83,7 +85,7 @@ def split_model(model: Any, holders: Holders) -> None:
                 share_heads(owner, last, split, call)
 
 
-class Splits(NamedTuple):
+class ProjectionSplits(NamedTuple):
     """How mesh columns and mesh rows divide a projection's weight, and columns its bias."""
 
     columns: MatrixSplit
@@ -106,7 +108,9 @@ PRODUCT = {
 """The place of a block's first and last product in what `tensor_slices` names."""
 
 
-def _replace(owner: Any, name: str, product: int, splits: Mapping[int, Splits], call: Call) -> None:
+def _replace(
+    owner: Any, name: str, product: int, splits: Mapping[int, ProjectionSplits], call: Call
+) -> None:
     """Put another module in a projection's place, or in that of the one inside its adapter.
 
     product: as in PRODUCT. splits: by the identity of a module.
@@ -188,11 +192,11 @@ class Inward(nn.Module):
         super().__init__()
         self._product, self._call = product, call
         self._names: list[str] = []
-        self._splits: list[Splits] = []
+        self._splits: list[ProjectionSplits] = []
         self._of: Tensor | None = None
         self._made: dict[str, Tensor] = {}
 
-    def part(self, name: str, linear: Any, splits: Splits) -> InwardPart:
+    def part(self, name: str, linear: Any, splits: ProjectionSplits) -> InwardPart:
         """Take a projection's parameters; return the module that takes its place."""
         self._names.append(name)
         self._splits.append(splits)
@@ -242,7 +246,9 @@ class InwardPart(nn.Module):
 class Outward(nn.Module):
     """The projection out of a block."""
 
-    def __init__(self, linear: nn.Linear, splits: Splits, product: int, call: Call) -> None:
+    def __init__(
+        self, linear: nn.Linear, splits: ProjectionSplits, product: int, call: Call
+    ) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self._splits, self._product, self._call = splits, product, call

@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from uspft.families.projections import (
     BETWEEN,
@@ -30,14 +29,13 @@ from uspft.families.projections import (
     STATE_GROUP,
     STATE_KEY,
     STATE_LAYER,
-    STATE_OWN,
     STATE_VALUE,
     VOCABULARY,
     Projection,
 )
 from uspft.families.table import FAMILIES, shared_features
 from uspft.model.copies import LayerInCopies
-from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
+from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm, use_part
 from uspft.model.dropout import dropouts_in
 from uspft.model.experts import over_experts, over_tensor_ranks
 from uspft.model.hf_config import heads_of
@@ -46,7 +44,7 @@ from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
 from uspft.parameters.names import places, plain_name
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
-from uspft.tensor.parts import cut, part_index, part_range
+from uspft.tensor.parts import part_index, part_range
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
@@ -233,19 +231,19 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
         for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
             owner = here.get(block) if block else None  # none where other layers have experts
-            if owner is None or last in STATE_OWN:
+            if owner is None:
                 continue
-            if last == "sinks":
-                split = shards.splits[f"{names[id(owner)]}.{last}"]
-                owner.uspft_sinks = partial(_used_sinks, call, split)
+            found = getattr(owner, last, None)
+            if isinstance(found, nn.Parameter):
+                use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
+            elif isinstance(found, nn.Conv1d):
+                use_part(found, "weight", splits[id(found)], call)
             else:
                 _divide_module(owner, (block, last), projection, splits, call)
         if copies:
             _in_copies(layer, table_of(model), call)
         if state := here.get(STATE_LAYER):
-            own = *STATE_OWN, "conv1d.weight"
-            every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
-            divide_states(state, every, call)
+            divide_states(state, call)
 
 
 def names_of_modules(model: nn.Module) -> dict[int, str]:
@@ -288,7 +286,7 @@ def _divide_module(
     block, last = named
     module: Any = getattr(owner, last, None)
     split = splits.get(id(module))
-    if split is None or isinstance(module, nn.Conv1d):  # whole on each rank, or not in this layer
+    if split is None:  # whole on each rank, or not in this layer
         return
     if "norm" in last:
         setattr(owner, last, SplitNorm(module, split, call))
@@ -299,11 +297,6 @@ def _divide_module(
         enter_and_leave(owner, last, block, call)
     elif len(projection.blocks) > 1 and KV in projection.blocks:
         share_heads(owner, last, split, call)
-
-
-def _used_sinks(call: Call, split: MatrixSplit, sinks: Tensor) -> Tensor:
-    """Return the sinks of those query heads that a call has here."""
-    return cut(sinks, call.used(split)[:1])
 
 
 def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:
