@@ -20,7 +20,7 @@ from uspft.config.algorithms import row_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
-from uspft.planner.memory import longest_row, memory_of
+from uspft.planner.memory.formula import longest_row, memory_of
 from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined

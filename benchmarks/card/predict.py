@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.card.cases import Case
 from uspft.layout import Layout
-from uspft.planner.memory import memory_of
+from uspft.planner.memory.formula import memory_of
 from uspft.planner.options import options_of
 from uspft.planner.step import step_time
 from uspft.planner.step_shape import PlacedStep

@@ -29,7 +29,7 @@ from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OFFLOADED, fig
 from uspft.config import load
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
-from uspft.planner.memory import memory_of
+from uspft.planner.memory.formula import memory_of
 from uspft.planner.options import options_of
 from uspft.planner.products import parameters_of
 from uspft.prepare.host import CONFIGS

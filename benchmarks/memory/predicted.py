@@ -14,8 +14,8 @@ from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.model.tile_sizes import tile_tokens
 from uspft.pipeline.schedules import Schedule
-from uspft.planner.activations import BATCH_BYTES
-from uspft.planner.memory import Memory, memory_of, memory_of_ranks
+from uspft.planner.memory.formula import Memory, memory_of, memory_of_ranks
+from uspft.planner.memory.passes import BATCH_BYTES
 from uspft.planner.options import Options, lora_of
 
 NONE_STAY = 0

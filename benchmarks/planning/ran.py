@@ -2,7 +2,7 @@
 
 It is Megatron-LM's with TransformerEngine: ZeRO-1 over data × context, bfloat16 weights beside
 float32 gradients, nothing recomputed, tokens divided between the matrices of tensor ranks. uspft's
-own memory is planner/memory.py's.
+own memory is planner/memory/formula.py's.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from benchmarks.switching.setting import HOSTS
 from uspft.config.strategies import row_lengths, strategies_of, under
 from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
-from uspft.planner.memory import USABLE_SHARE
+from uspft.planner.memory.formula import USABLE_SHARE
 from uspft.planner.ways import way_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.known import matrices_of

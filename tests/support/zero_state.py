@@ -14,10 +14,10 @@ from tests.support.runs import small_recipe
 from uspft.config.recipe import Recipe
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner import state
-from uspft.planner.memory import Memory, memory_of
+from uspft.planner.memory import zero
+from uspft.planner.memory.formula import Memory, memory_of
+from uspft.planner.memory.zero import LAID_FLAT
 from uspft.planner.options import options_of
-from uspft.planner.state import LAID_FLAT
 from uspft.prepare.host import CONFIGS
 
 ROW = 4  # few tokens: activations are hardly seen
@@ -74,7 +74,7 @@ class Case(NamedTuple):
         recipe, layout = Recipe.model_validate(self.recipe(folder)), Layout(data=2)
         shape = read_shape(recipe.model, CONFIGS)
         assert isinstance(shape, ModelShape)
-        with patch.object(state, "LAID_FLAT", self.flat):
+        with patch.object(zero, "LAID_FLAT", self.flat):
             return memory_of(shape, layout, ROW, options=options_of(recipe, layout))
 
 

@@ -19,7 +19,7 @@ from tests.support.multimodal import make_checkpoint
 from tests.support.ranks import spawn
 from tests.support.runs import VOCABULARY, job_of, small_recipe
 from uspft.families import ModelShape, read_shape
-from uspft.planner.memory import USABLE_SHARE
+from uspft.planner.memory.formula import USABLE_SHARE
 from uspft.prepare.host import CONFIGS
 from uspft.prepare.make_verify_job import sizes_of
 from uspft.verify.gradients import GradientFile

@@ -18,7 +18,7 @@ from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.pipeline.simulator import Timed
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import Memory, memory_of_ranks
+from uspft.planner.memory.formula import Memory, memory_of_ranks
 from uspft.planner.rank import ROWS, STAGE, Ranked, Ranking
 from uspft.planner.stages import timeline
 from uspft.planner.step import pipeline_costs

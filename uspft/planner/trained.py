@@ -9,17 +9,14 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families import Blocks, ModelShape, layer_blocks, state_sizes
-from uspft.families.projections import STATE_LAYER, STATE_OWN
-from uspft.planner.layer_kinds import Norms, layer_kind
+from uspft.families import ModelShape, layer_blocks
+from uspft.families.projections import STATE_OWN
 from uspft.planner.products import (
+    EXPERTS,
     ProductShape,
-    added_projections,
     head_projection,
-    layer_projections,
+    layer_modules,
     outside_modules,
-    shared_projections,
-    state_projections,
 )
 
 if TYPE_CHECKING:
@@ -35,12 +32,6 @@ PROJECTIONS = frozenset(
 """The last words of the projections of a layer."""
 EXPERT_WORDS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 """Those that matrices of experts have too, fused or in files, where a model has any."""
-EXPERTS = ("mlp.experts.", "block_sparse_moe.experts.", "experts.")
-"""How the names of experts begin: of most families, of GraniteMoe, and of Gemma 4."""
-_BESIDE_MLP_VECTORS = (
-    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
-    *("pre_feedforward_layernorm_2", "router.scale"),
-)
 _OWN = (*STATE_OWN, "router.scale", "router.per_expert_scale")
 """How the names of parameters end that stand in no module of their own."""
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
@@ -77,68 +68,6 @@ class Trained:
 
     def __bool__(self) -> bool:
         return bool(self.weights or self.adapters)
-
-
-def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
-    """Return the modules with weights of a layer that has these blocks, by name, each with its
-    matrix. shape: with the layer's sizes."""
-    kind, state = layer_kind(shape), blocks.state
-    query, key, value, out, *router, gate, up, down = layer_projections(
-        shape, experts=blocks.experts
-    )
-    found = {"self_attn.q_proj": query}
-    made = {"self_attn.k_proj": key, "self_attn.v_proj": value}
-    found |= {name: one for name, one in made.items() if one.outputs}
-    if kind.fused:
-        found = {"self_attn.qkv_proj": _together(query, key, value)}
-    found["self_attn.o_proj"] = out
-    if state:
-        found = {**state_projections(shape), **_state_modules(shape)}
-    if blocks.experts:
-        (found[kind.router],) = router
-        into, back = matrices_of_experts(kind.router)
-        found |= {into: _together(gate, up), back: down}
-        found |= shared_projections(shape)
-        if shape.beside_mlp:
-            found |= {name: ProductShape(1, shape.hidden_size) for name in _BESIDE_MLP_VECTORS}
-            found["router.per_expert_scale"] = ProductShape(1, shape.experts)
-    elif kind.fused:
-        found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
-    else:
-        found |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
-    if shape.layer_features:
-        found |= added_projections(shape)
-        found["post_per_layer_input_norm"] = ProductShape(1, shape.hidden_size)
-    norms = Norms() if state else kind.norms
-    found |= {name: ProductShape(1, shape.hidden_size) for name in norms if name}
-    if (kind.normed_heads or kind.normed_together) and not state:
-        heads = (query.outputs, key.outputs) if kind.normed_together else (shape.head_dim,) * 2
-        found |= {
-            f"self_attn.{n}_norm": ProductShape(1, h)
-            for n, h in zip("qk", heads, strict=True)
-            if n == "q" or not shape.borrows_keys
-        }
-    return found
-
-
-def _state_modules(shape: ModelShape) -> dict[str, ProductShape]:
-    """Return what a layer with a state has beside projections."""
-    sizes = state_sizes(shape)
-    assert sizes
-    each, channels = sizes.values // sizes.keys, sizes.channels
-    gates = ProductShape(1, sizes.values, "outputs", each)
-    norm = "o_norm" if shape.model_type == "olmo_hybrid" else "norm"
-    convolution = ProductShape(sizes.taps, channels, "outputs", channels // sizes.keys)
-    return {
-        f"{STATE_LAYER}.conv1d": convolution,
-        **{f"{STATE_LAYER}.{name}": gates for name in STATE_OWN},
-        f"{STATE_LAYER}.{norm}": ProductShape(1, sizes.value_dim),
-    }
-
-
-def _together(*shapes: ProductShape) -> ProductShape:
-    """Return matrices that lie one below another."""
-    return replace(shapes[0], outputs=sum(one.outputs for one in shapes))
 
 
 def trained_layers(
@@ -188,14 +117,6 @@ def _parameter(name: str) -> str:
 
 def _of_experts(name: str) -> bool:
     return name.startswith(EXPERTS)
-
-
-def matrices_of_experts(router: str) -> tuple[str, str]:
-    """Return the names of a layer's matrices into and out of experts, which stand beside its router
-    or, in Gemma 4, beside the MLP."""
-    block = router.rpartition(".")[0]
-    at = f"{block}.experts." if f"{block}.experts." in EXPERTS else "experts."
-    return f"{at}gate_up_proj", f"{at}down_proj"
 
 
 def _words_of_experts(shape: ModelShape) -> frozenset[str]:

@@ -19,7 +19,7 @@ from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import row_memory
+from uspft.planner.memory.formula import row_memory
 from uspft.planner.options import options_of
 from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices, row_time

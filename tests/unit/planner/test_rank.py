@@ -14,12 +14,13 @@ import pytest
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.config.algorithms import CONTEXT, WHOLE
-from uspft.families import ModelShape
+from uspft.families import ModelShape, layer_windows
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
-from uspft.planner import attention_step, memory, rank
+from uspft.planner import attention_step, rank
 from uspft.planner.machine import FIGURES, Hardware, Link, Measurement
-from uspft.planner.memory import layer_windows, memory_of, memory_of_ranks
+from uspft.planner.memory import formula
+from uspft.planner.memory.formula import memory_of, memory_of_ranks
 from uspft.planner.options import RECOMPUTES, Options
 from uspft.planner.rank import Choice, options_under, ranked, ranking, recommend
 from uspft.planner.step_shape import DrawnRows, StepShape
@@ -182,7 +183,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     counting(rank, "ranked", lambda *_: setattr(found, "listed", found.listed + 1))
     counting(rank.price, "step_time", lambda *_: setattr(found, "priced", found.priced + 1))
-    counting(memory, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
+    counting(formula, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
     counting(attention_step, "_dealt", lambda algorithm, *_: found.rings.append(algorithm.ring))
     for remembers in ("attention_of_row", "attention_of_sample", "_on_few"):
         getattr(attention_step, remembers).cache_clear()

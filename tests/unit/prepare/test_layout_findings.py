@@ -17,7 +17,7 @@ from tests.support.shapes import TINY, hub
 from uspft.config import MemoryBlock, ParallelBlock, Recipe, RecipeError, dump, load
 from uspft.layout import Layout
 from uspft.pipeline.stages import stages_of
-from uspft.planner.memory import USABLE_SHARE, memory_of
+from uspft.planner.memory.formula import USABLE_SHARE, memory_of
 from uspft.planner.options import options_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.layout_findings import group_findings, run_findings, tile_findings

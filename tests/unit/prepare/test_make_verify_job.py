@@ -16,7 +16,7 @@ from uspft.config.algorithms import OBJECTIVES, ObjectiveRow
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.hf_config import model_config
-from uspft.planner.memory import USABLE_SHARE, memory_of
+from uspft.planner.memory.formula import USABLE_SHARE, memory_of
 from uspft.prepare.host import CONFIGS
 from uspft.prepare.make_verify_job import (
     Sizes,

@@ -10,7 +10,7 @@ from typing import Any
 from uspft.config.algorithms import AlgorithmRow
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import row_memory
+from uspft.planner.memory.formula import row_memory
 from uspft.planner.options import Options
 from uspft.planner.row_time import row_time
 from uspft.planner.step_shape import PlacedStep, StepShape, pairs_of_row

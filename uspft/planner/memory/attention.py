@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from uspft.planner.in_flight import (
-    RING,
-    backward_bytes,
-    forward_bytes,
-)
-from uspft.planner.layer_sizes import Sharing
-from uspft.planner.operations import WIDE, LayerTape
-from uspft.planner.tape import GradientStorages, Storage, Tensor
+from uspft.planner.memory.in_flight import backward_bytes, forward_bytes
+from uspft.planner.memory.operations import WIDE, LayerTape
+from uspft.planner.memory.sizes import Sharing
+from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""
@@ -23,9 +19,9 @@ def attend_over_heads(
     tape: LayerTape, qkv: list[Tensor], how: Sharing, inner: InnerAttention
 ) -> Tensor:
     """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
-    if how.ulysses == 1:
+    if how.row.ulysses == 1:
         return inner(qkv)
-    heads, kv = (how.bytes(how.ulysses * each) for each in how.widest)
+    heads, kv = (how.bytes(how.row.ulysses * each) for each in how.widest)
     made = inner(scattered(tape, qkv, [heads, kv, kv], how.element))
     return tape.remade(made, how.bytes(how.heads), beside=made.size, back=made.size)
 
@@ -61,7 +57,7 @@ def scattered(
 
 def attend(tape: LayerTape, qkv: list[Tensor], how: Sharing) -> Tensor:
     """Return attention of this rank's queries over the keys of all."""
-    heads, kv = (how.ulysses * each for each in how.widest)
+    heads, kv = (how.row.ulysses * each for each in how.widest)
     sizes, work = [one.size for one in qkv], work_bytes(how, heads, kv)
     made = attended(tape, how, heads, kv)
 
@@ -77,8 +73,10 @@ def work_bytes(how: Sharing, queries: int, keys: int) -> float:
     """Return the most that the backward of so many query and KV heads has beside what was kept and
     the gradients that it returns."""
     token = how.token(queries, keys)
-    most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
-    if how.way.behind and how.ring == 1:  # the sum of dQ, what two chunks give, and what they gave
+    most = backward_bytes(how.row, token)
+    if (
+        how.row.behind and how.row.ring == 1
+    ):  # the sum of dQ, what two chunks give, and what they gave
         most = max(most, token.wide * token.query + 2 * (token.query + token.pair))
     return how.tokens * (most + how.flash * flash_bytes(how, queries, keys))
 
@@ -97,11 +95,13 @@ def attended(tape: LayerTape, how: Sharing, queries: int, keys: int) -> list[Sto
     token, out = how.token(queries, keys), how.bytes(queries)
     lse, large = token.lse * how.tokens, out * token.wide
     sums = tape.new(lse)
-    if how.ring > 1 or how.way.behind:
-        coming = how.tokens * forward_bytes(how.ulysses, how.ring, token, how.way, how.window)
+    if how.row.ring > 1 or how.row.behind:
+        coming = how.tokens * forward_bytes(how.row, token)
         hands = [tape.new(coming / 2), tape.new(coming / 2)]
         found = tape.new(out)
-        if how.ring == 2 and how.way == RING:  # its last keys are at hand
+        if (
+            how.row.ring == 2 and how.row.stages is None and not how.row.behind
+        ):  # its last keys are at hand
             hands.pop()
         part = tape.new(out), tape.new(lse)
         if large > out:

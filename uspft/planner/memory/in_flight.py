@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from uspft.blocks import Block, Mask, in_calls, joined
-from uspft.planner.tape import Storage, Tape
+from uspft.planner.memory.tape import Storage, Tape
 from uspft.segments import Segments
 from uspft.sequence.chunked import ChunkShares
 from uspft.sequence.rows.balance import balanced
@@ -26,10 +26,21 @@ PIECE_TOKENS = 1024
 """The fewest tokens of a piece of an exchange (Planned.piece_tokens)."""
 
 
-class KeyTransfer(NamedTuple):
-    """How keys come."""
+class Window(NamedTuple):
+    """A sliding window shorter than the row."""
 
-    stages: int | None
+    keys: int
+    row_tokens: int
+    everywhere: bool
+    """Whether all layers have it, so that tokens are in an order that is made for it."""
+
+
+class RowSharing(NamedTuple):
+    """How ranks share a row, and how keys come to the queries of a rank."""
+
+    ulysses: int = 1
+    ring: int = 1
+    stages: int | None = None
     """Those of an exchange, 0 where each other rank's keys come by themselves, in pieces where
     ranks are few; None: keys go round a ring."""
     trimmed: bool = True
@@ -37,6 +48,7 @@ class KeyTransfer(NamedTuple):
     behind: float = 0.0
     """Tokens of earlier chunks of the row for each token of this one, whose keys its queries meet
     chunk by chunk, or of all together with those of a ring (sequence/chunk_attention.py)."""
+    window: Window | None = None
 
     @property
     def fetches(self) -> int:
@@ -44,8 +56,9 @@ class KeyTransfer(NamedTuple):
         come, once more in the backward."""
         return 2 if self.stages is not None and self.trimmed else 1
 
-
-RING = KeyTransfer(None)
+    def of_row(self, tokens: int) -> RowSharing:
+        """Return the same of a row of so many tokens, where there is a window."""
+        return self._replace(window=self.window and self.window._replace(row_tokens=tokens))
 
 
 class BytesPerToken(NamedTuple):
@@ -66,15 +79,6 @@ class BytesPerToken(NamedTuple):
         return 3 * self.wide * self.query + self.lse if self.sinks else 0.0
 
 
-class Window(NamedTuple):
-    """A sliding window shorter than the row."""
-
-    keys: int
-    row_tokens: int
-    everywhere: bool
-    """Whether all layers have it, so that tokens are in an order that is made for it."""
-
-
 WINDOWS_WALKED = 32
 """So many windows of a rank are walked through one by one, and twice as many."""
 
@@ -85,17 +89,18 @@ as much, and walks take a time that grows with the third power of the ranks."""
 
 
 @lru_cache(maxsize=256)
-def _shares(ulysses: int, ring: int, window: Window | None, way: KeyTransfer) -> Sequence[Share]:
+def _shares(how: RowSharing) -> Sequence[Share]:
     """Return the share of each ring rank of a row of one document, or of a chunk of it that has as
-    many tokens behind each of its own as a transfer says."""
+    many tokens behind each of its own as `how` says."""
+    ulysses, ring, window = how.ulysses, how.ring, how.window
     tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
     row, seen = Segments.single(tokens), window.keys if window else None
     everywhere = seen if window and window.everywhere else None
-    order = balanced(row, ulysses, ring, fetches=way.fetches, window=everywhere)
-    if window or not way.behind:
+    order = balanced(row, ulysses, ring, fetches=how.fetches, window=everywhere)
+    if window or not how.behind:
         return everyones(row, order, ulysses, seen)
     unit = 2 * ring * ulysses
-    first = max(1, round(way.behind * tokens / unit)) * unit
+    first = max(1, round(how.behind * tokens / unit)) * unit
     earlier = balanced(Segments.single(first), ulysses, ring)
     later = [tuple((first + a, first + b) for a, b in spans) for spans in order]
     whole, parts = [Segments.single(first + tokens)], [[earlier], [later]]
@@ -104,102 +109,84 @@ def _shares(ulysses: int, ring: int, window: Window | None, way: KeyTransfer) ->
 
 
 @lru_cache(maxsize=256)
-def backward_bytes(
-    ulysses: int, ring: int, token: BytesPerToken, way: KeyTransfer, window: Window | None
-) -> float:
+def backward_bytes(how: RowSharing, token: BytesPerToken) -> float:
     """Return the most bytes for a token of the fullest rank beside what was saved and the gradient
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
-    if ring == 1 and window is None:
+    if how.ring == 1 and how.window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
-    return _of_a_token(backward_bytes, _back, ulysses, ring, token, way, window)
+    return _of_a_token(backward_bytes, _back, how, token)
 
 
 @lru_cache(maxsize=256)
-def forward_bytes(
-    ulysses: int, ring: int, token: BytesPerToken, way: KeyTransfer, window: Window | None
-) -> float:
+def forward_bytes(how: RowSharing, token: BytesPerToken) -> float:
     """Return the most bytes of keys and values on their way in the forward, for a token of the
     fullest rank: those at hand and those that follow, or all that an exchange posts."""
-    if ring == 1:
+    if how.ring == 1:
         return 0.0
-    if way.stages is None and not way.behind:
+    if how.stages is None and not how.behind:
         return 2 * token.pair
-    return _of_a_token(forward_bytes, _forth, ulysses, ring, token, way, window)
+    return _of_a_token(forward_bytes, _forth, how, token)
 
 
-BytesFound = Callable[[int, int, BytesPerToken, KeyTransfer, Window | None], float]
+BytesFound = Callable[[RowSharing, BytesPerToken], float]
 """backward_bytes or forward_bytes."""
-Walk = Callable[[Tape, Share, BytesPerToken, KeyTransfer, Window | None], float]
+Walk = Callable[[Tape, Share, BytesPerToken, RowSharing], float]
 
 
-def _of_a_token(
-    found: BytesFound,
-    walk: Walk,
-    ulysses: int,
-    ring: int,
-    token: BytesPerToken,
-    way: KeyTransfer,
-    window: Window | None,
-) -> float:
+def _of_a_token(found: BytesFound, walk: Walk, how: RowSharing, token: BytesPerToken) -> float:
     """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
 
     A ring longer than SHORT is drawn out from two with as many tokens a rank. So is a rank with
     many windows from two with fewer: what it has in flight is a line of its tokens, of which the
     keys before each of its spans are what does not grow.
     """
-    if window is None and ulysses > 1:  # whose members have the same share of fewer tokens
-        return found(1, ring, token, way, None)
-    if ring > SHORT[1] and (way.stages or 0) < SHORT[0]:
+    ring, window = how.ring, how.window
+    if window is None and how.ulysses > 1:  # whose members have the same share of fewer tokens
+        return found(how._replace(ulysses=1), token)
+    if ring > SHORT[1] and (how.stages or 0) < SHORT[0]:
         each = window.row_tokens // ring if window else 0
         if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
-            window = None
-        less, more = (
-            found(ulysses, few, token, way, window and window._replace(row_tokens=each * few))
-            for few in SHORT
-        )
+            how = how._replace(window=None)
+        less, more = (found(how._replace(ring=n).of_row(each * n), token) for n in SHORT)
         return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
 
-    def most(seen: Window | None) -> tuple[float, int]:
-        shares = _shares(ulysses, ring, seen, way)
+    def most(how: RowSharing) -> tuple[float, int]:
+        shares = _shares(how)
         tokens = min(share.holdings[share.ring_index].tokens for share in shares)
-        return max(walk(Tape(), share, token, way, window) for share in shares), tokens
+        return max(walk(Tape(), share, token, how) for share in shares), tokens
 
-    unit = 2 * ring * ulysses
+    unit = 2 * ring * how.ulysses
     short = -(-WINDOWS_WALKED * window.keys * ring // unit) * unit if window else 0
     if window is None or window.row_tokens <= 2 * short:
-        whole, tokens = most(window)
+        whole, tokens = most(how)
         return whole / tokens
-    (less, few), (more, many) = (most(window._replace(row_tokens=n)) for n in (short, 2 * short))
+    (less, few), (more, many) = (most(how.of_row(tokens)) for tokens in (short, 2 * short))
     here = window.row_tokens / ring
     return (more + (more - less) / (many - few) * (here - many)) / here
 
 
-def _forth(
-    tape: Tape, share: Share, token: BytesPerToken, way: KeyTransfer, window: Window | None
-) -> float:
+def _forth(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> float:
     """Return the bytes of keys that are under way in the forward."""
     own = _up_to_end(tape, share, token)
-    if way.stages is None:
+    if how.stages is None:
         return own.size + 2 * token.pair * share.keys[share.ring_index].tokens
-    under_way = _arriving(tape, _exchange_of(share, way, window), token)
+    under_way = _arriving(tape, _exchange_of(share, how), token)
     found = tape.live
     del under_way, own
     return found
 
 
-def _back(
-    tape: Tape, share: Share, token: BytesPerToken, way: KeyTransfer, window: Window | None
-) -> float:
+def _back(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> float:
     """Return the most that is alive while a rank's backward runs."""
     me, own = share.ring_index, _up_to_end(tape, share, token)
     tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
     dkv = _Sum(tape, keys, token.pair, token.wide)
     last: RangeGradients = []
-    if way.stages is None or share.ring == 1:
+    if how.stages is None or share.ring == 1:
         last = _ring(tape, share, token, dq, dkv)
     else:
-        _exchange(tape, share, _exchange_of(share, way, window), token, dq, dkv)
+        _exchange(tape, share, _exchange_of(share, how), token, dq, dkv)
     # What was summed is rounded, the keys' before the queries', and between the sinks' gradient is
     # made.
     rounded = dkv.result()
@@ -215,10 +202,10 @@ def _up_to_end(tape: Tape, share: Share, token: BytesPerToken) -> Storage:
     return tape.new(token.pair * keys * (keys > own))
 
 
-def _exchange_of(share: Share, way: KeyTransfer, window: Window | None) -> Exchange:
-    assert way.stages is not None  # else keys go round a ring
-    least = None if way.stages else 1 if window is None else PIECE_TOKENS
-    return Exchange(share, way.stages, trimmed=way.trimmed, keep=False, least=least)
+def _exchange_of(share: Share, how: RowSharing) -> Exchange:
+    assert how.stages is not None  # else keys go round a ring
+    least = None if how.stages else 1 if how.window is None else PIECE_TOKENS
+    return Exchange(share, how.stages, trimmed=how.trimmed, keep=False, least=least)
 
 
 RangeGradients = list[tuple[int, Storage]]

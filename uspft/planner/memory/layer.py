@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from uspft.planner.attention_memory import InnerAttention, Remembered, attend, attend_over_heads
-from uspft.planner.expert_memory import routed
-from uspft.planner.layer_sizes import OUTWARD, LayerSizes
-from uspft.planner.mesh_memory import ProductOnMesh
-from uspft.planner.operations import Angles, LayerTape, NormKind
-from uspft.planner.products import SHARED_EXPERT, SHARED_GATE
-from uspft.planner.tape import Storage, Tensor
+from uspft.planner.layer_kinds import SHARED_EXPERT
+from uspft.planner.memory.attention import InnerAttention, Remembered, attend, attend_over_heads
+from uspft.planner.memory.experts import routed
+from uspft.planner.memory.mesh import ProductOnMesh
+from uspft.planner.memory.operations import Angles, LayerTape, NormKind
+from uspft.planner.memory.sizes import OUTWARD, LayerSizes
+from uspft.planner.memory.tape import Storage, Tensor
+from uspft.planner.products import SHARED_GATE
 
 
 class Layer:
@@ -29,7 +30,7 @@ class Layer:
         self._made: dict[str, Tensor] = {}
         """What projections into a block on a mesh have made together."""
         if sizes.recompute in ("nothing", "exchange"):
-            exchanges = sizes.sharing.ulysses > 1 and sizes.recompute == "nothing"
+            exchanges = sizes.sharing.row.ulysses > 1 and sizes.recompute == "nothing"
             self._remembered = Remembered(tape, wanted=not exchanges)
 
     def __call__(self, hidden: Tensor) -> Tensor:

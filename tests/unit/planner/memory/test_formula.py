@@ -23,7 +23,7 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import FAMILIES, ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.layer_kinds import LAYER_KINDS
-from uspft.planner.memory import fits, longest_row, memory_of, unpredicted
+from uspft.planner.memory.formula import fits, longest_row, memory_of, unpredicted
 from uspft.planner.options import Options
 from uspft.prepare.host import CONFIGS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from uspft.planner.tape import GradientStorages, Storage, Tape, Tensor
+from uspft.planner.memory.tape import GradientStorages, Storage, Tape, Tensor
 
 DRAWN_BYTES, DRAWN_AT_ONCE = 4, 1 << 24
 """What a dropout draws for an element, and for how many at a time (model/dropout.py)."""

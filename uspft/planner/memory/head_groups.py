@@ -13,11 +13,11 @@ from functools import partial
 from typing import NamedTuple
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.attention_memory import attended, work_bytes
-from uspft.planner.layer_memory import Layer, enter
-from uspft.planner.layer_sizes import LayerSizes, Sharing, StateHeads
-from uspft.planner.operations import WIDE, LayerTape
-from uspft.planner.state_memory import (
+from uspft.planner.memory.attention import attended, work_bytes
+from uspft.planner.memory.layer import Layer, enter
+from uspft.planner.memory.operations import WIDE, LayerTape
+from uspft.planner.memory.sizes import LayerSizes, Sharing, StateHeads
+from uspft.planner.memory.states import (
     StateLayer,
     at_home,
     convolved,
@@ -26,7 +26,7 @@ from uspft.planner.state_memory import (
     rule_gradients,
     run_rule,
 )
-from uspft.planner.tape import GradientStorages, Storage, Tensor
+from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 from uspft.sequence.rows.heads import key_groups, key_ranges
 
 
@@ -260,24 +260,26 @@ class AttentionGroupMemory(GroupMemory):
     def _turns(self) -> list[_Turn]:
         how, found = self.sizes.sharing, []
         at_once = min(self.sizes.at_once or 1, how.heads // how.kv_heads)
-        for group in key_groups(how.heads, how.kv_heads, how.ulysses, at_once):
+        for group in key_groups(how.heads, how.kv_heads, how.row.ulysses, at_once):
             last = len(group.queries) - 1
             for turn in range(last + 1):
                 most = max(group.widths(turn))
-                found.append(_Turn(how.ulysses * most, how.ulysses, turn == 0, turn == last))
+                found.append(
+                    _Turn(how.row.ulysses * most, how.row.ulysses, turn == 0, turn == last)
+                )
         return found
 
     def _there(self, one: list[Storage]) -> list[Storage]:
         """Start to exchange tokens for heads."""
         here = one.pop()
-        if self.sizes.sharing.ulysses == 1:
+        if self.sizes.sharing.row.ulysses == 1:
             return [here]
         return [self.tape.new(here.size), self.tape.new(here.size)]
 
     def _homeward(self, one: list[Storage]) -> None:
         """Start to exchange heads for tokens."""
         here = one.pop()
-        if self.sizes.sharing.ulysses > 1:
+        if self.sizes.sharing.row.ulysses > 1:
             self._home.append([here, self.tape.new(here.size)])
 
     def _arrive(self) -> None:
@@ -322,7 +324,7 @@ class AttentionGroupMemory(GroupMemory):
             query, *others = _arrived(coming or self._launched(turn))
             pair = others or pair
             others = []
-            ahead = turns[number + 1 : number + 2] if how.ulysses > 1 else []
+            ahead = turns[number + 1 : number + 2] if how.row.ulysses > 1 else []
             coming = self._launched(ahead[0]) if ahead else []
             lses, *own = attended(tape, how, turn.queries, turn.keys)
             del query
@@ -405,7 +407,7 @@ class GatheredGroupMemory(AttentionGroupMemory):
 
     def _made(self, turn: _Turn) -> list[list[Storage]]:
         how = self.sizes.sharing
-        if turn.queries == how.heads and how.ulysses == 1:  # all of them, as they lie
+        if turn.queries == how.heads and how.row.ulysses == 1:  # all of them, as they lie
             return [[one] for one in self._qkv]
         return self._storages(turn)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from uspft.families.projections import STATE_LAYER
-from uspft.planner.attention_memory import InnerAttention, scattered
-from uspft.planner.layer_memory import Layer
-from uspft.planner.layer_sizes import LayerSizes, StateHeads
-from uspft.planner.operations import WIDE, LayerTape, NormKind
-from uspft.planner.tape import GradientStorages, Tensor
+from uspft.planner.memory.attention import InnerAttention, scattered
+from uspft.planner.memory.layer import Layer
+from uspft.planner.memory.operations import WIDE, LayerTape, NormKind
+from uspft.planner.memory.sizes import LayerSizes, StateHeads
+from uspft.planner.memory.tape import GradientStorages, Tensor
 
 
 class StateLayer(Layer):

@@ -10,11 +10,10 @@ from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_windows, state
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
-from uspft.planner.in_flight import RING, BytesPerToken, KeyTransfer, Window
-from uspft.planner.layer_kinds import LLAMA, LayerKind, layer_kinds
-from uspft.planner.operations import WIDE
+from uspft.planner.layer_kinds import LLAMA, SHARED_EXPERT, LayerKind, layer_kinds
+from uspft.planner.memory.in_flight import BytesPerToken, RowSharing, Window
+from uspft.planner.memory.operations import WIDE
 from uspft.planner.products import (
-    SHARED_EXPERT,
     SHARED_GATE,
     inner_features,
     layer_projections,
@@ -46,18 +45,15 @@ class Sharing:
     heads: int
     kv_heads: int
     dim: int
-    ulysses: int = 1
-    ring: int = 1
-    way: KeyTransfer = RING
-    window: Window | None = None
-    sinks: bool = False
-    flash: bool = False
+    row: RowSharing
+    sinks: bool
+    flash: bool
     """As of Options."""
 
     @property
     def widest(self) -> tuple[int, int]:
         """The query and KV heads of the member of Ulysses that has most."""
-        shares = split_heads(self.heads, self.kv_heads, self.ulysses)
+        shares = split_heads(self.heads, self.kv_heads, self.row.ulysses)
         heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
         return heads, kv
 
@@ -342,12 +338,13 @@ def layers_of(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> list[LayerSizes]:
     """Return every layer as a rank has it, those that are alike as one object. behind: as of
-    KeyTransfer."""
+    RowSharing."""
     tokens, columns = -(-options.micro_batch * row_tokens // layout.context), layout.mesh_columns
     windows, lora = layer_windows(shape), options.lora
     trains = trained_layers(shape, lora, options.freeze)
     everywhere = len(set(windows)) == 1
-    again, way = _checkpointed(shape, layout, row_tokens, options), _way(options, behind)
+    again = _checkpointed(shape, layout, row_tokens, options)
+    row = _row(layout, options, behind)
     down = layer_projections(shape)[-1].on(layout.tensor)
     met = ranks_met(shape, layout.experts)
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
@@ -361,10 +358,16 @@ def layers_of(
             if window not in (None, NO_KEYS) and window < row_tokens:
                 seen = Window(window, row_tokens, everywhere)
             heads, kv = (-(-each // columns) for each in (of.heads, of.kv_heads))
-            row = layout.ulysses, layout.ring, way, seen
             known[key] = LayerSizes(
                 Sharing(
-                    options.element, tokens, heads, kv, of.head_dim, *row, kind.sinks, options.flash
+                    options.element,
+                    tokens,
+                    heads,
+                    kv,
+                    of.head_dim,
+                    row._replace(window=seen),
+                    kind.sinks,
+                    options.flash,
                 ),
                 shape.hidden_size,
                 inner_features(shape, columns, experts=bool(kind.router)),
@@ -402,12 +405,12 @@ def _checkpointed(
     return first_layers(options.first_layers, stages)
 
 
-def _way(options: Options, behind: float) -> KeyTransfer:
-    """Return how keys come."""
-    if options.algorithm.all_at_once:
-        return KeyTransfer(1, trimmed=False, behind=behind)
+def _row(layout: Layout, options: Options, behind: float) -> RowSharing:
+    """Return how ranks share a row, but for windows."""
     stages = options.exchange_stages if "exchange_stages" in options.algorithm.options else None
-    return KeyTransfer(stages, behind=behind)
+    every = options.algorithm.all_at_once
+    stages = 1 if every else stages
+    return RowSharing(layout.ulysses, layout.ring, stages, not every, behind)
 
 
 def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> StateHeads:

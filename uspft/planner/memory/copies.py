@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from uspft.planner.layer_memory import Layer
-from uspft.planner.layer_sizes import OUT, OUTWARD, LayerSizes
-from uspft.planner.operations import LayerTape
-from uspft.planner.tape import GradientStorages, Storage, Tensor
+from uspft.planner.memory.layer import Layer
+from uspft.planner.memory.operations import LayerTape
+from uspft.planner.memory.sizes import OUT, OUTWARD, LayerSizes
+from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 PutOffProducts = deque[Callable[[], None]]
 """Products that make gradients of weights, which wait until a transfer is awaited."""

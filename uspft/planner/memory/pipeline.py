@@ -4,14 +4,14 @@ under way keep, what one that goes back needs beside, and messages (engine/pipel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from uspft.pipeline.schedules import Schedule, actions_of
 from uspft.pipeline.stages import Stages
-from uspft.planner.activations import ChunkKeys, PassBytes
+from uspft.planner.memory.passes import ChunkKeys, LayerBytes, PassBytes
 
 SENT = 2
 """Sent tensors that a line to another rank keeps, until the next ones are sent."""
@@ -25,16 +25,12 @@ class Moment(NamedTuple):
 
     stage: int
     """Which of the rank's, from 0."""
-    under_way: tuple[float, ...]
-    """Of each of the rank's stages, micro-batches that have gone forward and not back, this one not
-    counted; of chunks as many as their tokens are of the largest one's."""
+    chunk: int
+    under_way: tuple[tuple[int, ...], ...]
+    """Of each of the rank's stages, by chunk, the micro-batches that have gone forward and not
+    back, this one not counted."""
     messages: int
     """Tensors that are to come or have gone."""
-    chunk: int = 0
-    inputs: tuple[int, ...] = ()
-    """Of each of the rank's stages how many have gone forward and not back, but for this one."""
-    awaited: tuple[float, ...] = ()
-    """Of those under way the chunks that later ones follow."""
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
@@ -63,6 +59,20 @@ class RankBytes(NamedTuple):
     """The most stage inputs that are kept at a time."""
 
 
+class StageBytes(NamedTuple):
+    """What a micro-batch takes in one stage."""
+
+    kept: float
+    """On the device between its forward and its backward, by the tokens of its largest chunk."""
+    keys: float
+    """Of keys that later chunks meet, of a chunk that is not the last, in the same way."""
+    whole: float
+    """Of a chunk whatever its tokens."""
+    on_host: float
+    peaks: tuple[float, ...]
+    """The most at a time in the backward of each chunk."""
+
+
 def rank_bytes(
     one: PassBytes,
     stages: Stages,
@@ -78,111 +88,110 @@ def rank_bytes(
     has as many tokens as that; `one` is the first.
     """
     mine = range(rank, stages.count, stages.ranks)
-    kept, of_keys, host = list[float](), list[float](), []
-    whole = list[float]()
-    peaks: dict[tuple[int, int], float] = {}
-    trained = [stages.bounds[stage + 1] > one.first for stage in mine]
-    for stage, trains in zip(mine, trained, strict=True):
-        alone = one.bare if stage or not trains else ()
-        layers = [(*alone, *one.layers[len(alone) :])[layer] for layer in stages.layers(stage)]
-        keys = [one.keys[layer] for layer in stages.layers(stage)] if one.keys else []
-        of_keys.append(sum(own.kept for own in keys))
-        last = stage == stages.count - 1
-        held = one.keeps_input[stages.bounds[stage]]
-        entered = one.embedded if stage == 0 else one.hidden * (not held)
-        waiting = (0.0 if one.offloads else layer.kept for layer in layers)
-        below = [*accumulate(waiting, initial=entered)]
-        made = 0.0 if last else one.hidden
-        out = one.head.kept - one.any_head.kept if last else made
-        kept.append((below[-1] + one.angles + out) * trains)
-        whole.append(one.any_head.kept * last * trains)
-        for chunk, size in enumerate(sizes):
-            if chunks:
-                own = (*alone, *chunks[chunk].layers[len(alone) :])
-                layers = [own[layer] for layer in stages.layers(stage)]
-            every = [
-                made + before + layer.most for before, layer in zip(below, layers, strict=False)
-            ]
-            every += [below[-1] + one.head.most - one.any_head.most] if last else []
-            sums = _sums(keys, sizes, chunk) if keys else [0.0] * (len(layers) + 1)
-            sums[-1] += one.any_head.most * last
-            both = zip(every, sums, strict=False)
-            peaks[stage // stages.ranks, chunk] = max(size * a + b for a, b in both)
-        host.append(sum(layer.kept for layer in layers) if one.offloads else 0.0)
+    each = [_stage_bytes(one, stages, stage, sizes, chunks) for stage in mine]
     few = micro_batches
     if schedule.scheduler != "gpipe":
         few = min(micro_batches, ROUNDS * stages.ranks)
+    trained = [_trains(one, stages, stage) for stage in mine]
     begun = trained.index(True) if any(trained) else len(trained)
-    every_moment = moments(stages.ranks, schedule, few, rank, begun, tuple(sizes))
-    message = one.hidden * sum(sizes) / len(sizes)
-
-    def bytes_at(moment: Moment) -> tuple[float, float]:
-        others = sum(n * size for n, size in zip(moment.under_way, kept, strict=True))
-        others += sum(n * size for n, size in zip(moment.awaited, of_keys, strict=True))
-        others += sum(n * size for n, size in zip(moment.inputs, whole, strict=True))
-        here = peaks[moment.stage, moment.chunk] + message * moment.messages
-        return others + here, others
-
+    every_moment = moments(stages.ranks, schedule, few, rank, begun)
     if not every_moment:  # forward alone, while what went in before, and what came out, is there
         beside = (SENT + 2) * one.hidden + 2 * one.angles
-        return RankBytes(0.0, max(peaks.values()) + beside, 0.0, 0)
-    peak, others = max(map(bytes_at, every_moment))
-    waits = max(
-        sum(n * size for n, size in zip(m.under_way, host, strict=True)) + host[m.stage]
-        for m in every_moment
+        return RankBytes(0.0, max(peak for stage in each for peak in stage.peaks) + beside, 0.0, 0)
+    message = one.hidden * sum(sizes) / len(sizes)
+
+    def bytes_at(moment: Moment) -> tuple[float, float, float]:
+        weighed = [
+            [n * size for n, size in zip(counts, sizes, strict=True)] for counts in moment.under_way
+        ]
+        both = list(zip(each, weighed, strict=True))
+        others = sum(sum(tokens) * stage.kept for stage, tokens in both)
+        others += sum(sum(tokens[:-1]) * stage.keys for stage, tokens in both)
+        others += sum(sum(n) * s.whole for s, n in zip(each, moment.under_way, strict=True))
+        here = each[moment.stage]
+        at_work = here.peaks[moment.chunk] + message * moment.messages
+        on_host = sum(sum(tokens) * stage.on_host for stage, tokens in both) + here.on_host
+        return others + at_work, others, on_host
+
+    found = [bytes_at(moment) for moment in every_moment]
+    peak, others, _ = max(found)
+    inputs = max(sum(map(sum, moment.under_way)) + 1 for moment in every_moment)
+    return RankBytes(others, peak - others, max(on_host for *_, on_host in found), inputs)
+
+
+def _trains(one: PassBytes, stages: Stages, stage: int) -> bool:
+    """Tell whether a stage has a backward."""
+    return stages.bounds[stage + 1] > one.first
+
+
+def _stage_bytes(
+    one: PassBytes,
+    stages: Stages,
+    stage: int,
+    sizes: Sequence[float],
+    chunks: Sequence[PassBytes],
+) -> StageBytes:
+    """Return what a micro-batch takes in a stage; the rest is as of rank_bytes."""
+    trains, last = _trains(one, stages, stage), stage == stages.count - 1
+    alone, mine = one.bare if stage or not trains else (), stages.layers(stage)
+
+    def of_mine(layers: Sequence[LayerBytes]) -> list[LayerBytes]:
+        return [(*alone, *layers[len(alone) :])[layer] for layer in mine]
+
+    layers, keys = of_mine(one.layers), [one.keys[layer] for layer in mine] if one.keys else []
+    entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded
+    waiting = (0.0 if one.offloads else layer.kept for layer in layers)
+    below = [*accumulate(waiting, initial=entered)]
+    made = 0.0 if last else one.hidden
+    out = one.head.kept - one.any_head.kept if last else made
+    peaks = []
+    for chunk, size in enumerate(sizes):
+        at_work = of_mine(chunks[chunk].layers) if chunks else layers
+        every = [made + before + layer.most for before, layer in zip(below, at_work, strict=False)]
+        every += [below[-1] + one.head.most - one.any_head.most] if last else []
+        sums = _sums(keys, sizes, chunk) if keys else [0.0] * (len(layers) + 1)
+        sums[-1] += one.any_head.most * last
+        peaks.append(max(size * a + b for a, b in zip(every, sums, strict=False)))
+    return StageBytes(
+        kept=(below[-1] + one.angles + out) * trains,
+        keys=sum(own.kept for own in keys),
+        whole=one.any_head.kept * last * trains,
+        on_host=sum(layer.kept for layer in layers) if one.offloads else 0.0,
+        peaks=tuple(peaks),
     )
-    return RankBytes(others, peak - others, waits, max(sum(m.inputs) + 1 for m in every_moment))
 
 
 @lru_cache(maxsize=4096)
 def moments(
-    ranks: int,
-    schedule: Schedule,
-    micro_batches: int,
-    rank: int,
-    begun: int = 0,
-    sizes: tuple[float, ...] = (1.0,),
+    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
 ) -> tuple[Moment, ...]:
     """Return the times at which a rank begins a backward, each that differs once. begun: the first
-    of its stages that has one. sizes: as of rank_bytes."""
-    every = _moments(ranks, schedule, micro_batches, rank, begun, sizes)
-    return tuple(dict.fromkeys(one for one in every if one.stage >= begun))
-
-
-def _moments(
-    ranks: int,
-    schedule: Schedule,
-    micro_batches: int,
-    rank: int,
-    begun: int,
-    sizes: tuple[float, ...],
-) -> Iterator[Moment]:
-    virtual = schedule.virtual
-    actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, len(sizes))
-    last = ranks * virtual - 1
-    under_way = [[0] * len(sizes) for _ in range(virtual)]
+    of its stages that has one."""
+    virtual, last = schedule.virtual, ranks * schedule.virtual - 1
+    actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
+    under_way = [[0] * schedule.chunks for _ in range(virtual)]
     # What is received for its stages is posted one ahead for each rank that sends it.
     coming: Counter[int] = Counter()
     for action in actions:
         coming[_source(action.kind, action.stage, last, ranks)] += 1
     lines: dict[int, list[bool]] = {}
-    for action in actions:
-        kind, stage, _, chunk = action
+    found = dict[Moment, None]()
+    for kind, stage, _, chunk in actions:
+        own = stage // ranks
         coming[_source(kind, stage, last, ranks)] -= 1
         if kind == "forward":
-            under_way[stage // ranks][chunk] += 1
+            under_way[own][chunk] += 1
             if stage < last:
-                _send(lines, (stage + 1) % ranks, alone=stage // ranks < begun)
+                _send(lines, (stage + 1) % ranks, alone=own < begun)
             continue
-        under_way[stage // ranks][chunk] -= 1
+        under_way[own][chunk] -= 1
         posted = sum(1 for source, left in coming.items() if left and source not in (-1, rank))
         sent = sum(sum(line) for line in lines.values())
-        weighed = [[n * size for n, size in zip(one, sizes, strict=True)] for one in under_way]
-        inputs, awaited = tuple(map(sum, under_way)), tuple(sum(one[:-1]) for one in weighed)
-        every = tuple(map(sum, weighed)), posted + sent, chunk, inputs, awaited
-        yield Moment(stage // ranks, *every)
+        if own >= begun:
+            found[Moment(own, chunk, tuple(map(tuple, under_way)), posted + sent)] = None
         if stage:
             _send(lines, (stage - 1) % ranks, alone=True)
+    return tuple(found)
 
 
 def _source(kind: str, stage: int, last: int, ranks: int) -> int:

@@ -1,13 +1,4 @@
-"""The only memory formula: the bytes of one rank by part, their peak, and the longest row.
-
-What rows take is read in this order: `options` and `layer_sizes` say what a rank has of a layer,
-`tape` and `operations` what torch keeps of an operation, and `layer_memory` is the one walk over a
-layer. Where a part of it runs in another way, that part stands beside it: `attention_memory` and
-`in_flight` (ranks share a row), `mesh_memory`, `expert_memory`, and as layers of their own
-`state_memory`, `group_memory` and `copies_memory`. `activations` runs layers and the head one after
-another, and `stage_memory` counts what of that stays in a pipeline. `state` and `trained` are
-weights, gradients and the optimizer.
-"""
+"""The only memory formula: the bytes of one rank by part, their peak, and the longest row."""
 
 from __future__ import annotations
 
@@ -19,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AlgorithmRow
 from uspft.families import layer_windows
-from uspft.planner.activations import PassBytes, chunk_keys, pass_bytes
-from uspft.planner.layer_sizes import layers_of
+from uspft.planner.memory.passes import PassBytes, chunk_keys, pass_bytes
+from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
+from uspft.planner.memory.sizes import layers_of
+from uspft.planner.memory.zero import State, state_of
 from uspft.planner.options import Options
-from uspft.planner.stage_memory import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
-from uspft.planner.state import State, state_of
 from uspft.planner.step_shape import DrawnRows
 
 if TYPE_CHECKING:

@@ -6,33 +6,32 @@ from itertools import product
 
 import pytest
 
-from uspft.planner import in_flight
-from uspft.planner.in_flight import (
-    RING,
+from uspft.planner.memory import in_flight
+from uspft.planner.memory.in_flight import (
     BytesPerToken,
-    KeyTransfer,
+    RowSharing,
     Window,
     backward_bytes,
     forward_bytes,
 )
 
 TOKEN = BytesPerToken(64.0, 128.0, 16.0, 2, sinks=True)
-WAYS = [(1, 1, RING), (2, 2, RING), (1, 4, KeyTransfer(0)), (1, 2, KeyTransfer(1, False))]
+ROWS = [RowSharing(), RowSharing(2, 2), RowSharing(1, 4, 0), RowSharing(1, 2, 1, trimmed=False)]
 
 
-@pytest.mark.parametrize(("ulysses", "ring", "way"), WAYS)
+@pytest.mark.parametrize("row", ROWS)
 def test_many_windows_are_drawn_out_from_few(
-    ulysses: int, ring: int, way: KeyTransfer, monkeypatch: pytest.MonkeyPatch
+    row: RowSharing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unit = 2 * ring * ulysses
+    unit = 2 * row.ring * row.ulysses
     for keys, everywhere in product((9, 50), (True, False)):
-        window = Window(keys, -(-300 * keys * ring // unit) * unit, everywhere)
+        window = Window(keys, -(-300 * keys * row.ring // unit) * unit, everywhere)
         found = []
         for walked in (in_flight.WINDOWS_WALKED, 10**9):
             monkeypatch.setattr(in_flight, "WINDOWS_WALKED", walked)
             for each in (backward_bytes, forward_bytes):
                 each.cache_clear()
-                found.append(each(ulysses, ring, TOKEN, way, window))
+                found.append(each(row._replace(window=window), TOKEN))
             monkeypatch.undo()
         assert found[:2] == pytest.approx(found[2:], rel=2e-3), window
 
@@ -46,13 +45,14 @@ def test_a_long_row_under_a_short_window_takes_no_walk_through_all_of_it(
         in_flight, "everyones", lambda row, *rest: rows.append(row.length) or shares(row, *rest)
     )
     backward_bytes.cache_clear()
-    assert backward_bytes(1, 2, TOKEN, RING, Window(11, 1 << 30, everywhere=False)) > 0
+    how = RowSharing(1, 2, window=Window(11, 1 << 30, everywhere=False))
+    assert backward_bytes(how, TOKEN) > 0
     assert 0 < max(rows) < 2000
 
 
-@pytest.mark.parametrize("way", [RING, KeyTransfer(0), KeyTransfer(2), KeyTransfer(1, False)])
+@pytest.mark.parametrize(("stages", "trimmed"), [(None, True), (0, True), (2, True), (1, False)])
 def test_a_long_ring_is_drawn_out_from_short_ones(
-    way: KeyTransfer, monkeypatch: pytest.MonkeyPatch
+    stages: int | None, trimmed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one of 16 ranks that is walked through; shorter ones would not tell what it has."""
     own = in_flight.SHORT
@@ -62,9 +62,8 @@ def test_a_long_ring_is_drawn_out_from_short_ones(
             monkeypatch.setattr(in_flight, "SHORT", short)
             for each in (backward_bytes, forward_bytes):
                 each.cache_clear()
-            found.append(
-                [each(1, 16, TOKEN, way, window) for each in (backward_bytes, forward_bytes)]
-            )
+            how = RowSharing(1, 16, stages, trimmed, window=window)
+            found.append([each(how, TOKEN) for each in (backward_bytes, forward_bytes)])
         drawn, walked, shorter = found
         assert drawn == pytest.approx(walked, rel=1e-6), window
-        assert way.stages != 0 or window or shorter != pytest.approx(walked, rel=0.1)
+        assert stages != 0 or window or shorter != pytest.approx(walked, rel=0.1)
