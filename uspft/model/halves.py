@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StandIn(NamedTuple):
-    """A temporary replacement: `module` (or a parameter, or another value) for the entry `name` of a
+    """A temporary replacement: `module`, a parameter or another value for the entry `name` of a
     module's table."""
 
     table: dict[str, Any]
