@@ -84,6 +84,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "write linear",
     ),
+    "files of a data set on the hub": (
+        {"dataset_name": None, "datasets": [{"path": "org/set", "data_files": ["a.jsonl"]}]},
+        "download them, and add data.train=FILE",
+    ),
     "noise": ({"neftune_noise_alpha": 5}, "no noise is added"),
     "both kinds of sharing": (
         {"parallelism_config": {"cp_size": 2, "sp_size": 2}},
