@@ -13,7 +13,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from uspft.config.algorithms import WHOLE
 from uspft.config.messages import as_written
@@ -311,11 +311,7 @@ class _Listed(Sequence[Ranked]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, place: int) -> Ranked: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Ranked]: ...
-    def __getitem__(self, place: int | slice) -> Ranked | list[Ranked]:
+    def __getitem__(self, place: int | slice) -> Any:
         last = range(self._count)[place]
         most = max(last, default=-1) if isinstance(last, range) else last
         self._here += islice(self._order, max(0, most + 1 - len(self._here)))
