@@ -48,7 +48,7 @@ class Moved(NamedTuple):
 def layer_moved(step: StepShape, blocks: Blocks, columns: int) -> Moved:
     """Return the bytes of a layer's forward and backward on one of so many tensor ranks, and of a
     forward that is run again."""
-    parts = layer_bytes(step, blocks, columns)
+    parts = _by_part(step, blocks, columns)
     each = sum(step.forwards * one.forward + one.backward for one in parts.values())
     if step.recompute and not layer_kind(step.model).norms.behind_mlp:
         # What is run again ends before the last sum, which nothing keeps.
@@ -75,7 +75,7 @@ def norm_bytes(element: int, *, wide: bool, trains: bool) -> BothWays:
     return BothWays(forward, 2 * cast + 17 * WIDE + 2 * own + 4 * own * trains)
 
 
-def layer_bytes(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWays]:
+def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWays]:
     """Return by part the bytes of a token in a layer that has these blocks, on one of so many
     tensor ranks. All choices of experts are taken to be equally likely."""
     e, of, kind = step.element_bytes, blocks.sizes(step.model), layer_kind(step.model)
@@ -161,13 +161,8 @@ def _tiled(step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, Bo
 
 
 def outside_moved(step: StepShape, columns: int) -> Moved:
-    """Return the bytes of a pass outside of layers, on one of so many tensor ranks."""
-    every = outside_bytes(step, columns).values()
-    return Moved(sum(one.per_token for one in every), sum(one.per_pass for one in every))
-
-
-def outside_bytes(step: StepShape, columns: int) -> dict[str, Moved]:
-    """Return by part the bytes of a pass outside of layers, on one of so many tensor ranks."""
+    """Return the bytes of a forward and backward outside of layers, on one of so many tensor ranks:
+    of the embedding, the last norm, and the loss with its head."""
     model, e, hidden = step.model, step.element_bytes, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
     cast, trains = (e + WIDE if e < WIDE else 0), step.lora is None
@@ -180,11 +175,10 @@ def outside_bytes(step: StepShape, columns: int) -> dict[str, Moved]:
         logits += 4 * WIDE
     rows = (2 + 2 + 2 + 2 + 4) * e  # chosen, of the head, put in place, times a factor, put back
     table = words * hidden * trains
-    return {
-        "norms": Moved(_between(step, columns) * sum(norm)),
-        "loss": Moved(words * logits + hidden * rows, table * (WIDE + cast + 2 * e)),
-        "embedding": Moved(hidden * (2 + 3 * trains) * e, table * e * (1 + 3 * model.tied)),
-    }
+    loss = words * logits + hidden * rows
+    embedding = hidden * (2 + 3 * trains) * e
+    of_tables = table * (WIDE + cast + 2 * e) + table * e * (1 + 3 * model.tied)
+    return Moved(_between(step, columns) * sum(norm) + loss + embedding, of_tables)
 
 
 class GradientBytes(NamedTuple):
