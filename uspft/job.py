@@ -39,8 +39,7 @@ def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
 
     places: the folder for each key of `model` that is a hub id.
     """
-    model = recipe.model.model_copy(update=dict(places))
-    return recipe.model_copy(update={"model": model})
+    return recipe.changed(model=dict(places))
 
 
 class Prices(NamedTuple):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from uspft.blocks import WIDEST
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, folders_of
-from uspft.config import Fault, Recipe
+from uspft.config import Fault, InputError, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
-from uspft.config.problems import COMMAND_LINE, UsageError, counted
+from uspft.config.problems import UsageError, counted
 from uspft.data.corpus.prepare import first_look
 from uspft.launcher.hosts import planned_hosts
 from uspft.metrics import as_size
@@ -28,7 +28,7 @@ SHOWN_FILES = 10
 
 def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Print what the recipe means here, and what could not be looked at; of a folder, which
-    checkpoints in it are whole. Raises RecipeError, and CheckpointError."""
+    checkpoints in it are whole. Raises InputError."""
     if target.is_dir():
         return check_checkpoint(target, overrides, place)
     environment = place.environment
@@ -134,8 +134,8 @@ def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
 def check_checkpoint(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Print for each checkpoint that a folder holds whether it is whole.
 
-    target: a checkpoint, `checkpoints/` or the folder of a run. Raises CheckpointError, with a line
-    for each checkpoint that is damaged, and UsageError for what else was said.
+    target: a checkpoint, `checkpoints/` or the folder of a run. Raises InputError, with a line for
+    each checkpoint that is damaged, or for what else was said.
     """
     if overrides or place.ranks:
         more = overrides[0] if overrides else "--ranks"
@@ -146,12 +146,12 @@ def check_checkpoint(target: Path, overrides: Sequence[str], place: Invocation) 
     except CheckpointError as error:
         remedy = "name a recipe, a checkpoint or the output folder of a run"
         what = str(error).removeprefix(f"{target} ")
-        raise CheckpointError(f"{COMMAND_LINE}: {target}: {what}; {remedy}") from error
+        raise UsageError(str(target), what, remedy) from error
     for folder in folders:
         try:
             found = Checkpoint.open(folder)
         except CheckpointError as error:
-            damaged.append(f"{COMMAND_LINE}: {target}: {error}; go on from another checkpoint")
+            damaged.append(UsageError(str(target), str(error), "go on from another checkpoint"))
             continue
         files = f"{folder}: step {found.step}, {len(found.state['sizes'])} files"
         if found.has_checksums:
@@ -159,5 +159,5 @@ def check_checkpoint(target: Path, overrides: Sequence[str], place: Invocation) 
         else:
             print(f"{files}: whole by their lengths and headers, and written without checksums")
     if damaged:
-        raise CheckpointError("\n".join(damaged))
+        raise InputError("\n".join(map(str, damaged)))
     return 0

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config import InputError, RecipeError, load
-from uspft.config.document import bare, parse
-from uspft.config.problems import UsageError
+from uspft.config.document import bare
+from uspft.config.loading import assigned
+from uspft.config.problems import Problem, UsageError, writing
 from uspft.convert import CONVERTERS, Outcome, convert_theirs, read_theirs
 
 
@@ -41,14 +42,13 @@ def convert(
         raise UsageError("--from", what, f"write one of {', '.join(CONVERTERS)}")
     more = [Path(word) for word in words if "=" not in word]
     given: dict[str, Any] = {}
-    for word in words:
-        key, found, value = word.partition("=")
-        if found and not key:
-            raise UsageError(word, "is no key.path=value", "write data.train=FILE, say")
-        tree, problems = parse(value or "null", str, key) if found else (None, [])
-        if problems:
-            raise UsageError(word, "is not YAML", "quote the value")
+    wrong: list[Problem] = []
+    for word in (word for word in words if "=" in word):
+        key, tree, problems = assigned(word)
+        wrong += problems
         given |= {key: bare(tree)} if tree else {}
+    if wrong:
+        raise RecipeError(wrong)
     outcome = convert_theirs(read_theirs(target, tool, *more), given, ranks)
     print("\n".join(outcome.lines()))
     if outcome.refused:
@@ -56,11 +56,8 @@ def convert(
         return 2
     text = outcome.recipe(target)
     _require_recipe(outcome, text, to)
-    try:
+    with writing(str(to), "name another with -o"):
         to.write_text(text, encoding="utf-8")
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise UsageError(str(to), what, "name another with -o") from error
     print(f"written: {to}\nnext: {program} check {shlex.quote(str(to))}")
     return 0
 

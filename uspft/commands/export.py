@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from uspft.checkpoint.folder import Checkpoint, CheckpointError, folder_of, name
 from uspft.checkpoint.hf_folder import write_exports
 from uspft.checkpoint.weights import WholeModel, whole_model
 from uspft.config import Fault, InputError, load
-from uspft.config.problems import COMMAND_LINE, UsageError, settings_of
+from uspft.config.problems import UsageError, settings_of, writing
 from uspft.metrics import Best, Journal
 from uspft.prepare.files import held_output
 from uspft.prepare.host import Invocation
@@ -27,8 +26,8 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     overrides: `to=FOLDER` has the whole model written there and nothing else; `base=PLACE` says
     where the base model is now, which a checkpoint of an adapter, of a partly frozen model or of a
     multimodal model's language model needs. Raises InputError for another override or one given
-    twice, and for a folder that holds something already, which would be replaced; CheckpointError
-    for a target without a whole checkpoint.
+    twice, for a folder that holds something already, which would be replaced, and for a target
+    without a whole checkpoint.
     """
     asked = settings_of("export", overrides, {"to": "FOLDER", "base": "PLACE"})
     to = Path(asked["to"]).resolve() if "to" in asked else None
@@ -36,11 +35,11 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         raise UsageError("to", f"{to} is there already", "name a new folder")
     checkpoint = _open(target)
     if not (checkpoint.model / "config.json").is_file():
-        what = f"{checkpoint.model} holds no config.json; name another checkpoint"
-        raise CheckpointError(f"{COMMAND_LINE}: {target}: {what}")
+        what = f"{checkpoint.model} holds no config.json"
+        raise UsageError(str(target), what, "name another checkpoint")
     whole = whole_model(checkpoint, asked.get("base"))
     if to:
-        with _writing(to):
+        with writing(str(to), "write to=FOLDER"):
             write_exports(whole, checkpoint.model, hf=to)
         _tell(checkpoint, to)
         return 0
@@ -64,22 +63,12 @@ def export_beside(
     """
     new = new_exports(output)
     hf = new / MODEL if model else None
-    with _writing(output):
+    with writing(str(output), "write to=FOLDER"):
         write_exports(whole, checkpoint.model, hf=hf, adapter=new / ADAPTER)
         moved = publish_exports(output)
     if moved:
         print(f"what was exported before is now in {moved}")
     _tell(checkpoint, output / (MODEL if model else ADAPTER))
-
-
-@contextmanager
-def _writing(place: Path) -> Iterator[None]:
-    """Raise InputError where a place cannot be written inside the `with` block."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{place} cannot be written: {error.strerror}"
-        raise UsageError("to", what, "write to=FOLDER") from error
 
 
 def _tell(checkpoint: Checkpoint, made: Path) -> None:
@@ -100,7 +89,7 @@ def _open(target: Path) -> Checkpoint:
     except CheckpointError as error:
         remedy = "name an output folder, or a checkpoint in it"
         what = str(error).removeprefix(f"{target} ")
-        raise CheckpointError(f"{COMMAND_LINE}: {target}: {what}; {remedy}") from error
+        raise UsageError(str(target), what, remedy) from error
     why = f"the best, with an eval loss of {best.loss:.4g}, since checkpoint.keep_best is set"
     print(f"step {best.step} is {why}; step {newest.step}, the newest: export {newest.folder}")
     return chosen

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
@@ -136,13 +137,9 @@ def _rank(words: Sequence[str]) -> int:
     waiting.now(f"the start of {as_processes(int(os.environ['WORLD_SIZE']))}")
     begin_imports()
     try:
-        if words[1:] == ["verify"]:
-            from uspft.commands.verify import rank
-        elif words[1:] == ["calibrate"]:
-            from uspft.commands.calibrate import rank
-        else:
-            from uspft.commands.rank import rank
-        code = rank(Path(words[0]), os.environ, waiting)
+        folder, verb = words[0], (*words[1:], "rank")[0]
+        rank = import_module(f"uspft.commands.{verb}").rank
+        code = int(rank(Path(folder), os.environ, waiting))
     except BaseException as error:
         waiting.close()
         code = 2 if isinstance(error, InputError) else 1

@@ -72,26 +72,28 @@ class Chart:
     """What a chart shows over steps."""
 
     title: str
-    series: Sequence[Series]
+    names: Sequence[str] = ()
+    """The fields of metrics.jsonl that it shows, or what their names begin with."""
     unit: str = ""
     """What stands behind numbers; `bytes` become binary units."""
     zero: bool = False
     """Whether the axis begins at 0."""
     log: bool = False
     """Whether the axis is logarithmic, where no value is 0 or less."""
+    series: Sequence[Series] = ()
     levels: Sequence[Series] = ()
     """Dashed lines over all steps, each with the one value of its points."""
     marks: Sequence[tuple[float, str]] = ()
     """Steps at which something happened, and what."""
 
 
-def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """Return at most so many of the points, in their order: the first, the last, and of each
-    stretch between them the lowest and the highest."""
-    if len(points) <= most:
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most POINTS of the points, in their order: the first, the last, and of each stretch
+    between them the lowest and the highest."""
+    if len(points) <= POINTS:
         return list(points)
     inner, found = points[1:-1], [points[0]]
-    size = -(-len(inner) // ((most - 2) // 2))
+    size = -(-len(inner) // ((POINTS - 2) // 2))
     for start in range(0, len(inner), size):
         stretch = range(start, min(start + size, len(inner)))
         low, high = (pick(stretch, key=lambda n: inner[n][1]) for pick in (min, max))

@@ -33,9 +33,8 @@ def preprocess(
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():
         found = with_model(found, place)
-        data = found.here.data
-        cores = max(data.workers, len(os.sched_getaffinity(0)))
-        recipe = found.here.model_copy(update={"data": data.model_copy(update={"workers": cores})})
+        cores = max(found.here.data.workers, len(os.sched_getaffinity(0)))
+        recipe = found.here.changed(data={"workers": cores})
         cache = place.data_cache(recipe)
         before = corpora_in(cache)
         assert found.shape  # or knowing_model had refused it

@@ -295,8 +295,7 @@ def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
 
     refused: a line for each kernel that is installed and was tried before, in vain.
     """
-    model = job.recipe.model.model_copy(update={"attention": kernel})
-    recipe = job.recipe.model_copy(update={"model": model})
+    recipe = job.recipe.changed(model={"attention": kernel})
     write_text(job.output / RECIPE, dump(recipe, job.comments))
     for line in refused:
         print(f"model.attention: {line}; using {kernel}", flush=True)

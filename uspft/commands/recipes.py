@@ -14,7 +14,7 @@ import yaml
 from uspft.called import to_type
 from uspft.config import Recipe, load
 from uspft.config.messages import closest
-from uspft.config.problems import UsageError, counted
+from uspft.config.problems import UsageError, counted, writing
 from uspft.config.strategies import layouts_of
 from uspft.data.files.sources import STDLIB
 from uspft.prepare.host import CONFIGS
@@ -97,14 +97,11 @@ def copy(recipe: Path, to: Path, program: str) -> None:
     changed = text
     for start, end, target in reversed(list(_paths(yaml.compose(text), recipe.parent))):
         changed = changed[:start] + _written(target, to, recipe.parent.parent) + changed[end:]
-    try:
-        with to.open("x") as file:
-            file.write(changed)
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        if isinstance(error, FileExistsError):
-            what = "is there already, and nothing is overwritten"
-        raise UsageError(str(to), what, "name another FILE") from error
+    if os.path.lexists(to):
+        what = "is there already, and nothing is overwritten"
+        raise UsageError(str(to), what, "name another FILE")
+    with writing(str(to), "name another FILE"), to.open("x") as file:
+        file.write(changed)
 
 
 def _paths(node: yaml.Node | None, folder: Path) -> Iterator[tuple[int, int, Path]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from uspft.commands.pages import BEGIN, Chart, Series, figure, html_page, load_map, shown, table
 from uspft.commands.report_runs import (
@@ -25,7 +26,7 @@ from uspft.commands.report_runs import (
     predicted_of,
     read_runs,
 )
-from uspft.config.problems import InputError, UsageError, said
+from uspft.config.problems import InputError, UsageError, said, writing
 from uspft.durable import write_text
 from uspft.layout import AXES, EXPERTS
 from uspft.metrics import as_size
@@ -71,14 +72,11 @@ def report(
 
 def _write(file: Path, page: str) -> None:
     """Write a page; an earlier one is replaced, and no other file. Raises UsageError."""
-    try:
+    remedy = "name another file by -o FILE"
+    with writing(str(file), remedy):
         if file.exists() and not file.read_text("utf-8", errors="replace").startswith(MARK):
-            what = "is there already, and is no report"
-            raise UsageError(str(file), what, "name another file by -o FILE")
+            raise UsageError(str(file), "is there already, and is no report", remedy)
         write_text(file, page)
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise UsageError(str(file), what, "name another file by -o FILE") from error
 
 
 def leave_report(found: Examined, place: Invocation) -> str:
@@ -188,30 +186,21 @@ def page_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted], again: 
     return html_page(title, STYLE, body, GENERATOR + fresh)
 
 
-class Shown(NamedTuple):
-    """A chart of the page: its fields of metrics.jsonl, or what they begin with, and its axis."""
-
-    title: str
-    names: Sequence[str]
-    unit: str = ""
-    zero: bool = False
-    log: bool = False
-
-
 CHARTS = (
-    Shown("loss", ("loss", "eval_loss", "eval_sets/")),
-    Shown("gradient norm before clipping", ("grad_norm",), log=True),
-    Shown("learning rate", ("learning_rate",), zero=True),
-    Shown("tokens per second of all ranks", ("tokens_per_second",), zero=True),
-    Shown("MFU", ("mfu",), zero=True),
-    Shown("seconds of a step", ("step_seconds", "seconds/", "switch_seconds"), "s", zero=True),
-    Shown("seconds under each strategy", (UNDER,), "s", zero=True),
-    Shown("peak memory of the largest rank", ("peak_memory_bytes",), "bytes", zero=True),
-    Shown("sent by the busiest rank", (SENT,), "bytes", zero=True),
-    Shown("attention: busiest rank ÷ mean", ("attention_balance",)),
-    Shown("experts: largest load ÷ mean", ("expert_load", "expert_rank_load")),
-    Shown("loss of routers", ("router_loss",)),
+    Chart("loss", ("loss", "eval_loss", "eval_sets/")),
+    Chart("gradient norm before clipping", ("grad_norm",), log=True),
+    Chart("learning rate", ("learning_rate",), zero=True),
+    Chart("tokens per second of all ranks", ("tokens_per_second",), zero=True),
+    Chart("MFU", ("mfu",), zero=True),
+    Chart("seconds of a step", ("step_seconds", "seconds/", "switch_seconds"), "s", zero=True),
+    Chart("seconds under each strategy", (UNDER,), "s", zero=True),
+    Chart("peak memory of the largest rank", ("peak_memory_bytes",), "bytes", zero=True),
+    Chart("sent by the busiest rank", (SENT,), "bytes", zero=True),
+    Chart("attention: busiest rank ÷ mean", ("attention_balance",)),
+    Chart("experts: largest load ÷ mean", ("expert_load", "expert_rank_load")),
+    Chart("loss of routers", ("router_loss",)),
 )
+"""The charts of the page, each without its lines."""
 
 
 def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> list[Chart]:
@@ -234,8 +223,7 @@ def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> li
                 levels.append(Series(f"{before}predicted", [(0, value)], place * several, 2))
         marks = [] if several else runs[0].marks
         if series:
-            axis = chart.unit, chart.zero, chart.log
-            found.append(Chart(chart.title, series, *axis, levels, marks))
+            found.append(replace(chart, series=series, levels=levels, marks=marks))
     return found
 
 

@@ -203,7 +203,7 @@ def predicted_of(run: ReportedRun, place: Invocation) -> Predicted:
     if not run.recipe or not isinstance(ranks, int):
         return not_predicted(f"{RECIPE} or the number of ranks is not there")
     try:
-        processes = read(file, ()).loaded.recipe.launch.processes
+        processes = read(file).recipe.launch.processes
         hosts = ranks // processes if isinstance(processes, int) else 1
         return predicted(examine_for_plan(file, (), max(1, hosts), ranks), place)
     except InputError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from uspft.config.messages import LARGEST
 from uspft.config.problems import Fault, Finding, join
@@ -21,26 +21,27 @@ from uspft.config.types import (
     Natural,
     NotNegative,
     Open,
-    listed,
+    Text,
     mapping_of,
-    named,
-    null_alone,
+    only,
     or_open,
 )
 
 _Size = Annotated[Natural, EXPONENT]
 _SizeAbove0 = Annotated[Count, EXPONENT]
-_Name = Annotated[str, named("a name")]
-_Names = Annotated[tuple[str, ...], listed(_Name, "a list of names")]
-_Operation = Annotated[str, named("an operation")]
-_Operations = Annotated[tuple[str, ...], listed(_Operation, "a list of operations")]
+_Name = Annotated[Text, Field(title="a name")]
+_Names = Annotated[tuple[_Name, ...], Strict(False), Field(title="a list of names")]
+_Operation = Annotated[Text, Field(title="an operation")]
+_Operations = Annotated[tuple[_Operation, ...], Strict(False), Field(title="a list of operations")]
 _Number = Annotated[int, Field(ge=0, le=3)]
 _Stage = Annotated[_Number, or_open(_Number)]
 
 
 _IGNORED = "is deprecated, and DeepSpeed ignores it"
 _Ignored = Annotated[
-    Any, null_alone(_IGNORED, "write offload_optimizer.pin_memory"), Field(title="null")
+    Any,
+    BeforeValidator(only(None, _IGNORED, "write offload_optimizer.pin_memory")),
+    Field(title="null"),
 ]
 
 
@@ -100,28 +101,19 @@ FlopsProfiler = mapping_of(
 )
 
 
-REDUCE_BUCKET = 50_000_000
-"""The reduce_bucket_size, in elements, of a recipe that says none. DeepSpeed's own default is ten
-times as large: 2 GB in float32, of which stage 3 makes a second copy as it sums."""
-PREFETCH_BUCKET, LIVE_PARAMETERS, REUSE_DISTANCE = 50_000_000, 1_000_000_000, 1_000_000_000
-"""DeepSpeed's elements of stage3_prefetch_bucket_size, stage3_max_live_parameters and
-stage3_max_reuse_distance."""
+ELEMENTS = {
+    "reduce_bucket_size": 50_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""The elements of a recipe that says none, which are DeepSpeed's own but for reduce_bucket_size: of
+that it has ten times as many, 2 GB in float32, of which stage 3 makes a second copy as it sums."""
 
 
-def live_parameters(zero: Mapping[str, Any]) -> int:
-    """Return up to how many gathered elements ZeRO-3 fetches weights ahead."""
-    return int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))
-
-
-def prefetch_bucket(zero: Mapping[str, Any]) -> int:
-    """Return how many elements of weights ZeRO-3 fetches ahead together, and one parameter more."""
-    return int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
-
-
-def reuse_distance(zero: Mapping[str, Any]) -> int:
-    """Return how near, in elements of weights, the next use of a gathered weight must be for ZeRO-3
-    to keep it."""
-    return int(zero.get("stage3_max_reuse_distance", REUSE_DISTANCE))
+def elements(zero: Mapping[str, Any], key: str) -> int:
+    """Return how many elements a recipe's fields of ZeRO say, or leave to the default, at a key."""
+    return int(zero.get(key, ELEMENTS[key]))
 
 
 # DeepSpeed reads both names; the recipe holds the documented one.

@@ -102,28 +102,31 @@ def places(tree: Tree, at: str = "") -> Iterator[tuple[str, str]]:
             yield from places(child, f"{at}[{index}]")
 
 
+class Unreadable(Exception):
+    """The error that a file cannot be read: what is wrong with it, the remedy, and the line and key
+    where that is known."""
+
+    def __init__(self, what: str, remedy: str, line: int | None = None, key: str = "") -> None:
+        super().__init__(what)
+        self.what, self.remedy, self.line, self.key = what, remedy, line, key
+
+
 def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Problem]]:
     """Return the document in `text` and its problems; no tree where nothing can be read.
 
     place: returns the place of a line. at: the key whose value the document is. No object is ever
     constructed from a tag.
     """
+    reader = _Reader(place)
     try:
-        composer = _Composer(text)
-        node = composer.get_single_node()
+        node = _Loader(text).get_single_node()
+        if node is None:
+            raise Unreadable("is empty", "write a value" if at else "write a recipe")
+        return reader.tree(node, at, place(node.start_mark.line + 1)), reader.problems
     except yaml.YAMLError as error:
         return None, [_broken(error, text, place, at)]
-    except _TooMuch as error:
-        return None, [Problem(place(error.line), at, error.what, error.remedy)]
-    if node is None:
-        remedy = "write a value" if at else "write a recipe"
-        return None, [Problem(place(1), at, "is empty", remedy)]
-    reader = _Reader(place, composer.tags)
-    try:
-        tree = reader.tree(node, at, place(node.start_mark.line + 1))
-    except _TooMuch as error:
-        return None, [Problem(place(error.line), error.key, error.what, error.remedy)]
-    return tree, reader.problems
+    except Unreadable as error:
+        return None, [Problem(place(error.line or 1), error.key or at, error.what, error.remedy)]
 
 
 def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:
@@ -140,63 +143,49 @@ def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:
     return Problem(place(line), at, what, "check indentation; quote text that holds : # * & [ or {")
 
 
-class _TooMuch(Exception):
-    """The error that ends reading before it takes minutes or overflows the stack."""
-
-    def __init__(self, line: int, key: str, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.line, self.key, self.what, self.remedy = line, key, what, remedy
-
-
-def _too_deep(line: int, key: str) -> _TooMuch:
-    return _TooMuch(line, key, f"is nested more than {MAX_DEPTH} levels deep", "flatten it")
-
-
-class _Composer(yaml.SafeLoader):
-    """A loader that makes nodes with lines, with scalars unresolved and explicit tags noted."""
+class _Loader(yaml.SafeLoader):
+    """A loader that makes nodes with lines, with scalars unresolved and explicit tags alone."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own class attribute)
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.tags: dict[int, str] = {}
-        self._depth = 0
+    _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: yaml.Event = super().peek_event()  # type: ignore[no-untyped-call]
-        if self._depth > MAX_DEPTH:
-            raise _too_deep(event.start_mark.line + 1 if event.start_mark else 1, "")
         self._depth += 1
+        _require_shallow(self._depth - 1, event.start_mark.line + 1 if event.start_mark else 1)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        tag = getattr(event, "tag", None)
-        if node is not None and tag is not None:
-            self.tags[id(node)] = tag
+        if node is not None and not isinstance(event, yaml.AliasEvent):
+            node.tag = getattr(event, "tag", None) or ""
         return node
+
+
+def _require_shallow(depth: int, line: int, key: str = "") -> None:
+    """Refuse a depth that would overflow the stack. Raises Unreadable."""
+    if depth > MAX_DEPTH:
+        raise Unreadable(f"is nested more than {MAX_DEPTH} levels deep", "flatten it", line, key)
 
 
 class _Reader:
     """A reader that makes a tree of nodes, counts what aliases expand to and collects problems."""
 
-    def __init__(self, place: Where, tags: dict[int, str]) -> None:
+    def __init__(self, place: Where) -> None:
         self.problems: list[Problem] = []
         self._place = place
-        self._tags = tags
         self._count = 0
         self._open: list[int] = []
 
     def tree(self, node: yaml.Node, key: str, where: str) -> Tree:
         line = node.start_mark.line + 1
         self._count += 1
-        if self._count > MAX_NODES:
+        if self._count > MAX_NODES:  # which would take minutes
             what = f"aliases expand to more than {MAX_NODES} values"
-            raise _TooMuch(line, key, what, "write the values out, or use `base:`")
+            raise Unreadable(what, "write the values out, or use `base:`", line, key)
         if id(node) in self._open:
-            raise _TooMuch(line, key, "an alias contains itself", "write the value out")
-        if len(self._open) > MAX_DEPTH:
-            raise _too_deep(line, key)
-        if id(node) in self._tags:
-            tag = self._tags[id(node)].replace("tag:yaml.org,2002:", "!!")
+            raise Unreadable("an alias contains itself", "write the value out", line, key)
+        _require_shallow(len(self._open), line, key)
+        if node.tag:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             self._problem(node, key, f"has the tag `{tag}`, and tags are not read", "leave it out")
         if isinstance(node, yaml.ScalarNode):
             return Tree(plain(node.value) if node.style is None else node.value, where)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Required, Union
 
-from pydantic import BeforeValidator, Discriminator, Field, Strict
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Strict,
+    WithJsonSchema,
+)
 
 from uspft.config.messages import shown, unknown_value
 from uspft.config.problems import Fault, fault
@@ -15,29 +22,25 @@ from uspft.config.types import (
     FilePath,
     Free,
     Natural,
-    NotYet,
     Pattern,
     Positive,
     RecipeBlock,
     Text,
     Tokens,
     elsewhere,
-    listed,
     mapping_of,
-    named,
-    null_alone,
+    only,
     tokens,
 )
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "tokenized", "megatron"]
 Sentences = Literal["alpaca", "alpaca_mindspore"]
 
-_Other = Annotated[str, named("the field's name in the data")] | None
+_Other = Annotated[Text, Field(title="the field's name in the data")] | None
 
 
-_Null = Annotated[
-    None, null_alone("expected null, got {}", "write null, which leaves the field alone")
-]
+_REMEDY_OF_NULL = "write null, which leaves the field alone"
+_Null = Annotated[None, BeforeValidator(only(None, "expected null, got {}", _REMEDY_OF_NULL))]
 RECORD_FIELDS = (
     *("messages", "tools", "chat_template_kwargs", "system", "history", "prompt", "completion"),
     *("instruction", "input", "output", "question", "answer", "text", "input_ids", "labels"),
@@ -56,8 +59,8 @@ FieldNames = mapping_of(
     {
         **dict.fromkeys(RECORD_FIELDS, _Other),
         **dict.fromkeys(FIELDS_LEFT_ALONE, _Null),
-        "role": Annotated[str, named("the key of a turn's role")],
-        "content": Annotated[str, named("the key of a turn's content")],
+        "role": Annotated[Text, Field(title="the key of a turn's role")],
+        "content": Annotated[Text, Field(title="the key of a turn's content")],
         "roles": Free,
     },
 )
@@ -67,7 +70,7 @@ FieldNames = mapping_of(
 class Source(RecipeBlock):
     """A source is one place from which samples come, such as a file, a folder or a hub data set."""
 
-    path: Annotated[str, named("a file, a folder, a glob or a hub id")]
+    path: Annotated[Text, Field(title="a file, a folder, a glob or a hub id")]
     """Place of the samples; `python:stdlib` stands for the running Python's standard library."""
     name: Text | None = None
     """Configuration of a hub data set; null takes the one that the data set has by default."""
@@ -131,9 +134,9 @@ def _config(value: Any) -> Any:
     return value
 
 
-_Module = Annotated[str, named("a module's name")]
-_Parameter = Annotated[str, named("a parameter's name")]
-_Token = Annotated[str, named("a token's text")]
+_Module = Annotated[Text, Field(title="a module's name")]
+_Parameter = Annotated[Text, Field(title="a parameter's name")]
+_Token = Annotated[Text, Field(title="a token's text")]
 
 
 class AdapterBlock(RecipeBlock):
@@ -147,12 +150,12 @@ class AdapterBlock(RecipeBlock):
     """What the adapter adds to a projection's output is multiplied by alpha ÷ rank."""
     dropout: BelowOne = 0.0
     """Share of an adapter's inputs that training sets to 0, the same ones in every layout."""
-    target_modules: Annotated[tuple[str, ...], listed(_Module, "a list of module names")] | None = (
-        None
-    )
+    target_modules: (
+        Annotated[tuple[_Module, ...], Strict(False), Field(title="a list of module names")] | None
+    ) = None
     """Names of the projections to adapt; null adapts every linear projection of the layers."""
     target_parameters: Annotated[
-        tuple[str, ...], listed(_Parameter, "a list of parameter names")
+        tuple[_Parameter, ...], Strict(False), Field(title="a list of parameter names")
     ] = ()
     """Matrices of experts and routers to adapt, named as in peft: mlp.experts.down_proj."""
 
@@ -161,7 +164,7 @@ class AdapterBlock(RecipeBlock):
 # out becomes data.sequence_length ÷ the model's original positions, at least 1.
 
 _BY_PAIR = "a list of numbers, one for each pair of a head's dimensions"
-_ByPair = Annotated[tuple[float, ...], listed(Positive, _BY_PAIR)]
+_ByPair = Annotated[tuple[Positive, ...], Strict(False), Field(title=_BY_PAIR)]
 _THETA = {"rope_theta": Positive}
 _FACTOR = {**_THETA, "factor": Annotated[float, Field(ge=1)]}
 _ORIGINAL = {**_FACTOR, "original_max_position_embeddings": Count}
@@ -242,12 +245,19 @@ class ModelBlock(RecipeBlock):
     """Fields of the model's config.json, with the values that replace its own."""
     adapter: AdapterBlock | None = None
     """LoRA adapter that trains in place of the weights; null trains the weights themselves."""
-    freeze: Annotated[tuple[str, ...], listed(Pattern, "a list of regular expressions")] = ()
+    freeze: Annotated[
+        tuple[Pattern, ...], Strict(False), Field(title="a list of regular expressions")
+    ] = ()
     """Regular expressions; a parameter is not trained where one of them is found in its name."""
-    add_tokens: Annotated[tuple[str, ...], listed(_Token, "a list of tokens")] = ()
+    add_tokens: Annotated[tuple[_Token, ...], Strict(False), Field(title="a list of tokens")] = ()
     """Special tokens that the tokenizer lacks; embedding and head grow by rows of their mean."""
-    trust_remote_code: Annotated[bool, NotYet("code from the hub", False)] = False
-    """Whether Python code that a hub model brings may run."""
+    trust_remote_code: Annotated[
+        bool,
+        AfterValidator(only(False, "code from the hub is not available yet", "write false")),
+        WithJsonSchema({"const": False}),
+        Field(exclude=True),  # from the recipe that a run writes
+    ] = False
+    """Whether Python code that a hub model brings may run; not available yet: write `false`."""
 
 
 class DataBlock(RecipeBlock):

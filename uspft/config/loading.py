@@ -5,26 +5,29 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from uspft.config.algorithms import AUTO
 from uspft.config.deepspeed_fields import REMOVED
-from uspft.config.document import MAX_DEPTH, Tree, bare, parse, places, plain
+from uspft.config.document import MAX_DEPTH, Tree, Unreadable, bare, parse, places, plain
 from uspft.config.messages import (
     Node,
+    below,
     choices,
     findings_of,
     inside,
     meant_key,
     misspelt,
+    place_of,
     schema_of,
     shown,
 )
@@ -45,20 +48,14 @@ _BLOCKS = ("model", "data", "training")  # with required keys: an absent one rea
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and the places where its keys were written."""
-
-    recipe: Recipe
-    origins: Origins
-
-
-@dataclass(frozen=True)
-class Read:
     """A recipe as far as it can be read, with its problems."""
 
-    loaded: Loaded
+    recipe: Recipe
     """The recipe, in which every faulty key has its default, or a stand-in."""
-    problems: list[Problem]
-    faulty: frozenset[str]
+    origins: Origins
+    """The places where its keys were written."""
+    problems: Sequence[Problem] = ()
+    faulty: frozenset[str] = frozenset()
     """The keys of the problems, and those that their faults may have hidden."""
 
     def sound(self, *keys: str) -> bool:
@@ -68,11 +65,11 @@ class Read:
     def together(self, findings: Sequence[Finding]) -> RecipeError:
         """Return the error that tells the problems and these findings: the recipe's own come first,
         each file's from top to bottom, and the command line's last."""
-        found = [*self.problems, *(self.loaded.origins.problem(*one) for one in findings)]
+        found = [*self.problems, *(self.origins.problem(*one) for one in findings)]
 
         def order(problem: Problem) -> tuple[bool, bool, str, int]:
             name, _, line = problem.where.rpartition(":")
-            own = name == self.loaded.origins.file
+            own = name == self.origins.file
             return not name, not own, name, int(line) if name and line.isdigit() else 0
 
         return RecipeError(sorted(found, key=order) if self.problems else found)
@@ -86,10 +83,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     found = read(path, overrides)
     if found.problems:
         raise found.together(())
-    return found.loaded
+    return found
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> Read:
+def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Return what `load` does, with the problems in place of an error.
 
     Raises RecipeError where a file cannot be read.
@@ -102,17 +99,17 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Read:
     origins = Origins(str(path), dict(places(tree)))
     raw = bare(tree)
     _require_ours(path, raw, origins)
-    raw, findings, meant = unknown_keys(raw)
-    misnamed = {key for key in meant if key not in origins.places}
-    recipe, wrong = _validated(raw, misnamed)
+    findings, meant = unknown_keys(raw)
+    misnamed = meant - origins.places.keys()
+    recipe, wrong = _validated(_without(raw, {key for key, *_ in findings}), misnamed)
     # A value that was not read rightly has its problem already.
     misread = {(problem.where, problem.key) for problem in problems}
     found = [origins.problem(*finding) for finding in [*findings, *wrong]]
     problems += [each for each in found if (each.where, each.key) not in misread]
     if recipe.output_dir is None:
-        recipe = recipe.model_copy(update={"output_dir": Path("outputs") / path.stem})
+        recipe = recipe.changed(output_dir=Path("outputs") / path.stem)
     faulty = frozenset({problem.key for problem in problems} | misnamed)
-    return Read(Loaded(recipe, origins), problems, faulty)
+    return Loaded(recipe, origins, problems, faulty)
 
 
 def _require_ours(path: Path, raw: dict[str, Any], origins: Origins) -> None:
@@ -129,7 +126,7 @@ def _require_ours(path: Path, raw: dict[str, Any], origins: Origins) -> None:
 
 def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Finding]]:
     """Return the recipe in `raw`, with faulty keys at their defaults, and what is wrong with it."""
-    tree = _complete(_without(raw, faulty), faulty)
+    tree = _complete(raw, faulty)
     findings: list[Finding] = []
     try:
         recipe = Recipe.model_validate(tree)
@@ -155,17 +152,13 @@ def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
     return result
 
 
-def _without(raw: dict[str, Any], keys: set[str]) -> dict[str, Any]:
-    """Return a copy of the tree without these keys; a list keeps its items, which may lose keys."""
-    return {name: _pruned(value, name, keys) for name, value in raw.items() if name not in keys}
-
-
-def _pruned(value: Any, at: str, keys: set[str]) -> Any:
+def _without(value: Any, keys: Set[str], at: str = "") -> Any:
+    """Return a copy of a tree without these keys; a list keeps its items, which may lose keys."""
     if isinstance(value, dict):
-        kept = {name: item for name, item in value.items() if f"{at}.{name}" not in keys}
-        return {name: _pruned(item, f"{at}.{name}", keys) for name, item in kept.items()}
+        paths = {name: join(at, name) for name in value}
+        return {n: _without(value[n], keys, path) for n, path in paths.items() if path not in keys}
     if isinstance(value, list):
-        return [_pruned(item, f"{at}[{index}]", keys) for index, item in enumerate(value)]
+        return [_without(item, keys, f"{at}[{index}]") for index, item in enumerate(value)]
     return value
 
 
@@ -218,40 +211,31 @@ def without_nulls(tree: Tree, at: str = "") -> Tree:
 _GENERIC = ("type", "path", "name", "device", "enabled")  # say nothing about where they belong
 
 
-def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
-    """Return the tree without unknown keys, a finding for each, and the known keys they mean."""
-    pattern = re.sub(r"\[\d+\]", "[]", at)
-    findings: list[Finding] = []
-    meant: set[str] = set()
-
-    def inside(value: Any, path: str) -> Any:
-        kept, more, names = unknown_keys(value, path)
-        findings.extend(more)
-        meant.update(names)
-        return kept
-
-    if isinstance(raw, list):
-        items = [inside(item, f"{at}[{index}]") for index, item in enumerate(raw)]
-        return items, findings, meant
-    if not isinstance(raw, dict) or pattern not in mappings():
-        return raw, findings, meant
-    kept: dict[str, Any] = {}
-    for key, value in raw.items():
-        path = join(at, key)
-        if key in mappings()[pattern]:
-            kept[key] = inside(value, path)
+def unknown_keys(raw: dict[str, Any]) -> tuple[list[Finding], set[str]]:
+    """Return a finding for each unknown key of a recipe, and the known keys that they mean."""
+    findings, meant, errors = list[Finding](), set[str](), list[ErrorDetails]()
+    try:
+        Recipe.model_validate(raw)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    for one in errors:
+        *above, key = place_of(one, raw) or ("",)
+        at = reduce(below, above, "")
+        pattern = re.sub(r"\[\d+\]", "[]", at)
+        if one["type"] != "extra_forbidden" or pattern not in mappings():
             continue
-        remedy, names = _meant(key, value, at, pattern)
+        value = one["input"]
+        remedy, names = _meant(str(key), value, at, pattern)
         meant |= names
+        path, what = join(at, str(key)), f"unknown key `{key}`"
         ruled = table_of("deepspeed").rows.get(path) if pattern == "deepspeed" else None
-        what = f"unknown key `{key}`"
         if ruled is not None and ruled.to:
             what, remedy = f"uspft derives `{key}`", f"leave it out: `{ruled.to}` rules it"
         elif pattern == _ZERO and key in REMOVED:
-            feature, remedy = REMOVED[key]
+            feature, remedy = REMOVED[str(key)]
             what = f"is {shown(value)}, and DeepSpeed has no {feature} any more"
         findings.append((path, what, remedy))
-    return kept, findings, meant
+    return findings, meant
 
 
 def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
@@ -315,7 +299,7 @@ MAX_FRAGMENTS = 100  # fragments that name fragments twice double with every lev
 def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list[Problem]]:
     """Return the merged tree without `base`, and every problem; no tree if a file is unreadable."""
     reader = _Files()
-    tree, problems = reader.top(path), reader.problems
+    tree, problems = reader.file(path), reader.problems
     if tree is None or not reader.complete:
         return None, problems
     for text in overrides:
@@ -344,14 +328,6 @@ def _opened(tree: Tree) -> Tree:
     where = tree.value[key].where
     block = Tree({name: Tree(AUTO, where) for name in PLANNED}, where)
     return Tree({**tree.value, key: block}, tree.where)
-
-
-class Unreadable(Exception):
-    """The error that a file cannot be read: what is wrong with it, the remedy, and the line."""
-
-    def __init__(self, what: str, remedy: str, line: int | None = None) -> None:
-        super().__init__(what)
-        self.what, self.remedy, self.line = what, remedy, line
 
 
 def text_of(path: Path, most_bytes: int = MAX_BYTES) -> str:
@@ -383,11 +359,22 @@ class _Files:
         self.complete = True
         self._count = 0
 
-    def top(self, path: Path) -> Tree | None:
+    def file(
+        self, path: Path, above: tuple[Path, ...] = (), key: str = "", entry: Tree | None = None
+    ) -> Tree | None:
+        """Return the tree of a file, or of the fragment that an entry of `base` names."""
+        self._count += 1
         try:
-            return self._tree(path, text_of(path), ())
+            if self._count > MAX_FRAGMENTS + 1:
+                raise Unreadable(f"comes after {MAX_FRAGMENTS} other fragments", "name each once")
+            text = text_of(path)
+            if path.resolve() in above:
+                raise Unreadable("leads back to a file that names it", "break the circle")
         except Unreadable as error:
-            return self._lost(f"{path}:{error.line or 1}", "", error.what, error.remedy)
+            where = f"{path}:{error.line or 1}" if error.line or not entry else entry.where
+            named = f"`{entry.value}` " if entry else ""
+            return self._lost(where, key, f"{named}{error.what}", error.remedy)
+        return self._tree(path, text, above)
 
     def _lost(self, where: str, key: str, what: str, remedy: str) -> Tree | None:
         self.problems.append(Problem(where, key, what, remedy))
@@ -422,27 +409,12 @@ class _Files:
         if not isinstance(entry.value, str):
             remedy = "write base: [FILE]"
             return self._lost(entry.where, key, "expected the path of a file", remedy)
-        target = path.parent / entry.value
-        self._count += 1
-        try:
-            if self._count > MAX_FRAGMENTS:
-                raise Unreadable(f"comes after {MAX_FRAGMENTS} other fragments", "name each once")
-            text = text_of(target)
-            if target.resolve() in above:
-                raise Unreadable("leads back to a file that names it", "break the circle")
-        except Unreadable as error:
-            where = f"{target}:{error.line}" if error.line else entry.where
-            return self._lost(where, key, f"`{entry.value}` {error.what}", error.remedy)
-        return self._tree(target, text, above)
+        return self.file(path.parent / entry.value, above, key, entry)
 
 
 def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
     """Return the tree under one `key.path=value` of the command line; unchanged if it is wrong."""
-    key, _, value = text.partition("=")
-    if fault := _malformed(text):
-        problems.append(fault)
-        return tree
-    new, faults = parse(value, lambda line: COMMAND_LINE, key)
+    key, new, faults = assigned(text)
     problems += faults
     if new is None:
         return tree
@@ -461,7 +433,9 @@ def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
     return merge(tree, new)
 
 
-def _malformed(text: str) -> Problem | None:
+def assigned(text: str) -> tuple[str, Tree | None, list[Problem]]:
+    """Return the key and the value of `key.path=value` on the command line, and its problems; no
+    value where it cannot be read."""
     key, equals, value = text.partition("=")
     names, what = key.split("."), ""
     named = all(name and name == name.strip() for name in names) and len(names) <= MAX_DEPTH
@@ -473,4 +447,6 @@ def _malformed(text: str) -> Problem | None:
     elif names[0] == "base":
         what = "cannot be set on the command line"
         remedy = "list the fragment under `base:` in the recipe"
-    return Problem(COMMAND_LINE, key, what, remedy) if what else None
+    if what:
+        return key, None, [Problem(COMMAND_LINE, key, what, remedy)]
+    return key, *parse(value, lambda line: COMMAND_LINE, key)

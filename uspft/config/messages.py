@@ -246,7 +246,7 @@ def findings_of(error: ValidationError, given: Any, kind: Any) -> list[Finding]:
     top = schema_of(kind)
     by_key: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for one in error.errors(include_url=False):
-        by_key.setdefault(_place(one, given), []).append(one)
+        by_key.setdefault(place_of(one, given), []).append(one)
     findings: list[Finding] = []
     for key, errors in by_key.items():
         if not any(len(other) > len(key) and other[: len(key)] == key for other in by_key):
@@ -254,7 +254,12 @@ def findings_of(error: ValidationError, given: Any, kind: Any) -> list[Finding]:
     return findings
 
 
-def _place(error: ErrorDetails, given: Any) -> tuple[str | int, ...]:
+def below(at: str, token: str | int) -> str:
+    """Return the key path of a key, or of an item of a list, inside `at`."""
+    return join(at, f"[{token}]" if isinstance(token, int) else token)
+
+
+def place_of(error: ErrorDetails, given: Any) -> tuple[str | int, ...]:
     """Return the key of an error, without pydantic's names of alternatives."""
     at: list[str | int] = []
     for token in error["loc"]:
@@ -272,7 +277,7 @@ def _said(
     at, node, value, above = "", top, given, top
     for token in key:
         above, around = node, value
-        at = join(at, f"[{token}]" if isinstance(token, int) else token)
+        at = below(at, token)
         of = (
             part.get("items") if isinstance(token, int) else part["properties"].get(token)
             for part in inside(above, top, around)
@@ -283,7 +288,7 @@ def _said(
     causes = [one.get("ctx", {}).get("error") for one in errors]
     kinds = {one["type"] for one in errors}
     if faults := [cause for cause in causes if isinstance(cause, Fault)]:
-        yield from ((join(at, below), *said) for below, *said in faults[0].findings)  # type: ignore[misc]
+        yield from ((join(at, key), *said) for key, *said in faults[0].findings)  # type: ignore[misc]
     elif "missing" in kinds and not isinstance(value, list | tuple):
         yield at, "is missing and has no default", f"write `{key[-1]}`"
     elif "extra_forbidden" in kinds:
@@ -306,7 +311,8 @@ def unknown_value(value: object, node: Node) -> tuple[str, str]:
     """Return what is wrong with a value that is none of the words of a schema, and the remedy."""
     listed, named = words(node), choices(node)
     if not isinstance(value, str):
-        return f"expected one of {listed}, got {shown(value)}", f"write {listed}"
+        one_of = "one of " if named[1:] else ""
+        return f"expected {one_of}{listed}, got {shown(value)}", f"write {listed}"
     remedy = f"write {'null' if value == 'None' and None in named else listed}"
     if near := closest(value, [word for word in named if isinstance(word, str)]):
         remedy = f"did you mean `{near}`? Allowed: {listed}"

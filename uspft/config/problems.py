@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 COMMAND_LINE = "command line"
@@ -65,6 +66,16 @@ class UsageError(InputError):
 
     def __init__(self, word: str, what: str, remedy: str) -> None:
         super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
+
+
+@contextmanager
+def writing(word: str, remedy: str) -> Iterator[None]:
+    """Raise UsageError where what a word of the command line names cannot be written inside the
+    `with` block."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(word, f"cannot be written: {error.strerror}", remedy) from error
 
 
 def settings_of(verb: str, words: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator, with_config
+from pydantic import Field, Strict, model_validator, with_config
 from typing_extensions import TypedDict
 
 from uspft.config.algorithms import AUTO, CAUSAL, CONTEXT, OBJECTIVES, TENSOR, Splits
@@ -34,9 +34,6 @@ from uspft.config.types import (
     Text,
     Tokens,
     elsewhere,
-    fixed,
-    listed,
-    named,
     of_stages,
 )
 
@@ -59,8 +56,12 @@ PLANNED = (
 """The keys that `parallel_config: auto` leaves to the planner, beside those whose default does."""
 
 
-_Mesh = Annotated[tuple[int, int], fixed("[rows, cols]", *[Count] * 2)]
-_Slices = Annotated[tuple[int, int, int, int], fixed("[qkv, out, gate_up, down]", *[Count] * 4)]
+_Mesh = Annotated[tuple[Count, Count], Strict(False), Field(title="[rows, cols]")]
+_Slices = Annotated[
+    tuple[Count, Count, Count, Count],
+    Strict(False),
+    Field(title="[qkv, out, gate_up, down]"),
+]
 
 
 class Degrees(RecipeBlock):
@@ -134,7 +135,7 @@ class ParallelBlock(Degrees):
     """The block says how ranks split a run, in MindSpore Transformers' names; or `auto` chooses."""
 
     strategies: (
-        Annotated[tuple[Strategy, ...], listed(Strategy, "a list of layouts")]
+        Annotated[tuple[Strategy, ...], Strict(False), Field(title="a list of layouts")]
         | Literal["auto"]
         | None
     ) = None
@@ -177,7 +178,10 @@ class OptimizerBlock(RecipeBlock):
     """The optimizer; AdamW is the only one."""
     learning_rate: Positive = 1e-5
     """Peak learning rate, reached after the warm-up."""
-    betas: Annotated[tuple[float, float], fixed("[beta1, beta2]", *[BelowOne] * 2)] = (0.9, 0.95)
+    betas: Annotated[tuple[BelowOne, BelowOne], Strict(False), Field(title="[beta1, beta2]")] = (
+        0.9,
+        0.95,
+    )
     """Decay factors per step of Adam's running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Number that Adam adds to the root of the mean square before it divides by it."""
@@ -281,7 +285,7 @@ class CheckpointBlock(RecipeBlock):
     """Whether the one with the least loss of an evaluation stays too, and becomes `hf`."""
     overlap: bool = False
     """Whether it is copied to the host's memory and written beside the steps that follow."""
-    resume: Annotated[str, named("auto, never or the path of a checkpoint")] = "auto"
+    resume: Annotated[Text, Field(title="auto, never or the path of a checkpoint")] = "auto"
     """Checkpoint to go on from: a path, or `auto` for the newest whole one; `never` starts anew."""
 
 
@@ -303,9 +307,9 @@ class Wandb(TypedDict, total=False):
     job_type: Text
     notes: Text
     id: Text
-    tags: Annotated[tuple[str, ...], listed(Text, "a list of strings")]
+    tags: Annotated[tuple[Text, ...], Strict(False), Field(title="a list of strings")]
     mode: Literal["online", "offline", "shared"]
-    dir: Annotated[str, named("a folder")]
+    dir: Annotated[Text, Field(title="a folder")]
     save_code: bool
     settings: Free
 
@@ -360,7 +364,7 @@ class LaunchBlock(RecipeBlock):
     """Times that a run starts again by itself after a signal, a lost host or a time-out."""
     min_hosts: Count | None = None
     """Hosts that must remain for it to start again; null: all of them."""
-    hardware: Annotated[str, named("auto, a name in configs/hardware or a file")] = "auto"
+    hardware: Annotated[Text, Field(title="auto, a name in configs/hardware or a file")] = "auto"
     """Figures that `plan` and every `auto` take; `auto`: by the GPU's name, else shipped ones."""
 
 

@@ -23,10 +23,10 @@ from pydantic import Field
 
 from uspft.config.algorithms import AUTO
 from uspft.config.inputs import Scaling
-from uspft.config.messages import Node, as_written, inside, resolved, schema_of, shown, words
+from uspft.config.messages import Node, as_written, inside, resolved, schema_of, words
 from uspft.config.problems import join
 from uspft.config.recipe import DeepSpeedBlock, Degrees, Recipe
-from uspft.config.types import NotYet, RecipeBlock, Text, as_tree
+from uspft.config.types import RecipeBlock, Text, as_tree
 
 GROUPED = "^[-+]?[1-9][0-9]*(_[0-9]+)+([.][0-9]*)?([eE][-+]?[0-9]+)?$"
 """The pattern of numbers such as 1_000, which are text to an editor and numbers to uspft."""
@@ -41,8 +41,8 @@ class Key:
     node: Node
     default: Any = None
     required: bool = False
-    later: NotYet | None = None
-    """The feature that is not there, where the key asks for one."""
+    later: bool = False
+    """Whether the key asks for a feature that is not there."""
 
     @property
     def name(self) -> str:
@@ -71,11 +71,7 @@ def keys(kind: type[RecipeBlock], at: str) -> list[Key]:
             node.pop(word, None)
         required = field.is_required()
         own = None if required else field.get_default(call_default_factory=True)
-        later = next((part for part in field.metadata if isinstance(part, NotYet)), None)
-        meaning = field.description or ""
-        if later:
-            node = {"enum": [later.off]}
-            meaning += f" Not available yet ({later.feature}): write `{shown(later.off)}`."
+        meaning, later = field.description or "", bool(field.exclude)
         found.append(Key(join(at, name), meaning, node, own, required, later))
     return found
 
@@ -278,31 +274,26 @@ def put(text: str, part: str, made: str) -> str:
 
 
 def remake(file: Path, part: str, made: str, words: Sequence[str]) -> int:
-    """Make one part of a page anew; with `--check` only compare, and return 1 where it differs."""
-    text = file.read_text(encoding="utf-8")
-    new = put(text, part, made)
-    if words == ["--check"]:
-        if new != text:
-            print(f"{file}: not what the code says; run this without --check", file=sys.stderr)
-        return int(new != text)
-    file.write_text(new, encoding="utf-8")
+    """Make one part of a page anew, as `leave` does."""
+    return leave(file, put(file.read_text(encoding="utf-8"), part, made), words)
+
+
+def leave(file: Path, text: str, words: Sequence[str]) -> int:
+    """Write a file that is made from the code; with `--check` only compare it, and return 1 where
+    it differs."""
+    if "--check" not in words:
+        file.write_text(text, encoding="utf-8")
+    elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+        print(f"{file}: is not what the code says; run this without --check", file=sys.stderr)
+        return 1
     return 0
 
 
 def main(words: Sequence[str]) -> int:
     """Write the files, or compare them; return 1 where one differs from what the code says."""
-    folders = [Path(word) for word in words if word != "--check"]
-    folder = folders[0] if folders else DOCS
+    folder = next((Path(word) for word in words if word != "--check"), DOCS)
     texts = {"keys.md": page(), "recipe.schema.json": as_json(schema()) + "\n"}
-    code = 0
-    for name, made in texts.items():
-        file = folder / name
-        if "--check" not in words:
-            file.write_text(made, encoding="utf-8")
-        elif not file.is_file() or file.read_text(encoding="utf-8") != made:
-            print(f"{file}: is not what the code says; run {COMMAND}", file=sys.stderr)
-            code = 1
-    return code
+    return max([leave(folder / name, made, words) for name, made in texts.items()])
 
 
 if __name__ == "__main__":

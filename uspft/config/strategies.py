@@ -46,23 +46,23 @@ def degrees_of(layout: Degrees) -> dict[str, object]:
 def under(recipe: Recipe, number: int) -> Recipe:
     """Return the recipe of the rows of one strategy: its layout, and rows of its length."""
     parallel = each_alone(recipe.parallel_config)[number]
-    data = recipe.data.model_copy(update={"sequence_length": row_lengths(recipe)[number]})
-    return recipe.model_copy(update={"parallel_config": parallel, "data": data})
+    return recipe.changed(
+        parallel_config=parallel, data={"sequence_length": row_lengths(recipe)[number]}
+    )
 
 
 def each_alone(parallel: ParallelBlock) -> list[ParallelBlock]:
     """Return one `parallel_config` per strategy, which has that strategy's layout and no
     `strategies`."""
-    every = _listed(parallel)
-    return [parallel.model_copy(update={**degrees_of(one), "strategies": None}) for one in every]
+    return [parallel.changed(**degrees_of(one), strategies=None) for one in _listed(parallel)]
 
 
 def alike(parallel: ParallelBlock) -> ParallelBlock:
     """Return a `parallel_config` whose strategies all have the layout that stands beside them, so
     that a run packs the same rows and computes them all in one layout."""
     own = degrees_of(parallel)
-    every = tuple(one.model_copy(update=own) for one in _listed(parallel))
-    return parallel.model_copy(update={"strategies": every}) if every else parallel
+    every = tuple(one.changed(**own) for one in _listed(parallel))
+    return parallel.changed(strategies=every) if every else parallel
 
 
 def weights_move(parallel: ParallelBlock) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import typing_extensions
 from pydantic import (
@@ -48,6 +48,14 @@ class RecipeBlock(BaseModel):
     model_config = STRICT | ConfigDict(
         frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
+
+    def changed(self, **values: Any) -> Self:
+        """Return the block with other values of some keys; a mapping changes keys of the block
+        that stands at its key. Values are not checked."""
+        for key, value in values.items():
+            if isinstance(block := getattr(self, key), RecipeBlock) and isinstance(value, dict):
+                values[key] = block.changed(**value)
+        return self.model_copy(update=values)
 
 
 OneBlock = TypeVar("OneBlock", bound=RecipeBlock)
@@ -188,44 +196,7 @@ class OneOf:
         return {"enum": list(self.names())}
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """A feature that is not there: of the values of its key only the one that leaves it off is.
-
-    Its key is left out of the recipe that a run writes.
-    """
-
-    feature: str
-    off: object
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        def check(value: Any) -> Any:
-            if value != self.off:
-                raise fault(f"{self.feature} is not available yet", f"write {shown(self.off)}")
-            return value
-
-        return core_schema.no_info_after_validator_function(check, handler(source))
-
-
-# Lists and mappings.
-
-
-def listed(item: Any, title: str) -> As:
-    """Return the type of lists of items, which the recipe holds as a tuple. title: what messages
-    call such a list."""
-    return As(Annotated[tuple[item, ...], Strict(False), Field(title=title)])
-
-
-def fixed(title: str, *items: Any) -> As:
-    """Return the type of lists with one item of each of these types. title: as of `listed`."""
-    return As(Annotated[tuple.__class_getitem__(items), Strict(False), Field(title=title)])
-
-
-def named(title: str) -> As:
-    """Return the type of text that messages call by a title."""
-    return As(Annotated[Text, Field(title=title)])
+# Lists, which are tuples in the recipe (hence Strict(False)), and mappings.
 
 
 EachStage = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -262,15 +233,16 @@ def _free(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def null_alone(what: str, remedy: str) -> Any:
-    """Return the type of a key that is null, or else refused. what: may hold `{}`, the value."""
+def only(off: object, what: str, remedy: str) -> Callable[[Any], Any]:
+    """Return a check that refuses every value but the one that asks for nothing. what: may hold
+    `{}`, the value."""
 
     def check(value: Any) -> Any:
-        if value is not None:
+        if value != off:
             raise fault(what.format(shown(value)), remedy)
         return value
 
-    return BeforeValidator(check)
+    return check
 
 
 def mapping_of(name: str, keys: Mapping[str, Any]) -> Any:
@@ -306,7 +278,7 @@ def as_tree(value: Any, *, all_keys: bool = True) -> Any:
         value = {
             name: getattr(value, name)
             for name, field in type(value).model_fields.items()
-            if all_keys or not any(isinstance(part, NotYet) for part in field.metadata)
+            if all_keys or not field.exclude
         }
     if isinstance(value, dict):
         return {key: as_tree(item, all_keys=all_keys) for key, item in value.items()}

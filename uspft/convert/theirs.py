@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uspft.config.document import Tree, bare, parse
-from uspft.config.loading import Unreadable, merge, text_of
+from uspft.config.document import Tree, Unreadable, bare, parse
+from uspft.config.loading import merge, text_of
 from uspft.config.other_tools import TOOLS, Tool, tool_of
 from uspft.config.problems import InputError, Problem, RecipeError, join
 from uspft.config.recipe import Recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from uspft.config.deepspeed_fields import REDUCE_BUCKET
+from uspft.config.deepspeed_fields import elements
 from uspft.config.strategies import strategies_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def deepspeed_config(
     micro = recipe.training.micro_batch_size
     zero = {"stage": 1} | dict(recipe.deepspeed.zero_optimization)
     if trained is not None and zero["stage"] > 0:
-        bucket = int(zero.get("reduce_bucket_size") or REDUCE_BUCKET)
+        bucket = elements(zero, "reduce_bucket_size")
         zero["reduce_bucket_size"] = max(1, min(bucket, trained))
     extra = recipe.deepspeed.model_dump(exclude={"zero_optimization"}, exclude_none=True)
     config: dict[str, Any] = {

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import (
-    REDUCE_BUCKET,
-    live_parameters,
-    prefetch_bucket,
-    reuse_distance,
+    ELEMENTS,
+    elements,
 )
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
@@ -42,13 +40,13 @@ class Options:
     """Rows of a rank in one forward."""
     dtype: str = "bfloat16"
     zero_stage: int = 1
-    bucket: int = REDUCE_BUCKET
+    bucket: int = ELEMENTS["reduce_bucket_size"]
     """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
-    live: int = live_parameters({})
+    live: int = ELEMENTS["stage3_max_live_parameters"]
     """The gathered elements up to which ZeRO-3 fetches weights ahead."""
-    prefetch: int = prefetch_bucket({})
+    prefetch: int = ELEMENTS["stage3_prefetch_bucket_size"]
     """The elements that ZeRO-3 fetches ahead together."""
-    reuse: int = reuse_distance({})
+    reuse: int = ELEMENTS["stage3_max_reuse_distance"]
     """The elements of weights within which ZeRO-3 keeps those that come again."""
     two_buckets: bool = False
     offload_optimizer: bool = False
@@ -114,10 +112,10 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         micro_batch=recipe.training.micro_batch_size,
         dtype=model.dtype,
         zero_stage=int(zero.get("stage", 1)),
-        bucket=int(zero.get("reduce_bucket_size") or REDUCE_BUCKET),
-        live=live_parameters(zero),
-        prefetch=prefetch_bucket(zero),
-        reuse=reuse_distance(zero),
+        bucket=elements(zero, "reduce_bucket_size"),
+        live=elements(zero, "stage3_max_live_parameters"),
+        prefetch=elements(zero, "stage3_prefetch_bucket_size"),
+        reuse=elements(zero, "stage3_max_reuse_distance"),
         two_buckets=bool(zero.get("overlap_comm")),
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),

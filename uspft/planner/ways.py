@@ -370,7 +370,7 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
         first, blocks = own, [alike(block) for block in (first, *blocks)]
 
     def wrong_with(block: ParallelBlock, layout: Layout) -> list[Finding]:
-        return problems(recipe.model_copy(update={"parallel_config": block}), layout)
+        return problems(recipe.changed(parallel_config=block), layout)
 
     found: dict[tuple[str, Layout], Candidate] = {}
     for block in (first, *blocks):
@@ -446,19 +446,17 @@ def _asked(parallel: ParallelBlock, layout: Layout) -> Way:
 def in_recipe(recipe: Recipe, way: Way) -> Recipe:
     """Return a recipe that asks for a way, and is the same in all else."""
     zero = {**recipe.deepspeed.zero_optimization, "stage": way.stage}
-    changes: dict[str, Any] = {
-        "parallel_config": _block(recipe.parallel_config, way),
-        "training": recipe.training.model_copy(update={"micro_batch_size": way.rows}),
-        "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": zero}),
-    }
-    memory, again = recipe.memory, recipe.memory.gradient_checkpointing
-    if memory.recompute != way.recompute and again:
-        memory = memory.model_copy(update={"recompute": way.recompute})
+    memory, again = dict[str, object](), recipe.memory.gradient_checkpointing
+    if again:
+        memory["recompute"] = way.recompute
     if isinstance(again, tuple) and not as_many(again, way.layout.pipeline, way.schedule):
-        memory = memory.model_copy(update={"gradient_checkpointing": True})
-    if memory is not recipe.memory:
-        changes["memory"] = memory
-    return recipe.model_copy(update=changes)
+        memory["gradient_checkpointing"] = True
+    return recipe.changed(
+        parallel_config=_block(recipe.parallel_config, way),
+        training={"micro_batch_size": way.rows},
+        deepspeed={"zero_optimization": zero},
+        memory=memory,
+    )
 
 
 def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
@@ -473,7 +471,7 @@ def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
     hides = way.splits_tokens or update["context_parallel"] > 1
     if way.layout.is_mesh or way.layout.tensor == 1 or not hides:
         update["fine_grain_interleave"] = 1
-    return own.model_copy(update={**WITHOUT_STAGES, **update, **options})
+    return own.changed(**{**WITHOUT_STAGES, **update, **options})
 
 
 def _beyond(way: Way) -> str | None:

@@ -213,7 +213,7 @@ def examine(
     all problems at once.
     """
     given = read(path, overrides)
-    loaded, sound = given.loaded, given.sound
+    loaded, sound = given, given.sound
     known = Known(hosts, gpu_count(), ranks)
     paths = find_paths(loaded.recipe, path)
     asked = paths.recipe

@@ -399,11 +399,10 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
             at = [f"data.{block}[{n}].path" for n in range(len(sources))]
             at = at if at[1:] else [f"data.{block}.path"]  # as messages name the only one
             blocks["data"][block] = tuple(
-                source.model_copy(update={"path": found(key, source.path, words=(STDLIB,))})
+                source.changed(path=found(key, source.path, words=(STDLIB,)))
                 for key, source in zip(at, sources, strict=True)
             )
-    update = {name: getattr(recipe, name).model_copy(update=own) for name, own in blocks.items()}
-    return Found(recipe.model_copy(update=update), missing)
+    return Found(recipe.changed(**blocks), missing)
 
 
 def _is_there(name: str) -> bool:

@@ -195,7 +195,7 @@ def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
         found["loss_tile_tokens"] = tile_tokens(AUTO, shape.vocab_size)
     if block.mlp_tile_tokens == AUTO:
         found["mlp_tile_tokens"] = _mlp_tile(AUTO, shape)
-    return recipe.model_copy(update={"memory": block.model_copy(update=found)})
+    return recipe.changed(memory=found)
 
 
 def _mlp_tile(wish: str | int, shape: ModelShape) -> int | None:

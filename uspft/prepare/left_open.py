@@ -336,7 +336,7 @@ def _longest(recipe: Recipe) -> Recipe:
         alike = {"expert_parallel": recipe.parallel_config.expert_parallel}
         several = {**dict.fromkeys(PLANNED, AUTO), "pipeline_stage": 1}  # which do not switch
         block = ParallelBlock.model_validate({**several, **alike})
-        return recipe.model_copy(update={BLOCK: block})
+        return recipe.changed(parallel_config=block)
     every = strategies_of(recipe)
     return under(recipe, len(every) - 1) if every else recipe
 
@@ -380,9 +380,8 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return a recipe in which these keys have these values."""
     for path, value in values.items():
         block, *inner, key = path.split(".")
-        held = getattr(recipe, block)
         if inner:
             (field,) = inner
-            key, value = field, {**getattr(held, field), key: value}
-        recipe = recipe.model_copy(update={block: held.model_copy(update={key: value})})
+            key, value = field, {**getattr(getattr(recipe, block), field), key: value}
+        recipe = recipe.changed(**{block: {key: value}})
     return recipe

@@ -147,10 +147,8 @@ def with_depth(recipe: Recipe, depth: int) -> Recipe:
     for key in ("layer_types", "no_rope_layers"):
         if overrides.get(key):
             overrides[key] = list(overrides[key])[:depth]
-    model = recipe.model.model_copy(update={"overrides": overrides})
     dealt = {"layers_per_stage": None, "offset": None}
-    parallel = recipe.parallel_config.model_copy(update=dealt)
-    return recipe.model_copy(update={"model": model, "parallel_config": parallel})
+    return recipe.changed(model={"overrides": overrides}, parallel_config=dealt)
 
 
 def memory_here(recipe: Recipe) -> int:
@@ -245,7 +243,7 @@ def prepare_verify(
 
 def with_layers(recipe: Recipe, one: Candidate, known: Known) -> Candidate:
     """Return a layout in which each of several stages has its layers, as ranks read it."""
-    recipe = recipe.model_copy(update={"parallel_config": one.parallel})
+    recipe = recipe.changed(parallel_config=one.parallel)
     return replace(one, parallel=with_stages(recipe, one.layout, known).parallel_config)
 
 

@@ -135,8 +135,7 @@ def with_vocabulary(recipe: Recipe, shape: ModelShape | None) -> Recipe:
     if not recipe.model.add_tokens or shape is None:
         return recipe
     overrides = {**recipe.model.overrides, "vocab_size": shape.vocab_size}
-    model = recipe.model.model_copy(update={"overrides": overrides})
-    return recipe.model_copy(update={"model": model})
+    return recipe.changed(model={"overrides": overrides})
 
 
 class ExaminedModel(NamedTuple):

@@ -75,7 +75,7 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     every, parallel = strategies_of(recipe), recipe.parallel_config
     if not every:
         off = parallel.strategies is None
-        return _with(recipe, "parallel_config", switching=None) if off else recipe
+        return recipe.changed(parallel_config={"switching": None}) if off else recipe
     settles = (_slices, _algorithm, _replicas, _options, _stages)
     found = []
     longest = under(recipe, len(every) - 1)
@@ -103,28 +103,23 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     update = {**degrees_of(found[-1]), "strategies": tuple(found)}
     if parallel.switching in (AUTO, None):
         update["switching"] = "move" if weights_move(parallel) else "in_place"
-    return _with(recipe, "parallel_config", **update)
-
-
-def _with(recipe: Recipe, block: str, **values: Any) -> Recipe:
-    held = getattr(recipe, block).model_copy(update=values)
-    return recipe.model_copy(update={block: held})
+    return recipe.changed(parallel_config=update)
 
 
 def on_device(recipe: Recipe, known: Known) -> Recipe:
     """Settle where the run is: on GPUs where this host has any."""
     if recipe.launch.device != AUTO:
         return recipe
-    return _with(recipe, "launch", device="cuda" if known.gpus else "cpu")
+    return recipe.changed(launch={"device": "cuda" if known.gpus else "cpu"})
 
 
 def _on_hardware(recipe: Recipe, known: Known) -> Recipe:
     """Settle the hardware file, and the kernel: on CPU there is only one, on GPUs ranks try those
     that are installed."""
     if recipe.launch.hardware == AUTO and known.cluster:
-        recipe = _with(recipe, "launch", hardware=known.cluster.hardware.name)
+        recipe = recipe.changed(launch={"hardware": known.cluster.hardware.name})
     if recipe.model.attention == AUTO and recipe.launch.device == "cpu":
-        recipe = _with(recipe, "model", attention="torch")
+        recipe = recipe.changed(model={"attention": "torch"})
     return recipe
 
 
@@ -133,7 +128,7 @@ def _scaling(recipe: Recipe, known: Known) -> Recipe:
     if known.shape is None:
         return recipe
     model = with_factor(recipe.model, known.shape, recipe.data.sequence_length)
-    return recipe.model_copy(update={"model": model})
+    return recipe.changed(model=model)
 
 
 def _format(recipe: Recipe, known: Known) -> Recipe:
@@ -142,11 +137,11 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
     if not found:
         return recipe
     if len(set(found)) == 1:
-        return _with(recipe, "data", format=found[0])
+        return recipe.changed(data={"format": found[0]})
     pairs = zip(data.train + (data.eval or ()), found, strict=True)
     named = tuple(s.model_copy(update={"format": s.format or f}) for s, f in pairs)
     train, rest = named[: len(data.train)], named[len(data.train) :]
-    return _with(recipe, "data", train=train, eval=rest or None)
+    return recipe.changed(data={"train": train, "eval": rest or None})
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
@@ -163,7 +158,7 @@ def _algorithm(recipe: Recipe, known: Known) -> Recipe:
         name = ON_A_MESH if shared else None
     elif name is None and parallel.on_a_mesh and shared:
         name = ON_A_MESH
-    return _with(recipe, "parallel_config", context_parallel_algo=name)
+    return recipe.changed(parallel_config={"context_parallel_algo": name})
 
 
 def _layout(recipe: Recipe, known: Known) -> Layout | None:
@@ -175,7 +170,7 @@ def _replicas(recipe: Recipe, known: Known) -> Recipe:
     layout = _layout(recipe, known)
     if recipe.parallel_config.data_parallel != AUTO or layout is None:
         return recipe
-    return _with(recipe, "parallel_config", data_parallel=layout.data)
+    return recipe.changed(parallel_config={"data_parallel": layout.data})
 
 
 def _processes(recipe: Recipe, known: Known) -> Recipe:
@@ -185,7 +180,7 @@ def _processes(recipe: Recipe, known: Known) -> Recipe:
         return recipe
     if is_open and ranks_of(recipe, known) is None:  # the degrees do not tell
         return recipe
-    return _with(recipe, "launch", processes=layout.ranks // known.hosts)
+    return recipe.changed(launch={"processes": layout.ranks // known.hosts})
 
 
 def _options(recipe: Recipe, known: Known) -> Recipe:
@@ -198,7 +193,7 @@ def _options(recipe: Recipe, known: Known) -> Recipe:
     off = dict.fromkeys(every_option(CONTEXT) - row.options_at(layout.ring))
     if not parallel.on_a_mesh:
         off |= dict.fromkeys(MESH_OPTIONS)
-    return _with(recipe, "parallel_config", **off)
+    return recipe.changed(parallel_config=off)
 
 
 def _slices(recipe: Recipe, known: Known) -> Recipe:
@@ -207,7 +202,7 @@ def _slices(recipe: Recipe, known: Known) -> Recipe:
     parallel = recipe.parallel_config
     if not parallel.on_a_mesh or parallel.mesh_is_open:
         return recipe
-    return _with(recipe, "parallel_config", tensor_slices=slices_of(parallel) or (1,) * 4)
+    return recipe.changed(parallel_config={"tensor_slices": slices_of(parallel) or (1,) * 4})
 
 
 def _memory(recipe: Recipe, known: Known) -> Recipe:
@@ -217,7 +212,7 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
     recipe, block = settled_memory(recipe, known.shape), recipe.memory
     choices = recomputes_of(recipe, recipe.launch.device)
     if block.recompute == AUTO and block.gradient_checkpointing and len(choices) == 1:
-        return _with(recipe, "memory", recompute=next(iter(choices)))
+        return recipe.changed(memory={"recompute": next(iter(choices))})
     return recipe
 
 
@@ -227,7 +222,7 @@ def _head_groups(recipe: Recipe, known: Known) -> Recipe:
     chosen = not (block.recompute == AUTO and block.gradient_checkpointing)  # by the planner
     if block.attention_heads == AUTO and chosen and known.shape and known.cluster and layout:
         found = fitting_heads(recipe, known.shape, layout, known.cluster.hardware)
-        return _with(recipe, "memory", attention_heads=found)
+        return recipe.changed(memory={"attention_heads": found})
     return recipe
 
 
@@ -288,7 +283,7 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
         if isinstance(found, Stages):
             dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
             settled |= {"layers_per_stage": dealt, "offset": None}
-    return recipe.model_copy(update={"parallel_config": parallel.model_copy(update=settled)})
+    return recipe.changed(parallel_config=settled)
 
 
 Settle = Callable[[Recipe, Known], Recipe]
@@ -327,9 +322,9 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
     if found.switches and layouts:
         listed = tuple(Strategy(max_length=one.length, **one.keys) for one in layouts.buckets)
         way = "move" if layouts.moves else "in_place"
-        return _with(recipe, "parallel_config", strategies=listed, switching=way)
+        return recipe.changed(parallel_config={"strategies": listed, "switching": way})
     best = found.best_static
     assert best  # or the choice would have been refused
     degrees = {**best.priced.keys, "data_parallel": best.priced.layout.data}
-    recipe = _with(recipe, "training", global_batch_size=weighed.drawn.packed_rows)
-    return _with(recipe, "parallel_config", strategies=None, **degrees)
+    recipe = recipe.changed(training={"global_batch_size": weighed.drawn.packed_rows})
+    return recipe.changed(parallel_config={"strategies": None, **degrees})

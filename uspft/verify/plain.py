@@ -38,12 +38,9 @@ from uspft.verify.gradients import See
 from uspft.verify.work import Measured
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from uspft.checkpoint.folder import Checkpoint
     from uspft.config import ModelBlock, Recipe
     from uspft.job import Job
-    from uspft.parameters.part import Part
     from uspft.parameters.source import Weights
 
 

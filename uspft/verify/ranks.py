@@ -36,7 +36,6 @@ from uspft.verify.work import (
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.job import Job
-    from uspft.mesh import Groups
 
 
 def run_reference(verify: VerifyJob, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from uspft.config import as_tree
+from uspft.config.messages import aligned
 from uspft.metrics import finite
 from uspft.planner.ways import Candidate
 from uspft.verify.work import GROUPS, Measured, Result
@@ -238,18 +239,14 @@ class Report:
         lines = [line for line in (self.plain, *self.tried) if line]
         groups = {group for line in lines if line.result for group in line.result.differences}
         columns = [group for group in _ORDER if group in groups]
-        rows = [["largest relative difference", "loss", "grad_norm", *columns, ""]]
+        rows = [["largest relative difference", "loss", "grad_norm", *columns]]
         rows += [self._row(line, columns) for line in lines]
         limits = [f"{self.tolerance.of_group(group):.0e}" for group in columns]
         ends = [f"{self.tolerance.loss:.0e}", f"{self.tolerance.grad_norm:.0e}", *limits]
-        rows.append(["rounding (layouts)", *ends, ""])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        shown = [
-            [first.ljust(widths[0]), *map(str.rjust, cells, widths[1:]), verdict]
-            for first, *cells, verdict in rows
-        ]
-        told = ["  ".join(line).rstrip() for line in shown]
-        return "\n".join(told + self._left_out() + self._meaning())
+        rows.append(["rounding (layouts)", *ends])
+        verdicts = ["", *(f"  {line.verdict}" for line in lines), ""]
+        told = map(str.__add__, aligned(rows).splitlines(), verdicts)
+        return "\n".join([*told, *self._left_out(), *self._meaning()])
 
     def _left_out(self) -> list[str]:
         """Return a line for each reason why layouts were not tried: how many, and one of them."""
@@ -280,7 +277,7 @@ class Report:
         cells = [f"{value:.1e}" for value in (loss, norm)]
         own = " (the recipe's)" if line is self.layouts[0] else ""
         cells += [f"{one.value:.1e}" if one else "–" for one in each]
-        return [line.name + own, *cells, line.verdict]
+        return [line.name + own, *cells]
 
     def _meaning(self) -> list[str]:
         """Return what differs, what that may mean, and the verdict, in plain words."""

@@ -44,33 +44,31 @@ class VerifyJob:
 
     def under(self, layout: ParallelBlock) -> Job:
         """Return the job in one of the layouts."""
-        recipe = self.job.recipe.model_copy(update={"parallel_config": layout})
-        return replace(self.job, recipe=recipe)
+        return replace(self.job, recipe=self.job.recipe.changed(parallel_config=layout))
 
     def alone(self) -> VerifyJob:
         """Return the reference's job: one process, whole rows, ZeRO-1 (of one rank, no offload), no
         fault."""
         recipe = self.job.recipe
-        parallel = recipe.parallel_config.model_copy(
-            update={
-                "data_parallel": 1,
-                "model_parallel": 1,
-                "use_seq_parallel": False,
-                "context_parallel": 1,
-                "context_parallel_algo": None,
-                "ulysses_degree_in_cp": None,
-                "expert_parallel": 1,
+        parallel = alike(
+            recipe.parallel_config.changed(
+                data_parallel=1,
+                model_parallel=1,
+                use_seq_parallel=False,
+                context_parallel=1,
+                context_parallel_algo=None,
+                ulysses_degree_in_cp=None,
+                expert_parallel=1,
                 **WITHOUT_STAGES,
                 **dict.fromkeys({*every_option(CONTEXT), *MESH_OPTIONS}),
-            }
+            )
         )
-        parallel = alike(parallel)
-        update = {
-            "launch": recipe.launch.model_copy(update={"processes": 1}),
-            "parallel_config": parallel,
-            "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": {"stage": 1}}),
-        }
-        job = replace(self.job, recipe=recipe.model_copy(update=update))
+        recipe = recipe.changed(
+            launch={"processes": 1},
+            parallel_config=parallel,
+            deepspeed={"zero_optimization": {"stage": 1}},
+        )
+        job = replace(self.job, recipe=recipe)
         return replace(self, job=job, layouts=(parallel,), is_reference=True, inject=None)
 
     def write(self, folder: Path) -> None:
@@ -90,17 +88,13 @@ class VerifyJob:
 def without_extras(recipe: Recipe) -> Recipe:
     """Return the recipe without what changes no number: evaluation, DeepSpeed's own reports, and
     how many layers of each stage are checkpointed, which is said of some stages alone."""
-    quiet = {"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False}
-    deepspeed = recipe.deepspeed.model_copy(update=quiet)
-    data = recipe.data.model_copy(update={"eval": None})
-    training = recipe.training.model_copy(
-        update={"eval_every_steps": None, "eval_micro_batch_size": None}
+    again = isinstance(recipe.memory.gradient_checkpointing, tuple)
+    return recipe.changed(
+        deepspeed={"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False},
+        data={"eval": None},
+        training={"eval_every_steps": None, "eval_micro_batch_size": None},
+        memory={"gradient_checkpointing": True} if again else {},
     )
-    memory, again = recipe.memory, recipe.memory.gradient_checkpointing
-    if isinstance(again, tuple):
-        memory = memory.model_copy(update={"gradient_checkpointing": True})
-    update = {"deepspeed": deepspeed, "data": data, "training": training, "memory": memory}
-    return recipe.model_copy(update=update)
 
 
 GROUPS = (

@@ -383,5 +383,5 @@ def test_ticks_are_round_and_between(low: float, high: float) -> None:
 def test_a_chart_of_one_value_or_none_is_drawn() -> None:
     for points in ([(1, 0.0)], [(1, 2.0), (2, 2.0)], [(5, -1.0)], [(1, 1e-9), (2, 1e9)]):
         for log in (False, True):
-            assert "NaN" not in figure(Chart("a", [Series("b", points)], log=log))
-    assert figure(Chart("a", [Series("b", [])])) == ""
+            assert "NaN" not in figure(Chart("a", series=[Series("b", points)], log=log))
+    assert figure(Chart("a", series=[Series("b", [])])) == ""

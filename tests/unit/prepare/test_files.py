@@ -81,7 +81,7 @@ def test_a_config_in_the_recipe_itself_is_looked_for_nowhere(project: Path) -> N
         "training": {"steps": 1, "global_batch_size": 1},
     }
     path.write_text(yaml.safe_dump(recipe))
-    with pytest.raises(RecipeError, match=r"model\.config: .*no-such-type") as error:
+    with pytest.raises(RecipeError, match=r"model\.config\.model_type: .*no-such-type") as error:
         examine(path, [], 1, None)
     assert "looked for" not in str(error.value) and str(error.value).count("no-such-type") == 1
 
