@@ -28,6 +28,7 @@ from uspft.sequence.mixing import Convolution, convolve, mix
 from uspft.sequence.rows.heads import key_groups, split_heads
 from uspft.sequence.rows.share import Order
 from uspft.sequence.states import Mixed, StateRule
+from uspft.sequence.ulysses import attend_over_heads
 from uspft.tensor import TensorAlgorithm, tensor_algorithm
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ class World:
         qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside, earlier: as of Split.
         """
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside, earlier)
-        return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
+        share = share.with_window(rule.window)
+        passes = self.algorithm.passes(share, keeps=True)
+        return attend_over_heads(passes, qkv, share, rule, split)
 
     def mix(
         self,

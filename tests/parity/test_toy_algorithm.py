@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import yaml
-from torch import Tensor
 
 from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
@@ -22,20 +21,19 @@ from uspft.planner.ways import candidates
 from uspft.prepare.examine import examine
 from uspft.prepare.layout_findings import layout_findings
 from uspft.segments import Segments
-from uspft.sequence import ONCE, Cost, Forwards, Heads, Rule, Share, Split
+from uspft.sequence import Algorithm, Cost, Heads, Share
 from uspft.sequence.algorithm import rows_must_divide
 from uspft.sequence.exchange import ExchangePasses
 from uspft.sequence.rows.exchange import Exchange
-from uspft.sequence.ulysses import attend_over_heads
 
 ROW, STEPS = 64, 2
 
 
 @dataclass(frozen=True)
-class Consecutive:
+class Consecutive(Algorithm):
     """Rank i holds the i-th part of a row as it stands, and is sent all keys."""
 
-    ring: int
+    ring: int = 1
     ulysses: int = 1
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
@@ -45,21 +43,11 @@ class Consecutive:
         each = segments.length // self.ring
         return [((i * each, (i + 1) * each),) for i in range(self.ring)]
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
-    ) -> Tensor:
+    def passes(self, share: Share, *, keeps: bool = False) -> ExchangePasses:
         make = lambda: Exchange(share, 1, trimmed=False, keep=False)  # noqa: E731
-        passes = ExchangePasses(share.once("toy", make))
-        return attend_over_heads(passes, qkv, share, rule, split)
+        return ExchangePasses(share.once("toy", make))
 
-    def cost(
-        self,
-        segments: Segments,
-        heads: Heads,
-        element_bytes: int,
-        window: int | None = None,
-        forwards: Forwards = ONCE,
-    ) -> Cost:
+    def keys_cost(self, *of: Any) -> Cost:
         return Cost()
 
 

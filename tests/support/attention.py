@@ -22,6 +22,7 @@ from uspft.model.recompute import Recompute, attend_once
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Heads, Rule, Share, Split, Traffic
 from uspft.sequence.kept_keys import LayerKeys
+from uspft.sequence.ulysses import attend_over_heads
 
 DIM = 8
 KINDS = ("all_to_all", "ring", "gather")
@@ -199,7 +200,9 @@ class Layer:
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             rule = Rule(scale, self.window, *sinks)
-            return self.bench.algorithm.attend((q, k, v), share or self.share, rule, split)
+            held = share or self.share
+            passes = self.bench.algorithm.passes(held, keeps=True)
+            return attend_over_heads(passes, (q, k, v), held, rule, split)
 
         if again is None:
             return run(tuple(inputs))

@@ -1,7 +1,7 @@
 """The Hugging Face folders of a trained model: hf/ with its weights, adapter/ with its adapter's.
 
-Beside the weights lie config, tokenizer, generation config and model card, which a checkpoint has
-too: an export from a run and one from its checkpoint write the same bytes.
+Both also have config, tokenizer, generation config and model card. A checkpoint keeps these too, so
+that an export from a run and one from its checkpoint write the same bytes.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from uspft.parameters.source import FolderWeights
 
 CONFIG = "config.json"
 OLD_TEMPLATE = "chat_template.json"
-"""The file with the chat template of older processors, which they read before the tokenizer's."""
+"""The file with the chat template of older processors, which is read in preference to the
+tokenizer's."""
 PROCESSOR_FILES = (
     *("processor_config.json", "preprocessor_config.json", "image_processor_config.json"),
     *("video_preprocessor_config.json", "video_processor_config.json", OLD_TEMPLATE),
 )
-"""What a multimodal model needs to make tensors of images."""
+"""The files of a multimodal model's processor."""
 SHARD_BYTES = 5 * 10**9
 CORRECTIONS = "corrections.safetensors"
-"""The file beside a checkpoint's config with what corrects routers' choices, in float32, as an
-export names it; it trains no more than the config does."""
+"""The file in a checkpoint with the float32 bias of routers, under its names in exports; it does
+not train."""
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""The embedding, and the head that files may hold too where it is tied to it."""
+"""The embedding, and the head, which files may contain even if it is tied to the embedding."""
 PREFIX = "base_model.model."
 """The prefix that peft writes before the base model's own names."""
 IN_MODULE = ("gate_up_proj", "down_proj")
-"""The matrices of experts, in the order that their modules have them."""
+"""The experts' parameters, in the order of their modules."""
 _OF_EXPERTS = re.compile(
     rf"(?P<module>.*\.experts)\.(?P<own>{'|'.join(IN_MODULE)})\.(?P<side>lora_[AB]\.weight)"
 )
@@ -65,10 +66,10 @@ def write_exports(
 ) -> None:
     """Write a trained model as Hugging Face folders, each of which is complete or absent.
 
-    files: the folder with what lies beside the weights, as `write_model_files` leaves it. hf: the
-    folder of the whole model, an adapter merged into it; None: it is not asked for.
-    adapter: the folder of the adapter, where one was trained. The parameters are read in the order
-    of `export_order`. Raises OSError, and WeightsError where a base cannot be read.
+    files: the folder that `write_model_files` wrote. hf: the folder of the whole model, with an
+    adapter merged; None: it is not wanted. adapter: the folder of the adapter, if one was trained.
+    The parameters are read in the order of `export_order`. Raises OSError, and WeightsError if the
+    base model cannot be read.
     """
     if adapter and whole.block.adapter:
         export_adapter(whole.adapter(), whole.block, files, adapter)
@@ -79,7 +80,7 @@ def write_exports(
 def write_model_files(
     folder: Path, config: Any, job: Job, step: int, model: nn.Module | None = None
 ) -> None:
-    """Write into a folder all that from_pretrained and a server need beside the weights.
+    """Write all files that from_pretrained and a server need, except weights, into a folder.
 
     config: the model's, as trained, with its rope scaling. The tokenizer gets the chat template
     that was trained, the generation config the tokens that end a turn. Where an adapter was
@@ -109,7 +110,7 @@ def write_model_files(
 
 
 def _quantised(job: Job) -> str:
-    """Return the quantisation from which a run's weights were read; empty where there was none."""
+    """Return the quantisation of the base model's files; empty: they were not quantised."""
     block = job.here.model
     if block.config or not block.name_or_path:
         return ""
@@ -118,7 +119,7 @@ def _quantised(job: Job) -> str:
 
 
 def _write_config(folder: Path, config: Any, job: Job) -> None:
-    """Write config.json, and of a multimodal checkpoint the files of its processor."""
+    """Write config.json, and for a multimodal checkpoint the files of its processor."""
     block = job.here.model
     base = Path(block.name_or_path or "")
     raw = {} if block.config else json.loads((base / CONFIG).read_text("utf-8"))
@@ -140,7 +141,7 @@ def _write_config(folder: Path, config: Any, job: Job) -> None:
 
 
 def _keep_corrections(folder: Path, model: nn.Module, config: Any) -> None:
-    """Write the corrections of a model's routers, if it has any."""
+    """Write the bias of a model's routers, and other untrained buffers, if it has any."""
     raw = {"model_type": config.model_type}
     every = [as_files(name, one, raw) for name, one in corrections(model).items()]
     if every:
@@ -155,13 +156,13 @@ def export_folder(
     target: Path,
     base: FolderWeights | None = None,
 ) -> Path:
-    """Write parameters in dtype, with what from_pretrained needs beside them; return the folder.
+    """Write a complete Hugging Face folder with parameters in `dtype`; return the folder.
 
-    tensors: names and whole values, one at a time; only a shard is held in memory. files: the
-    folder of config and tokenizer; the config says how files name experts. target: a new name or an
-    empty folder; it is complete or absent afterwards. base: the multimodal checkpoint
-    whose language model the parameters are, and of which all else is written bit for bit. Raises
-    OSError, and WeightsError where the base cannot be read.
+    tensors: names and whole values, one at a time; only one shard is in memory. files: the folder
+    of config and tokenizer, which are copied; the config decides how files name experts. target: a
+    new name or an empty folder; it is complete or absent afterwards. base: the multimodal
+    checkpoint whose language model was trained; its other tensors are copied bit for bit. Raises
+    OSError, and WeightsError if the base cannot be read.
     """
     aside = _begun(target, files)
     (aside / ADAPTER_CARD).unlink(missing_ok=True)
@@ -200,7 +201,7 @@ def _begun(target: Path, files: Path) -> Path:
 def _model(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, config: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors, under the names that files have."""
+    """Yield a model's tensors under their names in files."""
     for pair in tensors:
         for name, value in as_files(*pair, config):
             yield name, _held(value, dtype)
@@ -212,9 +213,9 @@ def _multimodal(
     base: FolderWeights,
     config: dict[str, Any],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a multimodal checkpoint, under the names that its files have.
+    """Yield the tensors of a multimodal checkpoint under their names in its files.
 
-    A trained tensor that has another type there than the embedding, as gates may, keeps it.
+    A trained tensor whose dtype there differs from the embedding's, as gates' may, keeps it.
     """
     text, written, types = language_model(config), set[str](), base.dtypes()
     ((table, _),) = base.as_stored(TABLE, torch.empty(0))
@@ -260,10 +261,10 @@ def export_adapter(
 ) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
 
-    tensors: what `adapter_of` gives; of a multimodal checkpoint's language model, the adapter then
-    fits the whole model. files: the folder of config and tokenizer; peft reads neither, but the
-    base model needs that config, and answers in that template. target: a new name or an
-    empty folder; it is complete or absent afterwards. Raises OSError.
+    tensors: from `adapter_of`; an adapter of a multimodal checkpoint's language model is written
+    for the whole model. files: the folder of config and tokenizer, which are copied; peft reads
+    neither, but the base model needs that config, and was trained with that template. target: a new
+    name or an empty folder; it is complete or absent afterwards. Raises OSError.
     """
     assert block.adapter is not None
     aside = _begun(target, files)
@@ -292,10 +293,10 @@ def export_adapter(
 
 
 def nested(names: Collection[str]) -> dict[str, str]:
-    """Return the names under which peft has an adapter's parameters, by our own.
+    """Return peft's name of each parameter of an adapter, by uspft's name.
 
-    It wraps a module of experts once for each of its adapted parameters, the last one outermost,
-    and what is inside a wrapper is its `base_layer`. A router's has the module's own name.
+    peft wraps a module of experts once for each adapted parameter, the last one outermost, and
+    calls a wrapped module `base_layer`. For routers and projections the two names are the same.
     """
     of_module: dict[str, list[str]] = {}
     for name in names:
@@ -315,7 +316,8 @@ def nested(names: Collection[str]) -> dict[str, str]:
 
 
 def _modules(names: Iterable[str], parameters: Collection[str]) -> set[str]:
-    """Return the last part of the names of adapted projections. parameters: adapted beside them."""
+    """Return the last words of the names of adapted projections. parameters: those adapted through
+    `target_parameters`, which do not count."""
     owners = {name.partition(".lora_")[0] for name in names}
     every = {one for one in owners if not any(_is_of(one, parameter) for parameter in parameters)}
     return {one.rpartition(".")[2] for one in every}
@@ -326,13 +328,13 @@ def _is_of(owner: str, parameter: str) -> bool:
 
 
 def _base(block: ModelBlock) -> str | None:
-    """Return the base model's hub id or folder; None where its weights are random."""
+    """Return the base model's hub id or folder; None: its weights are random."""
     name = block.name_or_path
     return str(Path(name).resolve()) if name and os.path.isdir(name) else name
 
 
 def _inside(adapted: Collection[str]) -> str:
-    """Return what peft compares whole names with so that modules of the layers of a multimodal
-    model's language model alone are adapted: its other parts have modules of the same names."""
+    """Return the regular expression for peft's target_modules that matches only modules of a
+    multimodal model's language model; its other parts have modules of the same names."""
     names = "|".join(re.escape(name) for name in sorted(adapted))
     return rf"{re.escape(module_name('model.layers'))}\.\d+\.(.*\.)?({names})"

@@ -1,8 +1,8 @@
-"""Transfers between the ranks of a group. What gradients they have, the algorithms that use them
-say, by `with_backward`.
+"""Collectives and messages between the ranks of a group. They have no gradients; algorithms that
+use them define these by `with_backward`.
 
 Shapes, as suffixes: s elements that this rank sends, r those that it receives. Tensors without a
-suffix have any shape, the same on both ends of a transfer.
+suffix may have any shape.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.autograd.function import once_differentiable
 from uspft.comm.group import Group
 
 Waited = Callable[[], Tensor]
-"""A function that waits for a transfer under way and returns what it has brought."""
+"""A function that waits for a started transfer and returns its result."""
 
 
 def with_backward(there: Callable[..., Any], back: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Return there(*inputs), a tensor or several, as one function of autograd.
+    """Return there(*inputs), a tensor or several, as one autograd function.
 
     back: takes the gradient of each tensor that `there` returns, and returns that of each input. It
-    must hold no tensor that was made of the inputs.
+    must not reference a tensor computed from the inputs.
     """
     return _WithBackward.apply(there, back, *inputs)
 
@@ -54,7 +54,8 @@ def all_to_all(
     """Send piece i of x_s to member i, and return the pieces that arrive: an uneven all-to-all.
 
     x_s is contiguous and flat, and `send` has the number of elements of each piece. The result has
-    the pieces that arrive, of `receive` elements, in member order. kind: what it counts as.
+    the received pieces, of `receive` elements each, in member order. kind: the name under which its
+    bytes are counted.
     """
     return start_all_to_all(x_s, send, receive, group, kind)()
 
@@ -66,11 +67,8 @@ def start_all_to_all(
     group: Group,
     kind: str = "all_to_all",
 ) -> Waited:
-    """Start what `all_to_all` does, and return the function that waits for it, which must be
-    called.
-
-    x_s must not change until then.
-    """
+    """Start an `all_to_all`, and return the function that waits for its result; it must be called,
+    and x_s must not change until then."""
     out_r = x_s.new_empty(sum(receive))
     others = [n for member, n in enumerate(send) if n and member != group.index]
     group.books.add(kind, sum(others) * x_s.element_size(), len(others))
@@ -82,10 +80,10 @@ def start_all_to_all(
 
 
 class Move(NamedTuple):
-    """One transfer: x goes to the member `offset` further on, and out is filled from the member as
-    far back.
+    """One transfer of a ring shift: x is sent to member i + offset, and `out` is received from
+    member i − offset.
 
-    A tensor that is empty is neither sent nor awaited; both ends must agree on that.
+    Empty tensors are neither sent nor received; both ends must agree on that.
     """
 
     x: Tensor
@@ -94,9 +92,9 @@ class Move(NamedTuple):
 
 
 class Transfer:
-    """Operations under way, to be called before what they bring is used.
+    """Started operations; calling this waits for them, and must happen before their result is used.
 
-    Until then they and their tensors stand in the books, which close with an error otherwise.
+    Until then the books keep their tensors alive; closing the books earlier is an error.
     """
 
     def __init__(self, works: Sequence[dist.Work], what: str, tensors: object, group: Group):
@@ -111,13 +109,13 @@ class Transfer:
 
 
 class Expected(NamedTuple):
-    """Receives that have started before what this rank sends is there.
+    """Receives that were posted before this rank has computed what it sends.
 
-    Messages of two ranks come in the order in which they are expected and sent.
+    Messages between two ranks match in the order in which they are posted and sent.
     """
 
     out: Tensor
-    """What they fill; a rank's own part is still to be written."""
+    """The tensor that they fill; this rank's own part is written later."""
     works: list[list[dist.Work]]
 
 
@@ -126,7 +124,7 @@ def shift(
 ) -> list[Callable[[], None]]:
     """Start all moves, and return for each the function that waits for it, which must be called.
 
-    expected: the receives, where they have started.
+    expected: the receives, if they are already posted.
 
     gloo announces a receive on the connection by which its own data leaves. There all receives are
     started first; else what another rank has for this one waits until this one has sent, and a
@@ -170,11 +168,12 @@ def max_over(x: Tensor, group: Group, kind: str) -> Tensor:
 
 
 def gather_over(x: Tensor, group: Group, kind: str) -> Tensor:
-    """Return what all members hold, in member order along the first dimension: an all-gather.
+    """Return all members' x, concatenated along the first dimension in member order: an all-gather.
 
-    x: contiguous, of the same shape on every member. In a group by hosts, each rank first gathers
-    from those in its place on other hosts: what a host lacks comes to it once, where of a ring of
-    all members each host's links carry all but one part.
+    x: contiguous, of the same shape on every member. If `group.hosts` is set, each rank first
+    gathers from the ranks at its position on other hosts and then inside its host, so that each
+    part crosses to a host once; a ring over all members would send all but one part over each
+    host's link.
     """
     if group.hosts is None:
         return start_gather(x, group, kind)()
@@ -186,8 +185,9 @@ def gather_over(x: Tensor, group: Group, kind: str) -> Tensor:
 def sum_parts(x: Tensor, group: Group, kind: str) -> Tensor:
     """Return this member's part of the sum over the members: a reduce-scatter.
 
-    x: contiguous, of the same shape on every member; its first dimension has as many parts, in
-    member order. In a group by hosts, parts are summed on each host first, and leave it once.
+    x: contiguous, of the same shape on every member; its first dimension consists of one part per
+    member, in member order. If `group.hosts` is set, parts are summed inside each host first, so
+    that each leaves the host once.
     """
     if group.hosts is None:
         return start_sum_parts(x, group, kind)()
@@ -197,14 +197,14 @@ def sum_parts(x: Tensor, group: Group, kind: str) -> Tensor:
 
 
 def _turned(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the parts of x, as many along its first dimension as a table of rows has, by
-    columns."""
+    """Return x, whose first dimension is a table of rows × columns parts, with the table
+    transposed."""
     return x.unflatten(0, (rows, columns, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def expect_gather(x: Tensor, rows: int, group: Group) -> Expected | None:
-    """Start the receives of a `start_gather` of so many rows like those of x; None where it has
-    none of its own."""
+    """Post the receives of a `start_gather` of `rows` rows shaped like x's; None if it uses a
+    collective instead of messages."""
     if not x.is_cpu or group.size != 2 or group.hosts:
         return None
     out = x.new_empty((2 * rows, *x.shape[1:]))
@@ -212,8 +212,8 @@ def expect_gather(x: Tensor, rows: int, group: Group) -> Expected | None:
 
 
 def expect_parts(x: Tensor, rows: int, group: Group) -> Expected | None:
-    """Start the receives of a `start_sum_parts` that leaves so many rows like those of x; None
-    where it has none of its own."""
+    """Post the receives of a `start_sum_parts` whose result has `rows` rows shaped like x's; None
+    if it uses a collective instead of messages."""
     if not x.is_cpu or group.size == 1 or group.hosts:
         return None
     parts = x.new_empty((group.size, rows, *x.shape[1:]))
@@ -231,12 +231,12 @@ def _expected(out: Tensor, parts: Sequence[tuple[Tensor, int]], group: Group) ->
 
 
 def start_gather(x: Tensor, group: Group, kind: str, expected: Expected | None = None) -> Waited:
-    """Start what `gather_over` does, and return the function that waits for it, which must be
-    called. expected: its receives, where they have started.
+    """Start a `gather_over` without hosts, and return the function that waits for its result.
 
-    x must not change until then. In a group of one, and of tensors without elements, nothing moves.
-    gloo's ring of two ranks has both its ways on one connection, which works one way at a time:
-    there the two exchange messages.
+    The function must be called, and x must not change until then. expected: the receives, if they
+    are already posted. In a group of one, or if x is empty, nothing is sent. gloo's all-gather
+    between two ranks uses one connection in one direction at a time; there the two exchange
+    messages instead.
     """
     if group.size == 1:
         return lambda: x
@@ -254,12 +254,12 @@ def start_gather(x: Tensor, group: Group, kind: str, expected: Expected | None =
 
 
 def start_sum_parts(x: Tensor, group: Group, kind: str, expected: Expected | None = None) -> Waited:
-    """Start what `sum_parts` does, and return the function that waits for it, which must be
-    called. expected: its receives, where they have started.
+    """Start a `sum_parts` without hosts, and return the function that waits for its result.
 
-    x must not change until then. In a group of one, and of tensors without elements, nothing moves.
-    gloo's own reduce-scatter is an all-reduce, which sends twice as much, and its all-to-all works
-    one way at a time: there parts go to their members in messages, and are added up.
+    The function must be called, and x must not change until then. expected: the receives, if they
+    are already posted. In a group of one, or if x is empty, nothing is sent. gloo's reduce-scatter
+    is an all-reduce, which sends twice as much, and its all-to-all uses a connection in one
+    direction at a time; there parts are sent as messages and added.
     """
     if group.size == 1:
         return lambda: x
@@ -282,8 +282,8 @@ def start_sum_parts(x: Tensor, group: Group, kind: str, expected: Expected | Non
 
 
 def start_sum_over(x: Tensor, group: Group, kind: str) -> Waited:
-    """Start what `sum_over` does, in place, and return the function that waits for it, which must
-    be called."""
+    """Start a `sum_over`, in place, and return the function that waits for it, which must be
+    called."""
     return _start_reduce(x, group, kind, dist.ReduceOp.SUM)
 
 
@@ -297,7 +297,7 @@ def _start_reduce(x: Tensor, group: Group, kind: str, op: dist.ReduceOp.RedOpTyp
 
 
 def _added(parts: Tensor) -> Tensor:
-    """Return the sum of parts, rounded once; of two it takes a quarter of a reduction's time."""
+    """Return the sum of parts, rounded once; adding two takes a quarter of a reduction's time."""
     return parts[0] + parts[1] if len(parts) == 2 else parts.sum(0)
 
 

@@ -25,7 +25,7 @@ from uspft.commands.plan_pages import (
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
 from uspft.config.messages import aligned, closest
-from uspft.config.problems import UsageError, counted
+from uspft.config.problems import UsageError, counted, writing
 from uspft.data.corpus.prepare import first_look
 from uspft.launcher.hosts import planned_hosts
 from uspft.planner.mesh import TunedMesh, mesh_products, tuned, why_not_kept
@@ -145,10 +145,12 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
         print("\n".join(_page(found, step, order, shown(order, asked.top or TOP))))
     beside = sys.stderr if asked.as_json else sys.stdout  # which then is data alone
     if taken and asked.file:
-        _write(asked.file, "-o", dump(in_recipe(found.loaded.recipe, taken.way)))
+        with writing(str(asked.file), "name another file by -o FILE"):
+            asked.file.write_text(dump(in_recipe(found.loaded.recipe, taken.way)), "utf-8")
         print(f"written: {taken.name} to {asked.file}", file=beside)
     if drawn and asked.picture:
-        _write(asked.picture, "--timeline", as_picture(timeline_of(drawn)))
+        with writing(str(asked.picture), "name another file by --timeline FILE"):
+            asked.picture.write_text(as_picture(timeline_of(drawn)), "utf-8")
         print(f"drawn: {drawn.name} in {asked.picture}", file=beside)
     return 0
 
@@ -197,14 +199,6 @@ def _first_pipeline(order: Ranking) -> Ranked:
         if one.layout.pipeline > 1:
             return one
     raise UsageError("--timeline", "no layout here has several stages", "leave it out")
-
-
-def _write(file: Path, option: str, text: str) -> None:
-    """Write what an option asks for. Raises UsageError where that cannot be."""
-    try:
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise UsageError(option, f"`{file}` cannot be written: {error.strerror}", "") from error
 
 
 def _several(weighed: Weighed | None) -> str:

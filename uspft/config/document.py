@@ -22,7 +22,8 @@ _WORDS: dict[str, bool | None] = {
 }
 _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _REAL = re.compile(r"[-+]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_SUFFIXED = re.compile(r"([0-9]+)([kKmM])")
+SUFFIXED = "^[0-9]+[kKmM]$"
+"""The pattern of a number of tokens that `token_count` reads, such as 128k."""
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 _NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
 _LONGEST = 40  # characters of a number: int() of thousands of digits is refused by Python itself
@@ -43,8 +44,9 @@ def plain(text: str) -> Scalar:
 
 def token_count(text: str) -> int | None:
     """Return the number of tokens in `128k` (131072) or `1m` (2^20); None without such a suffix."""
-    match = _SUFFIXED.fullmatch(text) if len(text) <= _LONGEST else None
-    return int(match[1]) << {"k": 10, "m": 20}[match[2].lower()] if match else None
+    if len(text) > _LONGEST or not re.fullmatch(SUFFIXED, text):
+        return None
+    return int(text[:-1]) << {"k": 10, "m": 20}[text[-1].lower()]
 
 
 def meant(text: str) -> str | None:

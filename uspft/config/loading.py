@@ -392,18 +392,14 @@ class _Files:
         own = Tree({k: v for k, v in tree.value.items() if k != "base"}, tree.where)
         merged = Tree({}, tree.where)
         if "base" in tree.value:
-            for key, entry in self._entries(tree.value["base"]):
-                fragment = self._fragment(path, key, entry, (*above, path.resolve()))
-                merged = merged if fragment is None else merge(_opened(merged), fragment)
+            base, above = tree.value["base"], (*above, path.resolve())
+            if not isinstance(base.value, list):
+                remedy = f"write base: [{base.value if isinstance(base.value, str) else 'FILE'}]"
+                return self._lost(base.where, "base", "expected a list of files", remedy)
+            for number, entry in enumerate(base.value):
+                if fragment := self._fragment(path, f"base[{number}]", entry, above):
+                    merged = merge(_opened(merged), fragment)
         return merge(_opened(merged), own)
-
-    def _entries(self, base: Tree) -> list[tuple[str, Tree]]:
-        if isinstance(base.value, list):
-            return [(f"base[{index}]", entry) for index, entry in enumerate(base.value)]
-        file = base.value if isinstance(base.value, str) else "FILE"
-        remedy = f"write base: [{file}]"
-        self._lost(base.where, "base", "expected a list of files", remedy)
-        return []
 
     def _fragment(self, path: Path, key: str, entry: Tree, above: tuple[Path, ...]) -> Tree | None:
         if not isinstance(entry.value, str):

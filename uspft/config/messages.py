@@ -12,13 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
-from uspft.config.document import meant, plain
+from uspft.config.document import SUFFIXED, meant, plain
 from uspft.config.problems import Fault, Finding, join
 
 Node = dict[str, Any]  # a part of a JSON Schema
 LARGEST = 2**63 - 1
-SUFFIXED = "^[0-9]+[kKmM]$"
-"""The pattern of a number of tokens that `token_count` reads, such as 128k."""
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
 _INSTEAD = {

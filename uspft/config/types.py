@@ -32,8 +32,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from uspft.config.algorithms import AUTO
-from uspft.config.document import meant, token_count
-from uspft.config.messages import LARGEST, SUFFIXED, findings_of, shown
+from uspft.config.document import SUFFIXED, meant, token_count
+from uspft.config.messages import LARGEST, findings_of, shown
 from uspft.config.problems import Fault, Finding, fault, join
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from uspft.config.document import parse, places
+from uspft.config.document import parse, places, plain
 from uspft.config.messages import as_written
 from uspft.config.other_tools import table_of
 from uspft.config.problems import Problem
@@ -390,8 +390,9 @@ def _in_a_line(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    """Return a text that stands in one line, so that a comment may follow it."""
-    style = None if value.isprintable() else '"'
+    """Return a text that stands in one line, so that a comment may follow it, and is read as text:
+    a recipe's 1e5 is a number."""
+    style = None if value.isprintable() and isinstance(plain(value), str) else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 

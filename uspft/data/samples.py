@@ -1,8 +1,8 @@
 """What a sample is on its way from a file to a corpus: an object, a record, text, and tokens.
 
 files/readers makes an Entry, as its file holds it; records/reader a Record, checked and under our
-names; chat/rendering a Rendered, its text with what trains; corpus/tokenise a Sample, ids and
-labels, which a corpus keeps. A record that holds token ids becomes a Sample without a text.
+names; chat/rendering, of a conversation, a Rendered, its text with what trains; corpus/tokenise a
+Sample, ids and labels, which a corpus keeps.
 """
 
 from __future__ import annotations
@@ -68,17 +68,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A sample as text, with the spans of it that train.
-
-    A span is [start, stop) in characters; spans rise. Those of a conversation do not touch, and the
-    last one of a pair is its completion.
-    """
+    """A conversation as text, with the spans of it that train: characters [start, stop), which rise
+    and do not touch."""
 
     text: str
     spans: Spans
-    format: str
-    """The record's, by which it is tokenised."""
-    origin: Origin
     unused: tuple[str, ...] = ()
     """Fields that nothing uses, of its record and of its turns."""
     lost: str = ""

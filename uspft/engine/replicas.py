@@ -1,14 +1,16 @@
-"""Parameters that several ranks hold, as DeepSpeed 0.19 is told of them, and their gradients.
+"""How DeepSpeed 0.19 is told which ranks hold copies of a parameter, and hooks on the gradients of
+such parameters.
 
-The "model parallel unit" names the groups of ranks; hooks make the gradients of what several tensor
-ranks hold one inside the backward pass. How often each is counted, parameters/counting.py says.
+The "model parallel unit" (mpu) tells it the process groups; hooks sum the gradients of parameters
+that are replicated over tensor ranks inside the backward. How often a gradient is counted follows
+from parameters/counting.py.
 
-Experts are held by fewer ranks than the rest. DeepSpeed has groups of ranks for experts of its own
-kind, which it looks up by a name. Stages 1 and 2 take them for groups of parameters that say so, if
-a module of its own kind is there to be seen; stage 3 asks each parameter, before it is partitioned,
-and takes the word of its own AutoEP. It then averages over the ranks that hold the same experts and
-divides by as many as hold the same of the rest, so that no loss has another scale. Upstream range:
-deepspeed >= 0.19, < 0.20. tests/parity/test_holders.py fails when upstream changes.
+Experts are held by fewer ranks than the rest. DeepSpeed has tables of process groups for the
+experts of its own MoE layer, which it looks up by name. Stages 1 and 2 use them for parameter
+groups that are marked, if the model contains a MoE layer; stage 3 asks each parameter, before it is
+partitioned, for marks of its AutoEP. DeepSpeed then sums over the ranks that hold the same experts
+and divides by the number that hold the same part of the rest, so that losses need no other scale.
+Upstream range: deepspeed >= 0.19, < 0.20. tests/parity/test_holders.py fails when upstream changes.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ if TYPE_CHECKING:
 
 
 class Replicas:
-    """The hooks of an engine on the gradients of what tensor ranks hold or compute alike.
+    """The hooks on gradients of parameters that several tensor ranks hold, which make each gradient
+    count once.
 
-    world: that of the micro-batch whose backward pass is to come; set before each.
+    world: that of the micro-batch whose backward is next; it must be set before each.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], holders: Holders) -> None:
-        """Hook the parameters, and mark those that DeepSpeed's norm counts on this rank."""
+        """Register the hooks, and mark the parameters that this rank counts in DeepSpeed's norm."""
         self.world: World | None = None
         self._shards = shards = holders.shards
         self._hooks: list[Any] = []
@@ -59,7 +62,7 @@ class Replicas:
                 self._hooks.append(parameter.register_hook(hook))
 
     def _hook(self, name: str, same: Group | None) -> Any:
-        """Return the hook of a parameter. same: the ranks whose gradients are summed, if any."""
+        """Return the hook of a parameter. same: the ranks over which its gradient is summed."""
 
         def count_once(gradient: Tensor) -> Tensor:
             assert self.world
@@ -80,7 +83,7 @@ class Replicas:
 class Mpu:
     """The part of Megatron's interface that ZeRO 0 to 3 of DeepSpeed 0.19 use.
 
-    It answers from what ranks hold of the parameters, never from how a row is split.
+    Its groups are those in which parameters are stored, whatever a micro-batch's layout is.
     """
 
     def __init__(self, holders: Holders) -> None:
@@ -109,9 +112,8 @@ class Mpu:
 
 
 def mpu_of(holders: Holders) -> Mpu | None:
-    """Return the unit for DeepSpeed, or None where every rank holds everything but experts.
-
-    DeepSpeed then uses its own group of all ranks.
+    """Return the mpu for DeepSpeed; None if every rank holds all parameters except experts: then
+    DeepSpeed uses its own group of all ranks.
     """
     return Mpu(holders) if counting.norm_group(holders).size > 1 else None
 
@@ -122,7 +124,7 @@ _TABLES = (
     groups._EXPERT_DATA_PARALLEL_GROUP,
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
 )
-"""By a name: the ranks that divide experts, and those that hold the same of them."""
+"""DeepSpeed's tables by name: the expert parallel ranks, and the ranks with the same experts."""
 
 
 def _name(holders: Holders) -> str:
@@ -139,16 +141,16 @@ def mark_for_partition(named: Mapping[str, nn.Parameter], holders: Holders) -> N
 
 
 class ExpertSets:
-    """The sets of ranks that divide experts, as DeepSpeed keeps them for the process.
+    """The expert parallel groups in DeepSpeed's tables, which are global to the process.
 
-    All of it does nothing where no parameter is divided so.
+    Without expert parallelism nothing is registered.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], holders: Holders, stage: int) -> None:
-        """Take the place in DeepSpeed's tables, and mark parameters for stages 1 and 2.
+        """Register the groups in DeepSpeed's tables, and mark parameters for stages 1 and 2.
 
-        named: those of which this rank holds some. Raises ValueError for what DeepSpeed computes
-        wrong.
+        named: the parameters of which this rank holds a part. Raises ValueError for ZeRO-0, which
+        clips wrongly.
         """
         self._here = [named[name] for name in named if name in holders.shards.experts]
         self._name, self._stage = _name(holders), stage
@@ -164,7 +166,7 @@ class ExpertSets:
             parameter.allreduce, parameter.group_name = False, self._name  # type: ignore[attr-defined]
 
     def give_groups(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Give trained experts parameter groups of their own, and the module a `_Sign` of them."""
+        """Put trained experts into their own parameter groups, and add a `_Sign` to the module."""
         trained = {id(one) for one in self._here if one.requires_grad}
         if self._stage == 3 or not trained:
             return
@@ -178,13 +180,13 @@ class ExpertSets:
         module.experts_are_divided = _Sign()
 
     def close(self) -> None:
-        """Leave DeepSpeed's tables."""
+        """Remove the groups from DeepSpeed's tables."""
         for table in _TABLES:
             table.pop(self._name, None)
 
 
 class _Sign(MoE):
-    """A module that computes nothing and shows DeepSpeed that the model has experts."""
+    """A MoE layer that computes nothing, by which DeepSpeed sees that the model has experts."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -195,11 +197,11 @@ class _Sign(MoE):
 
 
 class TiedTable:
-    """A table of embeddings that is the head's too, where a pipeline's last stage is not the first.
+    """Tied embeddings in a pipeline whose first and last stage are on different ranks.
 
-    The first stage holds and trains it. The last one has a copy, no parameter: the sum of its
-    gradients goes to the first stage before the step's last backward there, and the table's values
-    come back after each update.
+    The first stage stores and trains the table. The last one has a copy that is no parameter: the
+    sum of its gradients is sent to the first stage before that stage's last backward of a step, and
+    the table's values are sent back after each update.
     """
 
     def __init__(
@@ -210,15 +212,15 @@ class TiedTable:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """table: the parameter, of no elements but on the first rank. size: of the part that ranks
-        hold. lines: between the ranks along the pipeline. device: of the copy; the table comes
-        there when an engine takes its module."""
+        """table: the parameter, which is empty except on the first rank. size: of the part that
+        ranks hold. lines: the connections along the pipeline. device: of the copy, to which the
+        engine later moves the table too."""
         self._table, self._size, self._lines = table, size, lines
         self._dtype, self._device = dtype, device
         self._came: Tensor | None = None
         self._sum: Tensor | None = None
         self.copy: Tensor | None = None
-        """What the last rank's head uses."""
+        """The copy that the last rank's head uses; None on other ranks."""
         self.trains = table.requires_grad
         self._is_first = lines.group.index == 0
         if self._is_first and self.trains:
@@ -229,7 +231,7 @@ class TiedTable:
                 self.copy.register_post_accumulate_grad_hook(self._collect)
 
     def buffer(self) -> Tensor:
-        """Return memory for the copy's gradient."""
+        """Return an empty tensor for the copy's gradient."""
         return torch.empty(self._size, dtype=torch.float32, device=self._device)
 
     def _collect(self, copy: Tensor) -> None:
@@ -238,13 +240,13 @@ class TiedTable:
         copy.grad = None
 
     def gradient(self) -> Tensor:
-        """Return the sum of the copy's gradients in this step, once."""
+        """Return the sum of the copy's gradients in this step, and reset it."""
         found, self._sum = self._sum, None
         assert found is not None
         return found
 
     def add(self, gradient: Tensor) -> None:
-        """Add the copy's gradient to the table's, in the backward to come."""
+        """Have the copy's gradient added to the table's in the next backward."""
         self._came = gradient
 
     def _with_other(self, gradient: Tensor) -> Tensor:
@@ -254,7 +256,7 @@ class TiedTable:
         return found
 
     def spread(self, stage: int) -> None:
-        """Give the copy the table's values; collective. stage: ZeRO's."""
+        """Send the table's values to the copy; collective. stage: the ZeRO stage."""
         if self._is_first and stage == 3:
             with deepspeed.zero.GatheredParameters([self._table]):
                 self._send()

@@ -1,13 +1,14 @@
-"""A layer of split matrices that works on copies of its tokens by turns (`fine_grain_interleave`).
+"""A tensor parallel layer that splits its tokens into copies which take turns
+(`fine_grain_interleave`), so that one copy's transfers overlap with another's products.
 
-Each rank's own tokens are dealt out into as many copies. All that works token by token takes one
-copy after another, while the transfers of others are under way: norms and residuals, the
-projections around attention, the MLP. Copies come together where attention sees all queries, keys
-and values, and where the layer ends. Backward, gradients of weights wait until a transfer is
-awaited (tensor/interleaved.py). The bytes that are sent are the same.
+Each rank's own tokens are divided into the copies. Everything that works token by token (norms and
+residuals, the projections around attention, the MLP) takes one copy after another. Copies are
+joined for attention, which needs all queries, keys and values, and at the end of the layer. In the
+backward, gradients of weights are computed while a transfer is awaited (tensor/interleaved.py). The
+bytes sent are the same as without copies.
 
-Shapes, as suffixes: T tokens that the tensor ranks have together, t one rank's of those; d hidden
-size, f features of a projection on this rank.
+Shapes, as suffixes: T tokens of all tensor ranks, t one rank's of those; d hidden size, f features
+of a projection on this rank.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 
 class LayerInCopies:
-    """What stands in for the forward of a layer, which takes its tokens in as many copies as its
-    call says; in one, the layer runs as it is."""
+    """A replacement of a layer's forward that runs its tokens in as many copies as the call has;
+    with one, the layer runs unchanged."""
 
     def __init__(self, layer: Any, columns: Sequence[str], last: str, call: Call) -> None:
         """columns: the names of attention's projections in; last: of the one out.
@@ -111,7 +112,7 @@ class LayerInCopies:
 
     @contextmanager
     def told(self, ways: _Ways, sizes: Sequence[int], copy: int) -> Iterator[None]:
-        """Tell dropouts within the `with` block which tokens a copy has. sizes: of each."""
+        """Tell dropouts within the `with` block which tokens a copy has. sizes: of the copies."""
         start = sum(sizes[:copy])
         tile, before = slice(start, start + sizes[copy]), [one.words for one in self._dropouts]
         for one in self._dropouts:
@@ -131,7 +132,7 @@ class LayerInCopies:
         sizes: Sequence[int],
         kwargs: dict[str, Any],
     ) -> list[Tensor]:
-        """Return of each copy [T, f] what attention hands to its projection out."""
+        """Return, for each copy, the input [T, f] of attention's output projection."""
         attention = self._halves.attention
         parts: dict[str, list[Tensor]] = {name: [] for name in self._columns}
         for copy in range(len(sizes)):
@@ -151,54 +152,54 @@ class LayerInCopies:
 
 
 def _through(modules: Sequence[Any], x: Tensor) -> Tensor:
-    """Return what modules make of x, one after another."""
+    """Return x after it has passed through the modules in order."""
     for module in modules:
         x = module(x)
     return x
 
 
 class _UnderWay:
-    """Copies on their way, each [1, tokens, d]."""
+    """The started transfers of copies, each [1, tokens, d]."""
 
     def __init__(self, crossing: Crossing) -> None:
         self._crossing = crossing
         self.begun: dict[int, Tensor] = {}
 
     def begin(self, copy: int, x: Tensor) -> None:
-        """Let a copy go."""
+        """Start the transfer of a copy."""
         self.begun[copy] = self._crossing.begin(x[0], copy)
 
     def arrived(self, copy: int) -> Tensor:
-        """Return a copy once it is there."""
+        """Wait for a copy's transfer and return it."""
         return self._crossing.awaited(self.begun[copy], copy)[None]
 
 
 class _Ways(NamedTuple):
-    """How copies come into the blocks of a pass and out of them, and together."""
+    """The transfers of copies into and out of blocks in one pass, and how copies are joined."""
 
     bound: Bound
     put_off: PutOff
 
     def way(self, way: Any, sizes: Sequence[int]) -> _UnderWay:
-        """Return the way of copies of so many tokens of each rank, into a block or out of it."""
+        """Return the transfers into a block or out of it. sizes: each copy's tokens per rank."""
         columns, splits = self.bound.world.mesh.columns, self.bound.ranks > 1
         return _UnderWay(way(columns, sizes, self.put_off, splits_tokens=splits))
 
     def sizes(self, tokens: int) -> list[int]:
-        """Return how many tokens each copy has, as equal as can be, none without any."""
+        """Return the tokens of each copy, as equal as possible and at least 1 each."""
         copies = self.bound.copies
         bounds = [tokens * n // copies for n in range(copies + 1)]
         return [b - a for a, b in pairwise(bounds) if b > a]
 
     def in_order(self, copies_Tf: Sequence[Tensor]) -> Tensor:
-        """Return all tokens [T, f] in their order, of copies that each have some of every rank."""
+        """Return all tokens [T, f] in order, from copies with some tokens of every rank each."""
         if (ranks := self.bound.ranks) == 1:
             return torch.cat([*copies_Tf])
         each = [copy_Tf.unflatten(0, (ranks, -1)) for copy_Tf in copies_Tf]
         return torch.cat(each, dim=1).flatten(0, 1)[: len(self.bound.tokens)]
 
     def copies(self, x_Tf: Tensor) -> list[Tensor]:
-        """Return all ranks' tokens of each copy."""
+        """Return each copy's tokens of all ranks, from all tokens [T, f]."""
         if (ranks := self.bound.ranks) == 1:
             return [*x_Tf.split(self.sizes(len(x_Tf)))]
         own = tokens_of_each(len(x_Tf), ranks)

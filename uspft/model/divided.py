@@ -1,8 +1,8 @@
-"""Modules of which a rank holds some rows or columns, and which compute with those that the row's
-layout uses: all of them, or the part that the rank would hold if its matrices were divided further.
+"""Tensor parallel modules, of whose weights a rank stores some rows or columns. A call computes
+with all of these, or with a part if its layout has a higher tensor degree than the stored one.
 
-They ask the call for the layout. Under ZeRO-3 a module's weight is taken away after it has run: no
-part of it is kept for the backward pass, which cuts the part again.
+The layout comes with each call. Under ZeRO-3 a module's weight is released after it has run, so
+that no part of it is saved for the backward, which cuts the part again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 def used_by(
     bound: Bound, held: Layout | None, columns: MatrixSplit, rows: MatrixSplit | None = None
 ) -> Used:
-    """Return what a call uses of what this rank holds of a parameter.
+    """Return the part of this rank's shard of a parameter that a call uses.
 
-    held: the layout in which matrices are held; None where it is that of each call's rows. columns,
-    rows: how mesh columns, which Megatron's ranks are too, and mesh rows divide the parameter.
+    held: the layout in which ranks store matrices; None: always that of the call (`switching:
+    move`). columns: the split over mesh columns, or Megatron's tensor parallel ranks. rows: the
+    split over mesh rows.
     """
     mesh = bound.world.mesh
     found: list[tuple[Range, ...] | None] = [None] * max(2, columns.dim + 1)
@@ -49,15 +50,15 @@ def used_by(
 
 
 def divides(bound: Bound, split: MatrixSplit) -> bool:
-    """Return whether the rows of a call divide what is split so: Megatron's ranks leave whole what
-    is divided in order, the features that only a mesh divides."""
+    """Return whether a call's layout divides a parameter with this split. An `in_order` split, of
+    features that only a mesh divides, has no effect under Megatron's tensor parallelism."""
     return bound.world.layout.is_mesh or not split.in_order
 
 
 def ways_held(split: MatrixSplit, held: Layout | None, axis: str, group: Group) -> int:
-    """Return how many ways ranks hold what is split so along an axis of the mesh.
+    """Return the degree at which ranks store a parameter with this split along a mesh axis.
 
-    held: as of used_by. group: the ranks over which the rows of a call divide it.
+    held: as in `used_by`. group: the ranks over which the call divides it.
     """
     if held is None:
         return group.size
@@ -65,9 +66,9 @@ def ways_held(split: MatrixSplit, held: Layout | None, axis: str, group: Group) 
 
 
 class Call:
-    """What a layer was last called with; when it is recomputed, it is called again.
+    """The arguments of a layer's current call, which its tensor parallel modules share.
 
-    held: the layout in which matrices are held; None where it is that of each call's rows.
+    held: as in `used_by`.
     """
 
     bound: Bound
@@ -75,22 +76,22 @@ class Call:
     def __init__(self, held: Layout | None) -> None:
         self._held, self.again = held, False
         self.dropouts: list[tuple[TokenDropout, MatrixSplit]] = []
-        """Those that see features of which each rank has some, with the split of the features."""
+        """The dropouts whose input features are split over ranks, each with that split."""
         self.put_off: dict[int, PutOffWeight] = {}
-        """By their identity, weights whose gradients are put off while the layer runs."""
+        """The weights whose gradients are computed later (tensor/interleaved.py), by id."""
 
     @property
     def group(self) -> Group:
-        """The ranks over which the rows of this call divide matrices, or their columns."""
+        """The tensor parallel ranks of this call; on a mesh, its columns."""
         return self.bound.world.mesh.columns
 
     @property
     def on_mesh(self) -> bool:
-        """Whether the rows of this call have matrices in blocks on a mesh."""
+        """Whether this call's layout is a mesh."""
         return self.bound.world.layout.is_mesh
 
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Remember it, before the layer runs."""
+        """Store the arguments of a call; a hook before the layer runs, recomputation included."""
         self.bound = kwargs["uspft"]
         self.again = id(self) in self.bound.begun
         self.bound.begun.add(id(self))
@@ -98,8 +99,8 @@ class Call:
             dropout.ranges = self.ranges(split) if divides(self.bound, split) else None
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give a block all tokens, before it runs; on a mesh, and in copies, it takes what lies
-        between blocks."""
+        """Gather all tokens for a block, in a hook before it runs; on a mesh and with copies the
+        block's own modules do that."""
         if self.on_mesh or self.bound.copies > 1:
             return None
         if args:
@@ -107,30 +108,31 @@ class Call:
         return args, {**kwargs, "hidden_states": self._entered(kwargs["hidden_states"])}
 
     def _entered(self, x: Tensor) -> Tensor:
-        """Return [..., T, d] of x [..., t, d], which blocks of experts give without a batch."""
+        """Return x [..., t, d] gathered, [..., T, d]; blocks of experts have no batch dimension."""
         return self.bound.enter(x) if x.dim() == 3 else self.bound.enter(x[None])[0]
 
     def leave(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        """Sum what the ranks' row-split projections have made; on a mesh, and of copies, that is
-        done."""
+        """Sum the ranks' partial outputs of a row-split projection, in a hook after it; on a mesh
+        and with copies that is already done."""
         if self.on_mesh or self.bound.copies > 1:
             return out
         return self.bound.leave(out) if out.dim() == 3 else self.bound.leave(out[None])[0]
 
     def ranges(self, split: MatrixSplit) -> tuple[Range, ...]:
-        """Return what this rank uses along a split's dimension, in coordinates of the whole."""
+        """Return the ranges that this rank uses along a split's dimension, in coordinates of the
+        whole."""
         return used_ranges(split, self.group.index, self.group.size, self.ways(split))
 
     def ways(self, split: MatrixSplit) -> int:
-        """Return how many ways ranks hold what columns divide so."""
+        """Return the degree at which mesh columns store a parameter with this split."""
         return ways_held(split, self._held, "mesh_columns", self.group)
 
     def used(self, columns: MatrixSplit, rows: MatrixSplit | None = None) -> Used:
-        """Return which of what this rank holds of a parameter the call uses, as `used_by`."""
+        """Return the part of this rank's shard that the call uses, as `used_by`."""
         return used_by(self.bound, self._held, columns, rows)
 
     def makers(self, split: MatrixSplit, dim: int) -> tuple[Maker, ...]:
-        """Return the ranks that make a part of this rank's key-value head, in order of its rows.
+        """Return the ranks that compute a part of this rank's KV head, in the order of its rows.
 
         split: of the fused projection. dim: the rows of a head.
         """
@@ -147,9 +149,10 @@ def _makers(split: MatrixSplit, dim: int, place: tuple[int, int, int]) -> tuple[
 
 
 class PartLinear(nn.Module):
-    """A projection, or one of an adapter's thin ones, that is divided along one dimension.
+    """A linear projection, or A or B of an adapter, that is split along one dimension.
 
-    The bias of a row-split one is whole, and added on one rank alone before ranks are summed.
+    The bias of a row-split projection is replicated, and only the first rank adds it before the sum
+    over ranks.
     """
 
     def __init__(self, linear: nn.Linear, split: MatrixSplit, call: Call) -> None:
@@ -159,11 +162,11 @@ class PartLinear(nn.Module):
         self.bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the projection of x, whose features are those used here."""
+        """Return this rank's part of the projection. x: with the input features that it uses."""
         return part_of_product(x, (self.weight, self.bias), self._split, self._call)
 
     def here(self) -> tuple[Tensor, Tensor | None]:
-        """Return what a call uses of the weight, and of the bias of a column-split one."""
+        """Return the part of the weight that a call uses, and of the bias if column-split."""
         used = self._call.used(self._split)
         bias = None if self._split.dim == ROWS or self.bias is None else cut(self.bias, used[:1])
         return cut(self.weight, used), bias
@@ -179,7 +182,7 @@ def part_of_product(
     weight, bias = held
     used, put_off = call.used(split), call.put_off.get(id(weight))
     if bias is not None and split.dim == ROWS and call.group.index:
-        bias = bias * 0.0  # not left out, since a gradient of 0 is one too
+        bias = bias * 0.0  # not left out, so that every rank has a gradient for it
     if put_off:
         return some_product(x, weight.detach(), bias, used, *put_off)
     if used[split.dim] is None:
@@ -190,9 +193,9 @@ def part_of_product(
 def some_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, used: Used, *put_off: Any
 ) -> Tensor:
-    """Return the product of x with some ranges of a weight; of its bias those of its rows.
+    """Return the product of x with some ranges of a weight, plus the bias of the same rows.
 
-    put_off: of a PutOffWeight, that has the weight's gradient, where there is one.
+    put_off: the fields of a PutOffWeight, if the weight's gradient is computed later.
     """
     if bias is not None and used[COLUMNS] is not None:
         bias = cut(bias, used[:1])
@@ -206,18 +209,18 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def eps_of(norm: Any) -> float:
-    """Return what one of transformers' RMS norms adds to the mean of squares."""
+    """Return the epsilon of one of transformers' RMS norms."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 class SplitNorm(nn.Module):
-    """An RMS norm over features of which each rank has some, as OLMo 2's over all heads."""
+    """An RMS norm over features that are split over ranks, such as OLMo 2's over all heads."""
 
     def __init__(self, norm: Any, split: MatrixSplit, call: Call, added: float = 0.0) -> None:
         """Take transformers' own norm.
 
-        split: of its features, in heads where several ranks may have the same. added: what its
-        weight stands on, 1 where a new one is 0.
+        split: of its features, by heads, which several ranks may share. added: what is added to its
+        weight: 1 in families whose norms are initialised to 0.
         """
         super().__init__()
         self.weight = norm.weight
@@ -225,7 +228,7 @@ class SplitNorm(nn.Module):
         self._split, self._call, self._added = split, call, added
 
     def scale(self, x: Tensor) -> Tensor:
-        """Return by what each token of x [1, T, features here] is multiplied, [1, T, 1]."""
+        """Return the factor of each token of x [1, T, this rank's features], [1, T, 1]."""
         group, (units,) = self._call.group, self._split.units or self._split.stacked
         x, sharing = x.to(wide(x)), -(-group.size // units)
         if group.size == 1 or not divides(self._call.bound, self._split):
@@ -236,20 +239,20 @@ class SplitNorm(nn.Module):
         return torch.rsqrt(mean + self._eps)
 
     def here(self) -> Tensor:
-        """Return the weight of the features here."""
+        """Return the weight of this rank's features."""
         weight = cut(self.weight, self._call.used(self._split)[:1])
         return weight + self._added if self._added else weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [1, T, features here], normed over the features of all ranks, in its type."""
+        """Return x [1, T, this rank's features] normed over all ranks' features, in x's dtype."""
         own = x.to(wide(x))
         return (self.here() * (own * self.scale(own))).to(x.dtype)
 
 
 class FusedHeads:
-    """The heads of an attention whose query, key and value heads stand in one projection.
+    """The heads of an attention whose queries, keys and values are one fused projection.
 
-    Which are here, transformers asks the config and the module.
+    transformers reads their numbers from the config and the module, which are set for each call.
     """
 
     def __init__(self, attention: Any, split: MatrixSplit, call: Call) -> None:
@@ -261,8 +264,8 @@ class FusedHeads:
         self._split, self._call = split, call
 
     def count(self, attention: Any, args: Any) -> None:
-        """Tell the attention how many heads this call has here, before it runs, unless it is to
-        make some of them alone."""
+        """Set the numbers of this rank's heads in a hook before attention runs, unless a group of
+        heads has set them."""
         if attention.config is not self._config:
             return
         degree = self._call.group.size
@@ -270,8 +273,8 @@ class FusedHeads:
         attention.num_key_value_heads = max(1, self._kv_heads // degree)
 
     def complete(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        """Return the projection's output [1, T, features] with whole key-value heads, of which this
-        rank may have made some rows."""
+        """Return the projection's output [1, T, features] with whole KV heads, of which this rank
+        may have computed only some rows."""
         group = self._call.group
         if group.size <= self._kv_heads:
             return out
@@ -283,7 +286,7 @@ class FusedHeads:
 
 
 class _PartProduct(torch.autograd.Function):
-    """A linear product with some ranges of a weight, the rest of whose gradient is 0."""
+    """A linear product with some ranges of a weight; the gradient elsewhere is 0."""
 
     @staticmethod
     def forward(
@@ -294,7 +297,7 @@ class _PartProduct(torch.autograd.Function):
         used: Used,
         *put_off: Any,
     ) -> Tensor:
-        """put_off: where it is, the PutOffWeight that has the weight's gradient."""
+        """put_off: as in `some_product`."""
         trained = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[4:])
         ctx.save_for_backward(x if trained else None, weight)
         ctx.used, ctx.sums = used, put_off[1] if put_off else None

@@ -1,7 +1,7 @@
-"""Transformers' own forwards run in part: up to attention's hook, from what attention gives, or as
-one of a layer's two halves.
+"""Running a part of transformers' own forwards: up to attention's hook, with a given output of
+attention, or one of a layer's two halves (attention and MLP, each with norms and residual).
 
-Others stand in for a module's children while its forward runs; nothing of it is copied.
+A module's children are replaced while its forward runs; none of transformers' code is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StandIn(NamedTuple):
-    """What stands at a place where a module keeps another."""
+    """A temporary replacement: `module` for the entry `name` of a module's table."""
 
     table: dict[str, Any]
     name: str
@@ -33,7 +33,7 @@ class StandIn(NamedTuple):
 
 @contextmanager
 def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
-    """Let others stand in for modules within the `with` block."""
+    """Apply replacements within the `with` block."""
     before = [table.get(name) for table, name, _ in places]
     try:
         for table, name, module in places:
@@ -42,17 +42,17 @@ def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
     finally:
         for (table, name, _), module in zip(places, before, strict=True):
             table[name] = module
-            if module is None:  # what an instance shadows for the while
+            if module is None:  # the instance had no such entry
                 del table[name]
 
 
 class _Reached(Exception):
-    """What ends a module's forward where all that was asked for is there."""
+    """Raised to end a module's forward when it has reached the point up to which it was run."""
 
 
 class Hook:
-    """What travels in place of a Bound: what it is handed of attention, or of the rule of a layer
-    with a state, whose convolution it leaves out. There it ends the module's forward."""
+    """A stand-in for a Bound that records the inputs of attention, or of the delta rule of a layer
+    with a state, and ends the module's forward there. It skips the convolution of such a layer."""
 
     def __init__(self, softcap: float | None) -> None:
         self.softcap = softcap
@@ -62,7 +62,7 @@ class Hook:
         self.mixed: Mixed | None = None
         self.mixes: StateRule | None = None
         self.convolves: tuple[int, Convolution] | None = None
-        """The taps of the convolution, and itself."""
+        """The taps of the convolution, and the convolution."""
 
     def of_layer(self, layer: int) -> Hook:
         return self
@@ -81,7 +81,7 @@ class Hook:
 
 
 class BlockInput:
-    """What attention's block takes of a tile, behind the norm before it and the ranks' exchange."""
+    """The recorded input of an attention block for a tile, after the norm and the gather."""
 
     x: Tensor
 
@@ -90,13 +90,13 @@ class BlockInput:
         self._ends = ends
 
     def take(self, x: Tensor) -> Tensor:
-        """Keep it, and return what the block goes on with."""
+        """Record x, and return the tensor with which the block continues."""
         self.x = x.detach().requires_grad_() if self._ends else x
         return self.x
 
 
 class Given(Hook):
-    """What travels in place of a Bound where it is known what attention, or the rule, gives."""
+    """A stand-in for a Bound that returns a given output of attention or of the delta rule."""
 
     def __init__(self, softcap: float | None, out: Tensor) -> None:
         """out: [T, H, D]."""
@@ -111,8 +111,7 @@ class Given(Hook):
 
 
 def until_ended(run: Any, *args: Any, **kwargs: Any) -> None:
-    """Run a module's own forward until it is ended from within. Raises RuntimeError where it never
-    is."""
+    """Run a module's own forward until a stand-in ends it. Raises RuntimeError if none does."""
     try:
         run(*args, **kwargs)
     except _Reached:
@@ -122,14 +121,14 @@ def until_ended(run: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class HalfNames(NamedTuple):
-    """The children of a layer that is two halves with their residuals; empty where it has none."""
+    """The names of the children of a layer of two halves; empty: it has no such child."""
 
     before: str
     """The norm before attention."""
     attention: str
-    """Attention, or what has a state in its place."""
+    """Attention, or the module with a state in its place."""
     behind: str
-    """The norm behind attention."""
+    """The norm after attention."""
     rest: tuple[str, ...]
     """The MLP with its norms, in the order in which they run."""
 
@@ -150,7 +149,7 @@ _FORMS = (
 
 
 class Halves:
-    """A layer of two halves, whose own forward runs in part."""
+    """A layer of two halves, parts of whose own forward can be run."""
 
     def __init__(self, layer: Any, form: HalfNames) -> None:
         self.layer, self._form, self._run = layer, form, own_forward(layer)
@@ -159,9 +158,9 @@ class Halves:
         """The modules of the first half."""
         self.rest = [layer.get_submodule(name) for name in form.rest]
         self.norms_in = self.first[:1] if form.before else []
-        """The norm before attention, where there is one."""
+        """The norm before attention; empty: there is none."""
         self.norms_behind = self.first[-1:] if form.behind else []
-        """The norm behind attention, where there is one."""
+        """The norm after attention; empty: there is none."""
         at = next(n for n, name in enumerate(form.rest) if "norm" not in name)
         self.mlp: Any = self.rest[at]
         """The MLP, or the block of experts in its place."""
@@ -171,20 +170,20 @@ class Halves:
 
     @classmethod
     def of(cls, layer: nn.Module) -> Halves | None:
-        """Return the halves of a layer; None where it has another form."""
+        """Return the halves of a layer; None: it has another form."""
         names = {name for name, one in layer.named_children() if not isinstance(one, nn.Dropout)}
         forms = (form for form in _FORMS if names == {*filter(None, form[:3]), *form.rest})
         return next((cls(layer, form) for form in forms), None)
 
     def joined(self, x: Tensor, made: Tensor) -> Tensor:
-        """Return what the layer makes of its input and of what attention's block made, before its
-        second half."""
+        """Return the output of the layer's first half. x: the layer's input. made: the output of
+        its attention block."""
         places = [self._attention_gives(made), *self._left_out(self._form.before)]
         return self._up_to_rest(places, x, position_embeddings=None)
 
     def before_rest(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Return what the layer makes of its input before its second half. kwargs: what its forward
-        takes beside that."""
+        """Return the output of the layer's first half. x: the layer's input. kwargs: the other
+        arguments of its forward."""
         return self._up_to_rest([], x, **kwargs)
 
     def _up_to_rest(self, places: list[StandIn], x: Tensor, **kwargs: Any) -> Tensor:
@@ -194,8 +193,8 @@ class Halves:
         return found[0]
 
     def second(self, x: Tensor, made: Tensor | None = None) -> Tensor:
-        """Return what the layer makes of what is between its halves: itself, with an attention that
-        adds nothing. made: what the MLP made of it, where that is known."""
+        """Return the output of the layer's second half. x: the output of the first; the layer runs
+        with an attention that adds 0. made: the MLP's output, if it is known."""
         nothing, form = torch.zeros_like(x[..., :1]), self._form
         places = [self._attention_gives(nothing), *self._left_out(form.before, form.behind)]
         if made is not None:
@@ -206,8 +205,8 @@ class Halves:
         return out
 
     def attended(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Return what the layer's attention gives of x, which no norm sees before. kwargs: as of
-        before_rest."""
+        """Return the output of the layer's attention for x, without the norm before it. kwargs: as
+        in `before_rest`."""
         found = list[Tensor]()
 
         def stop(*args: Any, **kwargs: Any) -> None:
@@ -231,12 +230,12 @@ class Halves:
 
 
 def same(x: Tensor) -> Tensor:
-    """Return x: what stands in for a norm that is not asked for."""
+    """Return x: the replacement of a norm that is to be skipped."""
     return x
 
 
 def stops(found: list[Tensor]) -> Any:
-    """Return what stands in for a module, keeps what it takes, and ends what runs."""
+    """Return a replacement of a module that appends its input to `found` and ends the forward."""
 
     def stop(x: Tensor) -> Tensor:
         found.append(x)
@@ -246,14 +245,14 @@ def stops(found: list[Tensor]) -> Any:
 
 
 def run_as_layer(layer: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run what stands in for a layer's forward, within the layer's checkpoint where it has one."""
+    """Run the replacement of a layer's forward, checkpointed if the layer is."""
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(run, **kwargs), *args)
     return run(*args, **kwargs)
 
 
 def own_forward(module: Any) -> Any:
-    """Return the forward of a module's type, of that module, without checkpointing around it."""
+    """Return a module's original forward, bound to it and without checkpointing around it."""
     forward: Any = type(module).forward
-    layer = isinstance(module, GradientCheckpointingLayer)  # whose own is within
+    layer = isinstance(module, GradientCheckpointingLayer)  # it wraps the original
     return partial(forward.__wrapped__ if layer else forward, module)

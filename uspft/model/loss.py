@@ -1,7 +1,8 @@
-"""Cross-entropy from hidden states tile by tile, so that logits are never whole in memory.
+"""Cross-entropy from hidden states, tile by tile, so that never all logits are in memory.
 
-Where ranks divide the vocabulary, each makes the logits of its part, and three numbers a token are
-reduced over them (1909.08053, 3): the largest logit, the sum of exponentials, the target's logit.
+If tensor ranks divide the vocabulary, each computes the logits of its part, and three numbers per
+token are reduced over ranks (arXiv 1909.08053, section 3): the largest logit, the sum of
+exponentials, and the target's logit.
 
 Shapes: T tokens with a target, d hidden size, V vocabulary of this rank.
 """
@@ -20,19 +21,20 @@ from uspft.model.divided import wide
 
 
 class Logits(NamedTuple):
-    """How a head makes logits: products times scale, then cap · tanh(· / cap) if it has a cap."""
+    """The function from a head's products to logits: times scale, then cap · tanh(· / cap) if there
+    is a soft-cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> Logits:
-        """Return how a Hugging Face config says that logits are made."""
+        """Return the function that a Hugging Face config asks for."""
         divisor, cap = getattr(config, "logits_scaling", 1.0), "final_logit_softcapping"
         return cls(1.0 / divisor, getattr(config, cap, None))
 
     def apply(self, products: Tensor) -> Tensor:
-        """Make logits from products, in place."""
+        """Turn products into logits, in place."""
         if self.scale != 1.0:
             products.mul_(self.scale)
         return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
@@ -48,18 +50,19 @@ PLAIN = Logits()
 
 
 class Vocabulary(NamedTuple):
-    """Which tokens of the vocabulary a rank has embeddings and makes logits of."""
+    """The part of the vocabulary whose embeddings and logits a rank computes."""
 
     first: int
     rows: int
     group: Group
-    """The ranks that together have all of them."""
+    """The ranks that divide the vocabulary."""
     offset: int = 0
-    """Where they begin among those whose weights are here, which may be more."""
+    """The index of the part's first row in the weight that this rank stores, which may have
+    more."""
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of tokens among those here, 0 for what others have, and which those
-        are."""
+        """Return tokens' indices in this rank's part, 0 for other ranks' tokens; and which tokens
+        are other ranks'."""
         places = tokens - self.first
         others = (places < 0) | (places >= self.rows)
         return places.masked_fill_(others, 0), others
@@ -88,16 +91,16 @@ class Head(nn.Module):
         vocabulary: Vocabulary | None = None,
         whole: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the summed cross-entropy of all tokens that have a target, times scale; where
-        scale is None each token's own, [T].
+        """Return the sum of the cross-entropy of all tokens with a target, times scale; or if scale
+        is None, each token's cross-entropy, [T].
 
-        The sum's gradients come with it, since they only wait for one factor; where each token will
-        have a factor of its own, the backward makes all logits again. hidden [T', d]; labels [T']
-        int64; chosen [T] int64: which of the T' tokens have a target (were it found on the device,
-        the host would wait for the whole forward pass). The result is float32, or float64 for
-        float64; without a target the sum is 0, still attached to the graph. vocabulary: this rank's
-        part, where ranks divide it; the gradient of hidden is then a piece, to be summed over them.
-        whole: gives all features of the weight, where this rank holds some.
+        The sum's gradients are computed in the forward, up to one factor. Without scale each token
+        has a factor of its own, and the backward recomputes all logits. hidden [T', d]; labels [T']
+        int64; chosen [T] int64: the indices of the T' tokens with a target, which are given since
+        finding them on the device would make the host wait. The result is at least float32; without
+        a target it is 0, attached to the graph. vocabulary: this rank's part, if ranks divide it;
+        the gradient of hidden is then partial, to be summed over these ranks. whole: returns the
+        weight with all its features, if this rank stores some of them.
         """
         rows = hidden.index_select(0, chosen)
         weight, bias = self.weight, self.bias
@@ -116,25 +119,25 @@ class Head(nn.Module):
 
 
 class How(NamedTuple):
-    """What the loss takes beside tensors and its scale."""
+    """The arguments of the loss other than tensors and the scale."""
 
     tile: int
     form: Logits
     vocabulary: Vocabulary | None
 
     def used(self, held: Tensor) -> Tensor:
-        """Return what makes logits here of the head's weight, or of its bias."""
+        """Return the rows of the head's weight or bias with which this rank computes logits."""
         found = self.vocabulary
         return held.narrow(0, found.offset, found.rows) if found else held
 
     def spans(self, rows: Tensor) -> Iterator[slice]:
-        """Yield where each tile's rows are."""
+        """Yield the range of each tile's rows."""
         for start in range(0, len(rows), self.tile):
             yield slice(start, start + self.tile)
 
     def own(self, target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of the targets' logits, [t, 1], and 0 for each that another rank has,
-        else 1."""
+        """Return the indices of the targets' logits on this rank, [t, 1], and 1 for each target
+        that is on this rank, else 0."""
         own = target[:, None]
         hit = logits.new_ones(own.shape)
         if self.vocabulary:
@@ -151,21 +154,22 @@ class How(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """What a tile's cross-entropy is made of, each [t, 1]."""
+    """The numbers from which a tile's cross-entropy follows, each [t, 1]."""
 
     own: Tensor
     hit: Tensor
-    """As of `How.own`."""
+    """As the second result of `How.own`."""
     total: Tensor
     """The sum of the exponentials."""
     log_total: Tensor
-    """The logarithm of the sum of the exponentials of logits as they were."""
+    """The log-sum-exp of the original logits."""
     chosen: Tensor
     """The target's logit."""
 
     @classmethod
     def of(cls, logits: Tensor, target: Tensor, how: How) -> _Softmax:
-        """Work it out over the whole vocabulary; makes the logits exponentials, in place."""
+        """Return the numbers over the whole vocabulary; overwrites the logits with
+        exponentials."""
         group = how.vocabulary.group if how.vocabulary else None
         most = logits.amax(-1, keepdim=True)
         own, hit = how.own(target, logits)
@@ -179,7 +183,7 @@ class _Softmax(NamedTuple):
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """Cross-entropy by tiles, whose gradients come with the loss: they only wait for one factor."""
+    """Cross-entropy by tiles whose forward computes the gradients too, up to one factor."""
 
     @staticmethod
     def forward(
@@ -215,8 +219,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """The cross-entropy of each token by tiles, whose logits the backward makes again: until then
-    tokens have no factors."""
+    """Cross-entropy of each token by tiles; the backward recomputes logits, since only then the
+    tokens' factors are known."""
 
     @staticmethod
     def forward(
@@ -254,10 +258,10 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a · b to `out` [m, n], which may be wider than they are.
+    """Add a · b to `out` [m, n], which may have a wider dtype.
 
-    On a GPU the product adds to `out` itself: a product of its own, as large as a head's weight,
-    would be written, and read again, for each tile.
+    On a GPU the product is added inside the kernel; otherwise a matrix as large as a head's weight
+    would be written and read again for each tile.
     """
     if out.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
@@ -266,14 +270,16 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class Gradients:
-    """The gradients of rows, weight and bias, those of weight and bias summed in float32 or wider.
+    """The gradients of rows, weight and bias; those of weight and bias are summed in at least
+    float32.
 
-    There is only what is needed: a frozen head's gradient would be as large as its weight. Those of
-    tokens that the logits leave out are 0.
+    Only needed gradients are allocated: a frozen head's would be as large as its weight. Gradients
+    of vocabulary rows that this call does not use are 0.
     """
 
     def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], ctx: Any, how: How) -> None:
-        """inputs: of a function whose first ones they are, with its context."""
+        """inputs: rows, weight and bias, the first inputs of an autograd function. ctx: its
+        context."""
         needed, (rows, weight, bias) = ctx.needs_input_grad, inputs
         self._rows, self._weight, self._how = rows, weight, how
         self._d_rows = torch.empty_like(rows) if needed[0] else None
@@ -285,7 +291,7 @@ class Gradients:
     def add(self, span: slice, slope: Tensor, bend: Tensor | float) -> None:
         """Add the gradients of one tile.
 
-        slope [t, V]: d loss / d logits of the tile, whose memory is used. bend: d logits / d
+        slope [t, V]: d loss / d logits of the tile, which is overwritten. bend: d logits / d
         products.
         """
         if self._how.form != PLAIN:

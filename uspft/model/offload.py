@@ -1,9 +1,9 @@
-"""What layers keep for the backward pass, waiting on the host instead of the device.
+"""Offloading of saved activations to the host until the backward pass.
 
-It leaves when it is kept, and comes back before it is used: what a layer's attention keeps while
-the layer runs again, and the input of the layer below behind the last that attention's backward
-does, which has the most on the device. On a GPU copies run on a stream of their own,
-to and from pinned memory. On a CPU they are made at once, in the same order.
+A tensor is copied to the host when it is saved, and back before it is used: what a layer's
+attention saved, while the layer is recomputed; and the input of the layer below, after attention's
+backward, which is the peak of device memory. On a GPU copies run on a stream of their own, to and
+from pinned memory. On a CPU they are made at once, in the same order.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 1 << 28
-"""Of a block of the host's memory. torch rounds pinned blocks up to a power of two: of a tensor in
-one block up to half would be lost, of one in pieces less than one of them."""
+"""The size of a block of host memory. torch rounds pinned blocks up to a power of two, which could
+waste half of a large block; with pieces of this size it wastes less than one piece per tensor."""
 
 
 class HostShelf:
-    """What one forward pass has put on the host, in the order in which it was kept.
+    """The tensors that one forward pass has offloaded, in order: for each layer its input, and then
+    what its attention saved.
 
-    A layer's input comes first, then what its attention keeps. The shelf holds none of it: what
-    waits for the backward pass does.
+    The autograd graph owns them, through `Item`s; the shelf only has references.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._copies = Copies(device)
         self._parcels: list[weakref.ref[Parcel]] = []
         self._layers: list[int] = []
-        """The place of each layer's first parcel."""
+        """The index of each layer's first parcel."""
         self._here: dict[int, tuple[Parcel, Tensor]] = {}
-        """By its address, a storage that has been put here and is still on the device."""
+        """The offloaded storages that are still on the device too, by address."""
 
     def input(self, x: Tensor) -> Item | Tensor:
-        """Put a layer's input on the host. From here on it is what this layer keeps.
+        """Offload a layer's input, which begins a new layer.
 
-        An empty tensor, which torch 2.11's checkpointing keeps beside each, is returned.
+        An empty tensor, which torch 2.11's checkpointing saves too, is returned as it is.
         """
         if not x.numel():
             return x
@@ -50,16 +50,17 @@ class HostShelf:
         return self._put(x)
 
     def keep(self, x: Tensor) -> Item:
-        """Put on the host what the layer's attention keeps, within `together`."""
+        """Offload a tensor that the layer's attention saves; called within `together`."""
         return self._put(x, again=True)
 
     def left(self) -> None:
-        """Give back the device's memory of all that layers so far have put here."""
+        """Free the device memory of everything offloaded so far."""
         self._copies.left()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Copy each storage once, however many of its tensors are kept within the `with` block."""
+        """Copy each storage once within the `with` block, even if several of its tensors are
+        saved."""
         try:
             yield
         finally:
@@ -79,7 +80,7 @@ class HostShelf:
         return Item(known[0], tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def get(self, item: Item | Tensor) -> Tensor:
-        """Return a tensor as it was, on the device, and let the rest of its layer's come."""
+        """Return a tensor on the device, and start to copy back the rest of its layer's."""
         if isinstance(item, Tensor):
             return item
         found = item.parcel.take().as_strided(item.shape, item.stride, item.offset)
@@ -89,29 +90,30 @@ class HostShelf:
         return found
 
     def below(self, x: Tensor) -> None:
-        """Let the input of the layer below come when the gradient of x has: an input of the
-        attention of the layer that runs."""
+        """Start to copy the input of the layer below back as soon as the gradient of x is computed.
+        x: an input of the running layer's attention."""
         come = self.coming()
         x.register_hook(lambda _: come())
 
     def coming(self) -> Callable[[], None]:
-        """Return the function that lets the input of the layer below the one that runs come."""
+        """Return the function that starts to copy back the input of the layer below the running
+        one."""
         places = self._layers[-2:-1]
         return lambda: self._fetch(places)
 
     def _fetch(self, places: Iterable[int]) -> None:
-        """Let parcels come that are still waited for."""
+        """Start to copy back those of these parcels that are still needed."""
         for place in places:
             if parcel := self._parcels[place]():
                 parcel.fetch()
 
     def hooks(self) -> Any:
-        """Return the context in which a checkpointed layer's input is kept on the host."""
+        """Return the context in which a checkpointed layer's input is offloaded."""
         return torch.autograd.graph.saved_tensors_hooks(self.input, self.get)
 
 
 class Item(NamedTuple):
-    """One kept tensor: the storage that it lies in, and where."""
+    """One saved tensor: its storage, and its position in it."""
 
     parcel: Parcel
     shape: tuple[int, ...]
@@ -120,9 +122,9 @@ class Item(NamedTuple):
 
 
 class Parcel:
-    """One storage that is on the host, on its way, or back on the device.
+    """One offloaded storage: on the host, being copied, or back on the device.
 
-    again: whether it is asked for more than once, and then stays on the device.
+    again: whether it is needed more than once, and so stays on the device after the first use.
     """
 
     def __init__(self, copies: Copies, flat: Tensor, place: int, *, again: bool) -> None:
@@ -132,16 +134,16 @@ class Parcel:
 
     @property
     def here(self) -> bool:
-        """Whether it has begun to come back, and has not been taken for good."""
+        """Whether it is being copied back or is back, and has not been taken for the last time."""
         return self._back is not None
 
     def fetch(self) -> None:
-        """Let it begin to come back."""
+        """Start to copy it back."""
         if self._back is None:
             self._back = self._copies.to_device(self._host)
 
     def take(self) -> Tensor:
-        """Return it flat, on the device."""
+        """Return the storage on the device, flat."""
         self.fetch()
         assert self._back
         flat, wait = self._back
@@ -152,7 +154,7 @@ class Parcel:
 
 
 class Copies:
-    """Copies between a device and the host, in the order in which they are asked for.
+    """Copies between a device and the host, in the order in which they are started.
 
     The host is far ahead of the device: memory that a copy on another stream still reads or writes
     when its tensor goes would have to wait until the host sees that the copy has ended
@@ -168,7 +170,8 @@ class Copies:
         self._asked = 0
 
     def to_host(self, flat: Tensor) -> list[Tensor]:
-        """Return a copy on the host, in pieces, which is whole once the stream has come to it."""
+        """Return a copy on the host, in pieces, which is complete when the copy stream reaches
+        it."""
         pieces = flat.split(max(1, PIECE_BYTES // flat.element_size()))
         if self._stream is None:
             return [piece.clone() for piece in pieces]
@@ -177,13 +180,14 @@ class Copies:
         return host
 
     def left(self) -> None:
-        """Let the device's stream wait for what leaves, whose memory is then its own again."""
+        """Make the device's stream wait for the copies to the host, whose sources it may then
+        reuse."""
         for _, copied in self._leaving:
             torch.cuda.current_stream(self._device).wait_event(copied)
         self._leaving.clear()
 
     def to_device(self, host: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Return a copy on the device, and the function that lets what follows wait for it."""
+        """Return a copy on the device, and the function that makes later work wait for it."""
         if self._stream is None:
             return torch.cat(host), lambda: None
         sizes = [len(piece) for piece in host]
@@ -198,7 +202,7 @@ class Copies:
         return flat, wait
 
     def _copied(self, flat: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> _UnderWay:
-        """Copy into the first of each pair behind all that the device has been asked for."""
+        """Copy the second of each pair into the first, after all work queued on the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for into, x in pairs:
@@ -207,20 +211,20 @@ class Copies:
 
 
 class _UnderWay(NamedTuple):
-    """A tensor of the device that is being copied, and what tells that this has ended."""
+    """A device tensor that is being copied, and the event that marks the copy's end."""
 
     flat: Tensor
     copied: Any
 
 
 def offload_inputs(model: Any) -> None:
-    """Make checkpointed layers keep their inputs on the host, where a call has a shelf for it."""
+    """Make checkpointed layers offload their inputs, in calls that have a shelf."""
     for layer in model.base_model.layers:
         layer.forward = partial(offloaded, layer.forward)
 
 
 def offloaded(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a layer's forward, `plain`."""
+    """Run a layer's forward, `plain`, with its input offloaded."""
     shelf: HostShelf | None = kwargs["uspft"].shelf
     with shelf.hooks() if shelf else nullcontext():
         return plain(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""A transformers model whose matrices are divided among ranks: what each rank holds, and the hooks
-by which blocks are entered and left.
+"""Tensor parallelism of a transformers model: the split of every parameter, and the hooks that
+gather and sum activations at blocks' entries and exits.
 
-transformers' own modules compute: a projection with some of its rows or columns is one with fewer
-features. What a layer is called with says how its row is split; nothing is kept between calls.
+transformers' own modules compute; a split projection is one with fewer features. The layout comes
+with each call of a layer, and nothing is stored between calls.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def shards_of(
     model: Any, layout: Layout, *, splits_tokens: bool, tensor_of_rows: int = 1
 ) -> Shards:
-    """Return who holds what of a model on meta under a layout.
+    """Return the shards of a model on meta in a layout.
 
-    splits_tokens: whether tensor ranks see different tokens between blocks. tensor_of_rows: the
-    largest tensor degree of rows, where some divide matrices over more ranks than the layout.
-    Raises RuntimeError for a parameter inside a block of which the family's table says nothing.
+    splits_tokens: whether tensor ranks see different tokens between blocks (use_seq_parallel).
+    tensor_of_rows: the largest tensor degree of any strategy, if it exceeds the layout's. Raises
+    RuntimeError for a parameter inside a block that the family's table does not list.
     """
     experts = over_experts(model) if layout.experts > 1 else {}
     if max(layout.tensor, tensor_of_rows) == 1:
@@ -92,28 +92,29 @@ def shards_of(
 
 
 def config_of(model: Any, name: str) -> Any:
-    """Return the config of the layer that has a parameter, by its name in files; outside layers
-    that of the first."""
+    """Return the config of a parameter's layer; of the first layer if it is in none. name: in
+    files."""
     layer = _LAYER.search(name)
     number = int(layer[1]) if layer else 0
     found = model.config.per_layer_config[number]
-    if FAMILIES[found.model_type].two_sizes:  # and MLPs of two
+    if FAMILIES[found.model_type].two_sizes:  # MLPs have two sizes too
         found = copy.copy(found)
         found.intermediate_size = model.base_model.layers[number].mlp.intermediate_size
     return found
 
 
 class _Block(NamedTuple):
-    """What is divided in whole numbers: how many there are, and the rows of all of them."""
+    """A kind of unit that is never cut, such as heads: their number, and the rows of all."""
 
     number: int
     rows: int
 
 
 def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
-    """Return how a parameter of a projection is divided along a dimension.
+    """Return the split of a projection's parameter along a dimension.
 
-    Of key-value heads in one matrix with others each row is held once, also where ranks share them.
+    In a fused projection each row of a KV head is stored once, even if several ranks share the
+    head.
     """
     blocks = _blocks(config)
     stacked = [blocks[block] for block in found.blocks]
@@ -147,24 +148,22 @@ def _blocks(config: Any) -> dict[str, _Block]:
 
 
 def table_of(model: Any) -> Mapping[str, Projection]:
-    """Return how the family of a model is divided."""
+    """Return the table of how the projections of a model's family are split."""
     return FAMILIES[model.config.model_type].projections
 
 
 def projection_of(model: Any, name: str) -> Projection | None:
-    """Return how a module's parameters are divided, or one of its own, by the last words of its
-    name."""
+    """Return the table's entry for a module or a parameter, by the last words of its name."""
     table, words = table_of(model), name.split(".")
     every = (table.get(".".join(words[-count:])) for count in (1, 2, 3))
     return next((found for found in every if found), None)
 
 
 def _dim(found: Projection, kind: str, adapter: str) -> int | None:
-    """Return the dimension along which a parameter of a projection is divided; None where it is
-    whole.
+    """Return the dimension along which a projection's parameter is split; None: it is replicated.
 
-    kind: weight or bias, or a parameter's own name. adapter: A or B for those of an adapter, whose
-    product is divided as the weight beside it.
+    kind: weight or bias, or a parameter's own name. adapter: A or B for an adapter's parameter, so
+    that the product of both is split as the adapted weight.
     """
     if not found.blocks:
         return None
@@ -177,9 +176,9 @@ def _dim(found: Projection, kind: str, adapter: str) -> int | None:
 
 
 def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary | None:
-    """Return which of a vocabulary's tokens rows use on this rank; None where it has all of them.
+    """Return the part of the vocabulary that this rank computes; None: all of it.
 
-    held: the layout in which matrices are held; None where it is that of the rows.
+    held: the layout in which ranks store matrices; None: always that of the call.
     """
     group = world.mesh.columns
     if group.size == 1:
@@ -187,17 +186,17 @@ def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary 
     split, ways = MatrixSplit(COLUMNS, (tokens,)), held.mesh_columns if held else group.size
     ((first, stop),) = used_ranges(split, group.index, group.size, ways)
     part = used_of_stored(split, group.index, group.size, ways)
-    # On a mesh what is used is cut out before.
+    # On a mesh the used part is cut out before.
     offset = part[0][0] if part and not world.layout.is_mesh else 0
     return Vocabulary(first, stop - first, group, offset)
 
 
 def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bool = False) -> None:
-    """Make a model that is filled with this rank's parts compute with them.
+    """Make a model that is filled with this rank's shards compute with them.
 
-    Its layers and its head must then be called with the world of their rows. moves: whether what is
-    held changes, to be what each call's rows use. copies: whether blocks take their tokens in
-    copies by turns, where a call says so.
+    Its layers and its head must then be called with the world of their rows. moves: whether weights
+    move between layouts, so that a rank stores just what a call uses. copies: whether layers split
+    their tokens into copies that take turns, in calls that ask for it.
     """
     shards = holders.shards
     if not shards.splits:
@@ -234,7 +233,7 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
 
 
 def _in_copies(layer: Any, table: Mapping[str, Projection], call: Call) -> None:
-    """Make a layer take its tokens in copies."""
+    """Make a layer split its tokens into copies that take turns."""
     block = "self_attn"
     named = ((*name.rpartition(".")[::2], found) for name, found in table.items())
     own = {name: found for where, name, found in named if where == block and "norm" not in name}
@@ -250,9 +249,9 @@ def _divide_module(
     splits: Mapping[int, MatrixSplit],
     call: Call,
 ) -> None:
-    """Make a projection or a norm inside a block compute with what a call uses.
+    """Make a projection or a norm inside a block compute with the part that a call uses.
 
-    named: the names of the block and of the module in it. splits: by the identity of a module.
+    named: the names of the block and of the module in it. splits: by a module's id.
     """
     block, last = named
     module: Any = getattr(owner, last, None)
@@ -272,22 +271,25 @@ def _divide_module(
 
 
 def _used_sinks(call: Call, split: MatrixSplit, sinks: Tensor) -> Tensor:
-    """Return the sinks of those query heads that a call has here."""
+    """Return the sinks of the query heads that a call computes on this rank."""
     return cut(sinks, call.used(split)[:1])
 
 
 def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:
-    """Enter a block before it runs, and leave it after its last projection, whose name it is."""
+    """Register the hooks that gather a block's input, and sum the output of its last projection.
+
+    last: that projection's name. block: the block's.
+    """
     owner.register_forward_pre_hook(call.enter, with_kwargs=True)
-    # What is done in tiles ends before ranks sum what they have made.
+    # An MLP may run in tiles, so its sum comes after the whole block.
     end = owner if block.startswith("mlp") else owner.get_submodule(last)
     end.register_forward_hook(call.leave)
 
 
 def move_padding(model: Any, rank: int, degree: int) -> None:
-    """Tell the embedding which of its own rows is the padding token's, which has no gradient.
+    """Set the embedding's padding_idx, whose row has no gradient, for this rank's rows.
 
-    rank: the rank's place among `degree` ranks that divide the vocabulary.
+    rank: the rank's index among `degree` ranks that divide the vocabulary.
     """
     index, embedding = part_index(rank, degree), model.get_input_embeddings()
     first, stop = part_range(model.config.vocab_size, index, degree)
@@ -297,9 +299,10 @@ def move_padding(model: Any, rank: int, degree: int) -> None:
 
 
 def share_heads(attention: Any, name: str, split: MatrixSplit, call: Call) -> None:
-    """Make an attention that cuts its fused projection by the config's heads do so by those here.
+    """Make an attention that cuts its fused projection by the config's numbers of heads use this
+    rank's numbers.
 
-    name: of the projection, whose hooks come last. split: how its rows are divided.
+    name: of the projection, whose hooks must be registered last. split: of its rows.
     """
     attention.config = copy.copy(attention.config)  # transformers' own is the whole model's
     heads = FusedHeads(attention, split, call)
@@ -308,9 +311,9 @@ def share_heads(attention: Any, name: str, split: MatrixSplit, call: Call) -> No
 
 
 def _divide(owner: nn.Module, name: str, splits: Mapping[int, MatrixSplit], call: Call) -> None:
-    """Make a projection, and the thin ones of an adapter around it, compute with what a call uses.
+    """Make a projection, and A and B of its adapter, compute with the parts that a call uses.
 
-    splits: by the identity of a module.
+    splits: by a module's id.
     """
     for path, module in list(owner.get_submodule(name).named_modules(prefix=name)):
         if isinstance(module, nn.Linear) and id(module) in splits:

@@ -1,11 +1,12 @@
-"""What gradient checkpointing remembers of attention, so that it is not computed or sent again.
+"""Selective activation checkpointing, which saves attention's results so that attention is neither
+computed nor sent again when a layer is recomputed.
 
-A checkpointed layer runs twice. What is remembered runs the first time on a graph of its own, which
-keeps what its backward needs (out, lse, what an exchange brought) but not its inputs. The second
-run makes those again, and the graph takes them from there (selective checkpointing, arXiv
-2406.18485). `memory.recompute` says what is made again instead: `nothing` of attention, the
-`exchange` of heads around it, or all of `attention`. With every query head a KV head, the first
-keeps 5 tensors of q's size under Ulysses and 1 in a ring, the second 1, the last none.
+In the first run of a checkpointed layer attention runs on an autograd graph of its own, which saves
+what its backward needs (output, log-sum-exp, received tensors) except its inputs. The second run
+recomputes these inputs, and the graph takes them from there (arXiv 2406.18485). `memory.recompute`
+says what is recomputed nevertheless: `nothing` of attention, the `exchange` of heads around it, or
+all of `attention`. If every query head has its own KV head, the first saves 5 tensors of q's size
+under Ulysses and 1 in a ring, the second 1, the last none.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ Recompute = Literal["attention", "exchange", "nothing"]
 
 
 class Kept:
-    """One layer's attention between its two runs: the graph of the first, inputs of the second."""
+    """One layer's attention between the layer's two runs: the graph of the first run, and the
+    inputs from the second."""
 
     def __init__(self, inputs: tuple[Tensor, ...], shelf: HostShelf | None) -> None:
-        """shelf: where what is kept waits for the backward pass; None: on the device."""
+        """shelf: stores saved tensors on the host; None: they stay on the device."""
         self._inputs: dict[int, Tensor] = {}
         self._wanted: set[int] = set()
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
@@ -42,8 +44,8 @@ class Kept:
         self._edge: Any
 
     def first(self, attend: Attend) -> Tensor:
-        """Return attend(inputs) at the first run, and keep what its backward needs."""
-        # The hooks hold no self, or self and the graph would hold each other and never be freed.
+        """Return attend(inputs) in the first run, and save what its backward needs."""
+        # The hooks do not reference self: it would form a cycle with the graph and not be freed.
         pack, unpack = hooks(self._leaves, self._wanted, self._inputs, self._shelf)
         with self._shelf.together() if self._shelf else nullcontext():
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -56,8 +58,8 @@ class Kept:
         return value
 
     def second(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Take those inputs of the second run that the graph needs, and return what the first one
-        returned."""
+        """Store those inputs of the second run that the graph needs, and return the first run's
+        result."""
         self._inputs |= {number: inputs[number].detach() for number in self._wanted}
         return _back(self._out, self._shelf)
 
@@ -71,9 +73,10 @@ def hooks(
     inputs: Mapping[int, Tensor],
     shelf: HostShelf | None,
 ) -> tuple[Callable[[Tensor], Tensor | Item | int], Callable[[Tensor | Item | int], Tensor]]:
-    """Return how the graph packs and unpacks what it keeps.
+    """Return the hooks that pack and unpack a graph's saved tensors.
 
-    An input is packed as its number, which is then wanted, since the second run has it again.
+    An input is packed as its number, which is added to `wanted`, since the second run recomputes
+    it.
     """
 
     def pack(saved: Tensor) -> Tensor | Item | int:
@@ -91,7 +94,7 @@ def hooks(
 
 
 def _back(kept: Tensor | Item, shelf: HostShelf | None) -> Tensor:
-    """Return what was kept, from the host where it waits there."""
+    """Return a saved tensor, copied back if it is on the host."""
     if isinstance(kept, Tensor):
         return kept
     assert shelf
@@ -99,7 +102,7 @@ def _back(kept: Tensor | Item, shelf: HostShelf | None) -> Tensor:
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
-    """Return where in its storage a tensor lies."""
+    """Return a tensor's position in its storage."""
     return x.storage_offset(), x.shape, x.stride()
 
 
@@ -135,10 +138,10 @@ def attend_once(
     *,
     shelf: HostShelf | None = None,
 ) -> Tensor:
-    """Return attend(inputs), computed at a layer's first call and remembered for its second.
+    """Return attend(inputs), computed in a layer's first run and saved for its second.
 
-    memory: what is kept by layer, for one forward and backward. layer: a number that is the same at
-    both calls of a layer. shelf: where it waits on the host; None: it stays on the device.
+    memory: the saved results by layer, for one forward and backward. layer: a number that is the
+    same in both runs of a layer. shelf: as in `Kept`.
     """
     out: Tensor = _Keeping.apply(memory, layer, attend, shelf, *inputs)
     return out
@@ -149,22 +152,23 @@ Begin = Callable[[nn.Module, Any, dict[str, Any]], None]
 
 
 def before_each_run(layer: Any, begin: Begin) -> None:
-    """Have a layer call a function before it runs, and again before it runs for its backward pass.
+    """Have a function called before each run of a layer, recomputation included.
 
-    transformers 5.23 leaves a layer's hooks out of what runs again, and what the last micro-batch
-    has told them is another one's where several are under way.
+    transformers 5.23 recomputes a layer without its hooks, and in a pipeline another micro-batch
+    may have called them last.
     """
     layer.register_forward_pre_hook(begin, with_kwargs=True)
     layer.__dict__.setdefault("uspft_begins", []).append(begin)
 
 
 def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) -> Any:
-    """Return what a layer's run gives. run: of the layer's forward and its keyword arguments."""
+    """Return a layer's output, checkpointed. run: the layer's forward with its keyword
+    arguments."""
 
     begins = chain([()], repeat(layer.__dict__.get("uspft_begins", ())))
 
     def begun(*args: Any) -> Any:
-        for begin in next(begins):  # the first time they have been called as hooks
+        for begin in next(begins):  # none in the first run, where they are called as hooks
             begin(layer, args, run.keywords)
         return run(*args)
 
@@ -172,10 +176,9 @@ def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) ->
 
 
 def recompute_layers(model: Any, block: MemoryBlock, layers: Collection[int]) -> Recompute | None:
-    """Switch gradient checkpointing on where the recipe asks for it.
+    """Enable gradient checkpointing for some layers; return what of attention is recomputed.
 
-    layers: those that it asks for. Return what of attention is made again, or None where no layers
-    are checkpointed. What is not settled is nothing.
+    layers: those that the recipe asks for. Returns None if they are none; `auto` is `nothing`.
     """
     if not layers:
         return None
@@ -193,5 +196,5 @@ def recompute_layers(model: Any, block: MemoryBlock, layers: Collection[int]) ->
 
 
 def _once(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand in for the forward of a layer that is not checkpointed, where others are."""
+    """Run a layer that is not checkpointed in a model with layers that are."""
     return plain(*args, **{**kwargs, "uspft": kwargs["uspft"].once()})

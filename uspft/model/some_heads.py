@@ -1,7 +1,7 @@
-"""Projections and norms of transformers' attention with some of its heads alone.
+"""Projections and norms of transformers' attention, restricted to some of its heads.
 
-No weight is copied into a module of ours: what stands in for a module asks it for its weights when
-it runs, and the attention's own code goes on around it.
+A module is replaced while attention's own code runs; the replacement reads the module's weights
+when it is called, and copies none.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class SomeProduct:
     def __init__(
         self, linear: Any, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
     ) -> None:
-        """dim: 0 for rows of the weight, which make features, 1 for columns, which take them. gaps:
-        how many zeros stand before each range of features that is made, and behind the last; empty
-        for none."""
+        """dim: 0 to restrict the weight's rows (output features), 1 for its columns (input
+        features). gaps: the number of zeros in the output before each range, and after the last;
+        empty: none."""
         self._linear, self._dim, self._ranges = linear, dim, ranges
         self._gaps = gaps if any(gaps) else ()
 
     @property
     def weight(self) -> Tensor:
-        """What peft asks for its type."""
+        """The weight, of which peft reads the dtype."""
         return self._held()[0]
 
     def _held(self) -> tuple[Tensor, Tensor | None]:
@@ -79,7 +79,7 @@ class SomeProduct:
 
 
 class OneOfZeros:
-    """A projection that nobody asks for: it makes one head of zeros."""
+    """The replacement of a projection whose output is not needed: it returns one head of zeros."""
 
     def __init__(self, features: int) -> None:
         self._features = features
@@ -89,15 +89,15 @@ class OneOfZeros:
 
 
 def _zeros(x: Tensor, features: int) -> Tensor:
-    """Return so many features of x's tokens that are 0, and take no memory."""
+    """Return zeros for x's tokens, [..., features], that take no memory."""
     return x.new_zeros(()).expand(*x.shape[:-1], features)
 
 
 def some_of(
     owner: nn.Module, name: str, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
 ) -> list[StandIn]:
-    """Return what stands in for a projection with some of its features alone, and for the thin one
-    of an adapter that has these too. gaps: as of SomeProduct."""
+    """Return the replacements that restrict a projection to some features, and A or B of its
+    adapter with it. gaps: as in SomeProduct."""
     module: Any = owner.get_submodule(name)
     places: list[tuple[Any, str]] = [(owner, name)]
     if hasattr(module, "base_layer") and ranges:
@@ -110,7 +110,7 @@ def some_of(
 
 
 class _OtherHeads:
-    """A config of a model with other query heads."""
+    """A model's config with another number of query heads."""
 
     def __init__(self, config: Any, heads: int) -> None:
         self._config, self.num_attention_heads = config, heads
@@ -120,7 +120,7 @@ class _OtherHeads:
 
 
 class _Measured:
-    """What stands in for an RMS norm over all heads, and finds by what it multiplies each token."""
+    """The replacement of an RMS norm over all heads that computes its factor for each token."""
 
     def __init__(self, norm: Any, x: Tensor) -> None:
         """x: [1, t, d], of all tokens."""
@@ -140,7 +140,7 @@ class _Measured:
 
 
 class _Scaled:
-    """An RMS norm of some heads, where it is known by what each token is multiplied."""
+    """An RMS norm over all heads, applied to some of them with known factors for each token."""
 
     def __init__(self, norm: Any, ranges: Sequence[Range], scale: Tensor) -> None:
         """scale: [1, t, 1], of all tokens."""
@@ -220,14 +220,14 @@ class SomeHeads:
 
     @property
     def gated(self) -> bool:
-        """Whether anything that the input makes is for what comes behind attention."""
+        """Whether a projection of the input is used after attention, such as a gate."""
         return any(
             use == BEHIND for units in self._into.values() for one in units for _, use in one.parts
         )
 
     def measuring(self, x: Tensor) -> tuple[list[StandIn], list[_Measured]]:
-        """Return what stands in for norms over all heads, and the same once more. x: of all
-        tokens."""
+        """Return the replacements that measure norms over all heads, and these norms themselves. x:
+        of all tokens."""
         norms = [_Measured(getattr(self._attention, name), x) for name in self._norms]
         table = self._attention._modules
         return [StandIn(table, *one) for one in zip(self._norms, norms, strict=True)], norms
@@ -235,10 +235,11 @@ class SomeHeads:
     def of(
         self, heads: Heads, queries: Sequence[Range], keys: Sequence[int], scales: Sequence[Tensor]
     ) -> tuple[list[StandIn], list[_Scaled]]:
-        """Return what stands in where some heads are made, and the norms among it.
+        """Return the replacements with which attention projects only some heads, and the norms
+        among these.
 
-        heads: all that are there. queries: ranges of query heads. keys: KV heads; none where one
-        of zeros will do. scales: what was measured.
+        heads: all heads of this rank. queries: ranges of query heads. keys: KV heads; empty: one of
+        zeros. scales: the measured factors of norms over all heads.
         """
         attention, dim = self._attention, heads.dim
         places = self.projections(heads, queries, keys, BEFORE)
@@ -258,9 +259,9 @@ class SomeHeads:
     def projections(
         self, heads: Heads, queries: Sequence[Range], keys: Sequence[int], use: str
     ) -> list[StandIn]:
-        """Return what stands in for the projections, and for what the module says of its heads,
-        where those features of some heads are made that have a use. What is not made is zeros, one
-        head where there are none."""
+        """Return the replacements of the projections, and of the module's numbers of heads, that
+        compute only the features of some heads with this use (before or after attention). The other
+        features are zeros; without any there is one head of zeros."""
         attention = self._attention
         number = sum(b - a for a, b in queries)
         of_keys = [(head, head + 1) for head in keys]
@@ -306,7 +307,7 @@ class SomeHeads:
 
 
 def _merged(ranges: Sequence[Range], gaps: Sequence[int]) -> tuple[list[Range], list[int]]:
-    """Return ranges of features and the zeros around them, those that follow each other as one."""
+    """Return ranges of features and the gaps around them, with adjacent ranges merged."""
     found, between = list[Range](), [gaps[0]]
     for (a, b), gap in zip(ranges, gaps[1:], strict=True):
         if found and found[-1][1] == a and not between[-1]:
@@ -320,9 +321,9 @@ def _merged(ranges: Sequence[Range], gaps: Sequence[int]) -> tuple[list[Range], 
 
 @contextmanager
 def seeing_some(module: nn.Module, ranges: Sequence[Range]) -> Iterator[None]:
-    """Tell the dropouts of a module within the `with` block that they see some of its features.
+    """Tell a module's dropouts within the `with` block that they see only some features.
 
-    ranges: of those that it sees otherwise.
+    ranges: among the features that they see otherwise.
     """
     dropouts = [one for one in module.modules() if isinstance(one, TokenDropout)]
     before = [one.ranges for one in dropouts]
@@ -336,7 +337,8 @@ def seeing_some(module: nn.Module, ranges: Sequence[Range]) -> Iterator[None]:
 
 
 def _among(every: Sequence[Range] | None, some: Sequence[Range]) -> tuple[Range, ...]:
-    """Return ranges of what lies end to end in ranges, in the numbers of these."""
+    """Return `some`, ranges in the concatenation of the ranges `every`, in the coordinates of
+    `every`."""
     if every is None:
         return tuple(some)
     found, at = [], 0
@@ -350,7 +352,7 @@ def _among(every: Sequence[Range] | None, some: Sequence[Range]) -> tuple[Range,
 
 
 def joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return ranges in their order, those that follow each other as one, without empty ones."""
+    """Return the ranges in order, without empty ones and with adjacent ones merged."""
     found: list[Range] = []
     for a, b in ranges:
         if found and found[-1][1] == a:

@@ -1,13 +1,13 @@
-"""Work that is done token by token, a tile of tokens at a time.
+"""Modules that work token by token, computed one tile of tokens at a time.
 
-The forward keeps inputs alone. The backward makes the graph of one tile after another, takes its
-gradients and lets go of it, so that activations are those of one tile (Arctic Long Sequence
-Training, arXiv 2506.13996). Gradients of weights are summed over tiles in float32 and leave once:
-DeepSpeed's own tiles add them up in the compute type, and under ZeRO-3 each gathers the weights
-anew.
+The forward saves only inputs. The backward builds the graph of one tile after another, takes its
+gradients and frees it, so that there are activations of one tile only (Arctic Long Sequence
+Training, arXiv 2506.13996). Gradients of weights are summed over tiles in float32 and given to
+autograd once: DeepSpeed's own tiles sum in the compute dtype, and under ZeRO-3 gather the weights
+for every tile.
 
-A checkpointed layer whose last work this is makes it twice and not three times: the output is
-filled in when inputs have been kept, which is where the layer's second run ends.
+A tiled module that is the last of a checkpointed layer is computed twice, not three times: its
+output is filled in after its inputs are saved, and recomputation stops there.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from uspft.comm import Group
 
 TOKENS = -2
-"""The dimension of inputs and output along which tokens lie, but for norms of heads."""
+"""The dimension of tokens in inputs and outputs, except those of norms of heads."""
 
 
 def inner_features(config: Any) -> int:
-    """Return how many inner features an MLP, or the experts that a token meets, make of it."""
+    """Return the inner features per token of an MLP, or of all experts of a token together."""
     met, _ = chosen_experts(vars(config))
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return int(met * inner)
 
 
 def work_in_tiles(model: Any, tile: int) -> None:
-    """Make MLPs, experts and norms work on so many tokens at a time.
+    """Make MLPs, experts and norms compute `tile` tokens at a time.
 
-    Routers see all tokens, since what they say is asked for. Norms of queries and keys of which
-    ranks have parts are left: they would ask others for sums once more in the backward.
+    Routers see all tokens, since their logits are an output of the layer. Norms of queries and keys
+    that are split over ranks are not tiled: they would need their collective again in the backward.
     """
     modules, of_heads = [model.base_model.norm], []
     for layer in model.base_model.layers:
@@ -73,14 +73,14 @@ def _norms(module: nn.Module) -> list[Any]:
 
 
 def _longest(x: Tensor) -> int:
-    """Return the longest dimension but the last: tokens are before heads or behind them."""
+    """Return the longest dimension except the last: tokens may be before or after heads."""
     return max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
 
 
 def with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Give a module whose parameters train an input with a gradient, before it runs.
+    """Make the input of a module with trained parameters require a gradient, in a hook before it.
 
-    Under ZeRO-3 the gradients of parameters are taken to be there when that of the input comes.
+    ZeRO-3 takes the gradients of a module's parameters as complete when its input's is computed.
     """
     x, *others = args
     trains = any(parameter.requires_grad for parameter in module.parameters())
@@ -90,9 +90,9 @@ def with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] |
 
 
 def own_tokens(x: Tensor, group: Group, filled: int = 0) -> Tensor:
-    """Return this rank's numbers [t] of all tokens' [T], where tensor ranks divide these.
+    """Return this rank's part [t] of a number per token [T], if tensor ranks divide the tokens.
 
-    filled: the number of what fills the last rank's up.
+    filled: the number for tokens that pad the last rank's part.
     """
     each = tokens_of_each(len(x), group.size)
     own = x[group.index * each :][:each]
@@ -100,10 +100,10 @@ def own_tokens(x: Tensor, group: Group, filled: int = 0) -> Tensor:
 
 
 def of_all_ranks(x: Tensor, tile: slice, ranks: int, dim: int = 0) -> Tensor:
-    """Return the same tile of each tensor rank's tokens, one rank after another; x where that is
-    all of it.
+    """Return the same tile of every tensor rank's tokens, concatenated in rank order; x itself if
+    that is all of it.
 
-    x: of the tokens that they have together. tile: of one rank's. What fills the last one up is 0.
+    x: of the tokens of all ranks. tile: the tile inside one rank's tokens. Padding is 0.
     """
     if ranks == 1:
         return x.narrow(dim, tile.start, tile.stop - tile.start)
@@ -118,7 +118,7 @@ def of_all_ranks(x: Tensor, tile: slice, ranks: int, dim: int = 0) -> Tensor:
 
 
 def put_of_all_ranks(whole: Tensor, tile: slice, ranks: int, part: Tensor) -> None:
-    """Put what of_all_ranks returns of the first dimension where it belongs."""
+    """Write `part`, a result of `of_all_ranks` along dimension 0, back to its positions."""
     at = 0
     for a, b in _places(tile, len(whole), ranks):
         whole[a:b] = part[at : at + b - a]
@@ -132,11 +132,12 @@ def _places(tile: slice, tokens: int, ranks: int) -> list[tuple[int, int]]:
 
 
 class Tiled:
-    """What stands in for a module's forward, and calls that for one tile after another.
+    """A replacement of a module's forward that calls the original for one tile after another.
 
-    It takes one or more tensors [..., T, ...] and returns one that is like the first of them. Few
-    tokens are one tile too: another rank may have more, and ZeRO-2 sums gradients over ranks in the
-    order in which they come, which is another here than the plain module's.
+    It takes one or more tensors [..., T, ...] and returns one like the first of them. A module with
+    several trained parameters is tiled even if its tokens are fewer than a tile: another rank may
+    have more, and ZeRO-2 reduces gradients in the order in which they are computed, which is
+    different with tiles.
     """
 
     def __init__(
@@ -147,16 +148,16 @@ class Tiled:
         plain: Callable[..., Tensor] | None = None,
         ranks: int = 1,
     ) -> None:
-        """along: tells the dimension of the first input, and of all others, that tiles share.
-        plain: computes with the module's parameters what tiles are of; None: its forward. ranks:
-        as of TiledCall."""
+        """along: returns the dimension of the first input, and of all others, that is tiled.
+        plain: the function of one tile, with the module's parameters; None: its forward. ranks:
+        as in TiledCall."""
         self._module, self._tile, self._plain = module, tile, plain or module.forward
         self._along, self._ranks = along, ranks
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         dim = self._along(inputs[0])
         parameters = [p for p in self._module.parameters() if p.requires_grad]
-        # Inside another's tile what stands in for parameters is none.
+        # Inside another module's tile, parameters are replaced by plain tensors.
         ordered = torch.is_grad_enabled() and all(isinstance(p, nn.Parameter) for p in parameters)
         if inputs[0].shape[dim] <= self._tile and not (ordered and len(parameters) > 1):
             whole: Tensor = self._plain(*inputs)
@@ -169,7 +170,7 @@ class Tiled:
 
 
 class TiledCall:
-    """One call of a module: what its tiles take beside tensors, also in the backward."""
+    """One call of a tiled module: what forward and backward need besides tensors."""
 
     def __init__(
         self,
@@ -180,8 +181,8 @@ class TiledCall:
         dim: int,
         ranks: int = 1,
     ) -> None:
-        """dim: along which tiles lie. ranks: tensor ranks whose tokens dropouts see together, where
-        each has some of them."""
+        """dim: the dimension that is tiled. ranks: the number of tensor ranks whose tokens are
+        gathered for a tile; 1 if all have the same."""
         self.module, self.parameters, self.dim = module, parameters, dim
         self.ranks = ranks
         self._plain, self._tile = plain, tile
@@ -195,9 +196,9 @@ class TiledCall:
             yield start, min(self._tile, tokens - start)
 
     def run(self, parts: Sequence[Tensor], start: int) -> Tensor:
-        """Return what the module makes of a tile, whose first token is `start`.
+        """Return the module's output for a tile whose first token is `start`.
 
-        Raises RuntimeError where it is not like the first of its inputs.
+        Raises RuntimeError if its shape or dtype is not that of the first input.
         """
         x = parts[0]
         with self.of_tile(start, x.shape[self.dim]):
@@ -223,21 +224,20 @@ class TiledCall:
                 dropout.words = words
 
     def fill(self, out: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Fill in what the module makes of all tokens."""
+        """Write the module's output for all tokens into `out`."""
         for start, length in self.spans(out):
             parts = [x.narrow(self.dim, start, length) for x in inputs]
             out.narrow(self.dim, start, length).copy_(self.run(parts, start))
 
     def gradients(self, sums: Sequence[Tensor | None]) -> Iterator[Tensor]:
-        """Yield the parameters' gradients of their sums over tiles."""
+        """Yield the parameters' gradients in their dtypes. sums: over tiles; None: 0."""
         for parameter, total in zip(self.parameters, sums, strict=True):
             yield torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
 
     @contextmanager
     def leaves(self) -> Iterator[list[Tensor]]:
-        """Let tensors without hooks stand in for the parameters that train, and return these.
-
-        Hooks of parameters are for their whole gradients.
+        """Replace the trained parameters by tensors without hooks within the `with` block, and
+        return these: hooks must see only whole gradients.
         """
         stand_in = {id(p): p.detach().requires_grad_() for p in self.parameters}
         tables: list[dict[str, Any]] = [owner._parameters for owner in self.module.modules()]
@@ -257,11 +257,11 @@ class TiledCall:
 
 
 class _Tiles(torch.autograd.Function):
-    """The differentiable function of Tiled, whose output is filled in afterwards."""
+    """The autograd function of Tiled, whose output is filled in after it."""
 
     @staticmethod
     def forward(ctx: Any, call: TiledCall, count: int, *tensors: Tensor) -> Tensor:
-        """count: how many of the tensors are inputs; the others are parameters."""
+        """count: the number of inputs among the tensors; the others are parameters."""
         ctx.call = call
         ctx.save_for_backward(*tensors[:count])
         return torch.empty_like(tensors[0])
@@ -296,7 +296,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def add_up(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    """Add what a tile found to the sums, in float32 or wider; None where it found nothing."""
+    """Add a tile's gradients to the sums, in at least float32. found: None: no gradient."""
     for number, part in enumerate(found):
         if part is None:
             continue

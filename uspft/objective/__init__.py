@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -91,8 +91,7 @@ class Objective(Protocol):
 
 def make_objective(name: str, config: Any) -> Objective:
     """Return the objective that a recipe names, of a model with this config."""
-    module, _, code = OBJECTIVES[name].code.partition(":")
-    objective: Objective = getattr(import_module(module), code)(config)
+    objective: Objective = resolve_name(OBJECTIVES[name].code)(config)
     return objective
 
 

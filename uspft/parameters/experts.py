@@ -1,9 +1,9 @@
-"""Parameters that transformers holds otherwise than Hugging Face files: experts, fused 3-D
-parameters in the one and a matrix each in the other, or in MXFP4; and OLMo Hybrid's convolution and
-norms.
+"""Parameters whose form in transformers differs from that in Hugging Face files: experts, which are
+fused 3-D parameters in transformers and in files one matrix per expert, or MXFP4; and OLMo Hybrid's
+convolution and norms.
 
-In MXFP4, as gpt-oss lies on the hub, of each output 32 inputs have one exponent, and four bits each
-(OCP Microscaling Formats 1.0): a parameter [E, i, o] lies as `_blocks` [E, o, i ÷ 32, 16], two
+In MXFP4, the format of gpt-oss on the hub, 32 inputs of an output share one exponent and have four
+bits each (OCP Microscaling Formats 1.0): a parameter [E, i, o] is `_blocks` [E, o, i ÷ 32, 16], two
 values in a byte, the low half first, and `_scales` [E, o, i ÷ 32]. Every value is one of float32
 and of bfloat16.
 
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from uspft.parameters.part import Part, as_slices
 
 CORRECTION = "e_score_correction_bias"
-"""What routers of some families add to scores before they choose, [E] or [1, E]: numbers that no
-gradient changes, in float32."""
+"""The name of the bias that routers of some families add to scores before they choose, [E] or
+[1, E]: a float32 buffer without a gradient."""
 UNTRAINED = (CORRECTION, "layer_scalar")
-"""How the names of numbers end that a model has and nobody trains: those, and what Gemma 4
-multiplies the hidden states of a layer by."""
+"""The endings of the names of buffers that are not trained: that bias, and the factor of a layer's
+hidden states in Gemma 4."""
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
 _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _CONVOLUTION = re.compile(r"(?P<block>.*\.linear_attn)\.conv1d\.weight")
@@ -45,15 +45,15 @@ _RENAMED = {
     "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
     "minimax_m2": {f".mlp.{CORRECTION}": f".block_sparse_moe.{CORRECTION}"},
 }
-"""By model_type parts of names in transformers and in files: OLMo Hybrid's norms, Granite's
-experts, corrections of routers' choices."""
+"""Parts of names in transformers → in files, by model_type: OLMo Hybrid's norms, Granite's experts,
+the bias of routers."""
 _ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
 BLOCKS, SCALES = "_blocks", "_scales"
 MXFP4_GROUP = 32
-"""How many inputs have one exponent."""
+"""The number of inputs that share an exponent."""
 _POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _VALUES = torch.tensor(_POSITIVE + [-value for value in _POSITIVE])
-"""What four bits stand for."""
+"""The value of each four-bit code."""
 _BIAS = 127
 
 
@@ -83,28 +83,23 @@ SPELLINGS = {
 }
 """The spelling in files of each model_type."""
 INPUTS_FIRST = frozenset({"gpt_oss"})
-"""The model types whose matrices of experts are [E, takes, gives] and not [E, gives, takes]."""
+"""The model types whose experts' matrices are [E, inputs, outputs], not [E, outputs, inputs]."""
 
 
 class Stored(NamedTuple):
-    """The tensors in files that make one parameter.
+    """The tensors in files that make up one parameter, concatenated along their first dimension:
+    those of each expert, or of the whole parameter.
 
-    width: how many of them make one expert; 0 where the parameter has no experts. quantised:
-    whether they are its blocks and scales in MXFP4.
+    width: how many of them make up one expert; 0: the parameter has no experts. quantised: whether
+    they are its blocks and scales in MXFP4.
     """
 
     parts: list[str]
     width: int
     quantised: bool = False
 
-    def join(self, tensors: list[Tensor]) -> Tensor:
-        if not self.width:
-            return torch.cat(tensors)
-        starts = range(0, len(tensors), self.width)
-        return torch.stack([torch.cat(tensors[i : i + self.width]) for i in starts])
-
     def split(self, value: Tensor) -> Iterator[Tensor]:
-        """Yield the tensors that `join` makes a parameter of, in the order of `parts`."""
+        """Yield the tensors that make a parameter, in the order of `parts`."""
         if not self.width:
             yield value
             return
@@ -123,7 +118,7 @@ def is_router(module: nn.Module) -> bool:
 
 
 def corrections(model: nn.Module) -> dict[str, Tensor]:
-    """Return by name the buffers that correct what routers choose, and others that files have."""
+    """Return the untrained buffers that files contain by name, such as the bias of routers."""
     return {name: one for name, one in model.named_buffers() if name.endswith(UNTRAINED)}
 
 
@@ -135,33 +130,45 @@ def expert_words(model: Any) -> set[str]:
     return {"experts", "gate_up_proj", "down_proj"} | set(spelling[1:] if spelling else ())
 
 
-def find(name: str, files: Collection[str]) -> Stored | None:
-    """Find the tensors that hold a parameter in files of any spelling; None where there are none.
+def stored_in(files: Collection[str]) -> dict[str, Stored]:
+    """Return by the name that transformers has for it what makes each parameter, in files of any
+    spelling.
 
     files: the names of all tensors in the files.
     """
-    if name in files:
-        return Stored([name], 0)
-    if (quantised := [name + BLOCKS, name + SCALES])[0] in files:
-        return Stored(quantised, 0, True) if quantised[1] in files else None
-    for spelling in SPELLINGS.values():
-        if match := _FUSED.fullmatch(name):
-            parts: list[str] = []
-            expert = 0
-            while (own := spelling.matrices(match["block"], match["kind"], expert))[0] in files:
-                parts += own
-                expert += 1
-            if parts and all(part in files for part in parts):
-                return Stored(parts, len(own))
-        elif (match := _ROUTER.fullmatch(name)) and (
-            other := f"{match['block']}.{spelling.module}.gate.weight"
-        ) in files:
-            return Stored([other], 0)
-    if match := _CONVOLUTION.fullmatch(name):
-        parts = _three(match["block"])
-        return Stored(parts, 0) if all(part in files for part in parts) else None
-    renamed = (_renamed(name, kind) for kind in _RENAMED)
-    return next((Stored([one], 0) for one in renamed if one in files), None)
+    found = {name: Stored([name], 0) for name in files}
+
+    def joined(name: str, stored: Stored) -> None:
+        for part in stored.parts:
+            del found[part]
+        found[name] = stored
+
+    for blocks in [name for name in found if name.endswith(BLOCKS)]:
+        name = blocks.removesuffix(BLOCKS)
+        if name + SCALES in found:
+            joined(name, Stored([blocks, name + SCALES], 0, True))
+    for spelling in dict.fromkeys(SPELLINGS.values()):
+        router = f".{spelling.module}.gate.weight"
+        for name in [name for name in found if name.endswith(router)]:
+            found[name.removesuffix(router) + ".mlp.gate.weight"] = found.pop(name)
+        first = f".{spelling.module}.experts.0.{spelling.down}.weight"
+        for block in [name.removesuffix(first) for name in found if name.endswith(first)]:
+            for kind in ("gate_up_proj", "down_proj"):
+                parts: list[str] = []
+                expert = 0
+                while (own := spelling.matrices(block, kind, expert))[0] in found:
+                    parts += own
+                    expert += 1
+                if parts and all(part in found for part in parts):
+                    joined(f"{block}.mlp.experts.{kind}", Stored(parts, len(own)))
+    for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
+        block = name.removesuffix(".q_conv1d.weight")
+        if all(part in found for part in _three(block)):
+            joined(f"{block}.conv1d.weight", Stored(_three(block), 0))
+    for own_words, words in chain.from_iterable(names.items() for names in _RENAMED.values()):
+        for name in [name for name in found if words in name]:
+            found[name.replace(words, own_words)] = found.pop(name)
+    return found
 
 
 def _three(block: str) -> list[str]:
@@ -175,43 +182,18 @@ def _renamed(name: str, kind: str) -> str:
     return name
 
 
-def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes as transformers has them, from those in files."""
-    found = dict(held)
-    for blocks in [name for name in found if name.endswith(BLOCKS)]:
-        name = blocks.removesuffix(BLOCKS)
-        if name + SCALES in found:
-            del found[name + SCALES]
-            found[name] = whole_shape(found.pop(blocks))
-    for spelling in SPELLINGS.values():
-        router = f".{spelling.module}.gate.weight"
-        for name in [name for name in found if name.endswith(router)]:
-            found[name.removesuffix(router) + ".mlp.gate.weight"] = found.pop(name)
-        first = f".{spelling.module}.experts.0.{spelling.down}.weight"
-        for block in [name.removesuffix(first) for name in found if name.endswith(first)]:
-            for kind in ("gate_up_proj", "down_proj"):
-                name = f"{block}.mlp.experts.{kind}"
-                stored = find(name, held)
-                if stored is None:
-                    continue
-                rows = sum(held[part][0] for part in stored.parts[: stored.width])
-                count = len(stored.parts) // stored.width
-                for part in stored.parts:
-                    del found[part]
-                found[name] = (count, rows, *held[stored.parts[0]][1:])
-    for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
-        block = name.removesuffix(".q_conv1d.weight")
-        if all(part in found for part in _three(block)):
-            shapes = [found.pop(part) for part in _three(block)]
-            found[f"{block}.conv1d.weight"] = (sum(one[0] for one in shapes), *shapes[0][1:])
-    for own, other in chain.from_iterable(names.items() for names in _RENAMED.values()):
-        for name in [name for name in found if other in name]:
-            found[name.replace(other, own)] = found.pop(name)
-    return found
+def shape_of(stored: Stored, held: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of a parameter. held: the shapes of tensors in files, by name."""
+    first, *rest = held[stored.parts[0]]
+    if stored.quantised:
+        return whole_shape((first, *rest))
+    width = stored.width or len(stored.parts)
+    shape = sum(held[part][0] for part in stored.parts[:width]), *rest
+    return (len(stored.parts) // width, *shape) if stored.width else shape
 
 
 def as_files(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors as which files of a model hold a parameter. config: its own."""
+    """Yield the names and tensors of a parameter in a model's files. config: the model's."""
     kind = config["model_type"]
     spelling = SPELLINGS.get(kind)
     if kind == "olmo_hybrid" and (match := _CONVOLUTION.fullmatch(name)):
@@ -242,8 +224,8 @@ def whole_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_quantised(blocks: Any, scales: Any, part: Part) -> Tensor:
-    """Read a part of a parameter out of slices of safetensors files, as float32; its own bytes
-    alone, but that inputs come by whole groups."""
+    """Read a part of a parameter from slices of safetensors files, as float32. Only its bytes are
+    read, rounded up to whole groups of inputs."""
     out = torch.empty(part.size)
     for ((e, e_end), (i, i_end), (o, o_end)), there in part.boxes():
         first, last = i // MXFP4_GROUP, -(-i_end // MXFP4_GROUP)

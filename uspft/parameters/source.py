@@ -1,5 +1,5 @@
-"""The weights of a model's folder: read a part at a time, with tables that have grown, and told
-apart from others by a digest."""
+"""The weights in a model's folder, which are read a part at a time; embeddings for added tokens;
+and a digest that identifies a base model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from uspft.config.problems import InputError, said
 from uspft.families.multimodal import own_name
-from uspft.parameters.experts import Stored, find, fused_shapes, read_quantised, whole_shape
+from uspft.parameters.experts import Stored, read_quantised, shape_of, stored_in, whole_shape
 from uspft.parameters.names import plain_name
 from uspft.parameters.part import Part, as_slices, read_boxes
 
@@ -54,21 +54,30 @@ class Weights(Protocol):
         ...
 
     def draws(self, name: str) -> bool:
-        """Tell whether values are drawn from the seed: a part then costs as much as the whole."""
+        """Tell whether values are random, drawn from the seed; a part then takes as long as the
+        whole."""
         ...
 
 
 class FolderWeights:
     """The weights of a folder: model.safetensors, or shards with model.safetensors.index.json.
 
-    Of a multimodal checkpoint they are those of the language model, by its own names. Raises
-    WeightsError where the folder has neither, or one that cannot be read.
+    For a multimodal checkpoint they are those of the language model, under its own names. Raises
+    WeightsError if the folder has neither file, or one that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = _file_of_each(folder)
-        self._stored = _by_own_name(self._files)
+        self._own_names = _by_own_name(self._files)
+        made = stored_in(self._own_names)
+        plain = {name: Stored([name], 0) for name in self._own_names}
+        self._stored = {
+            name: one._replace(parts=[self._own_names[part] for part in one.parts])
+            for name, one in (made | plain).items()
+        }
+        """By its Hugging Face name, what makes a parameter, by the names in the files."""
+        self._names = made.keys()
 
     def draws(self, name: str) -> bool:
         return False
@@ -79,9 +88,7 @@ class FolderWeights:
             return self._read_part(name, stored.parts[0], part)
         if stored.quantised:
             return self._read_quantised(name, stored.parts, part)
-        if stored.width:
-            return self._read_experts(name, stored, part)
-        return self._read_joined(name, stored, part)
+        return self._read_parts(name, stored, part)
 
     def _read_quantised(self, name: str, stored: list[str], part: Part) -> Tensor:
         """Read a part of a parameter in MXFP4, as float32. Raises WeightsError."""
@@ -91,79 +98,70 @@ class FolderWeights:
             _require_shape(blocks[0], name, whole_shape(tuple(packed.get_shape())), part)
             return read_quantised(packed, theirs.get_slice(scales[1]), part)
 
-    def _read_experts(self, name: str, stored: Stored, part: Part) -> Tensor:
-        """Read a part of a parameter that is some matrices of each expert in files, the bytes of
-        the part alone. Raises WeightsError."""
-        width, out = stored.width, None
-        experts = chain.from_iterable(range(*bounds) for bounds in part.ranges[0])
+    def _read_parts(self, name: str, stored: Stored, part: Part) -> Tensor:
+        """Read a part of a parameter that files store as several tensors, per expert or in all;
+        only the part's bytes are read. Raises WeightsError."""
+        width, out = stored.width or len(stored.parts), None
+        first = {one: self._stored_shape(one) for one in stored.parts[:width]}
+        path = self._folder / self._files[stored.parts[0]]
+        _require_shape(path, name, shape_of(stored, first), part)
+        of_expert, experts = part, [0]
+        if stored.width:
+            of_expert = Part(part.shape[1:], part.ranges[1:])
+            experts = [*chain.from_iterable(range(*bounds) for bounds in part.ranges[0])]
         for at, expert in enumerate(experts):
-            for number, one in enumerate(stored.parts[expert * width : (expert + 1) * width]):
-                path = self._folder / self._files[one]
-                with _opened(path) as tensors:
+            rows = 0
+            for one in stored.parts[expert * width : (expert + 1) * width]:
+                with _opened(self._folder / self._files[one]) as tensors:
                     held = tensors.get_slice(one)
-                    rows, columns = held.get_shape()
-                    whole = len(stored.parts) // width, rows * width, columns
-                    _require_shape(path, name, whole, part)
-                    mine = Part(part.shape[1:], part.ranges[1:])
-                    span = ((number * rows, (number + 1) * rows),)
-                    for here, there in mine.meets(Part(mine.shape, (span, ((0, columns),)))):
+                    more, *others = held.get_shape()
+                    spans = ((rows, rows + more),), *(((0, size),) for size in others)
+                    for here, there in of_expert.meets(Part(of_expert.shape, spans)):
                         value = held[as_slices(there)]
                         out = value.new_empty(part.size) if out is None else out
-                        out[at][as_slices(here)] = value
+                        (out[at] if stored.width else out)[as_slices(here)] = value
+                rows += more
         assert out is not None
         return out
 
-    def _read_joined(self, name: str, stored: Stored, part: Part) -> Tensor:
-        """Read a part of a parameter that is several tensors in files. Raises WeightsError."""
-        held: dict[str, Tensor] = {}
-        for file in sorted({self._files[one] for one in stored.parts}):
-            path = self._folder / file
-            with _opened(path) as tensors:
-                mine = [one for one in stored.parts if self._files[one] == file]
-                held |= {one: tensors.get_tensor(one) for one in mine}
-        value = stored.join([held[one] for one in stored.parts])
-        _require_shape(path, name, tuple(value.shape), part)
-        return part.cut(value)
+    def _stored_shape(self, stored: str) -> tuple[int, ...]:
+        with _opened(self._folder / self._files[stored]) as tensors:
+            return tuple(tensors.get_slice(stored).get_shape())
 
     def holds(self, name: str) -> bool:
-        return self._find(name) is not None
+        return name in self._stored
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the type of each tensor of floating point by its name in the files, from headers
+        """Return the dtype of each floating-point tensor by its name in the files, from headers
         alone. Raises WeightsError."""
         types = ((stored, one.get_dtype()) for stored, one in self._slices())
         return {stored: _FLOATS[one] for stored, one in types if one in _FLOATS}
 
     def _slices(self) -> Iterator[tuple[str, Any]]:
-        """Yield each tensor's name in the files, and what has its header. Raises WeightsError."""
+        """Yield each tensor's name in the files, and its safetensors slice. Raises WeightsError."""
         for path in self.files:
             with _opened(path) as tensors:
                 for stored in tensors.keys():  # noqa: SIM118
                     yield stored, tensors.get_slice(stored)
 
-    def _find(self, name: str) -> Stored | None:
-        """Find the tensors that hold a parameter, by their names in the files."""
-        stored = find(name, self._stored)
-        return stored and stored._replace(parts=[self._stored[part] for part in stored.parts])
-
     def _required(self, name: str) -> Stored:
-        if (stored := self._find(name)) is None:
+        if (stored := self._stored.get(name)) is None:
             raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
         return stored
 
     def as_stored(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors as which these files hold a parameter. Raises WeightsError
-        where they do not."""
+        """Yield the names and tensors that make up a parameter in these files. Raises WeightsError
+        if the files do not contain it."""
         stored = self._required(name)
         yield from zip(stored.parts, stored.split(value), strict=True)
 
     def others(self, written: Collection[str], layers: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield what else the files hold, as it is there and one tensor at a time.
+        """Yield the files' other tensors unchanged, one at a time, by their names in the files.
 
-        written: the names in the files that are left out. layers: of the language model; tensors of
-        its further layers, which a shortened model does without, are left out too.
+        written: the names to leave out. layers: the language model's number of layers; tensors of
+        layers beyond it, which a shortened model lacks, are left out too.
         """
-        own = {stored: name for name, stored in self._stored.items()}
+        own = {stored: name for name, stored in self._own_names.items()}
 
         def stays(stored: str) -> bool:
             layer = _LAYER.match(own.get(stored, ""))
@@ -175,7 +173,7 @@ class FolderWeights:
                     yield stored, tensors.get_tensor(stored)
 
     def _read_part(self, name: str, stored: str, part: Part) -> Tensor:
-        """Read a part of one stored tensor, its own bytes alone. Raises WeightsError."""
+        """Read a part of one stored tensor, and no other bytes. Raises WeightsError."""
         path = self._folder / self._files[stored]
         with _opened(path) as tensors:
             held = tensors.get_slice(stored)
@@ -192,13 +190,12 @@ class FolderWeights:
         Raises WeightsError.
         """
         found = {stored: tuple(one.get_shape()) for stored, one in self._slices()}
-        mine = self._stored.items()
-        return fused_shapes({name: found[stored] for name, stored in mine if stored in found})
+        return {name: shape_of(self._stored[name], found) for name in self._names}
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises WeightsError, also for what is read in the `with` block."""
+    """Open a safetensors file. Errors of reading inside the `with` block raise WeightsError too."""
     try:
         with safe_open(path, "pt") as tensors:
             yield tensors
@@ -228,10 +225,10 @@ def _file_of_each(folder: Path) -> dict[str, str]:
 
 
 def _by_own_name(files: Iterable[str]) -> dict[str, str]:
-    """Return by its own name the name in files of each tensor of the model that trains.
+    """Return the name in files of each tensor of the language model, by its own name.
 
-    Names of a multimodal checkpoint show it: some are inside its language model, and a model that
-    transformers took out of one saves them so too.
+    A checkpoint is multimodal if some of its names are inside `language_model`; a language model
+    that transformers extracted from one keeps these names.
     """
     if not any("language_model." in stored for stored in files):
         return {stored: stored for stored in files}
@@ -256,9 +253,9 @@ def table_names(model: Any) -> set[str]:
 
 
 class GrownWeights:
-    """The weights of a folder, with its tables grown to the rows that the model has.
+    """The weights of a folder, whose embedding and head get rows for added tokens.
 
-    Each new row is the mean of the table's rows in the folder, as transformers starts new tokens
+    Each new row is the mean of the rows in the folder, as transformers initialises new tokens, but
     without noise (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models").
     """
 
@@ -302,13 +299,14 @@ def _mean(held: Any, rows: int) -> Tensor:
 
 
 PIECE = 64
-"""How many bytes in the middle of every tensor are looked at: training changes every tensor."""
+"""The bytes in the middle of each tensor that are digested; enough, since training changes every
+tensor."""
 
 
 def base_digest(block: ModelBlock) -> str:
     """Return a digest of config.json, every tensor's name, type and shape, and a piece of each.
 
-    Where weights are random, it is of the config alone. Raises WeightsError, OSError.
+    If weights are random, only the config is digested. Raises WeightsError, OSError.
     """
     if isinstance(block.config, dict):
         text = json.dumps(block.config, sort_keys=True)

@@ -1,8 +1,8 @@
 """Schedules of pipelines as data: for each rank the list of its actions, in order.
 
-p ranks of v virtual stages each: stage s is of rank s mod p, and a micro-batch goes through stages
-0 to p·v − 1. Rank r starts with w forwards, then one forward and one backward take turns, then the
-backwards that are left:
+There are p ranks with v virtual stages each: stage j belongs to rank j mod p, and a micro-batch
+passes through stages 0 to p·v − 1. Of m micro-batches, rank r starts with w forwards, then
+alternates one forward and one backward, and ends with the remaining backwards:
 
     GPipe              w = m·v, all of them
     1F1B               w = p − 1 − r                          (arXiv:2006.09503)
@@ -10,12 +10,13 @@ backwards that are left:
     seqpipe            w = p − 1 − r + s − 1
     interleaved        w = 2·(p − 1 − r) + (v − 1)·s·⌈p/s⌉ + s − 1, where v > 1
 
-Under seqpipe a micro-batch goes through the stages in s chunks of its rows, one after another: a
-forward needs those of the chunks before it, and a backward those of the chunks behind it. With one
-chunk it is 1F1B.
+Under seqpipe each micro-batch is cut along its rows into s chunks, which pass through the stages
+one after another: a chunk's forward follows the forwards of earlier chunks, and its backward the
+backwards of later ones. With one chunk it is 1F1B.
 
-Where v > 1, micro-batches go in groups of ⌈p/s⌉, one virtual stage after another. A last group that
-is not full is the full one's list with what is missing left out: a shorter group would deadlock.
+If v > 1, micro-batches run in groups of ⌈p/s⌉, each group through one virtual stage after another.
+An incomplete last group has the schedule of a full one without the missing actions, since a
+schedule of a shorter group would deadlock.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Scheduler = Literal["gpipe", "1f1b", "seqpipe"]
 
 
 class Action(NamedTuple):
-    """What a rank does at a time: one stage's forward or backward of one micro-batch."""
+    """An entry of a rank's schedule: one stage's forward or backward of a micro-batch's chunk."""
 
     kind: Kind
     stage: int
     micro_batch: int
     chunk: int = 0
-    """Which part of its rows, where they go through the pipeline in several."""
+    """The chunk of the micro-batch's rows (seqpipe); 0 if rows are not cut."""
 
     def __str__(self) -> str:
         chunk = f", chunk {self.chunk}" if self.chunk else ""
@@ -41,28 +42,29 @@ class Action(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How the ranks of a pipeline work on their stages."""
+    """The choices that define a pipeline's schedule."""
 
     scheduler: Scheduler = "1f1b"
     virtual: int = 1
-    """Stages that each rank has."""
+    """The number of virtual stages per rank."""
     sizes: tuple[int, ...] = ()
-    """The layers of each stage; () where they are dealt out by what they cost."""
+    """The number of layers of each stage; (): balanced by cost."""
     chunks: int = 1
-    """Parts of a row that follow one another: more than 1 under seqpipe alone."""
+    """The number of chunks that rows are cut into; more than 1 under seqpipe alone."""
 
     def by_rank(self, ranks: int) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-        """Return the sizes as a recipe says them: [p], or [v][p] where ranks have several."""
+        """Return the sizes in a recipe's form: [p], or [v][p] with virtual stages."""
         rows = tuple(self.sizes[at : at + ranks] for at in range(0, len(self.sizes), ranks))
         return rows[0] if len(rows) == 1 else rows
 
 
 PLAIN = Schedule()
-"""1F1B, a stage a rank."""
+"""1F1B with one stage per rank."""
 
 
 def warm_up(rank: int, ranks: int, virtual: int, chunks: int = 1) -> int:
-    """Return with how many forwards a rank starts, where there are as many and it is not GPipe."""
+    """Return the number of forwards with which a rank starts under 1F1B and seqpipe, if a step has
+    that many."""
     after = ranks - 1 - rank
     if virtual == 1:
         return after + chunks - 1
@@ -70,7 +72,7 @@ def warm_up(rank: int, ranks: int, virtual: int, chunks: int = 1) -> int:
 
 
 def group_of(ranks: int, virtual: int, chunks: int) -> int:
-    """Return how many micro-batches go through one virtual stage before any through the next."""
+    """Return the number of micro-batches that run in one virtual stage before the next one."""
     return 1 if virtual == 1 else -(-ranks // chunks)
 
 
@@ -79,7 +81,7 @@ def forward_and_backward(
 ) -> list[list[Action]]:
     """Return each rank's actions in a step.
 
-    scheduler: 1f1b and seqpipe are interleaved where there are several virtual stages a rank.
+    scheduler: 1f1b and seqpipe are interleaved if ranks have several virtual stages.
     """
     of_rank = range(ranks)
     return [actions_of(scheduler, rank, ranks, micro_batches, virtual, chunks) for rank in of_rank]
@@ -111,7 +113,7 @@ def actions_of(
 def forward_alone(
     ranks: int, micro_batches: int, virtual: int = 1, chunks: int = 1
 ) -> list[list[Action]]:
-    """Return each rank's actions where nothing is trained, as in an evaluation."""
+    """Return each rank's actions without backwards, as in an evaluation."""
     how = ranks, micro_batches, virtual, chunks
     every = (_in_groups("forward", rank, *how) for rank in range(ranks))
     return [[one for one in actions if one.micro_batch < micro_batches] for actions in every]
@@ -120,7 +122,7 @@ def forward_alone(
 def _in_groups(
     kind: Kind, rank: int, ranks: int, micro_batches: int, virtual: int, chunks: int
 ) -> list[Action]:
-    """Return a rank's forwards or backwards of full groups, as many as hold the micro-batches."""
+    """Return a rank's forwards or backwards in full groups, which may exceed the micro-batches."""
     size = group_of(ranks, virtual, chunks)
     turns, parts = range(virtual), range(chunks)
     if kind == "backward":

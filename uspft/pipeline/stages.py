@@ -1,6 +1,6 @@
-"""Which layers each stage of a pipeline has: as a recipe says, or dealt out by what they cost.
+"""The layers of each stage of a pipeline: as a recipe says, or balanced by cost.
 
-p ranks have v virtual stages each; stage j·p + r is the j-th of rank r, as schedules number them.
+p ranks have v virtual stages each; stage j·p + r is the j-th of rank r, as in schedules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Each = Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Stages:
-    """The layers of each stage, in order, none without one."""
+    """The layers of each stage, in order; every stage has at least one."""
 
     bounds: tuple[int, ...]
     """The first layer of each stage, and at the end the number of layers."""
@@ -38,7 +38,7 @@ class Stages:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many layers each stage has."""
+        """The number of layers of each stage."""
         return tuple(b - a for a, b in pairwise(self.bounds))
 
     def layers(self, stage: int) -> range:
@@ -50,17 +50,17 @@ class Stages:
         return bisect_left(self.bounds, layer + 1) - 1
 
     def rank_of(self, stage: int) -> int:
-        """Return which of the ranks along the pipeline has a stage."""
+        """Return the index along the pipeline of the rank that has a stage."""
         return stage % self.ranks
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], ranks: int) -> Stages:
-        """Return stages with so many layers each."""
+        """Return stages with these numbers of layers."""
         return cls((0, *accumulate(sizes)), ranks)
 
 
 def stages_of(recipe: Recipe) -> Stages | None:
-    """Return the stages of a resolved recipe of one layout; None where it has one."""
+    """Return the stages of a resolved recipe without strategies; None: it has no pipeline."""
     parallel = recipe.parallel_config
     if parallel.pipeline_stage == 1:
         return None
@@ -77,8 +77,9 @@ def stages_of(recipe: Recipe) -> Stages | None:
 def first_layers(asked: bool | int | Each, stages: Stages) -> frozenset[int]:
     """Return the layers of `memory.gradient_checkpointing`: all, none, or the first of each stage.
 
-    asked: how many of a stage, of each stage [p], or of each virtual one [v][p]; but for the latter
-    a stage's layers are those of its virtual stages one after another.
+    asked: true, false, or a number of layers: for every rank's stages, for each rank's [p], or for
+    each virtual stage [v][p]. In the first two forms the layers of a rank's virtual stages are
+    counted together, in order.
     """
     virtual = [range(stage, stages.count, stages.ranks) for stage in range(stages.ranks)]
     each = [[n for stage in mine for n in stages.layers(stage)] for mine in virtual]
@@ -96,11 +97,11 @@ def first_layers(asked: bool | int | Each, stages: Stages) -> frozenset[int]:
 def dealt_out(
     costs: Sequence[float], ranks: int, virtual: int, *, first: float = 0, last: float = 0
 ) -> Stages:
-    """Return the stages whose dearest is cheapest, and of those the ones that differ least.
+    """Return the stages with the smallest maximal cost and, among those, the smallest variance.
 
-    costs: of each layer. first, last: what the first stage costs more, with the embedding, and the
-    last one, with the head; all in the same unit. Of equal ones later stages have more layers,
-    since they keep fewer micro-batches. Raises ValueError where there are more stages than layers.
+    costs: of each layer. first, last: additional costs of the first stage, for the embedding, and
+    of the last one, for the head, in the same unit. Among equals later stages have more layers,
+    since they store fewer micro-batches. Raises ValueError if there are more stages than layers.
     """
     layers, stages = len(costs), ranks * virtual
     if stages > layers:
@@ -124,7 +125,8 @@ def dealt_out(
 
 
 def _alike(layers: int, stages: int, last: float) -> list[int]:
-    """Return how many layers each stage has where layers cost 1, and the last stage `last` more."""
+    """Return the number of layers of each stage if every layer costs 1, and the last stage `last`
+    more."""
     if stages == 1:
         return [layers]
     found = list[tuple[float, float, int, list[int]]]()
@@ -143,11 +145,11 @@ def _best(
     cost: Callable[[int, int, int], float],
     joined: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """Return what the cheapest stages cost, and their bounds.
+    """Return the least total cost of stages, and their bounds, by dynamic programming.
 
-    cost: of a stage from one layer to another. joined: the cost of some and one more.
+    cost: of a stage from one layer to another. joined: combines the costs so far with one more.
     """
-    # The cheapest of the stages so far, by how many layers they have.
+    # The least cost of the stages so far, and their bounds, by the number of layers in them.
     found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}
     for stage in range(stages):
         after = {}
@@ -164,7 +166,7 @@ def _best(
 def stated(key: str, given: Each, layers: int, ranks: int, virtual: int) -> Stages | Finding:
     """Return the stages of a recipe's `layers_per_stage`, or what is wrong with it.
 
-    key: its path. given: [p] where there is one virtual stage a rank, or [v][p].
+    key: its path. given: [p] with one virtual stage per rank, or [v][p].
     """
     sizes = _flat(given, ranks, virtual, alike=False)
     if sizes is None:
@@ -176,8 +178,8 @@ def offset(key: str, given: int | Each, layers: int, ranks: int, virtual: int) -
     """Return the stages of a recipe's `offset` as MindSpore Transformers means it, or what is wrong
     with it.
 
-    Each stage has ⌊layers ÷ (p·v)⌋ layers, and its offset more. given: [v][p], [p] for each of the
-    v alike, or one number for every stage; together they are layers mod p·v. key: its path.
+    Each stage has ⌊layers ÷ (p·v)⌋ layers plus its offset. given: [v][p], or [p] for each of the v
+    alike, or one number for every stage; they must add up to layers mod p·v. key: its path.
     """
     stages = ranks * virtual
     if isinstance(given, int):
@@ -197,9 +199,9 @@ def offset(key: str, given: int | Each, layers: int, ranks: int, virtual: int) -
 
 
 def _flat(given: object, ranks: int, virtual: int, *, alike: bool) -> list[int] | None:
-    """Return a number for each stage in order; None where there are more or fewer.
+    """Return the numbers of all stages in order; None if there are more or fewer.
 
-    alike: whether p numbers are those of every virtual stage.
+    alike: whether a list of p numbers is repeated for every virtual stage.
     """
     rows = list(given) if isinstance(given, list | tuple) else []
     if rows and not isinstance(rows[0], list | tuple):
@@ -211,7 +213,7 @@ def _flat(given: object, ranks: int, virtual: int, *, alike: bool) -> list[int] 
 
 
 def _checked(key: str, sizes: list[int], layers: int, ranks: int) -> Stages | Finding:
-    """Return stages of these sizes, which must be all layers, and at least one each."""
+    """Return stages of these sizes, which must add up to all layers and be at least 1 each."""
     if sum(sizes) != layers:
         what = f"gives stages of {sizes}, {sum(sizes)} layers in all, and the model has {layers}"
         return key, what, f"write numbers that add up to {layers}, or leave it out"
@@ -234,7 +236,7 @@ def _wanted(ranks: int, virtual: int) -> str:
 
 
 def fits(layers: int, ranks: int, virtual: int) -> list[Finding]:
-    """Return a finding where there are more stages than layers."""
+    """Return a finding if there are more stages than layers."""
     stages = ranks * virtual
     if stages <= layers:
         return []

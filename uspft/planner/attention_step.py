@@ -1,15 +1,16 @@
-"""The seconds of what crosses tokens: of attention, of layers with a state beside those of their
-projections, and of what ranks send for both; and what attention computes and sends, each way, dealt
-out to ranks or by closed forms.
+"""The predicted seconds of attention and of the recurrence in layers with a state, and of what
+ranks send for both.
 
-Of a row that one document fills every rank of r sees 1/r of the pairs of query and key, and what it
-sends grows with the number of others: a ring of a few ranks tells that of any. Of packed rows the
-busiest rank sees a little more than 1/r, and what is sent where it is needed grows with the longest
-document; whether an algorithm sends keys only there, a row of a few documents tells. So a search
-deals nothing out but a few rows to a few ranks; dealing out a packed row is itself a search.
+What attention computes and sends is found in one of two ways. Exactly: the row is assigned to ranks
+as in a run, and counted; for packed rows that assignment is itself a search, and slow. Or by closed
+forms, with which `plan` searches. If one document fills a row, each of r ranks has 1/r of the
+(query, key) pairs and what it sends is linear in r, so that counting on a ring of at most FEW ranks
+is enough. In packed rows the busiest rank has a little more than 1/r, and an algorithm that sends
+keys only to ranks that need them sends in proportion to the longest document; a row of a few
+documents shows whether an algorithm does.
 
-A state's rule is priced as its matrix products in chunks (arXiv 2412.06464); what a kernel takes
-beside them, and the convolution's arithmetic, are left out.
+The recurrence is priced as its matrix products in chunks (arXiv 2412.06464); a kernel's other work
+and the convolution's arithmetic are left out.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.traffic import heads_traffic, in_turns, state_cost, widest_kv
 
 EXCHANGES = 2
-"""Of heads for tokens and back, each way through a layer's attention."""
+"""The exchanges of heads in one direction of a layer: before and after attention."""
 
 
 def wire_of(cost: Cost, placed: PlacedStep) -> dict[str, StepPart]:
-    """Return what one layer of a pass's rows moves one way, by kind. cost: of a row."""
+    """Return the transfers of one layer in one direction, by kind. cost: what one row sends."""
     rows = placed.step.rows
 
     def messages(name: str, each: Traffic, *axes: str, to_next: bool = False) -> StepPart:
@@ -53,12 +54,12 @@ def wire_of(cost: Cost, placed: PlacedStep) -> dict[str, StepPart]:
 
 
 JOIN_BYTES = (18, 10)
-"""Read and written for each element of a query where what one arrival of keys gives is joined with
-what is there: forward (kernels/merge.py), and backward its gradient."""
+"""Bytes read and written per element of a query when the partial result of newly arrived keys is
+merged: of the output forward (kernels/merge.py), and of the query's gradient backward."""
 
 
 def attention_parts(placed: PlacedStep, window: int | None) -> Iterator[StepPart]:
-    """Yield the attention of a layer with this window forward and backward, and what it moves."""
+    """Yield the attention of a layer with this window, forward and backward, and its transfers."""
     often = placed.step.attention
     for part in attention_one_way(placed, window):
         yield part.times(often.heads if part.name == "all_to_all" else often.keys)
@@ -68,12 +69,12 @@ def attention_parts(placed: PlacedStep, window: int | None) -> Iterator[StepPart
 def attention_one_way(
     placed: PlacedStep, window: int | None = None, *, backward: bool = False
 ) -> list[StepPart]:
-    """Return what one layer's attention takes in one direction, once, and what it moves.
+    """Return the seconds of one layer's attention and its transfers, in one direction, once.
 
-    Keys come while attention to those that are there goes on: of what both could do at the same
-    time, the hardware's `hide` is done so. Nothing hides what waits for the last to arrive, nor the
-    gradients of these that go home after it. Heads are exchanged before and after, and nothing
-    hides that.
+    Keys arrive while attention to earlier ones is computed: the hardware's `hide` is the share of
+    the possible overlap that is reached. Attention to the last keys to arrive overlaps with
+    nothing, and neither do their gradients, which are sent back after it. The exchanges of heads
+    before and after attention overlap with nothing.
     """
     step, layout, hardware = placed.step, placed.layout, placed.hardware
     work = _work(placed, window)
@@ -113,7 +114,8 @@ def _work(placed: PlacedStep, window: int | None) -> AttentionWork:
 
 
 def _brought(step: StepShape, window: int | None) -> float:
-    """Return how often chunks of rows make keys come in a layer with this window, the mean."""
+    """Return by how much a layer with this window sends more keys when rows are cut into chunks, as
+    a factor: the mean over rows."""
     cut = cut_by_flops(step.model, step.windows, step.schedule.chunks, 1)
     rows = step.sample.rows if step.sample else (step.row,)
     return sum(cut.brought(row, window) for row in rows) / len(rows)
@@ -128,18 +130,18 @@ def local_heads(model: ModelShape, tensor: int) -> Heads:
 
 
 CHUNK_TOKENS = 64
-"""Of the rule, between whose chunks the state passes."""
+"""The chunk size of the recurrence's kernel: the state passes from chunk to chunk."""
 SUMMARY_WORK = 0.8
-"""What a summary takes in a forward without one: the rule again over wider values, without reading
-them."""
+"""The work of a fragment's summary, as a multiple of a forward's without it: the recurrence once
+more over wider values, without reading them."""
 BACKWARD_WORK = 3
-"""Forwards' worth of a backward, which makes the graph of each fragment again."""
+"""The work of a backward as a multiple of a forward's; it recomputes each fragment's forward."""
 
 
 def state_parts(placed: PlacedStep) -> Iterator[StepPart]:
-    """Yield what a layer with a state takes forward and backward, and what it moves.
+    """Yield the seconds of a layer's recurrence forward and backward, and its transfers.
 
-    Nothing hides what moves. The convolution runs again wherever its layer does.
+    The transfers overlap with nothing. The convolution is recomputed whenever its layer is.
     """
     step, layout, hardware = placed.step, placed.layout, placed.hardware
     sizes = state_sizes(step.model)
@@ -169,7 +171,7 @@ def _state_work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> tup
     whole = state_work(algorithm, Segments.single(step.row.length), *of)
     if step.sample is None or algorithm.ring == 1:
         return whole
-    # A document of a share of the row meets so many of the ring's ranks.
+    # The share of the ring's ranks over which a document of this share of the row extends.
     share = min(1.0, 2 * algorithm.ring * step.sample.longest_share / (algorithm.ring - 1))
     forward, backward = (
         replace(one, state=Traffic(*(round(share * n) for n in one.state))) for one in whole
@@ -185,7 +187,8 @@ def state_work(
     element_bytes: int,
     at_once: int | None = None,
 ) -> tuple[Cost, Cost]:
-    """Return what one layer with a state sends for a row. at_once: as of Forwards."""
+    """Return what one layer with a state sends for a row, forward and backward. at_once: as in
+    Forwards."""
     order = algorithm.token_order(row)
     return each_way(
         lambda often: state_cost(
@@ -196,17 +199,18 @@ def state_work(
 
 
 FEW = 8
-"""Ranks of the longest ring to which a search deals rows out."""
+"""The largest ring on which closed forms count what an algorithm sends."""
 SHARE_TOKENS = 8192
-"""Tokens of each of these ranks, where it has that many: enough that keys come in pieces."""
+"""The tokens of each of its ranks: enough that keys arrive in several pieces."""
 PACKED_WORK = MAX_IMBALANCE - 0.01
-"""Work of the busiest rank of a packed row in that of the mean: dealing stops short of the most
-that it allows."""
+"""The busiest rank's work in a packed row, divided by the mean: a little less than the assignment
+allows."""
 DOCUMENTS = 3
-"""Of the row that shows whether an algorithm sends keys only where they are seen."""
+"""The documents of the row that shows whether an algorithm sends keys only to ranks that see
+them."""
 DEALT_RING = 64
-"""Ranks of the longest ring for which rows of a sample are dealt out: one on 32 ranks takes half a
-second."""
+"""The largest ring for which a sample's rows are assigned to ranks exactly: one row on 32 ranks
+takes half a second."""
 
 
 @dataclass(frozen=True)
@@ -214,32 +218,31 @@ class AttentionWork:
     """What the busiest ranks of one layer compute and send for one row."""
 
     pairs: float
-    """Pairs of query and key."""
+    """(query, key) pairs."""
     joined: float
-    """Queries that are joined with what arriving keys give, as often as they are: the mean over the
+    """Queries whose partial results are merged, counted once for each merge: the mean over
     ranks."""
     forward: Cost
     """What one forward sends."""
     backward: Cost
-    """What the backward sends, keys that it needs again among it."""
+    """What the backward sends, including keys that it fetches again."""
 
     @property
     def arrivals(self) -> int:
-        """In how many steps the keys of other ranks come in the forward."""
+        """The number of steps in which other ranks' keys arrive in the forward."""
         return self.forward.arrivals
 
     @property
     def home_share(self) -> float:
-        """The share of gradients of keys and values, which go home, in what the backward sends of
-        both."""
+        """The share of gradients in the keys, values and gradients that the backward sends."""
         ways = (self.forward, self.backward)
         there, back = (cost.ring.bytes + cost.gather.bytes for cost in ways)
         return (back - there if back > there else back) / back if back else 0.0
 
 
 def is_whole(row: Segments, window: int | None) -> bool:
-    """Tell whether one document fills a row and all of it is seen, so that closed forms are
-    exact."""
+    """Tell whether one document fills a row and the window does not cut it, so that closed forms
+    are exact."""
     return row.bounds[1:] == (row.length,) and (window is None or window >= row.length)
 
 
@@ -263,8 +266,8 @@ def attention_of_sample(
     *,
     dealt: bool,
 ) -> AttentionWork:
-    """Return the mean work of the rows of a sample by closed forms. dealt: whether a few of them
-    are dealt out, and all corrected by as much as closed forms are off for those."""
+    """Return the mean work of a sample's rows by closed forms. dealt: whether a few of the rows are
+    counted exactly, and the mean multiplied by the ratio of exact to closed for these."""
     closed = _closed(algorithm, sample, heads, element_bytes, window)
     if not dealt or algorithm.ring == 1 or algorithm.ring > DEALT_RING:
         return closed
@@ -276,7 +279,7 @@ def attention_of_sample(
 def _corrected(
     closed: AttentionWork, of_few: AttentionWork, exact: Sequence[AttentionWork]
 ) -> AttentionWork:
-    """Return what closed forms say of all rows times what they are off by for a few."""
+    """Return the closed forms' work of all rows times the ratio of exact to closed for a few."""
 
     def times(whole: float, said: float, *found: float) -> float:
         mean = sum(found) / len(found)
@@ -296,8 +299,8 @@ def _corrected(
 
 
 def in_chunks(work: AttentionWork, chunks: int, brought: float) -> AttentionWork:
-    """Return the work of attention over as many chunks of rows, of that over whole ones. brought:
-    how often keys come."""
+    """Return the work of attention over rows cut into chunks. work: over whole rows. brought: the
+    factor by which more keys are sent."""
     each = (one.all_to_all for one in (work.forward, work.backward))
     there, back = (one._replace(messages=chunks * one.messages) for one in each)
     return _in_turns(work, there, back, brought, chunks)
@@ -306,9 +309,9 @@ def in_chunks(work: AttentionWork, chunks: int, brought: float) -> AttentionWork
 def in_groups(
     work: AttentionWork, algorithm: Algorithm, heads: Heads, token_bytes: int, at_once: int
 ) -> AttentionWork:
-    """Return the work of attention that takes heads a group at a time, of that with all at once.
+    """Return the work of attention in groups of heads. work: with all heads at once.
 
-    token_bytes: of one element of all of a rank's tokens. at_once: query heads of a KV head.
+    token_bytes: the bytes of one feature of all of a rank's tokens. at_once: as in Forwards.
     """
     together, turns = in_turns(heads, algorithm.ulysses, at_once)
     share = together * turns / widest_kv(heads, algorithm.ulysses)
@@ -319,8 +322,8 @@ def in_groups(
 def _in_turns(
     work: AttentionWork, there: Traffic, back: Traffic, share: float, turns: int
 ) -> AttentionWork:
-    """Return the work where keys and values come in so many turns, the share of them in all. there,
-    back: what is sent as heads are exchanged."""
+    """Return the work if keys and values are sent in several turns. share: the bytes of all turns
+    as a factor of those without turns. there, back: the exchange of heads, forward and backward."""
 
     def cost(plain: Cost, heads: Traffic) -> Cost:
         sent = _of_each(round, _times(plain, share, turns))
@@ -332,7 +335,8 @@ def _in_turns(
 def each_way(cost: Callable[[Forwards], Cost], at_once: int | None = None) -> tuple[Cost, Cost]:
     """Return what a layer sends in one forward, and in its backward.
 
-    cost: what it sends in all, so many forwards among it. at_once: as of Forwards.
+    cost: a function that returns what it sends forward and backward together, with a number of
+    forwards. at_once: as in Forwards.
     """
     once, again = (cost(Forwards(n, n, at_once)) for n in (1, 2))
     forward = _of_each(sub, again, once)
@@ -343,15 +347,14 @@ KINDS = ("all_to_all", "ring", "gather", "state")
 
 
 def _of_each(number: Callable[..., Any], *costs: Cost) -> Cost:
-    """Return a cost whose every number is what a function makes of those of several costs."""
+    """Return the cost whose numbers are `number` of the corresponding numbers of the costs."""
     every = {kind: [getattr(one, kind) for one in costs] for kind in KINDS}
     made: dict[str, Any] = {kind: Traffic(*map(number, *of)) for kind, of in every.items()}
     return replace(costs[0], **made)
 
 
 def _times(cost: Cost, of_bytes: float, of_messages: float) -> Cost:
-    """Return so many times the bytes of a cost, and its messages; what follows may be no whole
-    number."""
+    """Return a cost with its bytes and its messages multiplied by these factors, not rounded."""
     by = Traffic(of_bytes, of_messages)  # type: ignore[arg-type]
     return _of_each(mul, cost, Cost(by, by, by, state=by))
 
@@ -359,7 +362,7 @@ def _times(cost: Cost, of_bytes: float, of_messages: float) -> Cost:
 def _closed(
     algorithm: Algorithm, sample: DrawnRows, heads: Heads, element_bytes: int, window: int | None
 ) -> AttentionWork:
-    """Return the mean work of rows, drawn out from that of a few ranks."""
+    """Return the mean work of rows, extrapolated from that on a few ranks."""
     ring, length = algorithm.ring, sample.rows[0].length
     longest = sample.longest_share * length
     if window is not None and window >= longest:
@@ -384,8 +387,8 @@ def _closed(
 def _exchanged(
     heads: Heads, ulysses: int, token_bytes: int, at_once: int | None = None
 ) -> tuple[Traffic, Traffic]:
-    """Return what a rank sends as heads are exchanged, in a forward and in the backward. The
-    arguments are those of in_groups; at_once: None for all heads."""
+    """Return what a rank sends in the exchanges of heads of a forward, and of the backward. The
+    arguments are as in `in_groups`; at_once: None for all heads."""
     if ulysses == 1:
         return Traffic(), Traffic()
     there, back = each_way(
@@ -397,10 +400,11 @@ def _exchanged(
 def _drawn_out(
     algorithm: Algorithm, tokens: int, longest: float | None, window: int | None
 ) -> AttentionWork:
-    """Return the work on the whole ring, but for the pairs, its bytes in keys or values of tokens.
+    """Return the work on the whole ring, extrapolated from a few ranks; pairs are not scaled, and
+    bytes are for keys of one byte per token.
 
-    tokens: of each ring rank. longest: those of a row's longest document; None where that is all of
-    the row and all of it is seen.
+    tokens: of each ring rank. longest: the tokens of a row's longest document; None if it fills the
+    row and no window cuts it.
     """
     ring, few = algorithm.ring, min(FEW, algorithm.ring)
     size = SHARE_TOKENS if few > 4 else max(2, min(tokens - tokens % 2, SHARE_TOKENS))
@@ -414,33 +418,34 @@ def _drawn_out(
     )
     if longest is None:
         return replace(one, joined=joined, forward=forward, backward=backward)
-    # A rank's tokens lie in two places at least, each of which sees a window before it.
+    # A rank's tokens are in at least two places, each of which sees a window of keys before it.
     seen = longest if window is None else min(longest, 2 * window)
     reach = min(1.0, seen / tokens / (ring - 1))
     packed, there, back = _on_few(small, size, DOCUMENTS), forward, backward
     if _trimmed(one.forward, packed.forward):
         there = _reaching(forward, reach)
-        # Under a window no rank sends least back, as that does which ends a document.
+        # Without a window the rank at a document's end sends least back; with one no rank does.
         back = _reaching(back if window is None else _of_each(max, forward, back), reach)
     elif _trimmed(*(_of_each(sub, each.backward, each.forward) for each in (one, packed))):
-        # Keys go round once more, gradients where keys were seen.
+        # In the backward keys go round the whole ring, gradients only where keys were seen.
         back = _of_each(add, forward, _reaching(_of_each(sub, backward, forward), reach))
     return replace(one, joined=joined * reach, forward=there, backward=back)
 
 
 def _reaching(moved: Cost, reach: float) -> Cost:
-    """Return what is sent where a part of keys is needed; messages to more ranks are smaller."""
+    """Return what is sent if each rank needs the share `reach` of the others' keys. The share of
+    messages is larger, since those to farther ranks are smaller."""
     return _times(moved, reach, min(1.0, 2 * reach))
 
 
 def _trimmed(one: Cost, packed: Cost) -> bool:
-    """Tell whether less is sent of a row of several documents."""
+    """Tell whether an algorithm sends less for a row of several documents than for one."""
     few, all_of_it = (cost.ring.bytes + cost.gather.bytes for cost in (packed, one))
     return few < 0.9 * all_of_it
 
 
 def _steps(algorithm: Algorithm, one: AttentionWork) -> int:
-    """Return in how many steps keys come, of which a few ranks tell."""
+    """Return the number of steps in which keys arrive, from that on a few ranks."""
     if stages := getattr(algorithm, "stages", 0):
         return int(stages)
     each = one.arrivals >= FEW - 1 and algorithm.ring > FEW
@@ -448,8 +453,7 @@ def _steps(algorithm: Algorithm, one: AttentionWork) -> int:
 
 
 def _smaller(algorithm: Algorithm, ring: int) -> Algorithm:
-    """Return the algorithm on a shorter ring, whose hosts are of no account, without exchanges of
-    heads."""
+    """Return the algorithm on a shorter ring on one host, with Ulysses degree 1."""
     changes: dict[str, Any] = {"ring": ring, "ulysses": 1}
     for name in ("per_host", "window"):
         if hasattr(algorithm, name):
@@ -462,8 +466,8 @@ def _smaller(algorithm: Algorithm, ring: int) -> Algorithm:
 
 @lru_cache(maxsize=1024)
 def _on_few(algorithm: Algorithm, tokens: int, documents: int) -> AttentionWork:
-    """Return the work of a row of equal documents on all ranks of a short ring, its bytes in keys
-    or values of tokens.
+    """Return the exact work of a row of equal documents on a short ring; bytes are for keys of one
+    byte per token.
 
     tokens: of each rank.
     """
@@ -484,9 +488,9 @@ def _dealt(
 
 
 def _joined(shares: Sequence[Share], arrivals: int) -> float:
-    """Return how many queries of a ring rank are joined with what arrives.
+    """Return how many merges of partial results a ring rank makes, counted per query: the mean.
 
-    One that sees keys of another rank is, once in each of the steps in which these come.
+    A query's results are merged once in each step in which keys arrive that it sees.
     """
     met = 0
     for share in shares:

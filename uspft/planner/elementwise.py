@@ -1,8 +1,9 @@
-"""The bytes that a step reads and writes beside matrix products and attention, by named parts.
+"""The bytes that a step reads and writes in element-wise operations and reductions, which are all
+operations except matrix products and attention.
 
-Each operation of torch reads what it takes and writes what it makes: a norm is a cast, a square, a
-mean, a product and a cast, and its product with a weight. Tests count them where torch dispatches
-them. A tile's gradient of the head is added to its sum by the product that makes it.
+Each torch operation reads its inputs and writes its outputs: a norm is a cast, a square, a mean, a
+product, a cast, and the product with its weight. Tests compare the counts with torch's dispatcher.
+The sum of the head's gradients over tiles is counted with the products.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from uspft.planner.trained import EXPERT_WORDS
 
 
 class BothWays(NamedTuple):
-    """Bytes forward, and backward without a forward that is run again."""
+    """Bytes of a forward, and of a backward without recomputation."""
 
     forward: float
     backward: float
 
     def times(self, count: float) -> BothWays:
-        """Return so many times these."""
+        """Return both multiplied by a factor."""
         return BothWays(count * self.forward, count * self.backward)
 
 
@@ -46,12 +47,12 @@ class Moved(NamedTuple):
 
 
 def layer_moved(step: StepShape, blocks: Blocks, columns: int) -> Moved:
-    """Return the bytes of a layer's forward and backward on one of so many tensor ranks, and of a
-    forward that is run again."""
+    """Return the bytes of a layer's forward, recomputation and backward on one rank. columns: the
+    degree of tensor parallelism."""
     parts = _by_part(step, blocks, columns)
     each = sum(step.forwards * one.forward + one.backward for one in parts.values())
     if step.recompute and not layer_kind(step.model).norms.behind_mlp:
-        # What is run again ends before the last sum, which nothing keeps.
+        # Recomputation stops before the last residual sum, which saves nothing.
         each -= 3 * step.element_bytes * _between(step, columns)
     if not step.tiles:
         return Moved(each)
@@ -60,15 +61,15 @@ def layer_moved(step: StepShape, blocks: Blocks, columns: int) -> Moved:
 
 
 def _between(step: StepShape, columns: int) -> float:
-    """Return a rank's hidden features of a token between blocks, which Megatron's ranks divide
-    under use_seq_parallel alone."""
+    """Return a rank's share of a token's hidden features between blocks: all of them under
+    Megatron's tensor parallelism without use_seq_parallel."""
     divided = step.use_seq_parallel or step.slices is not None
     return step.model.hidden_size / (columns if divided else 1)
 
 
 def norm_bytes(element: int, *, wide: bool, trains: bool) -> BothWays:
-    """Return the bytes of an element that is normed. wide: whether it meets its weight in float32.
-    trains: whether the weight does."""
+    """Return the bytes of a norm per element. wide: whether the product with the weight is in
+    float32. trains: whether the weight trains."""
     cast = element + WIDE if element < WIDE else 0
     own = WIDE if wide else element
     forward = 2 * cast + 5 * WIDE + 2 * own
@@ -76,8 +77,8 @@ def norm_bytes(element: int, *, wide: bool, trains: bool) -> BothWays:
 
 
 def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWays]:
-    """Return by part the bytes of a token in a layer that has these blocks, on one of so many
-    tensor ranks. All choices of experts are taken to be equally likely."""
+    """Return the bytes per token of each part of a layer with these blocks, on one tensor rank. All
+    choices of experts are taken to be equally likely. columns: as in `layer_moved`."""
     e, of, kind = step.element_bytes, blocks.sizes(step.model), layer_kind(step.model)
     between, entered = _between(step, columns), step.model.hidden_size
     trains = step.lora is None
@@ -161,13 +162,13 @@ def _tiled(step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, Bo
 
 
 def outside_moved(step: StepShape, columns: int) -> Moved:
-    """Return the bytes of a forward and backward outside of layers, on one of so many tensor ranks:
-    of the embedding, the last norm, and the loss with its head."""
+    """Return the bytes of a pass outside of the layers, on one tensor rank: of the embedding, the
+    last norm, and the loss with its head. columns: as in `layer_moved`."""
     model, e, hidden = step.model, step.element_bytes, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
     cast, trains = (e + WIDE if e < WIDE else 0), step.lora is None
     norm = norm_bytes(e, wide=layer_kind(model).wide_norms, trains=trains)
-    # A tile's logits: the largest, what is less by it, exponentials, their sum, and shares of it.
+    # A tile's logits: maximum, difference from it, exponentials, their sum, probabilities.
     logits = 2 * cast + 8 * WIDE
     if model.full.get("final_logit_softcapping"):
         logits += 19 * WIDE
@@ -182,17 +183,20 @@ def outside_moved(step: StepShape, columns: int) -> Moved:
 
 
 class GradientBytes(NamedTuple):
-    """The bytes of each trained element in DeepSpeed's sums of gradients and its update: of what a
-    rank holds, and of the share of it that the rank updates."""
+    """The bytes that DeepSpeed reads and writes per trained element to sum gradients and to update.
+
+    The first number of a pair is for each element that the rank stores, the second for each element
+    that it updates (its ZeRO shard).
+    """
 
     first: tuple[float, float]
-    """Of a step's first pass, held and updated."""
+    """In a step's first pass."""
     later: tuple[float, float]
-    """Of each pass after it."""
+    """In each later pass."""
     averaged: float
-    """Of what it holds, where ranks have summed it."""
+    """Per stored element, after gradients are summed over ranks."""
     once: tuple[float, float]
-    """Of the norm, clipping, AdamW and the rounded weights."""
+    """Once a step: the norm, clipping, AdamW and the rounded weights."""
 
 
 GRADIENT_BYTES_OF: dict[tuple[int, bool], GradientBytes] = {
@@ -205,7 +209,7 @@ GRADIENT_BYTES_OF: dict[tuple[int, bool], GradientBytes] = {
     (2, True): GradientBytes((24, 8), (24, 20), 0, (0, 72)),
     (3, True): GradientBytes((24, 8), (24, 12), 0, (0, 72)),
 }
-"""By ZeRO's stage, and whether weights are float32: as DeepSpeed 0.19's operations are counted."""
+"""By the ZeRO stage and whether weights are float32, as counted in DeepSpeed 0.19."""
 
 
 ADAMW_BYTES = 30
@@ -214,12 +218,12 @@ the weight to 16 bits."""
 
 
 def update_bytes(step: StepShape, held: float, ranks: int, passes: int) -> float:
-    """Return the bytes of a step's sums of gradients and of its update.
+    """Return the bytes that summing gradients and the update read and write in a step.
 
-    held: trained elements of a rank. ranks: that hold the same, and share the update from stage 1
-    on. passes: forwards and backwards of the step.
+    held: the trained elements that a rank stores. ranks: how many ranks store the same, which from
+    stage 1 on divide the update. passes: the step's forward and backward passes.
     """
-    if step.scatters:  # then it is no DeepSpeed, and products add to the sums themselves
+    if step.scatters:  # not DeepSpeed: products add to the float32 sums themselves
         return ADAMW_BYTES * held / ranks
     of = GRADIENT_BYTES_OF[step.stage, step.element_bytes == WIDE]
     each = [

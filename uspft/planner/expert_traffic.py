@@ -1,9 +1,9 @@
-"""What a layer sends whose experts ranks divide (model/experts.py), and where that is as much as
-ZeRO would gather.
+"""The bytes that a layer sends under expert parallelism (model/experts.py), and the number of
+tokens at which that is as much as ZeRO would move for the experts' weights.
 
-A token goes once to each other rank that holds some of its experts, with its scores and choices,
-and one sum comes back. How many tokens go where is a router's doing: of counted choices what is
-sent follows exactly; without any, all choices are taken to be equally likely.
+A token is sent once to each other rank that holds some of its experts, with its scores and choices,
+and one sum is sent back. Where tokens go depends on the router: from counted choices the bytes are
+exact; without them, all choices are taken to be equally likely.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ CHOICE = 4
 
 @dataclass(frozen=True)
 class RowSizes:
-    """A token on its way to experts, in bytes."""
+    """The bytes of a token that is sent to an expert's rank."""
 
     token: int
-    """Of its hidden state, and of what experts make of it."""
+    """The size of its hidden state, which is also that of the experts' output."""
     scores: int
     choices: int
     returns_again: bool = False
-    """Whether a layer that is run again ends behind its experts, which shared experts make it."""
+    """Whether a recomputed layer sends the experts' output again, since shared experts come after
+    the routed ones."""
 
     @classmethod
     def of(cls, shape: ModelShape, element: int) -> RowSizes:
-        """Return those of a model whose weights have so many bytes."""
+        """Return the sizes for a model. element: the bytes of an element of its weights."""
         score = WIDE if layer_kind(shape).wide_scores else element
         met, shared = shape.met_experts, bool(shape.shared_features)
         behind = shared and shape.model_type != "ernie4_5_moe"  # which meets shared ones first
@@ -43,36 +44,36 @@ class RowSizes:
 
 
 class RoutedRows(NamedTuple):
-    """The rows that one rank and the others of its set exchange in one forward of a layer."""
+    """The rows that one expert parallel rank sends and receives in one forward of a layer."""
 
     sent: float
     received: float
     to: float
-    """The number of ranks that get some."""
+    """The number of ranks to which it sends rows."""
     from_: float
-    """The number of ranks of which some come."""
+    """The number of ranks from which it receives rows."""
 
     @classmethod
     def likely(cls, shape: ModelShape, tokens: float, ranks: int) -> RoutedRows:
-        """Return the mean of so many tokens a rank, whose choices are all equally likely."""
+        """Return the mean if all choices are equally likely. tokens: of each rank."""
         rows = tokens * ranks_met(shape, ranks)
         return cls(rows, rows, ranks - 1, ranks - 1)
 
 
 def ranks_met(shape: ModelShape, ranks: int) -> float:
-    """Return how many other ranks hold some expert of a token, on the mean of all choices."""
+    """Return the mean number of other ranks that hold some expert of a token."""
     every, met = shape.experts, shape.met_experts
     none_there = comb(every - every // ranks, met) / comb(every, met)
     return (ranks - 1) * (1 - none_there)
 
 
 def exchanges(rows: RoutedRows, sizes: RowSizes, ranks: int, forwards: int = 1) -> list[Traffic]:
-    """Return every all-to-all of one rank in one layer, forward and backward, in their order.
+    """Return every all-to-all of one rank in one layer, forward and backward, in order.
 
-    Forward: how many rows go where, the rows, their scores, their choices, and what experts have
-    made of the rows that came. Backward: the gradient of that, those of the rows and of the scores.
-    forwards: how often the forward is run; where that is twice, the second ends before experts'
-    rows return.
+    Forward: the numbers of rows, the rows, their scores, their choices, and the experts' outputs.
+    Backward: the gradients of the outputs, of the rows and of the scores. forwards: how often the
+    forward runs; a second run stops before the experts' outputs are sent back, unless
+    `sizes.returns_again`.
     """
     gone = (rows.sent, rows.to)
     come = (rows.received, rows.from_)
@@ -89,26 +90,27 @@ def exchanges(rows: RoutedRows, sizes: RowSizes, ranks: int, forwards: int = 1) 
 
 
 def cost(rows: RoutedRows, sizes: RowSizes, ranks: int, forwards: int = 1) -> Traffic:
-    """Return what one rank sends in one layer, forward and backward; arguments as of
+    """Return what one rank sends in one layer, forward and backward; arguments as in
     `exchanges`."""
     every = exchanges(rows, sizes, ranks, forwards)
     return Traffic(sum(one.bytes for one in every), sum(one.messages for one in every))
 
 
 def crossover_tokens(shape: ModelShape, ranks: int, zero_bytes: float, token_bytes: float) -> float:
-    """Return below how many tokens a rank in one forward its dispatch sends less than ZeRO saves.
+    """Return the number of tokens of a rank and forward below which expert parallelism sends less
+    than it saves ZeRO.
 
-    Of experts that Z ranks hold alike ZeRO sends (Z - 1) / Z of their bytes, and of those that
-    E of them divide (Z / E - 1) / (Z / E) of an E-th: 1 - 1 / E of their bytes less, whatever Z.
-    zero_bytes: that it moves of a parameter for each forward and backward. token_bytes: that a
-    token's dispatch sends in a layer (`token_cost`).
+    For experts that are replicated on Z ranks ZeRO moves (Z - 1) / Z of their bytes. If E of the
+    ranks divide them, it moves (Z / E - 1) / (Z / E) of an E-th: 1 - 1 / E of the bytes less,
+    whatever Z is. zero_bytes: the bytes that ZeRO moves per parameter in a forward and backward.
+    token_bytes: the bytes of a token's dispatch in a layer (`token_cost`).
     """
     return zero_bytes * expert_parameters(shape) * (1 - 1 / ranks) / token_bytes
 
 
 def token_cost(shape: ModelShape, element: int, ranks: int, forwards: int = 1) -> float:
-    """Return the bytes that a token's dispatch sends in one layer, forward and backward, on the
-    mean of all choices; arguments as of `exchanges`."""
+    """Return the mean bytes that a token's dispatch sends in one layer, forward and backward;
+    arguments as in `exchanges`."""
     one, none = (RoutedRows.likely(shape, tokens, ranks) for tokens in (1, 0))
     sizes = RowSizes.of(shape, element)
     return cost(one, sizes, ranks, forwards).bytes - cost(none, sizes, ranks, forwards).bytes

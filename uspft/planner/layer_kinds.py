@@ -1,4 +1,5 @@
-"""How transformers makes a layer of each family, as far as memory is concerned: a row for each."""
+"""How transformers computes a layer of each family, as far as memory depends on it: one table row
+per family."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ SHARED_EXPERT, SHARED_EXPERTS = "mlp.shared_expert", "mlp.shared_experts"
 
 
 class Norms(NamedTuple):
-    """The names of the norms before and behind a layer's two blocks; empty where there is none."""
+    """The names of the norms before and after a layer's two blocks; empty: there is none."""
 
     before_attention: str = "input_layernorm"
     behind_attention: str = ""
@@ -33,43 +34,43 @@ class LayerKind:
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
     turned: Callable[[LayerTape, Tensor, Angles], Tensor] | None = LayerTape.turned_plainly
-    """What brings queries and keys into their positions; None: they have none."""
+    """How rotary position embeddings are applied to queries and keys; None: the layer has none."""
     turned_share: float = 1.0
-    """The share of a head that is turned."""
+    """The share of a head's features that rotary embeddings rotate."""
     normed_heads: bool = False
-    """Whether queries and keys are normed, a head at a time."""
+    """Whether queries and keys are normed per head."""
     normed_together: bool = False
-    """Whether they are normed over all heads, before these are told apart."""
+    """Whether queries and keys are normed over all heads at once."""
     normed_values: bool = False
-    """Whether values are normed so too, by norms without weights."""
+    """Whether values are normed too, by norms without weights."""
     keys_are_values: bool = False
-    """Whether values are what keys are made of, and have no projection."""
+    """Whether values are the output of the key projection, and have none of their own."""
     gated: bool = False
-    """Whether queries are projected with as many features that gate attention's output."""
+    """Whether the query projection has as many features again, which gate attention's output."""
     fused: bool = False
     """Whether queries, keys and values are one projection, and gate and up another."""
     scaled: bool = False
-    """Whether what a block adds is multiplied by a number, and so is what the first layer takes."""
+    """Whether the embedding and each block's output are multiplied by a constant."""
     qkv_bias: bool = False
-    """Whether projections of queries, keys and values have one."""
+    """Whether the projections of queries, keys and values have biases."""
     router: str = ""
-    """The name of what chooses experts; empty where there are none."""
+    """The name of the router; empty: the layer has no experts."""
     wide_router: bool = False
-    """Whether that computes in float32."""
+    """Whether the router computes in float32."""
     wide_scores: bool = False
-    """Whether experts are weighted in float32."""
+    """Whether router weights are float32."""
     probabilities: bool = True
-    """Whether a router chooses by the probabilities of all experts, which it makes in float32."""
+    """Whether the router takes the softmax over all experts, in float32, before it chooses."""
     clamped: bool = False
-    """Whether experts have biases, and clamp what their gate multiplies."""
+    """Whether experts have biases, and clamp their gate and up features (gpt-oss)."""
     shared: str = SHARED_EXPERT
-    """The name of what every token meets beside experts; it is gated where it is one expert."""
+    """The name of the shared expert or experts; a single one has a gate."""
     shared_last: bool = False
-    """Whether that is made behind experts."""
+    """Whether the shared experts run after the routed ones."""
     sinks: bool = False
     """Whether attention has sinks."""
     angles: float = 2.0
-    """The cosines and sines of a token that the batch has, in head dims."""
+    """The number of cosines and sines per token in memory, in multiples of the head dim."""
 
     def angle_bytes(self, dim: int, element: int) -> float:
         """Return the bytes of the cosines and sines of a token."""
@@ -149,7 +150,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
 
 
 def layer_kind(shape: ModelShape) -> LayerKind:
-    """Return the kind of a model's layers, before what single ones have otherwise."""
+    """Return the kind of a model's layers, before differences between layers."""
     raw, kind = {**shape.raw, **(shape.rope or {})}, LAYER_KINDS[shape.model_type]
     turned = raw.get("rotary_dim", kind.turned_share * shape.head_dim) / shape.head_dim
     share = float(raw.get("partial_rotary_factor", turned))
@@ -165,7 +166,7 @@ def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     if shape.seeing_all:
         windows, (_, dim) = layer_windows(shape), shape.seeing_all
         wider = {1.0 if window else dim / shape.head_dim for window in windows}
-        # Of a proportional share the rest turns by nothing.
+        # Features beyond the rotated share are rotated by an angle of 0.
         kind = replace(kind, turned_share=1.0, angles=kind.angles * sum(wider))
         alike = replace(kind, keys_are_values=shape.of_window(None).keys_are_values)
         return tuple(kind if window else alike for window in windows)

@@ -1,9 +1,9 @@
-"""Hardware files: what a cluster can do, as configs/hardware/ or `calibrate` says it.
+"""Hardware files, which describe a cluster (from configs/hardware/ or `calibrate`), and the seconds
+of products, attention and collectives that follow from them.
 
-From a file follow the seconds of a product, of attention, of a collective. A group that spans hosts
-goes by the links between them. There a rank has its own card, of `bytes_per_second`; where the
-cards of a host are fewer than its ranks, `host_bytes_per_second` is what they carry together, in
-equal shares of all ranks that send at the same time.
+A group that spans hosts uses the links between hosts. There each rank has a network card of its own
+with `bytes_per_second`; if a host has fewer cards than ranks, `host_bytes_per_second` is their rate
+together, which all ranks that send at the same time share equally.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import lcm, prod
@@ -34,20 +34,20 @@ from uspft.config.types import (
     Text,
     validated,
 )
-from uspft.layout import AXES, HELD, Layout
+from uspft.layout import Layout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 SUMS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-"""Those whose rate across hosts depends on how many members of a group a host has."""
+"""The collectives whose rate across hosts depends on the number of group members per host."""
 
 LAUNCH_SECONDS, HOP_SECONDS = 15e-6, 1.5e-6
-"""What stands for a link of which a file says neither: 16 GPUs of two hosts take 46 µs for 8 bytes
+"""The defaults for a link whose file gives neither: 16 GPUs of two hosts take 46 µs for 8 bytes
 (github.com/NVIDIA/nccl/issues/1244), and 8 on PCIe 42 (issue 1530)."""
 
 
 def _by_number(value: Any) -> Any:
-    """Return a mapping of numbers of ranks to rates, whose keys are numbers in a file too."""
+    """Return the mapping with strings as keys, after checking that they are numbers of ranks."""
     if not isinstance(value, Mapping) or not value:
         raise fault(f"expected rates by a number of ranks, got {shown(value)}", "write {'2': 1e9}")
     wrong = [ranks for ranks in value if not str(ranks).isdigit() or int(ranks) < 1]
@@ -70,11 +70,11 @@ _Rates = Annotated[
 
 
 def in_turn(kind: Collective, ranks: int, of_bytes: float) -> tuple[int, float]:
-    """Return how many steps of a collective follow one another, and the bytes that a rank sends in
-    all of them; of_bytes: as of `Hardware.collective_seconds`.
+    """Return the number of consecutive steps of a collective, and the bytes that a rank sends in
+    all of them. of_bytes: as in `Hardware.collective_seconds`.
 
-    An all-gather or reduce-scatter goes round a ring of P ranks in P − 1 steps, each of a P-th of
-    the bytes (MeshSlice, formula 5); an all-reduce goes round twice.
+    An all-gather or reduce-scatter takes P − 1 steps round a ring of P ranks, each with a P-th of
+    the bytes (MeshSlice, formula 5); an all-reduce takes twice as many.
     """
     if kind not in SUMS:
         return (ranks - 1 if kind == "all_to_all" else 1), of_bytes
@@ -83,8 +83,8 @@ def in_turn(kind: Collective, ranks: int, of_bytes: float) -> tuple[int, float]:
 
 
 def rate_of(rates: Mapping[int, float], ranks: int) -> float:
-    """Return the rate of the largest number of ranks that is not above `ranks`, or else of the
-    smallest."""
+    """Return the rate for the largest known number of ranks up to `ranks`, else for the smallest
+    known number."""
     return rates[max((known for known in rates if known <= ranks), default=min(rates))]
 
 
@@ -134,7 +134,7 @@ class Links(Link):
 
 @dataclass(frozen=True)
 class Spread:
-    """A group of ranks that exchange data, as the links between them see it."""
+    """A group of ranks that exchange data, and how it is spread over hosts."""
 
     ranks: int
     """Members of the group."""
@@ -154,15 +154,13 @@ class Spread:
     @classmethod
     @cache
     def of(cls, layout: Layout, axes: tuple[str, ...], ranks_per_host: int) -> Spread:
-        """Return the spread of a layout's groups whose members differ along `axes`.
+        """Return the spread of a layout's groups whose members differ along `axes`, which follow
+        one another in AXES or in HELD, the fastest-varying first.
 
-        Ranks are numbered host by host. Groups along neighbouring axes whose ranks fill hosts
-        evenly follow from their degrees and the ranks between two members; others are counted.
+        Ranks are numbered host by host. Groups whose ranks fill hosts evenly follow from their
+        degrees and the ranks between two members; others are counted.
         """
-        axis = _neighbouring(axes)
-        if axis is None:
-            return cls._counted(layout.groups(axes), ranks_per_host)
-        apart, size = layout.stride(axis)[0], prod(layout.stride(one)[1] for one in axes)
+        apart, size = layout.stride(axes[0])[0], prod(layout.stride(one)[1] for one in axes)
         return cls._regular(apart, size, layout.ranks, ranks_per_host)
 
     @classmethod
@@ -176,16 +174,11 @@ class Spread:
             return cls(size, here, min(host, ranks) // here)
         repeats = lcm(block, host)
         some = range(0, repeats if ranks % repeats == 0 else ranks, block)
-        return cls._counted(
-            [range(first + n, first + block, apart) for first in some for n in range(apart)], host
-        )
-
-    @classmethod
-    def _counted(cls, every: Sequence[Sequence[int]], host: int) -> Spread:
-        hosts = [Counter(rank // host for rank in group) for group in every]
+        groups = [range(first + n, first + block, apart) for first in some for n in range(apart)]
+        hosts = [Counter(rank // host for rank in group) for group in groups]
         beside = Counter(host for group in hosts for host in group)
         counts = {count for group in hosts for count in group.values()}
-        return cls(len(every[0]), min(counts), max(beside.values()), len(counts) == 1)
+        return cls(size, min(counts), max(beside.values()), len(counts) == 1)
 
     @property
     def spans_hosts(self) -> bool:
@@ -204,15 +197,6 @@ class Spread:
     def share_across(self) -> float:
         """The share of what a member sends to the others in equal parts that leaves its host."""
         return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0
-
-
-def _neighbouring(axes: Sequence[str]) -> str | None:
-    """Return the fastest-varying of axes that follow one another, or None where they do not."""
-    for order in (AXES, HELD):
-        places = sorted(order.index(axis) for axis in axes if axis in order)
-        if len(places) == len(axes) and places == list(range(places[0], places[0] + len(places))):
-            return order[places[0]]
-    return None
 
 
 PEAK_BF16 = {

@@ -1,10 +1,11 @@
-"""MeshSlice's mesh: a layer's products on it, what it computes and moves in a step, and its tuner.
+"""The cost of MeshSlice's tensor parallelism: a layer's products on a mesh of ranks, what they
+compute and send in a step, and the tuner of slices.
 
 A product has three flows: forward, gradient of the input, gradient of the weight. In each of them
-one matrix stays where it is, one travels along the mesh rows and one along the mesh columns, and
-what travels is cut into S slices, of which one moves while another is multiplied. Between products
-tokens are split over mesh rows and hidden features over mesh columns; embedding and head have their
-vocabulary over mesh columns and hidden features over mesh rows. A head's product is not sliced.
+one matrix stays in place, one is sent along mesh rows and one along mesh columns. What is sent is
+cut into S slices, one of which is sent while another is multiplied. Between products tokens are
+split over mesh rows and hidden features over mesh columns; embedding and head have their vocabulary
+over mesh columns and hidden features over mesh rows. The head's product is not sliced.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from uspft.planner.step_shape import GRADIENT_BYTES, PlacedStep
 
 Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]
-"""The matrix of C = A × B that stays: C, or A (then B is transposed), or B (then A is)."""
+"""The matrix of C = A × B that stays in place: output: C; left: A (B is transposed); right: B (A is
+transposed)."""
 
 FLOWS: Mapping[Stationary, tuple[Flow, Flow, Flow]] = {
     "output": ("output", "left", "right"),
     "input": ("left", "output", "right"),
     "weight": ("right", "left", "output"),
 }
-"""The flows forward, of the input's gradient and of the weight's, by the matrix that is kept in
-all three (MeshSlice, table 1)."""
+"""The flows of the forward, the input's gradient and the weight's gradient, by the matrix that
+stays in place in all three (MeshSlice, table 1)."""
 
 
 class Slice(NamedTuple):
-    """The seconds of one slice: of what travels along a mesh row, along a mesh column, and of the
+    """The seconds of one slice: of its transfers along mesh rows and along mesh columns, and of its
     product."""
 
     along_row: float
@@ -48,8 +50,8 @@ class Slice(NamedTuple):
 
 
 class MeshPart(NamedTuple):
-    """Something that a mesh computes or moves: in one flow of a product, or as often as one forward
-    and backward do."""
+    """The seconds of one flow of a product, or of a part of a forward and backward: of its
+    transfers and computation, of which `hidden` overlap."""
 
     name: str
     moved: float
@@ -62,7 +64,7 @@ class MeshPart(NamedTuple):
         return self.moved + self.computed - self.hidden
 
     def times(self, count: float) -> MeshPart:
-        """Return the same part so many times."""
+        """Return the part multiplied by a count."""
         return MeshPart(self.name, *(count * value for value in self[1:]))
 
     def plus(self, other: MeshPart) -> MeshPart:
@@ -71,19 +73,19 @@ class MeshPart(NamedTuple):
 
 
 def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
-    """Return which matrix of a product does not travel in any of its flows: the largest one."""
+    """Return the largest matrix of a product, which should stay in place in all three flows."""
     if outputs > inputs and tokens >= inputs:
         return "output"
     return "input" if inputs >= outputs and tokens >= outputs else "weight"
 
 
 def flow_seconds(flow: Flow, one: Slice, slices: int, *, shared: bool = False) -> float:
-    """Return the seconds of a flow of S slices, of which `one` is each.
+    """Return the seconds of a flow of S equal slices.
 
-    The first slice is waited for, then the slowest of transfers and products decides, and what
-    comes last is waited for again: a product, or where the output travels, its reduce-scatter
-    (MeshSlice, formula 5 and below). shared: whether both directions go by the same links, where
-    their transfers follow one another.
+    The first slice's transfer overlaps with nothing. Then the slower of transfers and products
+    decides. The last product, or the reduce-scatter of an output that is sent, again overlaps with
+    nothing (MeshSlice, formula 5 and below). shared: whether transfers along rows and columns use
+    the same links, and so follow one another.
     """
     row, column, product = one
     both = row + column if shared else max(row, column)
@@ -94,33 +96,34 @@ def flow_seconds(flow: Flow, one: Slice, slices: int, *, shared: bool = False) -
 
 @dataclass(frozen=True)
 class MeshProduct:
-    """The projections of a layer that share what they gather, as one product.
+    """The projections of a layer that multiply the same gathered input, as one product.
 
-    Its sliced dimension is the hidden size in all three flows, or where the weight is kept, the
-    tokens: then activations have their features over mesh rows and their tokens over mesh columns.
+    The sliced dimension is the hidden size in all three flows; if the weight stays in place, it is
+    the tokens, and activations have their features over mesh rows and tokens over mesh columns.
     """
 
     name: str
     kept: Stationary
     hidden: int
-    """The hidden size: of an input that is kept the outputs, else the inputs."""
+    """The hidden size, which is the weight's output side if the input stays in place, else its
+    input side."""
     parts: tuple[ProductShape, ...]
     gradient_bytes: int = GRADIENT_BYTES
-    """Of an element of a weight's gradient, which travels where the weight is not kept."""
+    """The size of an element of a weight's gradient, which is sent unless the weight stays."""
     gathers_once: bool = True
-    """Whether both gradients' flows share what they gather along mesh rows, where the input is
-    kept."""
+    """Whether the flows of both gradients share what they gather along mesh rows, if the input
+    stays."""
 
     def features(self, columns: int) -> int:
-        """Return the features beside the hidden ones that a mesh column holds."""
+        """Return the features inside the block that a mesh column holds."""
         every = [part.on(columns) for part in self.parts]
         return sum(one.inputs if self.kept == "input" else one.outputs for one in every)
 
     def sides(self, tokens: float, layout: Layout) -> tuple[float, float, float]:
-        """Return the sizes that decide its flows: what a mesh row has of one matrix that travels,
-        the sliced dimension, and what a mesh column has of the other.
+        """Return the sizes on which the flows' times depend: a mesh row's side of one matrix that
+        is sent, the sliced dimension, and a mesh column's side of the other.
 
-        tokens: those of a mesh row.
+        tokens: of a mesh row.
         """
         features = self.features(layout.mesh_columns)
         if self.kept == "weight":
@@ -130,10 +133,10 @@ class MeshProduct:
     def times(
         self, tokens: float, slices: int, layout: Layout, hardware: Hardware, element_bytes: int
     ) -> list[MeshPart]:
-        """Return the times of its flows: forward, of the input's gradient, of the weight's.
+        """Return the times of the three flows: forward, input's gradient, weight's gradient.
 
-        tokens: those of a mesh row. What flows share counts once. Each of several slices is cut
-        out of what a rank holds, or put in its place there, by a copy.
+        tokens: of a mesh row. A transfer that flows share counts once. With several slices, each is
+        copied out of a rank's matrix or into it.
         """
         in_row = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
         in_column = Spread.of(layout, ("mesh_rows",), hardware.ranks_per_host)
@@ -169,10 +172,10 @@ class MeshProduct:
         return found
 
     def legal_slices(self, rows: int, columns: int, tokens: int = 0) -> list[int]:
-        """Return the numbers of slices that a mesh allows: S · rows and S · columns divide the
-        sliced dimension.
+        """Return the legal numbers of slices S: S · rows and S · columns divide the sliced
+        dimension.
 
-        tokens: those that the mesh holds together, where the weight is kept.
+        tokens: of the whole mesh, which are sliced if the weight stays.
         """
         sliced = tokens if self.kept == "weight" else self.hidden
         if sliced % rows or sliced % columns:
@@ -194,10 +197,10 @@ def mesh_products(shape: ModelShape) -> tuple[MeshProduct, ...]:
 
 
 def why_not_kept(products: Sequence[MeshProduct], tokens: float) -> list[str]:
-    """Return a sentence for each product of which another matrix than the kept one is the largest.
+    """Return a sentence for each product in which the matrix that stays is not the largest.
 
-    tokens: those that the mesh holds together. A weight is never kept: its activations would change
-    places between tokens and features.
+    tokens: of the whole mesh. A weight never stays, since activations would then have to be
+    transposed on the mesh.
     """
     found = []
     for one in products:
@@ -219,8 +222,8 @@ def flow_sides(flow: Flow, down: float, sliced: float, across: float) -> tuple[f
 
 
 NORMS, NUMBER_BYTES, LOSS_SUMS = 2, 4, 3
-"""A layer has so many norms; each sums a float32 number a token over the mesh columns, forward and
-backward. The loss makes so many such sums."""
+"""The norms of a layer, each of which all-reduces one float32 number per token over mesh columns,
+forward and backward; the bytes of such a number; and how many such sums the loss makes."""
 
 
 def mesh_parts(placed: PlacedStep) -> list[MeshPart]:
@@ -230,8 +233,8 @@ def mesh_parts(placed: PlacedStep) -> list[MeshPart]:
 
 
 def mesh_layer(placed: PlacedStep) -> list[MeshPart]:
-    """Return the parts of one layer forward and backward: its products in the step's slices, and
-    the sums and transfers beside them."""
+    """Return the parts of one layer, forward and backward: its products with the step's slices, the
+    sums of its norms, and the gathering of replicated heads."""
     step = placed.step
     each = zip(mesh_products(step.model), step.slices or (), strict=True)
     products = [product_part(placed, product, count) for product, count in each]
@@ -240,7 +243,7 @@ def mesh_layer(placed: PlacedStep) -> list[MeshPart]:
 
 
 def product_part(placed: PlacedStep, product: MeshProduct, slices: int) -> MeshPart:
-    """Return what one of a layer's products takes; forward again if recomputed."""
+    """Return one of a layer's products, forward and backward, recomputation included."""
     step = placed.step
     of = placed.layout, placed.hardware, step.element_bytes
     often = (step.forwards, 1, step.trained)  # a frozen weight has no gradient
@@ -251,14 +254,14 @@ def product_part(placed: PlacedStep, product: MeshProduct, slices: int) -> MeshP
 
 
 def number_sums(placed: PlacedStep, name: str, count: int) -> MeshPart:
-    """Return so many sums over tensor ranks of a number a token."""
+    """Return `count` all-reduces of one number per token over mesh columns."""
     sent = NUMBER_BYTES * placed.tokens * (placed.layout.mesh_columns > 1)
     one = placed.sent(name, "all_reduce", sent, ("mesh_columns",), count)
     return MeshPart(name, one.seconds, bytes=one.bytes)
 
 
 def gathered_heads(placed: PlacedStep) -> Iterator[MeshPart]:
-    """Yield what ranks gather in a layer that share a head of a fused projection."""
+    """Yield the exchange between ranks that share a KV head of a fused projection, if any."""
     step = placed.step
     elements = gathered_elements(step.model, placed.layout.mesh_columns)
     if heads := step.element_bytes * placed.tokens * elements:
@@ -267,11 +270,11 @@ def gathered_heads(placed: PlacedStep) -> Iterator[MeshPart]:
 
 
 def mesh_outside(placed: PlacedStep) -> Iterator[MeshPart]:
-    """Yield the parts of last norm, loss, embedding and head, of which nothing is sliced and
-    nothing hidden.
+    """Yield the parts of the last norm, loss, embedding and head, in which nothing is sliced and
+    nothing overlaps.
 
-    Embedding and head gather their weight over mesh rows. The embedding's tokens are summed over
-    mesh columns, where each rank has found some of them; the head's come from there.
+    Embedding and head gather their weight over mesh rows. The embedding's output is summed over
+    mesh columns, which divide the vocabulary; the head's input is gathered over them.
     """
     for sums, count in (("norms", 2), ("loss", LOSS_SUMS)):
         yield number_sums(placed, sums, count)
@@ -283,7 +286,7 @@ def mesh_outside(placed: PlacedStep) -> Iterator[MeshPart]:
     }
 
     def moving(name: str, computed: float, *transfers: tuple[Collective, str, float]) -> MeshPart:
-        """Add up transfers: of which kind, along which axis, and how often."""
+        """Return a part with these transfers, each (collective, axis, how often)."""
         seconds = sent = 0.0
         for kind, axis, times in transfers:
             spread = placed.spread(axis)
@@ -310,27 +313,26 @@ def mesh_outside(placed: PlacedStep) -> Iterator[MeshPart]:
 
 
 MIN_BLOCK = 8
-"""Features of the least contiguous block that a slice is made of."""
+"""The smallest contiguous block of features in a slice."""
 
 
 class TunedMesh(NamedTuple):
-    """The slices that suit a mesh, and the seconds of one forward and backward on it.
+    """The fastest slices on a mesh, and the seconds of one forward and backward with them.
 
-    Attention, ZeRO, and what memory bounds between products are not in these seconds.
+    The seconds include neither attention nor ZeRO nor element-wise operations.
     """
 
     slices: tuple[int, ...]
-    """Of each of a layer's products: qkv, out, gate_up, down."""
+    """The slices of each of a layer's products: qkv, out, gate_up, down."""
     seconds: float
     whole_seconds: float
     """The seconds with one slice of each product."""
 
 
 def tuned(placed: PlacedStep, asked: Sequence[int] | None = None) -> TunedMesh:
-    """Return a layout's mesh with the slices that suit it, or those that are asked for.
+    """Return a layout's mesh with its fastest slices, or with those in `asked`.
 
-    All are looked at, which takes milliseconds: on one mesh the slices of a product do not depend
-    on those of another.
+    The slices of each product are chosen by themselves, since they do not affect each other.
     """
     slices = tuple(asked or slices_on(placed))
 
@@ -341,13 +343,13 @@ def tuned(placed: PlacedStep, asked: Sequence[int] | None = None) -> TunedMesh:
 
 
 def slices_on(placed: PlacedStep) -> tuple[int, ...]:
-    """Return the slices of each product that suit the mesh of a layout."""
+    """Return the fastest number of slices for each product on the mesh of a layout."""
     return tuple(best_slices(placed, one) for one in mesh_products(placed.step.model))
 
 
 def best_slices(placed: PlacedStep, product: MeshProduct) -> int:
-    """Return the number of slices of a product on a mesh of least predicted seconds, in blocks of
-    MIN_BLOCK at least; 0 where none divide."""
+    """Return the fastest number of slices of a product, in blocks of at least MIN_BLOCK; 0 if no
+    number divides the sliced dimension."""
     rows, columns = placed.layout.mesh_rows, placed.layout.mesh_columns
     legal = product.legal_slices(rows, columns, round(placed.tokens * rows))
     return min(

@@ -1,4 +1,4 @@
-"""The matrices that a token is multiplied by, from the config of a model alone."""
+"""The matrices of a model that tokens are multiplied by, from its config alone."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from uspft.planner.layer_kinds import SHARED_EXPERT, SHARED_EXPERTS, Norms, laye
 
 SplitSide = Literal["inputs", "outputs", "none"]
 PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
-"""How the names of projections of a layer with a state end."""
+"""The endings of the names of projections in layers with a state."""
 SHARED_GATE = f"{SHARED_EXPERT}_gate"
 EXPERTS = ("mlp.experts.", "block_sparse_moe.experts.", "experts.")
-"""How the names of experts begin: of most families, of GraniteMoe, and of Gemma 4."""
+"""The beginnings of the names of experts: in most families, in GraniteMoe, and in Gemma 4."""
 _BESIDE_MLP_VECTORS = (
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
     *("pre_feedforward_layernorm_2", "router.scale"),
@@ -36,9 +36,9 @@ _BESIDE_MLP_VECTORS = (
 
 @dataclass(frozen=True)
 class ProductShape:
-    """The shape of one matrix of a layer, or of as many experts as it has copies.
+    """The shape of a matrix of a layer, or of the same matrix in each of `copies` experts.
 
-    splits: the side along which tensor ranks divide it, in units that are not cut (a head's width).
+    splits: the side that tensor ranks divide, in whole units such as the width of a head.
     """
 
     inputs: int
@@ -46,7 +46,7 @@ class ProductShape:
     splits: SplitSide = "none"
     unit: int = 1
     per_token: int = 1
-    """How many of its copies a token meets."""
+    """The number of copies that one token is multiplied by."""
     copies: int = 1
 
     @property
@@ -59,9 +59,9 @@ class ProductShape:
         return self.inputs * self.outputs * self.per_token
 
     def on(self, tensor: int) -> ProductShape:
-        """Return what the tensor rank with most of the matrix holds.
+        """Return the largest part of the matrix on a tensor rank.
 
-        A head's part is never cut, but replicated.
+        Heads are never cut; with fewer heads than ranks they are replicated.
         """
         if self.splits == "none":
             return self
@@ -72,13 +72,13 @@ class ProductShape:
 
 
 def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
-    """Return query, key, value and output projections of a layer with attention, then those of the
-    MLP, or of the router and the experts; keys and values that a layer does not make have no
-    outputs. experts: whether of a layer that has them; None: where the model has any."""
+    """Return the query, key, value and output projections of a layer with attention, then those of
+    the MLP, or of the router and the experts. Key and value projections that a layer lacks have 0
+    outputs. experts: whether the layer has experts; None: if the model has any."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     table = FAMILIES[shape.model_type].projections
-    # As many features beside queries gate what heads attend to.
+    # A gated query projection has as many features again, which gate attention's output.
     gated = 1 + ("self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks)
     keys = 0 if shape.borrows_keys else kv_heads
     values = 0 if shape.keys_are_values else keys
@@ -98,8 +98,8 @@ def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list
 
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
-    """Return by name the projections of the expert that every token meets, and the one that gates
-    it; of several together, which are not gated; none where a layer has no such expert."""
+    """Return the projections of the shared expert by name, with its gate; several shared experts
+    are one wider one without a gate. Empty if the model has no shared expert."""
     hidden, inner = shape.hidden_size, shape.shared_features
     if not inner:
         return {}
@@ -111,8 +111,8 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
 
 
 def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
-    """Return the features of the MLP, or of what every token meets beside experts, on a tensor
-    rank; 0 where there is neither. experts: whether of a layer that has them."""
+    """Return the inner features of the MLP or of the shared expert on a tensor rank; 0 if a layer
+    has neither. experts: whether the layer has experts."""
     if not experts:
         return layer_projections(shape, experts=False)[-1].on(tensor).inputs
     shared = [one for one in shared_projections(shape).values() if one.splits == "inputs"]
@@ -120,9 +120,9 @@ def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
 
 
 def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
-    """Return the projections of a layer with a state by name, without those of its MLP.
+    """Return the projections of a layer with a state by name, except those of its MLP.
 
-    Tensor ranks divide them in units of a key head with its value heads.
+    Tensor ranks divide them in units of a key head and its value heads.
     """
     sizes, hidden = state_sizes(shape), shape.hidden_size
     if sizes is None:
@@ -164,9 +164,9 @@ def _state_modules(shape: ModelShape) -> dict[str, ProductShape]:
 def projections_of_layers(
     shape: ModelShape, every: Sequence[Blocks] | None = None
 ) -> list[tuple[list[ProductShape], int]]:
-    """Return the projections of each kind of layer, with how many layers are of it.
+    """Return the projections of each kind of layer, and the number of such layers.
 
-    every: what layers have; None: as the config says.
+    every: the blocks of each layer; None: as in the config.
     """
     kinds = Counter(layer_blocks(shape) if every is None else every)
     return [(block_projections(shape, blocks), count) for blocks, count in kinds.items()]
@@ -246,8 +246,8 @@ def matrices_of_experts(router: str) -> tuple[str, str]:
 
 
 def added_projections(shape: ModelShape) -> dict[str, ProductShape]:
-    """Return by name the projections by which a layer adds its own embedding of a token; none
-    where it has no such."""
+    """Return by name the projections through which a layer adds its per-layer embedding of a token
+    (Gemma 4); empty if it has none."""
     hidden, own = shape.hidden_size, shape.layer_features
     if not own:
         return {}
@@ -256,8 +256,8 @@ def added_projections(shape: ModelShape) -> dict[str, ProductShape]:
 
 
 def outside_modules(shape: ModelShape) -> dict[str, ProductShape]:
-    """Return by name what makes the embeddings of each layer, the look-up first; none where layers
-    have no such."""
+    """Return by name the modules that compute per-layer embeddings (Gemma 4), the look-up table
+    first; empty if layers have none."""
     own = shape.layer_features
     if not own:
         return {}
@@ -270,27 +270,27 @@ def outside_modules(shape: ModelShape) -> dict[str, ProductShape]:
 
 
 def head_projection(shape: ModelShape) -> ProductShape:
-    """Return the output head, whose vocabulary tensor ranks divide."""
+    """Return the matrix of the output head, whose vocabulary tensor ranks divide."""
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
 class StoredParameters(NamedTuple):
-    """How many parameters a tensor rank holds of some layers, and outside of them."""
+    """The numbers of parameters that a tensor rank stores of some layers and outside of layers."""
 
     outside: int
     layers: int
-    """Of all of them, those of experts counted."""
+    """Those of the layers, experts included."""
     experts: int
     with_experts: int
-    """How many of these layers have any."""
+    """The number of these layers that have experts."""
 
 
 def parameters_of(
     shape: ModelShape, tensor: int = 1, layers: Sequence[int] | None = None
 ) -> StoredParameters:
-    """Return how many parameters a tensor rank holds; of layers of these numbers, or of all.
+    """Return the numbers of parameters that a tensor rank stores. layers: their indices; None: all.
 
-    Biases are left out, and what a layer with a state has beside projections.
+    Biases are left out, and parameters of layers with a state other than projections.
     """
     head, every = head_projection(shape).on(tensor).parameters, layer_blocks(shape)
     mine = every if layers is None else [every[number] for number in layers]
@@ -305,14 +305,14 @@ def parameters_of(
 
 
 def expert_parameters(shape: ModelShape) -> int:
-    """Return how many parameters the experts of one layer have."""
+    """Return the number of parameters of one layer's experts."""
     return sum(one.parameters for one in layer_projections(shape) if one.copies > 1)
 
 
 def met_parameters(shape: ModelShape) -> int:
-    """Return how many parameters a token is multiplied by, as MFU counts them.
+    """Return the number of parameters that a token is multiplied by, as MFU counts them.
 
-    The embedding look-up is left out, and of the experts those count that a token meets.
+    The embedding look-up is left out, and only the experts that a token is sent to count.
     """
     layers = sum(
         count * sum(one.met for one in projections)
@@ -332,13 +332,13 @@ def step_flops(
 ) -> float:
     """Return the forward and backward FLOPs of a step.
 
-    parameters: how many there are, frozen ones included, the embedding look-up left out. tokens:
-    tokens of the step. attention_pairs: the visible (query, key) pairs of one layer, which depend
-    on documents and on the causal mask. heads: layers, query heads, head dim. frozen: how many of
-    the parameters are frozen.
+    parameters: their number, frozen ones included, without the embedding look-up. tokens: tokens of
+    the step. attention_pairs: the visible (query, key) pairs of one layer, which depend on
+    documents and on the causal mask. heads: layers, query heads, head dim. frozen: the number of
+    frozen parameters.
 
-    A parameter costs 6 FLOPs per token, or 4 where it is frozen and has no gradient of its own. A
-    pair costs 12 · heads · dim in each layer: 2 for each of two products forward and four backward.
+    A parameter costs 6 FLOPs per token, or 4 if it is frozen and has no gradient of its own. A pair
+    costs 12 · heads · dim in each layer: 2 for each of two products forward and four backward.
     """
     layers, query_heads, dim = heads
     products = 6.0 * parameters - 2.0 * frozen
@@ -346,8 +346,12 @@ def step_flops(
 
 
 def gathered_elements(model: ModelShape, tensor: int) -> float:
-    """Return how many elements of a token a tensor rank sends to those that share its key-value
-    head, one way; 0 where a head's matrices are not fused with others and thus held by each."""
+    """Return the elements per token that a tensor rank sends, in one direction, to the ranks that
+    share its KV head.
+
+    That happens only in fused projections, where each row is stored once; otherwise a KV head's
+    matrices are replicated on the ranks that share it, and the result is 0.
+    """
     if FAMILIES[model.model_type].projections is not FUSED or tensor <= model.kv_heads:
         return 0.0
     sharing = tensor / model.kv_heads

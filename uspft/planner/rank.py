@@ -1,7 +1,7 @@
-"""The order of layouts: what a step takes and needs under each, those that fit first, and why; and
-what `auto` means: the way that the order puts first.
+"""The ranking of layouts by predicted seconds, those that fit in memory first; and `auto`, which is
+the first of the ranking.
 
-The order is that of the one price (step.py) and the one memory formula (memory.py).
+Seconds are those of step.py, and memory that of memory.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from uspft.config.algorithms import WHOLE
 from uspft.config.messages import as_written
@@ -42,88 +42,89 @@ from uspft.segments import Segments
 
 PLAIN = Options()
 SHORTLIST = 8
-"""Layouts that are priced by dealing rows out to ranks."""
+"""The number of layouts that are priced exactly, after a search by closed forms."""
 SAID = 3
-"""Parts that are named when a layout loses to the first."""
+"""The number of parts that are named as reasons why a layout is slower than the first."""
 LEAST_SECONDS = 0.005
-"""Of a part that is named, as a share of the first layout's step."""
+"""The smallest difference that is named, as a share of the first layout's step."""
 
 LongerBy = Callable[[Layout, Options], Options]
-"""A function that gives options under which rows are longer, of a layout's options."""
+"""A function that returns a layout's options with those memory savings that allow the longest
+rows."""
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A way with what a step takes and needs under it."""
+    """A way with the predicted seconds and memory of a step."""
 
     way: Way
     step: StepShape
-    """The step as it runs under the way."""
+    """The step as it runs in this way."""
     hardware: Hardware = field(repr=False, compare=False)
     needs: Needs = field(repr=False, compare=False)
     options: Options
-    """What decides memory under the way."""
+    """The options on which memory depends."""
     own: bool = False
-    """Whether it is the recipe's."""
+    """Whether it is the recipe's own way."""
     closely: bool = False
-    """Whether a pipeline's schedule is run action by action."""
+    """Whether a pipeline's waits are simulated action by action, not estimated."""
 
     @cached_property
     def time(self) -> StepTime:
-        """What a step takes, which is worked out when it is asked for."""
+        """The predicted time of a step; computed at first use."""
         waits_of = simulated if self.closely else estimated
         return price.step_time(self.placed, waits_of)
 
     @cached_property
     def least_seconds(self) -> float:
-        """What a step takes at least, which is worked out sooner."""
+        """A lower bound on the seconds of a step, which is faster to compute."""
         if self.layout.pipeline == 1 or self.closely:
             return self.seconds
         return price.least_seconds(self.placed)
 
     @cached_property
     def placed(self) -> PlacedStep:
-        """The step where it runs."""
+        """The step in its layout on the hardware."""
         return self.way.placed(self.step, self.hardware, self.needs.memo)
 
     @cached_property
     def card(self) -> float | None:
-        """The bytes of a card; None where ranks are on CPUs, or where nothing predicts memory."""
+        """The bytes of a GPU; None on CPUs, or if the model's memory cannot be predicted."""
         if not self.hardware.device or self.needs.unpredicted:
             return None
         return self.hardware.memory.bytes
 
     @cached_property
     def memory(self) -> Memory:
-        """What a rank needs."""
+        """The memory that a rank needs."""
         return self.needs.of(self.layout, self.options)
 
     @cached_property
     def room(self) -> bool | None:
-        """Whether a card has what a rank needs; None where ranks are on CPUs, or where that is not
-        known."""
+        """Whether a rank fits on a GPU; None on CPUs, or if that is not known."""
         return None if self.card is None else not self.hopeless and fits(self.memory, self.card)
 
     @property
     def fits(self) -> bool:
-        """Whether a card has what a rank needs, as far as that is known."""
+        """Whether a rank fits on a GPU, or it is not known that it does not."""
         return self.room is not False
 
     @property
     def place(self) -> tuple[bool, Place]:
-        """Where it stands among others: those that fit first, then by their seconds."""
+        """The sort key: those that fit first, then by seconds."""
         return not self.fits, _by_seconds(self)
 
     @cached_property
     def hopeless(self) -> bool:
-        """Whether a card has less than what a rank needs at least, which is worked out sooner."""
+        """Whether even a lower bound of a rank's memory, which is faster to compute, exceeds a
+        GPU's."""
         if self.card is None:
             return False
         return self.needs.least(self.layout, self.options) > USABLE_SHARE * self.card
 
     @cached_property
     def longest_row(self) -> int | None:
-        """The longest row in tokens that fits a card; None on CPUs, or where it is not known."""
+        """The longest row in tokens that fits on a GPU; None on CPUs, or if it is not known."""
         if self.card is None:
             return None
         return self.needs.longest_row(self.layout, self.options, self.card)
@@ -142,20 +143,20 @@ class Ranked:
 
     @property
     def tokens_per_second_per_rank(self) -> float:
-        """Tokens per second and rank; padding is counted, and a row is counted once."""
+        """Tokens per second and rank, padding included; a row that ranks share counts once."""
         return self.step.step_rows * self.step.row.length / (self.seconds * self.layout.ranks)
 
     @property
     def mfu(self) -> float | None:
-        """The MFU of metrics.jsonl, or None where no maker says what the peak is."""
+        """The MFU as in metrics.jsonl; None on CPUs, whose peak is not known."""
         if self.hardware.device is None:
             return None
         flops = price.model_flops(self.step)
         return flops / (self.seconds * self.hardware.peak * self.layout.ranks)
 
     def why(self, first: Ranked) -> str:
-        """Return why it is not first, by part, hidden seconds not counted: `ring +0.06 s,
-        all-to-all -0.02 s`."""
+        """Return by which parts it differs most from the first, without overlapping seconds, as in
+        `ring +0.06 s, all-to-all -0.02 s`."""
         mine, other = self.time.by_part, first.time.by_part
         apart = {name: mine.get(name, 0.0) - other.get(name, 0.0) for name in mine | other}
         worst = sorted(apart.items(), key=lambda item: (-abs(item[1]), -item[1]))[:SAID]
@@ -166,18 +167,18 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Layouts in their order, and how many were left out, by reason."""
+    """The layouts in order, and the numbers of illegal ones by reason."""
 
     layouts: Sequence[Ranked]
-    """They are put in order as far as they are asked for."""
+    """The layouts, best first; they are sorted only as far as they are read."""
     own: Ranked | None = None
-    """The recipe's."""
+    """The recipe's own way."""
     left_out: Counter[str] = field(default_factory=Counter)
     ways: Sequence[Way] = ()
-    """All that they are the best of."""
+    """All legal ways, of which `layouts` has the best of each name."""
 
     def is_tie(self, one: Ranked) -> bool:
-        """Tell whether the machine's error does not tell a layout from the first."""
+        """Tell whether a layout is as fast as the first, within the error of predictions."""
         first = self.layouts[0]
         most = (1 + first.hardware.error(first.layout.ranks)) * first.seconds
         return one.room == first.room and one.seconds <= most
@@ -193,8 +194,7 @@ def ranked(
     needs_of: Needs | None = None,
     closely: bool = True,
 ) -> Ranked:
-    """Return a way with what a step takes and needs. needs_of: what has been worked out of other
-    ways."""
+    """Return a way with its prices. needs_of: shares its cache between ways; None: a new one."""
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(PlacedStep(shape, way.layout, hardware)))
@@ -220,13 +220,12 @@ def ranking(
     why_not: WhyNot | None = None,
     saving: LongerBy | None = None,
 ) -> Ranking:
-    """Return the layouts of a space in their order: those that fit first, then by their seconds.
+    """Return the layouts of a space in order: those that fit first, then by seconds.
 
-    Each stands there as the best of its ways to run, the recipe's own as it is asked for. The
-    search goes by closed forms; where these are not exact, the first SHORTLIST are priced again as
-    rows are dealt out to ranks, and stand in that order. own: the recipe's, which is never left
-    out. why_not: what else than the step speaks against a way. saving: what the longest rows run
-    with, of options that say how these do.
+    Several ways may have one layout; it is ranked by the best of them, except the recipe's own,
+    which stays as it is. The search uses closed forms; if these are not exact, the first SHORTLIST
+    layouts are priced exactly and sorted again. own: the recipe's way, which is never left out.
+    why_not: returns a further reason against a way. saving: see `LongerBy`; used for `longest_row`.
     """
     found = ways(ranks, space, legal_for(step, hardware.ranks_per_host, why_not))
     others = [way for way in found.legal if own is None or way.name != own.name]
@@ -252,8 +251,8 @@ def ranking(
 
 
 def _in_order(every: Sequence[Ranked]) -> Iterator[Ranked]:
-    """Yield the layouts of many ways in their order, each as the fastest of its ways that fits, or
-    else as what needs least; no more is priced, and of memory worked out, than that takes."""
+    """Yield the layouts in order, each by the fastest of its ways that fits, or if none fits by
+    that which needs least memory. Prices and memory are computed lazily."""
     waiting: dict[str, list[Ranked]] = {}
     for one in every:
         waiting.setdefault(one.name, []).append(one)
@@ -266,15 +265,16 @@ def _in_order(every: Sequence[Ranked]) -> Iterator[Ranked]:
     def least(ways: Sequence[Ranked]) -> Ranked:
         return min(ways, key=lambda one: (one.memory.peak_bytes, _by_seconds(one)))
 
-    # What needs least of a layout may be slower than its first: it is looked for when that comes.
+    # The way that needs least memory may be slower than the layout's first, so it is searched when
+    # the first is due.
     yield from _by_price([*waiting.values()], lambda ways: least(ways) if ways[1:] else ways[0])
 
 
 def _by_price(
     every: Sequence[Sequence[Ranked]], of: Callable[[Sequence[Ranked]], Ranked]
 ) -> Iterator[Ranked]:
-    """Yield one of each of many sets of ways, the fastest first; none is priced, nor taken out of
-    its set, before its turn may have come."""
+    """Yield one way of each set, the fastest first. of: chooses the way of a set. Lower bounds
+    delay choosing and pricing until a set may be next."""
     heap = [(min(map(_least, ways)), number) for number, ways in enumerate(every)]
     heapify(heap)
     taken: dict[int, Ranked] = {}
@@ -288,8 +288,8 @@ def _by_price(
 
 
 Place = tuple[float, bool, bool]
-"""Of a way among others: seconds, whether they are those of its price or the least, and whether an
-equal one goes before it."""
+"""A sort key: seconds; whether they are its price (True) or a lower bound; whether an equally fast
+way comes before it."""
 
 
 def _least(one: Ranked) -> Place:
@@ -297,12 +297,12 @@ def _least(one: Ranked) -> Place:
 
 
 def _by_seconds(one: Ranked) -> Place:
-    """Of equals the first is one that sends no key that nobody needs."""
+    """Return the sort key of a priced way; among equals, algorithms that `auto` prefers first."""
     return round(one.seconds, 9), True, not one.way.row.automatic
 
 
 class _Listed(Sequence[Ranked]):
-    """Layouts in an order that is worked out as far as it is asked for."""
+    """A sequence of layouts that is sorted only as far as it is read."""
 
     def __init__(self, order: Iterator[Ranked], count: int) -> None:
         self._order, self._count = order, count
@@ -311,11 +311,7 @@ class _Listed(Sequence[Ranked]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, place: int) -> Ranked: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Ranked]: ...
-    def __getitem__(self, place: int | slice) -> Ranked | list[Ranked]:
+    def __getitem__(self, place: int | slice) -> Any:
         last = range(self._count)[place]
         most = max(last, default=-1) if isinstance(last, range) else last
         self._here += islice(self._order, max(0, most + 1 - len(self._here)))
@@ -323,34 +319,34 @@ class _Listed(Sequence[Ranked]):
 
 
 class Needs:
-    """What ranks need for rows of one length, remembered by what it depends on; and what has been
-    worked out of a step on one machine."""
+    """The memory that ranks need for rows of one length, cached by all that it depends on; `memo`
+    also caches prices of one step on one machine."""
 
     def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
         self._model, self._tokens, self._saving = model, row_tokens, saving
         self.memo = Memo()
 
     def of(self, layout: Layout, options: Options, row_tokens: int | None = None) -> Memory:
-        """Return what a rank needs in a layout. row_tokens: where rows are of another length."""
+        """Return the memory of a rank in a layout. row_tokens: another length of rows, if given."""
         tokens = row_tokens or self._tokens
         one = self._pass(layout, tokens, options)
         state = self._state(layout, options) if layout.pipeline == 1 else None
         return memory_of(self._model, layout, tokens, options=options, one=one, state=state)
 
     def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
-        """Return the longest row in tokens that fits a card, or 0."""
+        """Return the longest row in tokens that fits on a GPU, or 0."""
         if self._saving:
             options = self._saving(layout, options)
         return longest_of(lambda row: self.of(layout, options, row).peak_bytes, layout, card_bytes)
 
     @property
     def unpredicted(self) -> tuple[str, ...]:
-        """What there is of the model that the formula does not know."""
+        """The features of the model that the memory formula does not know."""
         return unpredicted(self._model)
 
     def least(self, layout: Layout, options: Options) -> float:
-        """Return what a rank needs at least: the model's state, and the input of each layer, which
-        any layer keeps whose weights train; of a pipeline the mean of its ranks' state."""
+        """Return a lower bound of a rank's memory: the model's state and each layer's input, which
+        every layer with trained weights saves; in a pipeline the mean of its ranks' state."""
         device = self._state(layout, options).device
         if layout.pipeline > 1:
             whole = sum(device.get(part, 0.0) for part in ("weights", "gradients", "optimizer"))
@@ -379,7 +375,7 @@ class Needs:
         return self.memo.once(key, lambda: state_of(self._model, layout, options))
 
     def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
-        # What rows take depends on no more replicas than divide experts.
+        # Activations depend on the number of replicas only through expert parallelism.
         layout = replace(layout, data=layout.experts)
         options = replace(options, zero_stage=1, step_rows=None)
         if options.first_layers is None:  # stages say which layers are checkpointed
@@ -390,10 +386,10 @@ class Needs:
 
 
 def options_under(way: Way, options: Options) -> Options:
-    """Return what decides memory under a way."""
+    """Return the options on which memory depends, in a way."""
     first = options.first_layers
     if not isinstance(first, int | None) and not as_many(first, way.layout.pipeline, way.schedule):
-        first = None  # of other stages
+        first = None  # it has a number per stage, of another number of stages
     return replace(
         options,
         first_layers=first,
@@ -407,25 +403,25 @@ def options_under(way: Way, options: Options) -> Options:
 
 
 LOOKED = 256
-"""Layouts among which another value of a key is looked for."""
+"""The number of best layouts that are searched for one with another value of a key."""
 NAMED = 2
-"""Ways that a reason sets beside the first."""
+"""The number of ways that a reason compares with the first."""
 STAGE = "deepspeed.zero_optimization.stage"
 ROWS = "training.micro_batch_size"
 RECOMPUTE = "memory.recompute"
 
 
 class Choice(NamedTuple):
-    """The first way of an order, and the reason for it."""
+    """The first way of a ranking, and the reason for it."""
 
     way: Way
     why: str
     reasons: Mapping[str, str] = {}
-    """Of each key that was asked for, why another value is not first."""
+    """For each requested key, why another value is not first."""
 
 
 def values_of(way: Way) -> dict[str, Any]:
-    """Return what a recipe's keys say of a way, where ranks that share nothing are 1 of 1."""
+    """Return the values of a recipe's keys that stand for a way."""
     degrees = {"pipeline_stage": 1, "pp_interleave_num": 1} | way.degrees
     degrees["ulysses_degree_in_cp"] = way.layout.ulysses
     found = {f"parallel_config.{key}": value for key, value in degrees.items()}
@@ -443,11 +439,10 @@ def recommend(
     why_not: WhyNot | None = None,
     asked: Collection[str] = (),
 ) -> Choice | None:
-    """Return the way of a space that takes least for these rows, of those that fit; None where none
-    is legal.
+    """Return the fastest way of a space for these rows, of those that fit; None if none is legal.
 
-    A way's seconds are their mean over the rows. why_not: what else speaks against a way. asked:
-    the keys of a recipe whose values are to have a reason.
+    A way's seconds are averaged over the rows. why_not: returns a further reason against a way.
+    asked: the recipe's keys whose values should have a reason.
     """
     if not rows:
         return None
@@ -455,7 +450,7 @@ def recommend(
     order = ranking(given, ranks, space, hardware, options, why_not=why_not)
     if not (found := order.layouts):
         return None
-    # Where keys ask for reasons, the best way with another value of one may stand far below.
+    # For a key's reason, the best way with another value may be far down the ranking.
     first, *others = found[:LOOKED] if asked else found[: NAMED + 1]
     what = "takes least of the ways that fit" if first.fits else "is fastest, though no way fits"
     beside = [
@@ -472,8 +467,8 @@ def recommend(
 
 
 def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> str:
-    """Return what a step takes where a key has another value, in the best way for that. more:
-    whether there are layouts that were not looked at."""
+    """Return how much slower the best ways with other values of a key are. more: whether there are
+    layouts that were not searched."""
     own = values_of(first.way).get(key)
     best: dict[Any, Ranked] = {}
     for one in sorted(others, key=attrgetter("place")):
@@ -496,9 +491,9 @@ def _beside(first: Ranked, value: Any, other: Ranked) -> str:
 
 
 def likely(ranks: int, space: Space, step_rows: int, why_not: WhyNot) -> Way | None:
-    """Return the way that is taken where nothing tells ways apart yet; None where there is none.
+    """Return the way that is taken if ways cannot be priced; None if none is legal.
 
-    Matrices are whole where they may be, then rows; keys go where they are used.
+    It prefers to split nothing, then rows rather than matrices, and algorithms that `auto` prefers.
     """
 
     def key(way: Way) -> tuple[object, ...]:

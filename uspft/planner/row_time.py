@@ -1,5 +1,5 @@
-"""The seconds of one forward and backward, layer by layer and by part; and of rows one by one, by
-which rows of several layouts are dealt out to ranks."""
+"""The predicted seconds of one forward and backward by part, and of single rows, by which a run
+with strategies assigns rows to ranks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from uspft.sequence.rows.spans import pairs
 
 
 def forward_and_backward(placed: PlacedStep) -> list[StepPart]:
-    """Return what one forward and backward of `step.rows` rows takes, without ZeRO's part in it.
+    """Return the parts of one forward and backward of `step.rows` rows, without ZeRO's transfers.
 
-    Attention is that of the row's documents. With 0 rows it is what a pass takes beside its rows,
-    reading every weight included.
+    Attention is that of the row's documents. With 0 rows the result is what a pass takes whatever
+    its rows, such as kernel launches and reading every weight.
     """
     one_of, outside = parts_apart(placed)
     layers = Counter(placed.step.layers)
@@ -50,8 +50,11 @@ def forward_and_backward(placed: PlacedStep) -> list[StepPart]:
 
 
 def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-    """Return what one forward and backward takes in a layer of each kind, and outside of the
-    layers, by part; neither replicas nor stages change what a rank does with a micro-batch."""
+    """Return the parts of one forward and backward in one layer of each kind, and those outside of
+    the layers (embedding, head and loss).
+
+    The result is cached by the degrees on which it depends.
+    """
     step, layout = placed.step, placed.layout
     degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
     ranks = layout.data * layout.pipeline, layout.experts, placed.algorithm
@@ -63,7 +66,7 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], li
         return [*StepTime(tuple(parts)).by_name.values()]
 
     def apart() -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
-        # Those with attention and with experts come first, which have most parts.
+        # Layers with attention and experts come first, since they have most parts.
         every = dict.fromkeys(step.layers)
         kinds = sorted(every, key=lambda one: (one.blocks.state, -one.blocks.experts))
         one_of = {one: by_name(_layer_parts(placed, one)) for one in kinds}
@@ -73,7 +76,7 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], li
 
 
 def _layer_parts(placed: PlacedStep, layer: StepLayer) -> Iterator[StepPart]:
-    """Yield what one layer takes forward and backward, without ZeRO's part in it."""
+    """Yield the parts of one layer's forward and backward, without ZeRO's transfers."""
     if placed.on_mesh:
         yield from _on_mesh(mesh_layer(placed))
     else:
@@ -90,7 +93,8 @@ def _layer_parts(placed: PlacedStep, layer: StepLayer) -> Iterator[StepPart]:
 
 
 def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
-    """Yield what embedding, head and loss take forward and backward, without ZeRO's part in it."""
+    """Yield the parts of embedding, head and loss, forward and backward, without ZeRO's
+    transfers."""
     if placed.on_mesh:
         yield from _on_mesh(mesh_outside(placed))
     else:
@@ -104,7 +108,8 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
 
 
 def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
-    """Return what lies between products in a layer that has these blocks; None: outside of all."""
+    """Return the element-wise operations of a layer with these blocks; None: those outside of
+    layers."""
     step, columns = placed.step, placed.layout.mesh_columns
     split = step.use_seq_parallel, step.slices is None
     moved = placed.memo.once(
@@ -128,7 +133,7 @@ def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:
     for one in block_projections(step.model, blocks):
         part = one.on(layout.tensor)
         here = max(1, part.copies // layout.experts)
-        # Each matrix that is here has its rows, in one launch for all.
+        # Each of this rank's experts multiplies its own rows, all in one kernel launch.
         rows = placed.tokens * part.per_token / (here * copies)
         both = placed.product_seconds(rows, part.inputs, part.outputs)
         there, back = (copies * one for one in both)
@@ -139,8 +144,8 @@ def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:
 
 
 def _dispatch(placed: PlacedStep) -> Iterator[StepPart]:
-    """Yield the transfers of tokens to the ranks that hold a layer's experts, and back; nothing
-    hides them. All choices are taken to be equally likely."""
+    """Yield the transfers of tokens to the ranks that hold a layer's experts, and back. They
+    overlap with nothing, and all choices of experts are taken to be equally likely."""
     step, ranks = placed.step, placed.layout.experts
     rows = RoutedRows.likely(step.model, placed.tokens, ranks)
     sizes = RowSizes.of(step.model, step.element_bytes)
@@ -149,12 +154,13 @@ def _dispatch(placed: PlacedStep) -> Iterator[StepPart]:
 
 
 def _sums(placed: PlacedStep, blocks: Blocks, behind: float) -> Iterator[StepPart]:
-    """Yield the transfers of Megatron's tensor parallelism in a layer. behind: seconds of its
-    products.
+    """Yield the transfers of Megatron's tensor parallelism in a layer. behind: the seconds of the
+    layer's products.
 
-    Of n copies by turns all but one pass behind products, or products behind them: that a layer's
-    blocks take the longer of both, and an nth of the other (tensor/interleaved.py). What goes by
-    hosts is not begun and awaited apart. Ranks that share a head of a fused projection gather it.
+    If tokens are in n copies that take turns (tensor/interleaved.py), transfers and products of
+    different copies overlap: together they take the longer of the two plus an nth of the other. A
+    transfer in two steps, inside and between hosts, does not overlap. Ranks that share a KV head
+    of a fused projection gather it.
     """
     if placed.layout.tensor == 1:
         return
@@ -167,9 +173,9 @@ def _sums(placed: PlacedStep, blocks: Blocks, behind: float) -> Iterator[StepPar
 
 
 def _sum(placed: PlacedStep, count: float, copies: int = 1) -> StepPart:
-    """Return so many sums of the hidden states of a rank's tokens over tensor ranks, each in as
-    many transfers as there are copies; under use_seq_parallel a sum is a reduce-scatter and an
-    all-gather of the same bytes."""
+    """Return `count` all-reduces of the hidden states of a rank's tokens over tensor ranks, each in
+    `copies` transfers; under use_seq_parallel an all-reduce is a reduce-scatter and an all-gather
+    of the same bytes."""
     step, hardware = placed.step, placed.hardware
     whole, spread = (
         placed.tokens * step.model.hidden_size * step.element_bytes,
@@ -184,14 +190,14 @@ def _sum(placed: PlacedStep, count: float, copies: int = 1) -> StepPart:
 
 
 def _sums_of(step: StepShape, blocks: Blocks) -> float:
-    """Return how often a layer sums activations over tensor ranks: behind attention, behind its MLP
-    or its experts, and behind what every token meets beside these; as often backward.
+    """Return how many all-reduces of activations a layer has over tensor ranks in a forward and
+    backward: after attention, after the MLP or the experts, and after a shared expert, in each
+    direction. Under use_seq_parallel a half is a reduce-scatter or an all-gather alone.
 
-    A forward that is run again ends before the last of them where nothing behind it is kept, which
-    a norm would be, and a gate of a shared expert; but tokens that are split come together again.
-    With groups of heads they do so once more, in the backward, where a layer is two functions
-    (model/head_groups.py); an MLP in tiles there has its own come together once more too where the
-    layer is not run again.
+    A recomputed forward stops before its last reduction if nothing after that saves a tensor, as a
+    norm and a shared expert's gate do; under use_seq_parallel the gather before is still repeated.
+    With groups of heads (model/head_groups.py) attention's input is gathered once more in the
+    backward, and so is that of an MLP in tiles if the layer is not recomputed.
     """
     kind, shared = layer_kind(step.model), blocks.experts and step.model.shared_features > 0
     halves = step.attention.at_once and step.use_seq_parallel and not kind.norms.behind_attention
@@ -204,12 +210,13 @@ def _sums_of(step: StepShape, blocks: Blocks) -> float:
 
 
 class RowTime(NamedTuple):
-    """The seconds of one row's forward and backward, by whether they recur with the next row."""
+    """The seconds of a forward and backward of one row, in two parts."""
 
     row: float
-    """What a row adds to a pass that has others like it."""
+    """The seconds that another such row adds to the pass."""
     beside: float
-    """What the pass takes beside its rows: launches, and reading weights where rows are short."""
+    """The rest, which does not depend on the number of rows: kernel launches, and reading weights
+    if rows are short."""
 
     @property
     def alone(self) -> float:
@@ -217,10 +224,9 @@ class RowTime(NamedTuple):
 
 
 def row_time(placed: PlacedStep, row: Segments) -> RowTime:
-    """Return the seconds of a row with its documents under a layout; ZeRO's are not in it.
+    """Return the seconds of a row with its documents under a layout, without ZeRO's transfers.
 
-    What a second such row adds to the same pass is the row's own. Of stages it is the mean of them;
-    how long these wait for one another is not in it.
+    In a pipeline they are the mean over stages, without the bubble.
     """
     one, two = (
         seconds_of(forward_and_backward(placed.of(row=row, rows=n, sample=None)))
@@ -232,7 +238,8 @@ def row_time(placed: PlacedStep, row: Segments) -> RowTime:
 
 
 def chunk_prices(placed: PlacedStep) -> ChunkPrices:
-    """Return what a row's tokens and pairs of query and key take, by the cost model."""
+    """Return the predicted seconds of a token and of a (query, key) pair, by which rows are cut
+    into chunks of equal time."""
     whole = placed.of(schedule=PLAIN)  # of whole rows
     step, length = whole.step, whole.step.row.length
     empty, full = Segments((0,), length), Segments.single(length)

@@ -1,8 +1,8 @@
-"""The stages of a pipeline as the planner sees them: what layers they have, how rows are cut into
-chunks for them, what they send, and how long their ranks wait.
+"""The stages of a pipeline in the cost model: their layers, how rows are cut into chunks for them,
+what they send, and how long ranks wait for each other and for messages.
 
-They wait for one another, and for what is under way: in closed form, for a search through thousands
-of layouts; and as the schedule says, action by action, for those that are looked at closely.
+The waits have two forms: a closed one (`estimated`), for a search through thousands of layouts; and
+a simulation of the schedule, action by action (`simulated`), for the best of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def schedule_of(parallel: ParallelBlock) -> Schedule:
 
 
 def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:
-    """Return whether numbers are those of as many stages: [p], or [v][p]."""
+    """Return whether a list has a number for each stage: [p], or [v][p]."""
     rows = [one for one in each if not isinstance(one, int)]
     if not rows:
         return len(each) == ranks
@@ -68,11 +68,11 @@ def stages_of(
     *,
     again: bool,
 ) -> Stages:
-    """Return the layers of each stage: as a schedule says, or dealt out by their FLOPs, the last
-    stage's with the head's.
+    """Return the layers of each stage: as the schedule says, or balanced by FLOPs, those of the
+    head counted to the last stage.
 
-    windows: of each layer. rows: whose documents attention stays in; FLOPs are their mean. again:
-    whether layers run forward once more in the backward.
+    windows: of each layer. rows: those over which attention's FLOPs are averaged. again: whether
+    layers are recomputed in the backward.
     """
     if schedule.sizes:
         return Stages.of_sizes(schedule.sizes, ranks)
@@ -85,15 +85,15 @@ _dealt = lru_cache(maxsize=1024)(dealt_out)
 
 
 def stage_layers(stages: Stages, rank: int) -> StageLayers:
-    """Return what a rank along a pipeline has of a model."""
+    """Return the layers of a rank along a pipeline, in all its virtual stages."""
     mine = range(rank, stages.count, stages.ranks)
     layers = tuple(layer for stage in mine for layer in stages.layers(stage))
     return StageLayers(layers, first=rank == 0, last=rank == stages.ranks - 1)
 
 
 def message_bytes(placed: PlacedStep) -> float:
-    """Return the bytes of what a rank's stage sends to the next one of a micro-batch: the hidden
-    states of its tokens, of which tensor ranks that split tokens or features have a part each."""
+    """Return the bytes that a rank sends to the next stage for a micro-batch: the hidden states of
+    its tokens, or a tensor rank's part of them under use_seq_parallel or on a mesh."""
     step, layout = placed.step, placed.layout
     size = placed.tokens * step.model.hidden_size * step.element_bytes
     divided = step.use_seq_parallel or layout.is_mesh
@@ -101,10 +101,10 @@ def message_bytes(placed: PlacedStep) -> float:
 
 
 def links_of(placed: PlacedStep, stages: Stages) -> tuple[float, ...]:
-    """Return the seconds that a message is under way from each stage to the next one.
+    """Return the seconds of a message from each stage to the next.
 
-    Stages lie one after another over ranks, which are numbered host by host; those of a stage send
-    all at once. A message between stages of one host is on its links alone.
+    Ranks are numbered host by host, and stages follow one another; all ranks of a stage send at the
+    same time. A message inside a host uses only the links inside it.
     """
     layout, hardware = placed.layout, placed.hardware
     apart, host = layout.ranks // layout.pipeline, hardware.ranks_per_host
@@ -121,9 +121,9 @@ def links_of(placed: PlacedStep, stages: Stages) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1024)
 def _leave_hosts(stages: Stages, apart: int, host: int) -> tuple[bool, ...]:
-    """Return whether messages of each stage but the last go to another host.
+    """Return for each stage but the last whether its messages go to another host.
 
-    apart: ranks of a stage. host: ranks of a host.
+    apart: the number of ranks of a stage. host: the number of ranks of a host.
     """
 
     def leaves(stage: int) -> bool:
@@ -136,10 +136,10 @@ def _leave_hosts(stages: Stages, apart: int, host: int) -> tuple[bool, ...]:
 def layer_flops(
     model: ModelShape, windows: Sequence[int | None], rows: DrawnRows
 ) -> tuple[list[float], float]:
-    """Return the FLOPs of a row in each layer, and in the head: the mean over rows.
+    """Return the FLOPs of a row in each layer, and in the head, averaged over rows.
 
-    windows: the sliding window of each layer, or None where it sees all. The embedding is looked
-    up, and costs none; so is the rule of a layer with a state left out, a hundredth of its layer.
+    windows: the sliding window of each layer; None: full attention. The embedding look-up costs
+    none, and a state's recurrence is left out, which is a hundredth of its layer.
     """
     tokens, blocks = rows.rows[0].length, layer_blocks(model, windows)
     known, kinds = {}, list(zip(windows, blocks, strict=True))
@@ -154,9 +154,9 @@ def layer_flops(
 def cut_by_flops(
     model: ModelShape, windows: Sequence[int | None], chunks: int, multiple: int
 ) -> Cut:
-    """Return how rows are cut into chunks of equal FLOPs, which is near to equal time on any
+    """Return the cut of rows into chunks of equal FLOPs, which take about equal time on any
     hardware. windows: of each layer."""
-    # Of padding alone no query sees a key.
+    # A row of padding alone has no (query, key) pairs.
     layers, head = layer_flops(model, windows, DrawnRows((Segments((0,), 1),)))
     kinds = Counter(windows)
     pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
@@ -165,16 +165,19 @@ def cut_by_flops(
 
 
 def chunk_multiple(layout: Layout, splits_tokens: bool) -> int:
-    """Return of how many tokens each chunk has a multiple: the ranks that share a row divide it
-    equally, a ring's into two parts each, and so do tensor ranks that split tokens, if they do."""
+    """Return the number that must divide the tokens of a chunk.
+
+    The ranks that share a row divide a chunk equally, ring ranks into two parts each; and under
+    use_seq_parallel (splits_tokens) tensor ranks do too.
+    """
     tensor = layout.mesh_columns if splits_tokens else 1
     return layout.context * tensor * (2 if layout.ring > 1 else 1)
 
 
 def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) -> Cut | None:
-    """Return how a recipe's rows are cut into chunks; None where they go through whole.
+    """Return how a recipe's rows are cut into chunks; None: they are not.
 
-    prices: None where chunks have equal tokens.
+    prices: by which chunks take equal time; None: chunks have equal tokens.
     """
     if parallel.seq_split_num == 1:
         return None
@@ -184,30 +187,31 @@ def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) 
 
 
 LONG = 2
-"""Rounds of as many micro-batches as there are ranks, or of a few more, after which each further
-one takes alike."""
+"""After this many rounds, of about as many micro-batches as ranks, each further round takes the
+same time."""
 
 
 class PipelineWaits(NamedTuple):
-    """The seconds in which the rank with most work does none."""
+    """The seconds of a step in which the slowest rank is idle."""
 
     bubble: float
-    """Waiting for other ranks' work."""
+    """The seconds in which it waits for other ranks' work."""
     messages: float
-    """Waiting for what is under way."""
+    """The seconds in which it waits for messages."""
 
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """What a micro-batch takes in a pipeline, in seconds."""
+    """The seconds of a micro-batch in a pipeline."""
 
     stages: tuple[float, ...]
-    """Forward and backward of each stage."""
+    """The seconds of each stage's forward and backward."""
     links: tuple[float, ...]
-    """What one stage sends to the next one, or back, of all chunks: one fewer."""
+    """The seconds of the messages between each stage and the next, in one direction."""
     forward: float
-    """The share of a stage's seconds that its forward takes."""
+    """The forward's share of a stage's seconds."""
     ranks: int
+    """The number of ranks along the pipeline, each of which has `virtual` stages."""
 
     @property
     def virtual(self) -> int:
@@ -215,20 +219,20 @@ class PipelineCosts:
 
     @property
     def of_ranks(self) -> tuple[float, ...]:
-        """Of each rank, all its stages."""
+        """The seconds of each rank, in all its stages."""
         return tuple(sum(self.stages[rank :: self.ranks]) for rank in range(self.ranks))
 
     @property
     def most(self) -> float:
-        """Of the rank that has most to do."""
+        """The seconds of the slowest rank."""
         return max(self.of_ranks)
 
 
 def estimated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> PipelineWaits:
-    """Return what is waited for, in closed form: exact where stages take alike, nothing is under
-    way, and micro-batches fill the groups of virtual stages.
+    """Return the waits in closed form, which is exact if stages take equal time, messages take
+    none, and micro-batches fill the groups of virtual stages.
 
-    Of chunks, which take equal time, one goes through all ranks but the slowest.
+    With chunks, which take equal time, the bubble is that of one chunk instead of a micro-batch.
     """
     if (chunks := schedule.chunks) > 1:
         bubble = _bubble(costs, -(-micro_batches // costs.ranks) * costs.ranks) / chunks
@@ -240,24 +244,30 @@ def estimated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> P
 
 
 def _bubble(costs: PipelineCosts, micro_batches: int) -> float:
-    """One micro-batch goes through all ranks but the slowest; with v virtual stages through 1/v of
-    each, where groups of p micro-batches are full."""
+    """Return the seconds in which the slowest rank waits for others' work.
+
+    That is one micro-batch's time on all other ranks; with v virtual stages a v-th of it, if groups
+    of p micro-batches are full.
+    """
     most, every, virtual = costs.most, sum(costs.stages), costs.virtual
     full, left = divmod(micro_batches, costs.ranks)
     filled = (every - most) / virtual
     if virtual == 1 or not left:
         return filled
-    if not full:  # the first goes through every stage, and the others follow it
+    if not full:  # the first micro-batch passes through every stage, and the others follow it
         return max(filled, every + (micro_batches - 1) * most / virtual - micro_batches * most)
-    # The first of a group that is not full finds as much to wait for as what a full one hides.
+    # An incomplete group leaves idle what a full one would fill with other micro-batches.
     alone = (1 - costs.forward) * (1 + costs.ranks * (1 - 1 / virtual)) * most - most
     return filled + max(0.0, alone) * (costs.ranks - left) / max(1, costs.ranks - 1)
 
 
 def _exposed(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:
-    """Under 1F1B ranks in a row, however many, have as many micro-batches under way among them, and
-    these wait for all messages there and back; GPipe and interleaving have others to do in that
-    time, but for the first and the last."""
+    """Return the seconds of messages that overlap with no work.
+
+    Under 1F1B any k neighbouring ranks have k micro-batches in flight among them, so that they wait
+    for all messages between them, there and back. Under GPipe and interleaving other micro-batches
+    are computed meanwhile, except while the pipeline fills and drains.
+    """
     links, ranks = costs.links, costs.ranks
     there_and_back = 2 * sum(links)
     if schedule.scheduler == "gpipe" or costs.virtual > 1 or ranks == 1:
@@ -273,9 +283,11 @@ def _exposed(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> fl
 
 
 def _on_line(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:
-    """Return the seconds of the busiest line, which carries one message at a time: forwards alone
-    or backwards alone, but where two ranks send each other both. GPipe computes in the meantime
-    what goes the same way alone."""
+    """Return the seconds that messages occupy the busiest connection, which carries one at a time.
+
+    A connection carries only forward or only backward messages, unless the pipeline has two ranks.
+    Under GPipe messages of one direction overlap with the computation of the same direction.
+    """
     virtual, longest = costs.virtual, max(costs.links, default=0.0)
     messages = 2 * virtual - 1 if costs.ranks == 2 else virtual
     if schedule.scheduler == "gpipe" and virtual == 1:
@@ -285,7 +297,7 @@ def _on_line(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> fl
 
 
 def simulated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> PipelineWaits:
-    """Return what is waited for as the schedule says."""
+    """Return the waits, from a simulation of the schedule with and without messages."""
     silent = PipelineCosts(costs.stages, (0.0,) * len(costs.links), costs.forward, costs.ranks)
     whole = _end(costs, schedule, micro_batches)
     still = _end(silent, schedule, micro_batches)
@@ -293,9 +305,10 @@ def simulated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> P
 
 
 def _end(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:
-    """Return when all is done; of many micro-batches, of which rounds take alike, few are run.
+    """Return when a step ends; of many micro-batches only a few rounds are simulated, since later
+    rounds take equal time.
 
-    Rounds are of whole groups, and none is done sooner than the rank with most work does its own.
+    A round has whole groups, and takes at least as long as the slowest rank's work in it.
     """
     group = group_of(costs.ranks, schedule.virtual, schedule.chunks)
     each = group * -(-costs.ranks // group)
@@ -308,7 +321,7 @@ def _end(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:
 
 @lru_cache(maxsize=64)
 def timeline(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> Timeline:
-    """Return when each rank works on what."""
+    """Return the simulated schedule: when each rank runs each action."""
     order, virtual, _, chunks = schedule
     lists = forward_and_backward(order, costs.ranks, micro_batches, virtual, chunks)
     share = {"forward": costs.forward / chunks, "backward": (1 - costs.forward) / chunks}

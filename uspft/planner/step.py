@@ -1,7 +1,7 @@
-"""The seconds of one step by part: a model under a layout, on a cluster.
+"""The predicted seconds of one step by part: of a model in a layout on a cluster.
 
-What is not predicted stands in NOT_PREDICTED. Shapes are those of the slowest rank: the one with
-most tokens, most heads and most pairs of query and key.
+NOT_PREDICTED lists what is left out. Shapes are those of the slowest rank, which has most tokens,
+most heads and most (query, key) pairs.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ NOT_PREDICTED = (
     "on GPUs, that a stage takes a message when it needs it (NCCL), so behind none of its work",
 )
 HIDING = ("products", "elementwise")
-"""The parts behind which ZeRO's transfers pass."""
+"""The parts with which ZeRO's transfers overlap."""
 ROUNDING = 1e-9
-"""By how much sums of the same seconds in another order may differ, as a share."""
+"""The relative error of sums of the same seconds in another order."""
 WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
-"""A function that says what a number of micro-batches wait for in a pipeline."""
+"""A function that returns what a pipeline's slowest rank waits for, given a number of
+micro-batches."""
 
 
 def step_time(placed: PlacedStep, waits_of: WaitsOf = estimated) -> StepTime:
-    """Return what a step takes."""
+    """Return the time of a step. waits_of: `estimated` or `simulated` (planner/stages.py)."""
     if placed.layout.pipeline > 1:
         return _pipeline_time(placed, waits_of)
     one = forward_and_backward(placed)
@@ -69,15 +70,15 @@ def step_time(placed: PlacedStep, waits_of: WaitsOf = estimated) -> StepTime:
 
 
 def _once(placed: PlacedStep, behind: float, stored: StoredParts = ()) -> Iterator[StepPart]:
-    """Yield what ZeRO does once in a step. behind: seconds of a pass that hide the sums of
-    gradients. stored: as of zero_once."""
+    """Yield what ZeRO does once in a step. behind: the seconds of a pass with which the reduction
+    of gradients can overlap. stored: as in `zero_once`."""
     summed, *others = zero_once(placed, stored, passes=placed.passes)
     yield from hidden_behind(placed.step, [summed], placed.passes * behind)
     yield from others
 
 
 def _often(placed: PlacedStep, parts: Sequence[StepPart]) -> Iterator[StepPart]:
-    """Yield what each forward and backward of a step takes as the parts of all of them."""
+    """Yield the parts of one pass, multiplied by the step's number of passes."""
     return (part.times(placed.passes) for part in parts)
 
 
@@ -97,8 +98,8 @@ def model_flops(step: StepShape) -> float:
 
 
 def _pipeline_time(placed: PlacedStep, waits_of: WaitsOf) -> StepTime:
-    """Return what a step of a pipeline takes: the parts of the rank that has most to do, what it
-    waits for, and once a step what the rank with most parameters does."""
+    """Return the time of a step in a pipeline: the passes of the slowest rank, what it waits for,
+    and once a step the update of the rank with most parameters."""
     costs, most, stored = pipeline_costs(placed)
     waits = waits_of(costs, placed.step.schedule, placed.passes)
     sent = 2 * placed.passes * costs.virtual
@@ -116,24 +117,23 @@ def _pipeline_time(placed: PlacedStep, waits_of: WaitsOf) -> StepTime:
 
 
 def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], StoredParts]:
-    """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
-    do, and what the rank holds that has most parameters.
+    """Return the seconds of a micro-batch in each stage, its parts on the slowest rank, and what
+    the rank with most parameters stores.
 
-    ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step.
+    ZeRO-3 prefetches no weights in a pipeline, since DeepSpeed sees another order of modules in
+    each step.
     """
     step, layout, memo = placed.step, placed.layout, placed.memo
     stages = dealt_stages(step, layout, step.recompute, memo)
     one_of, outside = parts_apart(placed)
     by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
-    held = layout.mesh_rows, layout.mesh_columns, layout.experts, stages
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
         layers, _, last = kind
         parts = [part.times(n) for layer, n in layers for part in one_of[layer]] + outside * last
-        key = "stored", *held, rank, step.gradient_bytes
-        stored = memo.once(key, partial(stored_bytes, step, layout, stages, rank))
+        stored = _stored(placed, stages, rank)
         moved, fetched = list[StepPart](), list[StepPart]()
         for part in zero_in_each_pass(placed, stored):
             (fetched if part.name == "weights" else moved).append(part)
@@ -144,7 +144,7 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     plain[-1] += seconds_of(outside)
     seconds = {kind: seconds_of(parts) for kind, (parts, _) in ranks.items()}
     whole = [seconds[kind] for kind in by_rank]
-    # What ZeRO moves is spread over a rank's stages as the rest is.
+    # A rank's ZeRO transfers are distributed over its stages in proportion to the rest.
     scale = [all_of_it / sum(plain[r :: stages.ranks]) for r, all_of_it in enumerate(whole)]
     costs = PipelineCosts(
         tuple(each * scale[stage % stages.ranks] for stage, each in enumerate(plain)),
@@ -161,8 +161,8 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
 
 
 def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
-    """Return the layers of each stage of a step's schedule, dealt out by its rows where that says
-    nothing. again: whether layers run forward once more."""
+    """Return the layers of each stage: as the schedule says, else balanced by FLOPs for the step's
+    rows. again: whether layers are recomputed."""
     rows = step.sample or DrawnRows((step.row,))
     asked = step.windows, rows, layout.pipeline, step.schedule
     return memo.once(
@@ -172,14 +172,14 @@ def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> St
 
 
 _Layers = tuple[tuple[StepLayer, int], ...]
-"""How many layers there are of each kind."""
+"""Each kind of layer, with the number of such layers."""
 
 
 def _layers_of(
     stages: Stages, layers: Sequence[StepLayer]
 ) -> tuple[list[tuple[_Layers, bool, bool]], list[_Layers]]:
-    """Return what each rank along a pipeline has of the model, as far as time is concerned, with
-    whether it is the first and whether the last, and what each stage has."""
+    """Return (layers by kind, whether it is the first, whether it is the last) for each rank along
+    a pipeline, and the layers by kind of each stage."""
     by_stage = [Counter(layers[n] for n in stages.layers(s)) for s in range(stages.count)]
     by_rank = [sum(by_stage[r :: stages.ranks], Counter()) for r in range(stages.ranks)]
     ends = [(rank == 0, rank == stages.ranks - 1) for rank in range(stages.ranks)]
@@ -190,10 +190,10 @@ def _layers_of(
 
 
 def least_seconds(placed: PlacedStep) -> float:
-    """Return seconds that a step of a pipeline takes at least, sooner than step_time tells them.
+    """Return a lower bound on the seconds of a step in a pipeline, faster than `step_time`.
 
-    The rank that has most to do has the mean of all at least, and each waits while the first
-    micro-batch goes through the others.
+    The slowest rank has at least the mean work of all ranks, and waits while one micro-batch passes
+    through the others.
     """
     step, stages = placed.step, placed.layout.pipeline
     one_of, outside = parts_apart(placed)
@@ -202,7 +202,7 @@ def least_seconds(placed: PlacedStep) -> float:
         return sum(seconds_of(one_of[layer]) for layer in step.layers) + seconds_of(outside)
 
     whole = placed.memo.once(("whole", id(one_of)), every)
-    if step.stage == 3:  # nothing hides what fetches the weights
+    if step.stage == 3:  # gathering the weights overlaps with nothing
         moved = zero_in_each_pass(placed)
         whole += sum(part.seconds for part in moved if part.name == "weights")
     mean, parts = whole / stages, step.schedule.virtual * step.schedule.chunks
@@ -210,34 +210,34 @@ def least_seconds(placed: PlacedStep) -> float:
 
 
 def _hiding_seconds(parts: Sequence[StepPart]) -> float:
-    """Return the seconds behind which ZeRO's transfers pass."""
+    """Return the seconds with which ZeRO's transfers can overlap."""
     return sum(part.seconds for part in parts if part.name in HIDING)
 
 
 class StoredBytes(NamedTuple):
-    """What a rank's layout gives it of the model, before ZeRO divides it."""
+    """The bytes of a rank's part of the model, before ZeRO divides them."""
 
     gradients: float
     weights: float
     pieces: int
-    """In which it is gathered and summed: layers, and what is outside of them."""
+    """The number of pieces in which ZeRO gathers and reduces them: layers, and the rest."""
     axes: tuple[str, ...]
-    """Along which ranks hold the same of it."""
+    """The axes along which ranks store the same part, which ZeRO divides."""
 
 
 StoredParts = tuple[StoredBytes, ...]
-"""What a rank holds; where ranks divide experts, these by themselves behind the rest."""
+"""A rank's part of the model; with expert parallelism, experts are a second entry."""
 
 
 def zero_in_each_pass(placed: PlacedStep, stored: StoredParts = ()) -> list[StepPart]:
-    """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
+    """Return DeepSpeed's transfers in each forward and backward, which stages 2 and 3 make.
 
-    Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
-    gathers each layer's weights forward and backward, and reduce-scatters its gradients. stored: by
-    a rank of a pipeline; none: all layers.
+    Stage 2 all-reduces buckets of gradients (use_multi_rank_bucket_allreduce). Stage 3 gathers each
+    layer's weights forward and backward, and reduce-scatters its gradients. stored: what a rank of
+    a pipeline stores; empty: all layers.
     """
     step, found = placed.step, list[StepPart]()
-    for gradients, weights, n, axes in stored or stored_bytes(step, placed.layout):
+    for gradients, weights, n, axes in stored or _stored(placed):
         if placed.spread(*axes).ranks == 1 or step.stage < 2:
             continue
         if step.stage == 2:
@@ -251,24 +251,23 @@ def zero_in_each_pass(placed: PlacedStep, stored: StoredParts = ()) -> list[Step
 
 
 def micro_step_seconds(placed: PlacedStep, behind: float = 0.0) -> float:
-    """Return the seconds that ZeRO takes in each forward and backward of all ranks.
+    """Return the seconds that ZeRO's transfers add to each forward and backward.
 
-    placed: in the layout in which ranks store the parameters. behind: seconds of products that hide
-    transfers under overlap_comm.
+    placed: in the layout in which ranks store the parameters. behind: the seconds of products with
+    which transfers overlap under overlap_comm.
     """
     return seconds_of(hidden_behind(placed.step, zero_in_each_pass(placed), behind))
 
 
 def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) -> list[StepPart]:
-    """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
+    """Return the parts that a step has once: first the reduction of gradients (stages 0 and 1).
 
-    These are the update with the sums of gradients in memory, and at stages 1 and 2 the gathering
-    of the new weights. stored: by a rank of a pipeline; none: all layers. passes: whose gradients
-    are summed.
+    Then come the update, which includes summing the passes' gradients in memory, and the all-gather
+    of updated weights (stages 1 and 2). stored: as in `zero_in_each_pass`. passes: of a step.
     """
     step, summed, update, gathered = placed.step, StepPart("gradients", 0.0), 0.0, list[StepPart]()
     kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
-    for own in stored or stored_bytes(step, placed.layout):
+    for own in stored or _stored(placed):
         ranks = placed.spread(*own.axes).ranks
         if ranks > 1 and step.stage < 2:
             summed = summed.plus(placed.sent("gradients", kind, own.gradients, own.axes))
@@ -280,13 +279,20 @@ def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) 
     return [summed, StepPart("update", update), *gathered]
 
 
+def _stored(placed: PlacedStep, stages: Stages | None = None, place: int = 0) -> StoredParts:
+    """Return stored_bytes of a layout, worked out once for all that store parameters alike."""
+    step, layout = placed.step, placed.layout
+    key = layout.mesh_rows, layout.mesh_columns, layout.experts, stages, place
+    return placed.memo.once(("stored", *key), partial(stored_bytes, step, layout, stages, place))
+
+
 def stored_bytes(
     step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
 ) -> StoredParts:
-    """Return what a rank holds of the gradients and the weights.
+    """Return the bytes of weights and gradients that a rank stores.
 
-    place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
-    which has no gradient of its own where it is a copy of the embedding.
+    place: the rank's index along a pipeline. The first stage has the embedding, the last one the
+    norm and the head, whose gradient is the embedding's if the two are tied.
     """
     model, mine = step.model, stage_layers(stages, place) if stages else None
     every = parameters_of(model, layout.mesh_columns, mine and mine.layers)
@@ -309,8 +315,8 @@ def stored_bytes(
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:
-    """Yield ZeRO's transfers with what passes behind so many seconds of products: under
-    overlap_comm all of each but one layer's."""
+    """Yield ZeRO's transfers with the seconds of them that overlap with products: under
+    overlap_comm all but one layer's, as far as `behind` seconds of products reach."""
     pieces = step.model.layers + 1
     for part in parts:
         hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.hides else 0.0

@@ -1,4 +1,5 @@
-"""What decides the time of a step, where it runs, and that time as the sum of its parts."""
+"""The inputs of the cost model, a step and the layout and machine that it runs on; and its result,
+a time that is the sum of named parts."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from uspft.planner.trained import Lora
 
 GRADIENT_BYTES = 4
-"""Gradients of weights are summed in float32, and travel in it where a step says nothing else."""
+"""The size of an element of a weight's gradient, which is summed in float32 and sent as such unless
+a step says otherwise."""
 
 
 class StepPart(NamedTuple):
-    """A part of a step; bytes are those of the collectives, or that the busiest rank sends."""
+    """A part of a step. seconds: its duration, of which `hidden` overlaps with other parts. bytes:
+    the size of its collectives, or for messages what the busiest rank sends."""
 
     name: str
     seconds: float
@@ -31,7 +34,7 @@ class StepPart(NamedTuple):
     bytes: float = 0.0
 
     def times(self, count: float) -> StepPart:
-        """Return the same part so many times."""
+        """Return the part multiplied by a count."""
         return StepPart(self.name, *(count * value for value in self[1:]))
 
     def plus(self, other: StepPart) -> StepPart:
@@ -40,19 +43,19 @@ class StepPart(NamedTuple):
 
 
 def seconds_of(parts: Iterable[StepPart]) -> float:
-    """Return the seconds of parts, less what is hidden."""
+    """Return the sum of the parts' seconds that do not overlap."""
     return sum(part.seconds - part.hidden for part in parts)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step as the sum of its parts, of which several may have one name."""
+    """A step's time as the sum of its parts; several may have the same name."""
 
     parts: tuple[StepPart, ...]
 
     @property
     def seconds(self) -> float:
-        """The seconds of the step, less what is hidden."""
+        """The seconds of the step, without what overlaps."""
         return seconds_of(self.parts)
 
     @property
@@ -60,7 +63,7 @@ class StepTime:
         return sum(part.hidden for part in self.parts)
 
     def of(self, *names: str) -> float:
-        """Return the seconds of the parts of these names, hidden ones counted."""
+        """Return the seconds of the parts with these names, including what overlaps."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
     def bytes_of(self, *names: str) -> float:
@@ -76,36 +79,36 @@ class StepTime:
 
     @property
     def by_part(self) -> dict[str, float]:
-        """The seconds of the parts of each name, hidden ones not counted."""
+        """The seconds of the parts of each name, without what overlaps."""
         return {name: part.seconds - part.hidden for name, part in self.by_name.items()}
 
 
 DEALT_ROWS = 4
-"""Rows of a sample that are dealt out to correct what closed forms say."""
+"""The rows of a sample that are counted exactly, to correct the closed forms for all."""
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnRows:
-    """Rows of a recipe's data, of one length, over which attention's work is the mean."""
+    """A sample of a recipe's rows, all of one length, over which attention's work is averaged."""
 
     rows: tuple[Segments, ...]
     source: str = ""
-    """Of what they are, for a person."""
+    """Where the rows come from, for messages."""
 
     @classmethod
     def whole(cls, length: int) -> DrawnRows:
-        """Return the row that one document of so many tokens fills."""
+        """Return a sample of one row that is a single document."""
         return cls((Segments.single(length),))
 
     @cached_property
     def longest_share(self) -> float:
-        """The share of its row that the longest document has, the mean over rows."""
+        """The longest document's share of its row, averaged over rows."""
         shares = [max((b - a for a, b in row), default=0) / row.length for row in self.rows]
         return sum(shares) / len(shares)
 
     @property
     def documents(self) -> float:
-        """The documents of a row: the mean."""
+        """The mean number of documents of a row."""
         return sum(len(row.bounds) - 1 for row in self.rows) / len(self.rows)
 
     @cached_property
@@ -113,7 +116,7 @@ class DrawnRows:
         return {}
 
     def pairs(self, window: int | None) -> float:
-        """Return the pairs of query and key of a row in a layer with this window: the mean."""
+        """Return the mean number of (query, key) pairs of a row in a layer with this window."""
         if window not in self._pairs:
             every = [pairs_of_row(row, window) for row in self.rows]
             self._pairs[window] = sum(every) / len(every)
@@ -121,7 +124,8 @@ class DrawnRows:
 
     @cached_property
     def dealt(self) -> DrawnRows:
-        """The few rows that are dealt out: from those with the fewest pairs to those with most."""
+        """The few rows that are counted exactly, spread evenly from the fewest pairs to the
+        most."""
         order = sorted(self.rows, key=lambda row: pairs_of_row(row, None))
         count = min(DEALT_ROWS, len(order))
         return DrawnRows(
@@ -130,27 +134,27 @@ class DrawnRows:
 
 
 def pairs_of_row(row: Segments, window: int | None) -> int:
-    """Return the pairs of query and key of a row's documents in a layer with this window."""
+    """Return the number of (query, key) pairs of a row's documents in a layer with this window."""
     return int(work_of([(0, row.length)], list(row), window))
 
 
 class StepLayer(NamedTuple):
-    """What tells a layer's time from another's."""
+    """The kind of a layer, on which its time depends."""
 
     window: int | None
-    """The sliding window; None where it sees all, NO_KEYS where it has a state."""
+    """The sliding window; None: full attention; NO_KEYS: a layer with a state."""
     blocks: Blocks
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides the time of a step, whatever the cluster."""
+    """Everything on which a step's time depends except the layout and the machine."""
 
     model: ModelShape
     row: Segments
-    """The row that stands for all."""
+    """The row that every row is priced as, unless there is a sample."""
     windows: Sequence[int | None]
-    """The sliding window of each layer, or None where it sees all."""
+    """The sliding window of each layer, as in `StepLayer`."""
     step_rows: int
     """Rows of a step, over all replicas."""
     rows: int = 1
@@ -159,51 +163,50 @@ class StepShape:
     element_bytes: int = 2
     recompute: bool = True
     tiles: int = 0
-    """The tokens of a tile where MLPs work on one after another; 0 where they do not."""
+    """The tokens of a tile, if MLPs run tile by tile; 0: they do not."""
     attention: Forwards = ONCE
-    """How often a layer's attention makes its forward transfers, and those of keys its products."""
+    """How often a layer makes its attention's forward transfers, recomputation included."""
     use_seq_parallel: bool = False
     overlaps: bool | None = False
-    """DeepSpeed's overlap_comm; None where it is left to DeepSpeed, which overlaps at stage 3."""
+    """DeepSpeed's overlap_comm; None: DeepSpeed's default, which overlaps at stage 3."""
     lora: Lora | None = None
-    """The adapters that train alone."""
+    """The LoRA adapters; None: no LoRA."""
     trained: float = 1.0
     """The share of the parameters that train."""
     gradient_bytes: int = GRADIENT_BYTES
-    """Of an element of the gradients that ZeRO sums over ranks."""
+    """The size of an element of the gradients that ZeRO sums over ranks."""
     scatters: bool = False
-    """Whether ZeRO-1 sums each gradient where it is owned alone, which DeepSpeed does not."""
+    """Whether ZeRO-1 reduce-scatters gradients, where DeepSpeed all-reduces them."""
     slices: Sequence[int] | None = None
-    """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
+    """MeshSlice's slices of each product of a layer; None: Megatron's tensor parallelism."""
     copies: int = 1
-    """Of a rank's tokens, which blocks of matrices that are split in Megatron's way take by
-    turns."""
+    """The copies of a rank's tokens that take turns (`fine_grain_interleave`)."""
     schedule: Schedule = PLAIN
-    """Of a pipeline's ranks."""
+    """The schedule of a pipeline."""
     sample: DrawnRows | None = None
-    """Rows of the data over which attention is the mean; None: `row` stands for all."""
+    """Rows of the data over which attention is averaged; None: every row is `row`."""
     dealt: bool = True
-    """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
-    or goes by closed forms."""
+    """Whether the attention of packed rows, or under a window, is counted by assigning rows to
+    ranks exactly; False: by closed forms."""
 
     def of_window(self, window: int | None) -> StepShape:
-        """Return the step of a model all of whose layers are as those with a window."""
+        """Return the step with the sizes of those layers that have this window."""
         model = self.model.of_window(window)
         return self if model is self.model else replace(self, model=model)
 
     @property
     def layers(self) -> tuple[StepLayer, ...]:
-        """What each layer is, as far as time is concerned."""
+        """The kind of each layer."""
         return tuple(map(StepLayer, self.windows, layer_blocks(self.model, self.windows)))
 
     @property
     def hides(self) -> bool:
-        """Whether ZeRO's transfers pass behind products."""
+        """Whether ZeRO's transfers overlap with products."""
         return self.stage == 3 if self.overlaps is None else self.overlaps
 
     @property
     def forwards(self) -> int:
-        """How often a layer runs forward, again where it is recomputed."""
+        """How often a layer runs forward in a step's pass, recomputation included."""
         return 2 if self.recompute else 1
 
     def passes(self, layout: Layout) -> int:
@@ -218,7 +221,7 @@ Priced = TypeVar("Priced")
 
 
 class Memo(dict[Hashable, Any]):
-    """What parts of a step take, by all that they depend on beside the step and the machine."""
+    """A cache of prices of one step on one machine, by all else that they depend on."""
 
     def once(self, key: Hashable, make: Callable[[], Priced]) -> Priced:
         """Return what make() gave the first time that key was asked for."""
@@ -230,50 +233,50 @@ class Memo(dict[Hashable, Any]):
 
 @dataclass(frozen=True, eq=False)
 class PlacedStep:
-    """A step under a layout on a machine, which is what has a price."""
+    """A step in a layout on a machine: what the cost model prices."""
 
     step: StepShape
     layout: Layout
     hardware: Hardware
     algorithm: Algorithm | None = None
-    """Splits rows at the layout's degrees; None where attention is not priced."""
+    """The context-parallel algorithm at the layout's degrees; None: attention is not priced."""
     memo: Memo = field(default_factory=Memo)
-    """What has been worked out under other layouts of the same step on the same machine."""
+    """The cache, shared with other layouts of the same step on the same machine."""
 
     def of(self, **changes: Any) -> PlacedStep:
-        """Return the same place of a step that has these fields, of which nothing is known yet."""
+        """Return this with other fields of the step, and an empty cache."""
         return replace(self, step=replace(self.step, **changes), memo=Memo())
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """The tokens of a rank in one forward."""
         return self.step.tokens(self.layout)
 
-    @property
+    @cached_property
     def passes(self) -> int:
-        """The forwards and backwards of a step."""
+        """The number of forward and backward passes of a step."""
         return self.step.passes(self.layout)
 
     @property
     def on_mesh(self) -> bool:
-        """Whether matrices are split by MeshSlice, and not in Megatron's way."""
+        """Whether matrices are split by MeshSlice instead of Megatron's tensor parallelism."""
         return self.step.slices is not None and self.layout.tensor > 1
 
     def spread(self, *axes: str) -> Spread:
-        """Return how the groups of ranks that differ along these axes lie on hosts."""
+        """Return how the groups of ranks along these axes are spread over hosts."""
         return Spread.of(self.layout, axes, self.hardware.ranks_per_host)
 
     def sent(
         self, name: str, kind: Collective, of_bytes: float, axes: Sequence[str], count: float = 1
     ) -> StepPart:
-        """Return so many collectives along these axes as a part; of_bytes: as of
+        """Return `count` collectives along these axes as a part. of_bytes: as in
         `Hardware.collective_seconds`."""
         seconds = self.hardware.collective_seconds(kind, of_bytes, self.spread(*axes))
         return StepPart(name, count * seconds, bytes=count * of_bytes)
 
     def product_seconds(self, m: float, k: float, n: float) -> tuple[float, float]:
-        """Return the seconds of a product [m, k] × [k, n] forward, and of its gradients; [k, n] is
-        a weight, and a frozen one has no gradient."""
+        """Return the seconds of a product [m, k] × [k, n], and of the products of its gradients.
+        [k, n] is a weight, which has no gradient if it is frozen."""
         step, seconds = self.step, self.hardware.product_seconds
         by_input = seconds(m, n, k, step.element_bytes)
         by_weight = step.trained * seconds(k, m, n, step.element_bytes)

@@ -1,9 +1,9 @@
-"""The legal ways to run a step on some ranks: the only place that lists layouts.
+"""The legal ways to run a step on some ranks: the only place that enumerates layouts, for `plan`,
+every `auto`, `strategies: auto` and `verify`.
 
-A way is a layout with the algorithm that shares rows, and what else decides what a step takes and
-needs: ZeRO's stage, rows in one forward, what is made again, the schedule of a pipeline. What is
-left out is counted by its reason. `plan`, every `auto`, `strategies: auto` and `verify` all ask
-here.
+A way is a layout with its context-parallel algorithm, and the other choices on which a step's time
+and memory depend: the ZeRO stage, the micro-batch size, what is recomputed, the schedule of a
+pipeline. Illegal ways are counted by reason.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from uspft.tensor.parts import divide_heads
 
 @dataclass(frozen=True)
 class Way:
-    """A layout with its algorithm, and how a step runs under it."""
+    """A layout with its context-parallel algorithm, and how a step runs in it."""
 
     layout: Layout
     row: AlgorithmRow
-    """Of the algorithm that shares rows."""
+    """The algorithm's row in the table of config/algorithms.py."""
     splits_tokens: bool = False
-    """Whether tensor ranks split the tokens between their matrices too."""
+    """Whether tensor ranks split the tokens between blocks (use_seq_parallel)."""
     stage: int = 1
-    """ZeRO's."""
+    """The ZeRO stage."""
     rows: int = 1
-    """Rows of one replica in one forward."""
+    """Rows of one replica in one forward (`training.micro_batch_size`)."""
     recompute: str = "nothing"
     schedule: Schedule = PLAIN
-    """Of a pipeline's ranks; it says nothing where all layers are one stage."""
+    """The schedule of the pipeline; without one it has no meaning."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Of the algorithm, by the fields of its class; what is not named is left to it."""
+    """Options of the algorithm, as fields of its class; the others have their defaults."""
 
     @cached_property
     def name(self) -> str:
-        """The layout's name, which tells it from other ways of the same options."""
+        """The layout's name, with use_seq_parallel and the schedule."""
         given = f"tensor{self.layout.tensor}"
         tokens = "-tokens" if self.splits_tokens else ""
         name = self.layout.name(self.row.name).replace(given, given + tokens)
@@ -72,7 +72,7 @@ class Way:
 
     @property
     def degrees(self) -> dict[str, Any]:
-        """What a recipe's `parallel_config` says of it."""
+        """The keys of `parallel_config` that stand for this way."""
         layout, shared = self.layout, self.layout.context > 1
         both = shared and self.row.splits is Splits.BOTH
         found: dict[str, Any] = {
@@ -99,7 +99,7 @@ class Way:
         return found
 
     def step(self, step: StepShape) -> StepShape:
-        """Return a step as it runs under this way."""
+        """Return a step as it runs in this way."""
         forwards, layout = FORWARDS[self.recompute] if step.recompute else ONCE, self.layout
         by_turns = self.splits_tokens or layout.context > 1
         return replace(
@@ -114,7 +114,7 @@ class Way:
         )
 
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
-        """Return the algorithm with the facts of a step."""
+        """Return the algorithm, with what it must know of a step."""
         windows = {*step.windows} - {NO_KEYS}
         return make_algorithm(
             self.row,
@@ -127,7 +127,7 @@ class Way:
         )
 
     def placed(self, step: StepShape, hardware: Hardware, memo: Memo | None = None) -> PlacedStep:
-        """Return a step under this way on a machine. step: as it runs under the way."""
+        """Return a step in this way on a machine. step: as `self.step` returns it."""
         algorithm = self.algorithm(step, hardware.ranks_per_host)
         known = Memo() if memo is None else memo
         return PlacedStep(step, self.layout, hardware, algorithm, known)
@@ -135,7 +135,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Space:
-    """What may vary among ways; None stands for every degree."""
+    """The values that ways may have; None: any degree."""
 
     tensor: Collection[int] | None = None
     context: Collection[int] | None = None
@@ -143,40 +143,40 @@ class Space:
     ulysses: Collection[int] | None = None
     algorithms: Collection[str] | None = None
     tokens: Collection[bool] = (False, True)
-    """Whether tensor ranks split the tokens between their matrices."""
+    """The values of use_seq_parallel."""
     flat: bool = True
-    """Whether matrices may be split in Megatron's way."""
+    """Whether matrices may be split by Megatron's tensor parallelism."""
     meshes: bool = False
-    """Whether they may lie on a mesh of rows and columns."""
+    """Whether matrices may be split on a mesh (MeshSlice)."""
     stages: Collection[int] = (1,)
-    """ZeRO's."""
+    """The ZeRO stages."""
     rows: Collection[int] = (1,)
     recomputes: Collection[str] = ("nothing",)
     pipelines: Collection[int] | None = (1,)
-    """Ranks that layers are split over."""
+    """The pipeline degrees."""
     schedulers: Collection[Scheduler] = (PLAIN.scheduler,)
     virtual: Collection[int] = (1, 2, 4)
-    """Stages of each of these ranks."""
+    """The numbers of virtual stages per rank."""
     chunks: int = 1
-    """Parts of a row that follow one another through them."""
+    """The number of chunks that rows are cut into for a pipeline (`seq_split_num`)."""
     experts: Collection[int] | None = (1,)
-    """Ranks that divide the experts of a layer."""
+    """The degrees of expert parallelism."""
 
 
 WhyNot = Callable[[Way], str | None]
-"""A function that says what speaks against a way, or None."""
+"""A function that returns a reason against a way, or None."""
 
 
 @dataclass
 class Ways:
-    """The ways that are legal, and how many are not, by reason."""
+    """The legal ways, and the numbers of illegal ones by reason."""
 
     legal: list[Way] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
 def ways(ranks: int, space: Space, why_not: WhyNot) -> Ways:
-    """Return the ways of a space that are legal on so many ranks."""
+    """Return the ways of a space on `ranks` ranks against which `why_not` has no reason."""
     found = Ways()
     for way in every_way(ranks, space):
         if reason := why_not(way):
@@ -187,7 +187,7 @@ def ways(ranks: int, space: Space, why_not: WhyNot) -> Ways:
 
 
 def every_way(ranks: int, space: Space) -> Iterator[Way]:
-    """Yield every way of a space, legal or not; each does something that no other does."""
+    """Yield every way of a space, legal or not, without duplicates under several names."""
     for columns, rows, blocks, tokens in _matrices(ranks, space):
         left = ranks // (columns * rows)
         stages = _divisors(left, space.pipelines)
@@ -212,8 +212,8 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
 
 
 def _matrices(ranks: int, space: Space) -> Iterator[tuple[int, int, bool, bool]]:
-    """Yield mesh columns, mesh rows, whether matrices lie in blocks, and whether tokens are split
-    between them; first of all those that split no matrix."""
+    """Yield (mesh columns, mesh rows, whether matrices are in blocks, use_seq_parallel), unsplit
+    matrices first."""
     for degree in _divisors(ranks, space.tensor):
         if degree == 1:
             yield 1, 1, False, False
@@ -226,9 +226,9 @@ def _matrices(ranks: int, space: Space) -> Iterator[tuple[int, int, bool, bool]]
 
 
 def _sharing(ranks: int, space: Space) -> Iterator[tuple[AlgorithmRow, int]]:
-    """Yield the algorithms that so many ranks may share a row by, and their Ulysses degrees.
+    """Yield the algorithms by which `ranks` ranks may share a row, and their Ulysses degrees.
 
-    An algorithm is left out at degrees where another does the same under its own name.
+    A hybrid is left out at degrees at which it equals an algorithm with a name of its own.
     """
     if ranks == 1:
         yield WHOLE, 1
@@ -250,8 +250,8 @@ def _sharing(ranks: int, space: Space) -> Iterator[tuple[AlgorithmRow, int]]:
 
 
 def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) -> WhyNot:
-    """Return what speaks against ways to run a model's step: its heads, its rows, its experts.
-    more: what else does."""
+    """Return the function that gives the reason why a way is illegal for a model's step, by its
+    heads, rows and experts. more: gives further reasons."""
     model, tokens = step.model, step.row.length
 
     def why_not(way: Way) -> str | None:
@@ -277,7 +277,7 @@ def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) 
 
 
 def why_no_stages(model: ModelShape, way: Way) -> str | None:
-    """Return why a model's layers cannot be split as a way does, or None where they can."""
+    """Return why a model's layers cannot be split into a way's stages, or None if they can."""
     if way.layout.pipeline == 1:
         return None
     if way.layout.pipeline * way.schedule.virtual > model.layers:
@@ -290,7 +290,7 @@ def why_no_stages(model: ModelShape, way: Way) -> str | None:
 
 
 def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
-    """Return why a model's matrices cannot be split as a layout does, or None where they can."""
+    """Return why a model's matrices cannot be split as in a layout, or None if they can."""
     if layout.tensor == 1:
         return None
     states, on_mesh = state_sizes(model), layout.is_mesh
@@ -314,17 +314,17 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
 
 
 def _divisors(number: int, among: Collection[int] | None = None) -> Sequence[int]:
-    """Return the divisors of a number, rising, of those that are asked for."""
+    """Return the divisors of a number that are in `among`, rising."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     every = sorted({*small, *(number // d for d in small)})
     return [d for d in every if among is None or d in among]
 
 
 MAX_LAYOUTS = 24
-"""How many layouts are tried unless all are asked for."""
+"""The number of layouts that `verify` tries without `--all`."""
 
 Problems = Callable[["Recipe", Layout], list[Finding]]
-"""A function that returns what speaks against a recipe's `parallel_config` under its layout."""
+"""A function that returns the findings against a recipe's `parallel_config` in its layout."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""What a person is told of a legal recipe before its ranks start: how long the run is, how its
-learning rate goes on, where its experts and its stages' layers are, how much memory a rank needs,
-and which parts of the layout leave ranks idle."""
+"""Lines on a legal recipe that are printed before its ranks start: the run's length, a change of
+the learning rate after resuming, experts and pipeline stages, memory, and idle ranks."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ from uspft.training.learning_rate import learning_rate
 from uspft.written import METRICS
 
 NAMED = 3
-"""Degrees that are named beside experts that are not divided."""
+"""The number of expert parallel degrees that are named for a recipe without."""
 
 
 def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None:
-    """Return for a person how many experts a rank has, and whether dispatching tokens to them sends
+    """Return a sentence on the number of experts of a rank, and whether expert parallelism sends
     less than ZeRO would for experts on every rank; None for a model without experts.
 
-    Where ranks do not divide experts, the degrees that may are named with theirs.
+    Without expert parallelism, the crossover is given for the possible degrees.
     """
     every, degree, copies = shape.experts, layout.experts, layout.copies
     if every == 1:
@@ -70,14 +69,14 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
 
 
 def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> float:
-    """Return the tokens on a rank below which experts divided over so many ranks send less."""
+    """Return the tokens of a rank below which expert parallelism of this degree sends less."""
     token = token_cost(step.model, step.element_bytes, ranks, step.forwards)
     return crossover_tokens(step.model, ranks, _zero_bytes(recipe, step, layout), token)
 
 
 def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
-    """Return the bytes of one of the experts' parameters that ZeRO moves for each forward and
-    backward; an all-reduce moves a gradient twice."""
+    """Return the bytes that ZeRO moves per expert parameter in a forward and backward; an
+    all-reduce moves a gradient twice."""
     layers = trained_layers(step.model, lora_of(recipe.model), tuple(recipe.model.freeze))
     matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
@@ -96,10 +95,10 @@ def wasted(
 ) -> Iterator[str]:
     """Yield a line `key: what; remedy` for each thing that leaves ranks without work.
 
-    each_layout: those of the strategies, or the only one, as of `Examined`.
+    each_layout: the recipe and layout of each strategy, or the only ones, as in `Examined`.
     """
-    # Where layers are split in stages, ZeRO-3 fetches no weights ahead: ranks run their stages in
-    # another order each time, and DeepSpeed knows what comes next from one order alone.
+    # In a pipeline ZeRO-3 does not prefetch weights: ranks run their stages in another order each
+    # time, and DeepSpeed predicts the next module from a fixed order.
     if layout.pipeline > 1 and stage_of(recipe) == 3:
         yield (
             "deepspeed.zero_optimization.stage: is 3, beside parallel_config.pipeline_stage "
@@ -114,7 +113,7 @@ def wasted(
 
 
 def _heads(recipe: Recipe, layout: Layout, shape: ModelShape | None, at: str) -> Iterator[str]:
-    """Where Ulysses has more ranks than there are query heads, some of them attend with none."""
+    """Yield a line if Ulysses has more ranks than query heads, so that some ranks have none."""
     heads = shape.heads // layout.mesh_columns if shape else layout.ulysses
     if layout.ulysses > heads:
         named = recipe.parallel_config.ulysses_degree_in_cp is not None
@@ -127,7 +126,8 @@ def _heads(recipe: Recipe, layout: Layout, shape: ModelShape | None, at: str) ->
 
 
 def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Where a step has fewer rows than places for them, replicas compute padding."""
+    """Yield a line if a step has fewer rows than its micro-batches, so that replicas compute
+    padding."""
     rows, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
     passes, at_once = micro_batches(recipe, layout), micro * layout.data
     if empty := passes * at_once - rows:
@@ -161,10 +161,10 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
 
 
 def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:
-    """Return a line on the learning rate where it does not go on as it was, or None where it does.
+    """Return a line if the learning rate changes on resuming, else None.
 
-    The schedule runs over all steps of a run, so that other steps make another rate of each. What
-    the rate was stands in the metrics of the run that wrote the checkpoint.
+    The schedule runs over all steps of a run, so that another number of steps changes the rate at
+    each. The previous rate is in the metrics of the run that wrote the checkpoint.
     """
     last: tuple[int, float] | None = None
     with suppress(OSError):
@@ -188,9 +188,12 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
 def memory_sentence(
     recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, asked: MemoryBlock
 ) -> tuple[str | None, str]:
-    """Return what a rank needs beside what its card has, for a person; or None, and why the formula
-    does not know it with what is known all the same. asked: what the recipe leaves open, which
-    longer rows may have otherwise."""
+    """Return (a sentence on a rank's memory and the card's, ""); or (None, why the formula cannot
+    predict it, with what is known).
+
+    asked: the recipe's memory block with its `auto` values, which the longest row may resolve
+    differently from the recipe's own rows.
+    """
     options = options_of(recipe, layout)
     predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
     if predicted.unpredicted:
@@ -239,9 +242,9 @@ def says_layers(asked: Recipe) -> bool:
 
 
 def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known) -> str | None:
-    """Return for a person which layers the stages of a resolved recipe have, and how long ranks
-    wait; None where there is one stage, or where the model's layers are not known. asked: the
-    recipe as the user wrote it."""
+    """Return a sentence on the layers of a resolved recipe's stages and the pipeline's bubble; None
+    without a pipeline, or if the model's layers are not known. asked: the recipe as the user wrote
+    it."""
     parallel = recipe.parallel_config
     if layout.pipeline == 1 or parallel.layers_per_stage is None or strategies_of(recipe):
         return None
@@ -268,11 +271,11 @@ def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known)
 
 
 UNEQUAL = 1.1
-"""How much more than the mean a chunk of equal time may take without a word."""
+"""The largest ratio of a chunk's time to the mean that is not reported."""
 
 
 def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
-    """Say by how much chunks of equal time differ where rounding to their multiple makes them."""
+    """Return words on how unequal rounding to a multiple makes chunks of equal time, if it does."""
     if not shape or recipe.parallel_config.sequence_chunks != "time":
         return ""
     cut = _cut(recipe, layout, shape)
@@ -283,7 +286,7 @@ def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
 
 
 def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
-    """Return how rows are cut, as near as can be told before the run prices them."""
+    """Return the cut of rows by FLOPs, an estimate of the run's cut by predicted seconds."""
     parallel = recipe.parallel_config
     multiple = chunk_multiple(layout, parallel.use_seq_parallel)
     cut = cut_by_flops(shape, layer_windows(shape), parallel.seq_split_num, multiple)
@@ -291,8 +294,8 @@ def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
 
 
 def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
-    """Say how often ranks that split a row's tokens send its keys: for each chunk, all keys up to
-    the chunk's end."""
+    """Return words on how often ring ranks send a row's keys: for each chunk all keys up to its
+    end."""
     if layout.ring == 1 or not shape:
         return ""
     row = Segments.single(recipe.data.sequence_length)

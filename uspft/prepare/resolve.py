@@ -51,9 +51,8 @@ from uspft.segments import Segments
 
 
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
-    """Return the resolved recipe, and the planner's decision; None where the planner was not
-    asked."""
-    for settle in dict.fromkeys(FIRST.values()):  # one of them may settle several keys
+    """Return the resolved recipe, and the planner's decision; None: nothing was left to it."""
+    for settle in dict.fromkeys(FIRST.values()):  # a function may settle several keys
         recipe = settle(recipe, known)
     decision, again = decided(recipe, known), recipe.memory.recompute
     recipe = with_values(recipe, decision.values if decision else {})
@@ -67,10 +66,11 @@ def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
 
 
 def _strategies(recipe: Recipe, known: Known) -> Recipe:
-    """Settle what strategies leave open, and set the degrees beside them to the longest rows'.
+    """Settle the open keys of strategies, and set the degrees in `parallel_config` itself to the
+    longest rows'.
 
-    Each strategy is settled as a recipe of its own whose rows have its length, on as many processes
-    as the layout of the longest rows has.
+    Each strategy is settled as a recipe of its own with rows of its length, on the run's processes
+    or, if their number is open, on as many as the longest rows' layout needs.
     """
     every, parallel = strategies_of(recipe), recipe.parallel_config
     if not every:
@@ -94,8 +94,8 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         if strategy.pipeline_stage > 1:  # a step's samples decide
             degrees["micro_batch_num"] = AUTO
         found.append(strategy.model_copy(update=degrees))
-    # Strategies with as many stages have the same layers in them: those that one of them states, or
-    # else those that suit the longest rows.
+    # Strategies with the same number of stages have the same layers in each: those that one of them
+    # states, or those balanced for the longest rows.
     said = {one.pipeline_stage: one.layers_per_stage for one in every if one.layers_per_stage}
     layers = {one.pipeline_stage: one.layers_per_stage for one in found} | said
     dealt = [{"layers_per_stage": layers[one.pipeline_stage]} for one in found]
@@ -107,15 +107,15 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
 
 
 def on_device(recipe: Recipe, known: Known) -> Recipe:
-    """Settle where the run is: on GPUs where this host has any."""
+    """Settle the device: GPUs if this host has any."""
     if recipe.launch.device != AUTO:
         return recipe
     return recipe.changed(launch={"device": "cuda" if known.gpus else "cpu"})
 
 
 def _on_hardware(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the hardware file, and the kernel: on CPU there is only one, on GPUs ranks try those
-    that are installed."""
+    """Settle the hardware file, and on CPU the attention kernel, of which there is one there; on
+    GPUs ranks try those that are installed."""
     if recipe.launch.hardware == AUTO and known.cluster:
         recipe = recipe.changed(launch={"hardware": known.cluster.hardware.name})
     if recipe.model.attention == AUTO and recipe.launch.device == "cpu":
@@ -124,7 +124,7 @@ def _on_hardware(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _scaling(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the factor of a rope scaling that has none: it is as large as rows need."""
+    """Settle the factor of a rope scaling that has none, by the length of rows."""
     if known.shape is None:
         return recipe
     model = with_factor(recipe.model, known.shape, recipe.data.sequence_length)
@@ -132,7 +132,7 @@ def _scaling(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _format(recipe: Recipe, known: Known) -> Recipe:
-    """Settle one format for all sources, or where they differ, one for each."""
+    """Settle the data's format: one for all sources, or if they differ, one for each."""
     data, found = recipe.data, known.formats
     if not found:
         return recipe
@@ -145,11 +145,11 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the algorithm that the planner did not choose: none where rows are whole.
+    """Settle the context-parallel algorithm if the planner did not choose it; None for whole rows.
 
-    The rows of a mesh share each row of tokens, so that they have an algorithm also where the
-    recipe names none. An `auto` for which the planner found no layout becomes an algorithm too: the
-    checks that follow then tell what is wrong.
+    Mesh rows share rows of tokens, so that they have an algorithm even if the recipe names none. An
+    `auto` for which the planner found no layout becomes an algorithm too, so that the checks that
+    follow can tell what is wrong.
     """
     parallel = recipe.parallel_config
     name, shared = parallel.context_parallel_algo, parallel.row_ranks > 1
@@ -178,13 +178,13 @@ def _processes(recipe: Recipe, known: Known) -> Recipe:
     is_open = recipe.parallel_config.strategies == AUTO or degrees_are_open(recipe) is not None
     if layout is None or (recipe.launch.processes != AUTO and known.ranks is None):
         return recipe
-    if is_open and ranks_of(recipe, known) is None:  # the degrees do not tell
+    if is_open and ranks_of(recipe, known) is None:  # they do not follow from the degrees
         return recipe
     return recipe.changed(launch={"processes": layout.ranks // known.hosts})
 
 
 def _options(recipe: Recipe, known: Known) -> Recipe:
-    """Set options that do not apply to null; those of the algorithm that are `auto` stay so."""
+    """Set options of other algorithms to null; the chosen algorithm's own may stay `auto`."""
     parallel = recipe.parallel_config
     layout = _layout(recipe, known)
     if layout is None:
@@ -197,8 +197,7 @@ def _options(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _slices(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the slices on a mesh as one number for each product, and as one slice where the
-    cluster is not known yet."""
+    """Settle MeshSlice's slices as one number per product; 1 if the cluster is not known yet."""
     parallel = recipe.parallel_config
     if not parallel.on_a_mesh or parallel.mesh_is_open:
         return recipe
@@ -206,7 +205,7 @@ def _slices(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _memory(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the tiles, and `memory.recompute` where there is one choice only."""
+    """Settle the sizes of tiles, and `memory.recompute` if there is only one choice."""
     if known.shape is None:
         return recipe
     recipe, block = settled_memory(recipe, known.shape), recipe.memory
@@ -217,7 +216,7 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _head_groups(recipe: Recipe, known: Known) -> Recipe:
-    """Settle how many heads attention works on at once, by the memory that a rank needs."""
+    """Settle how many heads attention computes at once, by the memory of a rank."""
     layout, block = _layout(recipe, known), recipe.memory
     chosen = not (block.recompute == AUTO and block.gradient_checkpointing)  # by the planner
     if block.attention_heads == AUTO and chosen and known.shape and known.cluster and layout:
@@ -234,10 +233,10 @@ def _stages(recipe: Recipe, known: Known) -> Recipe:
 def fitting_heads(
     recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware
 ) -> int | str:
-    """Return what `memory.attention_heads: auto` stands for: the least on the wire that fits.
+    """Return the value of `memory.attention_heads: auto`: that which sends least and fits.
 
-    All heads send least; then all query heads of a KV head, and the fewer the more. On a CPU, and
-    where attention cannot work in groups, it is all.
+    All heads at once send least, then all query heads of a KV head; fewer send more. On a CPU, or
+    if attention cannot run in groups of heads, it is all.
     """
     options = options_of(recipe, layout)
     able = bool(hardware.device) and has_groups(shape, layout)
@@ -253,10 +252,10 @@ def fitting_heads(
 
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
-    """Return the recipe with the keys of its pipeline stages settled, as far as they can be.
+    """Return the recipe with the keys of its pipeline settled, as far as they can be.
 
-    `micro_batch_num` becomes 1 where there are no stages, as MindSpore Transformers has it. With
-    strategies each of them has its own stages, and a step's samples decide how many micro-batches.
+    Without a pipeline `micro_batch_num` becomes 1, as in MindSpore Transformers. With strategies
+    each has its own stages, and the number of micro-batches depends on a step's samples.
     """
     parallel, listed = recipe.parallel_config, strategies_of(recipe)
     several = any(one.pipeline_stage > 1 for one in listed or (parallel,))
@@ -271,7 +270,7 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
         settled["pipeline_interleave"] = virtual if several else None
     if several and known.shape and not listed:
         found = stages_said(recipe, known.shape)
-        if found is None:  # dealt out by the FLOPs of layers and head
+        if found is None:  # balanced by the FLOPs of layers and head
             sample = DrawnRows(tuple(known.rows)) if known.rows else None
             step = replace(
                 step_shape(recipe, known.shape),
@@ -312,12 +311,12 @@ SETTLED: Mapping[str, Settle] = {
     "memory.recompute": _memory,
     "memory.attention_heads": _head_groups,
 }
-"""The function that settles each other key, in the order in which one needs another."""
+"""The function that settles each other key; later ones depend on earlier ones."""
 
 
 def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
-    """Return the recipe with the chosen layouts for `strategies: auto`, or with the one layout that
-    is as fast and as many packed rows in a step as its samples make."""
+    """Return the recipe with the layouts chosen for `strategies: auto`; or, if a single layout is
+    as fast, with that layout and a global batch of the rows that a step's samples fill."""
     found, layouts = weighed.choice, weighed.choice.layouts
     if found.switches and layouts:
         listed = tuple(Strategy(max_length=one.length, **one.keys) for one in layouts.buckets)

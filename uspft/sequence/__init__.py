@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import row_of
@@ -69,8 +69,7 @@ def make_algorithm(
 @cache
 def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
     """Return an algorithm's class by the words that name it, and its fields."""
-    module, _, name = code.partition(":")
-    cls = getattr(import_module(module), name)
+    cls = resolve_name(code)
     return cls, frozenset(field.name for field in fields(cls))
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from uspft.segments import Segments
-from uspft.sequence.rows.share import RowParts, Share
+from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, heads_traffic, in_turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,8 @@ class Algorithm(Protocol):
     """One way to split a row over ulysses × ring ranks.
 
     An implementation is a frozen dataclass, whose fields are its degrees, options and facts of the
-    run such as its hosts; `make_algorithm` fills them in.
+    run such as its hosts; `make_algorithm` fills them in. It says which tokens each rank holds and
+    how keys come to queries. The exchange of heads (ulysses.py) and the cost are the same for all.
     """
 
     @property
@@ -92,14 +93,18 @@ class Algorithm(Protocol):
     @property
     def ring(self) -> int: ...
 
-    def __hash__(self) -> int: ...
+    def __hash__(self) -> int:  # which a dataclass has of its own: costs are kept by algorithm
+        return id(self)
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         """Return the reasons why the algorithm cannot split rows of this length with these heads.
 
         Each reason is (recipe key, what is wrong, remedy); the list is empty if it can.
         """
-        ...
+        ranks = self.ulysses * self.ring
+        if self.ring == 1:
+            return rows_must_divide(row_tokens, ranks, "one for each rank")
+        return rows_must_divide(row_tokens, 2 * ranks, "two for each rank")
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         """Return the positions of each context rank, in the rank's order; every position of the row
@@ -109,17 +114,12 @@ class Algorithm(Protocol):
         """
         ...
 
-    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
-        """Return the attention output [T, H, D] of this rank's tokens, differentiable.
+    def passes(self, share: Share, *, keeps: bool = False) -> Passes:
+        """Return the forward and backward of attention between the exchanges of heads.
 
-        q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
-        tokens; D is the head dim.
+        keeps: whether keys received in the forward may be saved for the backward; else the backward
+        fetches the keys of other ranks again.
         """
-        ...
-
-    def passes(self, share: Share) -> Passes:
-        """Return the forward and backward of what `attend` does between the exchanges of heads; the
-        backward fetches the keys of other ranks again."""
         ...
 
     def cost(
@@ -136,6 +136,21 @@ class Algorithm(Protocol):
         element_bytes: the size of an element of q, k and v. forwards: how often the forward's
         transfers are made. parts: the shares of all ring ranks for each chunk of the row; None: the
         row is not cut into chunks.
+        """
+        tokens = segments.length // (self.ulysses * self.ring)
+        exchanged = heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards)
+        if self.ring == 1:
+            return Cost(exchanged)
+        parts = parts or [everyones(segments, self.token_order(segments), self.ulysses, window)]
+        together, turns = in_turns(heads, self.ulysses, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
+        return replace(self.keys_cost(parts, pair_bytes, forwards, turns), all_to_all=exchanged)
+
+    def keys_cost(self, parts: RowParts, pair_bytes: int, forwards: Forwards, turns: int) -> Cost:
+        """Return the cost of moving keys, values and their gradients in a ring of several ranks.
+
+        parts: the shares of all ring ranks for each chunk of the row. pair_bytes: the size of a
+        token's key and value. turns: how many groups of heads follow one another.
         """
         ...
 

@@ -12,19 +12,22 @@ keys and values, or their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from uspft.comm import Group
-from uspft.kernels import Kernel, Partial, Qkv
-from uspft.kernels.merge import Sum, sinks_gradient
+from uspft.kernels import Kernel, Qkv
+from uspft.kernels.kernel import Gradient
+from uspft.kernels.merge import Sum
 from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved
 from uspft.sequence.chunked import ChunkShare
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
+from uspft.sequence.passes import GradientsHome, KeyPasses, KeysAtHand
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
 
@@ -43,47 +46,49 @@ def of_chunk(passes: Passes, share: Share, keys: LayerKeys | None) -> Passes:
 
 
 @dataclass(frozen=True)
-class ChunkPasses:
-    """The forward and backward of a chunk's attention, if the ring degree is 1."""
+class ChunkPasses(KeyPasses):
+    """The forward and backward of a chunk's attention, if the ring degree is 1: keys of earlier
+    chunks are in memory, and the chunk's own come last."""
 
     share: ChunkShare
     keys: LayerKeys
 
-    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
-        q_thD, k_tgD, v_tgD = qkv
-        partial = Partial(q_thD)
+    def come(
+        self, k_tgD: Tensor, v_tgD: Tensor, ring: Group, kept: Sequence[Tensor] = ()
+    ) -> Iterator[KeysAtHand]:
         for chunk, blocks in enumerate(self.share.behind):
             if blocks:
-                kept = self.keys[chunk]
-                partial.add(kernel.forward((q_thD, kept.k, kept.v), blocks, rule.scale))
+                yield KeysAtHand(chunk, blocks, self.keys[chunk].k, self.keys[chunk].v)
         if self.share.square:
-            partial.add(kernel.forward(qkv, self.share.square, rule.scale))
-        _keep(self.share, self.keys, k_tgD, v_tgD)
-        return partial.result(rule.sinks)
+            yield KeysAtHand(None, self.share.square, k_tgD, v_tgD)
 
-    def backward(
-        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
-    ) -> QkvGradients:
-        q_thD, k_tgD, _ = qkv
-        found = saved[0], saved[1], saved[-1]
-        dq_thD = Sum(q_thD.shape, q_thD)
-        for chunk, blocks in enumerate(self.share.behind):
-            if blocks:
-                kept = self.keys[chunk]
-                earlier = q_thD, kept.k, kept.v
-                queries, partials = kernel.backward(earlier, found, blocks, rule.scale)
-                dq_thD.add(queries)
-                kept.sum.add(partials)
-                del queries, partials  # else they would be there beside what is made next
-        dkv_2tgD = _found_later(self.share, self.keys, k_tgD)
-        if self.share.square:
-            queries, partials = kernel.backward(qkv, found, self.share.square, rule.scale)
-            dq_thD.add(queries)
-            dkv_2tgD.add(partials)
-            del queries, partials
-        dk_tgD, dv_tgD = dkv_2tgD.result()
-        dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *found)
-        return dq_thD.result(), dk_tgD, dv_tgD, dsinks
+    def home(self, k_tgD: Tensor, ring: Group) -> _ChunkHome:
+        return _ChunkHome(self.share, self.keys, k_tgD)
+
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        made = super().forward(qkv, rule, ring, kernel)
+        _keep(self.share, self.keys, *qkv[1:])
+        return made
+
+
+class _ChunkHome(GradientsHome):
+    """The gradients of earlier chunks' keys are added to those chunks' sums, those of its own to
+    what later chunks found."""
+
+    def __init__(self, share: ChunkShare, keys: LayerKeys, k_tgD: Tensor) -> None:
+        self._share, self._keys, self._k_tgD = share, keys, k_tgD
+
+    @cached_property
+    def _own(self) -> Sum:
+        return _found_later(self._share, self._keys, self._k_tgD)
+
+    def add(self, source: object, partials: list[Gradient]) -> None:
+        (self._keys[source].sum if isinstance(source, int) else self._own).add(partials)
+        partials.clear()
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._own.result()
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Rows cut into chunks, which follow one another through a pipeline: where they are cut, to which
-keys of earlier chunks their queries attend, and the algorithm that splits each over ranks.
+"""Rows cut into chunks, which pass through a pipeline one after another (seqpipe): where they are
+cut, which keys of earlier chunks their queries see, and the algorithm that splits them over ranks.
 
-A row's attention reaches back alone, so what a chunk needs of the row is the keys before it. Equal
-tokens would take unequal time: a token late in a document sees more keys.
+Attention is causal, so a chunk needs only keys of earlier chunks. Chunks of equal tokens would take
+unequal time, since tokens late in a document see more keys.
 """
 
 from __future__ import annotations
@@ -18,46 +18,45 @@ from numpy.typing import NDArray
 
 from uspft.blocks import Block
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Algorithm, Passes, Rule, Split
+from uspft.sequence.algorithm import Algorithm, Passes
 from uspft.sequence.rows.share import Order, RowParts, Share
-from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs
+from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs_before
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from uspft.kernels import Qkv
+    pass
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows are cut into chunks."""
+    """The cut of rows into chunks of equal cost."""
 
     chunks: int
     multiple: int = 1
-    """Of how many tokens each chunk has a multiple: the ranks that share it divide it equally."""
+    """A chunk's tokens are a multiple of this, so that the ranks that share it divide it
+    equally."""
     token: float = 1.0
-    """What a token costs, whatever it sees."""
+    """The cost of a token apart from attention."""
     pairs: tuple[tuple[int | None, float], ...] = ()
-    """What a pair of query and key costs, by the sliding window of the layers in which it does."""
+    """The cost of a (query, key) pair, for the layers of each sliding window."""
 
     def bounds(self, row: Segments) -> tuple[int, ...]:
-        """Return where the chunks of a row begin, and where the last one ends: as equal in cost as
-        multiples allow. The row must have as many multiples as chunks, at least."""
+        """Return the first token of each chunk of a row, and the row's length. Chunks have costs as
+        equal as `multiple` allows; the row must have at least `chunks` multiples of it."""
         return _bounds(self, row)
 
     @property
     def of_tokens(self) -> Cut:
-        """The same for chunks of equal tokens."""
+        """The cut into chunks of equal tokens."""
         return Cut(self.chunks, self.multiple)
 
     def of_one_document(self, row_tokens: int) -> list[int]:
-        """Return the tokens of each chunk of a row that one document fills."""
+        """Return the tokens of each chunk of a row that is a single document."""
         return [b - a for a, b in pairwise(self.bounds(Segments.single(row_tokens)))]
 
     def brought(self, row: Segments, window: int | None) -> float:
-        """Return how often a row's keys come to its queries: with each chunk those up to its end
-        that its queries see. window: of the layer."""
+        """Return the keys that chunks send among ranks, divided by the row's length: for each chunk
+        the keys up to its end that its queries see. window: of the layer."""
         total = 0
         for first, last in pairwise(self.bounds(row)):
             seen = row.part(first, last).before
@@ -65,7 +64,7 @@ class Cut:
         return total / row.length
 
     def costs(self, row: Segments) -> NDArray[np.float64]:
-        """Return what each chunk of a row costs."""
+        """Return the cost of each chunk of a row."""
         return np.diff(_cost_before(self, row, np.array(self.bounds(row))))
 
 
@@ -77,7 +76,7 @@ def _bounds(cut: Cut, row: Segments) -> tuple[int, ...]:
     before = _cost_before(cut, row, np.arange(multiples + 1) * cut.multiple)
     found = [0]
     for chunk in range(1, cut.chunks):
-        # What is left is shared among what is left, so that no rounding adds up.
+        # Each chunk takes its share of the remaining cost, so that rounding does not add up.
         share = before[found[-1]] + (before[-1] - before[found[-1]]) / (cut.chunks - chunk + 1)
         at = int(np.searchsorted(before, share))
         at -= at > 0 and share - before[at - 1] < before[at] - share
@@ -86,21 +85,16 @@ def _bounds(cut: Cut, row: Segments) -> tuple[int, ...]:
 
 
 def _cost_before(cut: Cut, row: Segments, places: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return what the tokens before each place of a row cost."""
+    """Return the cost of all tokens before each of these positions."""
     cost = cut.token * places
-    starts = np.array([start for start, _ in row] or [0])
-    stops = np.array([stop for _, stop in row] or [0])
-    document = np.maximum(np.searchsorted(starts, places, side="right") - 1, 0)
-    inside = np.minimum(places, stops[document]) - starts[document]
     for window, price in cut.pairs:
-        whole = np.concatenate([[0], np.cumsum(pairs(stops - starts, window))])
-        cost = cost + price * (whole[document] + pairs(inside, window))
+        cost = cost + price * pairs_before(places, list(row), window)
     return np.asarray(cost, np.float64)
 
 
 def cut_order(order: Order, bounds: Sequence[int]) -> list[Order]:
-    """Return the positions of each chunk of a row that each context rank holds. order: the row's,
-    in which each rank's are in the order of chunks."""
+    """Return, for each chunk, the positions that each context rank holds of it. order: the
+    positions that each rank holds of the whole row."""
     return [
         [tuple(span for own in spans for span in _within(own, a, b)) for spans in order]
         for a, b in pairwise(bounds)
@@ -108,7 +102,7 @@ def cut_order(order: Order, bounds: Sequence[int]) -> list[Order]:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Return spans in order, those that meet joined."""
+    """Return the spans sorted, overlapping and adjacent ones merged."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -142,7 +136,7 @@ class ChunkShares:
         self._others: dict[int | None, ChunkShares] = {}
 
     def with_window(self, window: int | None) -> ChunkShares:
-        """Return those of the same tokens under a sliding window."""
+        """Return the shares of the same tokens under a sliding window."""
         if window == self._window:
             return self
         if window not in self._others:
@@ -150,8 +144,8 @@ class ChunkShares:
         return self._others[window]
 
     def places(self, held: Sequence[Span]) -> list[NDArray[np.int64]]:
-        """Return where among this rank's tokens those of each chunk are. held: the positions of all
-        of them, in the rank's order."""
+        """Return the indices of each chunk's tokens among this rank's. held: the positions of all
+        this rank's tokens, in order."""
         whole = np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in held)])
         found = []
         for share in self.every:
@@ -246,7 +240,7 @@ class ChunkShare(Share):
 
 
 @dataclass(frozen=True)
-class Chunked:
+class Chunked(Algorithm):
     """The ranks that share a row share each of its chunks, as the other algorithm shares a row of
     what the chunk has of documents; the keys of earlier chunks are at hand."""
 
@@ -282,11 +276,11 @@ class Chunked:
         ]
         return ChunkShares(rows, [[*chunk] for chunk in zip(*by_row, strict=True)], place)
 
-    def attend(self, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
-        return self.of.attend(qkv, share, rule, split)
+    def passes(self, share: Share, *, keeps: bool = False) -> Passes:
+        return self.of.passes(share, keeps=keeps)
 
-    def passes(self, share: Share) -> Passes:
-        return self.of.passes(share)
+    def keys_cost(self, parts: RowParts, pair_bytes: int, forwards: Forwards, turns: int) -> Cost:
+        return self.of.keys_cost(parts, pair_bytes, forwards, turns)
 
     def cost(
         self,

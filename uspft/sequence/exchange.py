@@ -1,83 +1,73 @@
 """Attention whose keys and values go straight to the ranks that need them.
 
 Shapes, as suffixes: t tokens of this ring rank, n tokens received in an arrival, m those of them
-that come from one rank; h/g query/KV heads on this rank, D head dim; 2: keys and values, or their
+that come from one rank; g KV heads on this rank, D head dim; 2: keys and values, or their
 gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from uspft.comm import Group, Move, shift
-from uspft.kernels import Kernel, Partial, Qkv
-from uspft.kernels.merge import Sum, sinks_gradient
-from uspft.sequence.algorithm import QkvGradients, Rule, Saved
+from uspft.kernels.kernel import Gradient
+from uspft.sequence.passes import HomeByRing, KeyPasses, KeysAtHand
 from uspft.sequence.rows.exchange import Arrival, Exchange, Leg
-from uspft.sequence.rows.spans import Span, tokens_in
+from uspft.sequence.rows.spans import Span
 
 
 @dataclass(frozen=True)
-class ExchangePasses:
-    """The forward and the backward of attention over the keys that an exchange brings.
+class ExchangePasses(KeyPasses):
+    """Attention over the keys that an exchange brings.
 
     All transfers are posted before anything is computed. The first arrives while blocks with this
     rank's own keys are computed, each further one while the blocks of the arrival before it are.
-    The partial dK and dV of an arrival go home once, in the compute type, and are summed there in
-    float32 or wider.
     """
 
     exchange: Exchange
 
-    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
-        (q_thD, k_tgD, v_tgD), exchange, scale = qkv, self.exchange, rule.scale
-        arriving = _Arriving(k_tgD, v_tgD, exchange, ring)
-        partial = Partial(q_thD)
-        partial.add(kernel.forward(qkv, exchange.blocks_here, scale))
-        received = []
-        for arrival in exchange.arrivals:
-            k_ngD, v_ngD = arriving.wait(arrival)
-            partial.add(kernel.forward((q_thD, k_ngD, v_ngD), arrival.blocks, scale))
-            received += [k_ngD, v_ngD] if exchange.keep else []
-        return *partial.result(rule.sinks), *received
+    @property
+    def keep(self) -> bool:
+        return self.exchange.keep
 
-    def backward(
-        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
-    ) -> QkvGradients:
-        (q_thD, k_tgD, v_tgD), exchange = qkv, self.exchange
-        out_thD, lse_ht, *received, dout_thD = saved
-        dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)
-        kept = (out_thD, lse_ht, dout_thD)
-
-        def own() -> None:
-            queries, keys = kernel.backward(qkv, kept, exchange.blocks_here, rule.scale)
-            dq_thD.add(queries)
-            dkv_2tgD.add(keys)
-
-        arriving = None if exchange.keep else _Arriving(k_tgD, v_tgD, exchange, ring)
+    def come(
+        self, k_tgD: Tensor, v_tgD: Tensor, ring: Group, kept: Sequence[Tensor] = ()
+    ) -> Iterator[KeysAtHand]:
+        own = KeysAtHand(None, self.exchange.blocks_here, k_tgD, v_tgD)
+        arriving = None if kept else _Arriving(k_tgD, v_tgD, self.exchange, ring)
         if arriving:
-            own()  # computed while the second fetch is under way
-        returning = _Returning(k_tgD, exchange, ring)
-        for number, arrival in enumerate(exchange.arrivals):
-            pair = arriving.wait(arrival) if arriving else received[2 * number : 2 * number + 2]
-            queries, partials = kernel.backward((q_thD, *pair), kept, arrival.blocks, rule.scale)
-            del pair
-            dq_thD.add(queries)
-            del queries  # as soon as it can: else each would be there beside what is made next
-            total_2ngD = Sum((2, sum(arrival.sizes), *k_tgD.shape[1:]), k_tgD)
-            total_2ngD.add(partials)
-            del partials
-            returning.send(arrival, total_2ngD)
-        if not arriving:
-            own()  # computed while gradients are on their way home
-        returning.finish(dkv_2tgD)
-        dk_tgD, dv_tgD = dkv_2tgD.result()
-        dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *kept)
-        return dq_thD.result(), dk_tgD, dv_tgD, dsinks
+            yield own
+        for number, arrival in enumerate(self.exchange.arrivals):
+            here = slice(2 * number, 2 * number + 2)
+            yield KeysAtHand(
+                arrival, arrival.blocks, *(arriving.wait(arrival) if arriving else kept[here])
+            )
+        if kept:
+            yield own  # computed while the gradients of the others are on their way home
+
+    def home(self, k_tgD: Tensor, ring: Group) -> _ExchangeHome:
+        return _ExchangeHome(k_tgD, ring, self.exchange)
+
+
+class _ExchangeHome(HomeByRing):
+    """The way home for the gradients of what an exchange brought, all of it awaited at the end."""
+
+    def __init__(self, k_tgD: Tensor, ring: Group, exchange: Exchange) -> None:
+        super().__init__(k_tgD, ring, "gather")
+        self._exchange = exchange
+
+    def add(self, source: object, partials: list[Gradient]) -> None:
+        if not isinstance(source, Arrival):
+            self.own.add(partials)
+            partials.clear()
+            return
+        leg, parts_2mgD = source.leg, _by_source(source, self.summed(sum(source.sizes), partials))
+        each = zip(leg.distances, parts_2mgD, strict=True)
+        self.send([(-far, part, self._exchange.leaving(far, leg)) for far, part in each])
 
 
 class _Arriving:
@@ -110,33 +100,6 @@ class _Arriving:
             wait()
         whole_2ngD = _by_position(arrival, [move.out for _, move in moves])
         return whole_2ngD[0], whole_2ngD[1]
-
-
-class _Returning:
-    """Partial dK and dV on their way home to the owners of the keys, in the dtype of k_tgD."""
-
-    def __init__(self, k_tgD: Tensor, exchange: Exchange, ring: Group) -> None:
-        self._k_tgD, self._exchange, self._ring = k_tgD, exchange, ring
-        self._pending: list[tuple[Callable[[], None], Move, tuple[Span, ...]]] = []
-
-    def send(self, arrival: Arrival, total_2ngD: Sum) -> None:
-        """Send an arrival's partial gradients to the owners of its keys."""
-        _, *gD = self._k_tgD.shape
-        parts_2mgD, far = _by_source(arrival, total_2ngD.rounded()), arrival.leg.distances
-        homes = [self._exchange.leaving(distance, arrival.leg) for distance in far]
-        moves = []
-        for distance, part_2mgD, cuts in zip(far, parts_2mgD, homes, strict=True):
-            came_2mgD = self._k_tgD.new_empty((2, tokens_in(cuts), *gD))
-            moves.append(Move(part_2mgD.contiguous(), came_2mgD, -distance))
-        waits = shift(moves, self._ring, "gather")
-        self._pending += zip(waits, moves, homes, strict=True)
-
-    def finish(self, own_2tgD: Sum) -> None:
-        """Wait for what other ranks found for this rank's keys, and add it to own_2tgD."""
-        while self._pending:
-            wait, move, cuts = self._pending.pop(0)
-            wait()
-            own_2tgD.add_rows(cuts, move.out)
 
 
 def _by_position(arrival: Arrival, parts_2mgD: list[Tensor]) -> Tensor:

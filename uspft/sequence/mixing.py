@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from uspft.sequence.rows.fragments import Halo
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Share
 from uspft.sequence.states import Mixed, StateRule, mix_over_states
-from uspft.sequence.ulysses import HeadExchange, exchange_back, exchange_heads
+from uspft.sequence.ulysses import HeadExchange, start_exchange, start_exchange_back
 
 STATE = "state"
 """The kind as which transfers of layers with a state are counted, but for those of heads."""
@@ -67,14 +68,14 @@ class StateExchange:
         parts = (*[self._heads.kv] * 2, *[self._heads.query] * 3)
         dtypes = x.g.dtype, x.beta.dtype
 
-        def exchanged(way: Callable[..., tuple[Tensor, ...]], *x: Tensor) -> tuple[Tensor, ...]:
+        def exchanged(way: Callable[..., Any], *x: Tensor) -> tuple[Tensor, ...]:
             # A gate's bits as elements [t, H, n] of the others' type.
             gates = [gate[..., None].contiguous().view(x[2].dtype) for gate in x[3:]]
-            found = way((*x[:3], *gates), parts, self._exchange.tokens, self._exchange.group)
+            found = way((*x[:3], *gates), parts, self._exchange.tokens, self._exchange.group)()
             came = zip(found[3:], dtypes, strict=True)
             return *found[:3], *(one.contiguous().view(dtype).squeeze(-1) for one, dtype in came)
 
-        there, back = (partial(exchanged, way) for way in (exchange_heads, exchange_back))
+        there, back = (partial(exchanged, way) for way in (start_exchange, start_exchange_back))
         found: tuple[Tensor, ...] = with_backward(there, back, *x)
         return found
 

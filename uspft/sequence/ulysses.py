@@ -103,19 +103,14 @@ def _widths(tensors: Sequence[Tensor], parts: Parts) -> list[list[int]]:
     ]
 
 
-def exchange_heads(
-    tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
-) -> tuple[Tensor, ...]:
-    """Exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's heads; tensors
-    may differ in D."""
-    return start_exchange(tensors_tND, parts, tokens, group)()
-
-
 def start_exchange(
     tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Start what `exchange_heads` does, and return the function that waits for it, which must be
-    called; the tensors are free at once."""
+    """Start to exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's.
+
+    Tensors may differ in D, and are free at once. Returns the function that waits for it, which
+    must be called.
+    """
     own, widths = tokens[group.index], _widths(tensors_tND, parts)
     sizes = [own * sum(width) for width in widths]
     send = tensors_tND[0].new_empty(sum(sizes))
@@ -136,19 +131,15 @@ def start_exchange(
     return arrived
 
 
-def exchange_back(
-    tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
-) -> tuple[Tensor, ...]:
-    """Exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all heads, where
-    shared heads add up; tensors may differ in D."""
-    return start_exchange_back(tensors_TnD, parts, tokens, group)()
-
-
 def start_exchange_back(
     tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Start what `exchange_back` does, and return the function that waits for it, which must be
-    called; the tensors must not change until then."""
+    """Start to exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all of
+    them, where shared heads add up.
+
+    Tensors may differ in D. Returns the function that waits for it, which must be called; they must
+    not change until then.
+    """
     own, widths = tokens[group.index], _widths(tensors_TnD, parts)
     width, dims = sum(widths[group.index]), [x.shape[-1] for x in tensors_TnD]
     flat = [x_TnD.flatten(1) for x_TnD in tensors_TnD]
@@ -206,7 +197,9 @@ class HeadExchange:
         """Return this member's heads [T, n, D] of its group's tokens; differentiable."""
         of = parts, self.tokens, self.group
         found = with_backward(
-            lambda *x: exchange_heads(x, *of), lambda *dx: exchange_back(dx, *of), *tensors_tND
+            lambda *x: start_exchange(x, *of)(),
+            lambda *dx: start_exchange_back(dx, *of)(),
+            *tensors_tND,
         )
         return tuple(map(self.in_order, found))
 
@@ -216,7 +209,9 @@ class HeadExchange:
         of = (tuple(part),), self.tokens, self.group
         x_TnD = self.as_received(x_TnD)
         found: Tensor = with_backward(
-            lambda x: exchange_back((x,), *of)[0], lambda dx: exchange_heads((dx,), *of), x_TnD
+            lambda x: start_exchange_back((x,), *of)()[0],
+            lambda dx: start_exchange((dx,), *of)(),
+            x_TnD,
         )
         return found
 

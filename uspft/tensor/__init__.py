@@ -1,10 +1,10 @@
-"""How a matrix is split: what a tensor-parallel algorithm must say about itself. Each is one file,
-and config/algorithms.py lists them."""
+"""The interface of a tensor-parallel algorithm. Each algorithm is one file, and
+config/algorithms.py lists them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
 from uspft.config.algorithms import TENSOR
@@ -38,37 +38,40 @@ class TensorAlgorithm(Protocol):
 
     @property
     def degree(self) -> int:
-        """How many ranks hold parts of one matrix."""
+        """The number of ranks that hold the parts of one matrix."""
         ...
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether a rank sees its own tokens alone between the blocks of split matrices."""
+        """Whether each rank has different tokens between blocks (attention and MLP)."""
         ...
 
     @property
     def copies(self) -> int:
-        """In how many copies of a rank's tokens blocks work by turns."""
+        """The number of copies of a rank's tokens that take turns, so that one's transfers overlap
+        with another's products (`fine_grain_interleave`); 1: none."""
         ...
 
     def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
         """Return why a model cannot be split: (recipe key, what is wrong, remedy) each.
 
-        hidden: features between blocks.
+        hidden: the hidden size.
         """
         ...
 
     def enter(self, x: Tensor, tokens: int, group: Group) -> Tensor:
-        """Return what column-split matrices take, [1, T, d], of what lies between blocks."""
+        """Return the input of a block's column-split matrices, [1, T, d], from a rank's hidden
+        states between blocks."""
         ...
 
     def leave(self, x: Tensor, group: Group) -> Tensor:
-        """Return what lies between blocks, of the part that this rank's row-split matrices made."""
+        """Return a rank's hidden states between blocks, from the partial output of its row-split
+        matrix."""
         ...
 
 
 class MeshAlgorithm(TensorAlgorithm, Protocol):
-    """One way to multiply matrices that lie on a mesh in blocks."""
+    """A tensor-parallel algorithm whose matrices are in blocks on a mesh of ranks."""
 
     def inward(
         self,
@@ -78,21 +81,23 @@ class MeshAlgorithm(TensorAlgorithm, Protocol):
         product: int,
         used: Sequence[Used] = (),
     ) -> tuple[Tensor, ...]:
-        """Return what projections into a block make of this rank's part of x; differentiable.
+        """Return the outputs of the projections into a block for this rank's part of x;
+        differentiable.
 
-        product: the place of the product among those of a layer. used: which part of each weight
-        that is here is multiplied; left out, all of it.
+        product: the index of the product among those of a layer. used: the part of each weight
+        that is multiplied; empty: all of it.
         """
         ...
 
     def outward(
         self, x: Tensor, weight: Tensor, grid: Grid, product: int, used: Used = ()
     ) -> Tensor:
-        """Return this rank's part of what the projection out of a block makes; differentiable."""
+        """Return this rank's part of the output of the projection out of a block;
+        differentiable."""
         ...
 
     def whole(self, weight: Tensor, grid: Grid) -> Tensor:
-        """Return all features of an embedding's or a head's weight; differentiable."""
+        """Return an embedding's or a head's weight with all its features; differentiable."""
         ...
 
 
@@ -100,6 +105,5 @@ def tensor_algorithm(parallel: ParallelBlock, layout: Layout) -> TensorAlgorithm
     """Return the algorithm of a recipe's `parallel_config` under a layout, with its options."""
     row = TENSOR[parallel.tensor_parallel_algo]
     options = {name: getattr(parallel, key) for key, name in row.options.items()}
-    module, _, name = row.code.partition(":")
-    algorithm: TensorAlgorithm = getattr(import_module(module), name)(layout.tensor, **options)
+    algorithm: TensorAlgorithm = resolve_name(row.code)(layout.tensor, **options)
     return algorithm

@@ -1,10 +1,10 @@
-"""Products of matrices on a mesh of ranks, in slices: what one moves runs behind another's product;
-with their gradients, and the features that mesh ranks gather and sum.
+"""Matrix products on a mesh of ranks, in slices such that one slice's transfer overlaps with
+another's product; their gradients; and gathers and sums of features over the mesh.
 
 With one slice these are the flows of 2-D collectives, with more those of MeshSlice.
 
-A product moves two of its three matrices and leaves the third where it is. None moves data across
-the mesh to transpose it.
+A product sends two of its three matrices and leaves the third in place; nothing is transposed
+across the mesh.
 
 Shapes, as suffixes: m, k and n as each flow says; R mesh rows, C mesh columns; S slices. A matrix
 [X, Y] on the mesh has X over mesh rows and Y over mesh columns: a rank has [X/R, Y/C]. Of a model:
@@ -42,8 +42,8 @@ KIND = "tensor"
 def output_stationary(a: Tensor, b: Tensor | Sequence[Tensor], grid: Grid, slices: int) -> Tensor:
     """Return this rank's part of a · b, [m, n/C], of a [m, k/C] and b [k/R, n/C].
 
-    b may be several matrices side by side. Products are summed in float32 or wider. Raises
-    ValueError for slices that do not divide.
+    b may be several matrices, which are concatenated. Slices are summed in at least float32. Raises
+    ValueError if the number of slices does not divide.
     """
     parts = [b] if isinstance(b, Tensor) else b
     sliced = Slices.of(a.shape[1], len(parts[0]), slices)
@@ -68,8 +68,8 @@ def output_stationary(a: Tensor, b: Tensor | Sequence[Tensor], grid: Grid, slice
 def left_stationary(a: Tensor, w: Tensor | Sequence[Tensor], grid: Grid, slices: int) -> Tensor:
     """Return this rank's part of a · wᵀ, [m, n/C], of a [m, k/C] and w [n/R, k/C].
 
-    w may be several matrices side by side. What mesh columns sum travels in the type of a. Raises
-    ValueError for slices that do not divide.
+    w may be several matrices, which are concatenated. The sum over mesh columns is in a's dtype.
+    Raises ValueError if the number of slices does not divide.
     """
     parts, ranks = [w] if isinstance(w, Tensor) else w, grid.columns.size
     sliced = Slices.of(len(parts[0]) * grid.rows.size // ranks, len(parts[0]), slices)
@@ -94,8 +94,8 @@ def left_stationary(a: Tensor, w: Tensor | Sequence[Tensor], grid: Grid, slices:
 def right_stationary(a: Tensor, b: Tensor, grid: Grid, slices: int) -> Tensor:
     """Return this rank's part of aᵀ · b, [m/R, n/C], of a [k, m/C] and b [k, n/C].
 
-    k: this mesh row's, which may be any number. What mesh rows sum is float32 or wider. Raises
-    ValueError for slices that do not divide.
+    k: the mesh row's tokens, of any number. The sum over mesh rows is in at least float32. Raises
+    ValueError if the number of slices does not divide.
     """
     ranks = grid.columns.size
     sliced = Slices.of(a.shape[1], a.shape[1] * ranks // grid.rows.size, slices)
@@ -149,9 +149,10 @@ def output_and_right_stationary(
 
 @dataclass(frozen=True)
 class Slices:
-    """How a dimension is sliced that one matrix has over mesh columns and another over mesh rows.
+    """The slices of a dimension that one matrix has over mesh columns and another over mesh rows.
 
-    A slice has each S-th block of both, so that what it gathers from either is in one order.
+    A slice has every S-th block of both matrices, so that the two gathered slices have the same
+    order.
     """
 
     number: int
@@ -191,7 +192,7 @@ class Slices:
 
 
 def _plus(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return out + a · b in out's memory, or a · b in a type where there is no `out`."""
+    """Return out + a · b in out's memory; without `out`, a · b in a dtype."""
     if out is None:
         return _product(a, b, dtype)
     if not a.is_cpu and a.dtype != dtype:
@@ -200,22 +201,22 @@ def _plus(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a · b in a type."""
+    """Return a · b in a dtype."""
     if not a.is_cpu and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.to(dtype), b.to(dtype))
 
 
 def _side_by_side(gathered: Tensor, ranks: int) -> Tensor:
-    """Return panels [m, b] that were gathered one below another as [m, ranks · b].
+    """Return gathered panels, [ranks · m, b], as [m, ranks · b].
 
-    One product of them all reads and writes the other two matrices once, not once for each panel.
+    One product of all panels reads and writes the other two matrices once, not once per panel.
     """
     return gathered.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1) if ranks > 1 else gathered
 
 
 def _one_below_another(x: Tensor, ranks: int) -> Tensor:
-    """Return x [m, ranks · b] as panels [m, b] one below another, as a reduce-scatter has them."""
+    """Return x [m, ranks · b] as panels [ranks · m, b], the order of a reduce-scatter's input."""
     if ranks == 1:
         return x
     return x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
@@ -223,37 +224,38 @@ def _one_below_another(x: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SlicedProduct:
-    """What a product takes beside tensors that need gradients."""
+    """The arguments of a product other than tensors that need gradients."""
 
     grid: Grid
     slices: int
     held: Sequence[Tensor]
-    """The weights that are here; as parameters, since ZeRO-3 takes away what is in them until the
-    backward pass."""
+    """This rank's weights, as parameters: under ZeRO-3 their values are released between forward
+    and backward."""
     used: Sequence[Used]
-    """What the product uses of each of them."""
+    """The part of each weight that the product uses."""
 
     def weights(self) -> list[Tensor]:
-        """Return what the product uses of weights."""
+        """Return the used parts of the weights."""
         return [cut(w, used) for w, used in zip(self.held, self.used, strict=True)]
 
     def ways(self) -> list[Tensor]:
-        """Return weights for their gradients to leave by, those of the last weight first.
+        """Return views of the weights through which their gradients pass, the last weight's first.
 
-        DeepSpeed's ZeRO-2 sums gradients in the order in which they come, which must be the same on
-        ranks whose rows are not on a mesh: there each weight has a product of its own.
+        DeepSpeed's ZeRO-2 reduces gradients in the order in which they are computed. That order
+        must be the same on ranks whose layout has no mesh, where each weight has its own product.
         """
         return [with_backward(lambda w: w.view_as(w), lambda dw: dw, w) for w in self.held]
 
 
 def inward(x: Tensor, how: SlicedProduct) -> tuple[Tensor, ...]:
-    """Return what projections into a block make of x [t, d/C]: [t, o/C] each; differentiable."""
+    """Return the outputs, [t, o/C] each, of projections into a block for x [t, d/C];
+    differentiable."""
     found: tuple[Tensor, ...] = _Inward.apply(x, how, *how.ways())
     return found
 
 
 def outward(x: Tensor, how: SlicedProduct) -> Tensor:
-    """Return what the projection out of a block makes of x [t, i/C]: [t, d/C]; differentiable."""
+    """Return the output [t, d/C] of the projection out of a block of x [t, i/C]; differentiable."""
     found: Tensor = _Outward.apply(x, how, *how.ways())
     return found
 
@@ -271,7 +273,7 @@ def own_features_of_sum(x: Tensor, group: Group) -> Tensor:
 
 
 class _Inward(torch.autograd.Function):
-    """Projections into a block: their outputs stay, output-stationary forward."""
+    """The projections into a block; the forward is output-stationary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: SlicedProduct, *ways: Tensor) -> tuple[Tensor, ...]:
@@ -302,7 +304,7 @@ class _Inward(torch.autograd.Function):
 
 
 class _Outward(torch.autograd.Function):
-    """The projection out of a block: what it takes stays, left-stationary forward."""
+    """The projection out of a block; the forward is left-stationary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: SlicedProduct, way: Tensor) -> Tensor:

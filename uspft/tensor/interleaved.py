@@ -1,15 +1,15 @@
-"""Transfers into and out of blocks of split matrices, begun and awaited apart, so that one copy's
-pass while another's tokens are computed with, forward and backward; and the gradients of weights,
-which wait until a transfer is awaited.
+"""Tensor parallelism with a rank's tokens in copies that take turns (`fine_grain_interleave`): one
+copy's transfers overlap with another's products, forward and backward, and gradients of weights are
+computed while a transfer is awaited.
 
-What begins a transfer and what awaits it are two functions of autograd: where the forward of one
-begins, the backward of the other does. Backward, the copy that was last comes first. When the first
-copy of a place leaves, the receives of all are started: gloo tells its peer of a receive on the
-connection by which its own data leaves, behind what is on its way there already.
+Starting a transfer and waiting for it are two autograd functions, each of which does in its
+backward what the other does in its forward. In the backward the last copy comes first. When the
+first copy is sent, the receives of all copies are posted: gloo announces a receive to its peer on
+the connection on which it sends, behind data that is already under way.
 
-The backward of a product makes two gradients, and only its input's is waited for: by the transfer
-that takes it away, and by what comes before. The weight's is made while a transfer is awaited, one
-product before each wait (the split of zero-bubble pipelines, arXiv 2401.10241, inside a layer).
+The backward of a product computes two gradients, and other work waits only for its input's. The
+weight's gradient is computed later, one product before each wait for a transfer (the split of
+zero-bubble pipelines, arXiv 2401.10241, inside a layer).
 
 Shapes, as suffixes: t this rank's tokens of a copy, T those of all tensor ranks; d hidden size.
 """
@@ -41,15 +41,14 @@ from uspft.tensor.sums import KIND
 
 
 class PutOff:
-    """Products of one pass of a layer that make gradients of weights, in the order in which they
-    could have been made."""
+    """A queue of the products that compute a layer's weight gradients in one backward pass."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
 
     def stand_for(self, weight: Tensor) -> PutOffWeight:
-        """Return what takes a weight's place in the graph. Autograd comes to the weight when it has
-        been to all that was made since."""
+        """Return a stand-in for a weight in the autograd graph; autograd reaches it after all
+        products that use it, and then its gradient is completed."""
         sums = GradientSum(weight.detach(), self)
         stand = with_backward(lambda w: w.new_empty(0), lambda _: sums.whole(), weight)
         return PutOffWeight(stand, sums)
@@ -58,7 +57,7 @@ class PutOff:
         self.waiting.append(product)
 
     def one(self) -> None:
-        """Make the one that has waited longest, if any."""
+        """Run the oldest product of the queue, if any."""
         if self.waiting:
             self.waiting.popleft()()
 
@@ -68,15 +67,15 @@ class PutOff:
 
 
 class PutOffWeight(NamedTuple):
-    """A weight whose gradient is put off."""
+    """A weight whose gradient is computed later."""
 
     stand: Tensor
-    """What products depend on instead of the weight; it has no elements."""
+    """A tensor without elements that products use in the graph instead of the weight."""
     sums: GradientSum
 
 
 class GradientSum:
-    """The gradient of a weight, as far as it has been made."""
+    """The running sum of a weight's gradient over its delayed products."""
 
     def __init__(self, held: Tensor, put_off: PutOff) -> None:
         self._held, self._put_off = held, put_off
@@ -84,8 +83,8 @@ class GradientSum:
         self._sum: Tensor | None = None
 
     def put_off(self, rows: Tensor, x: Tensor, used: Used) -> None:
-        """Put off the product of the gradient of a projection's output [T, out] and of what it took
-        [T, in]. used: of the weight; the same in each product."""
+        """Queue the product rowsᵀ · x. rows: the gradient of a projection's output [T, out]. x: its
+        input [T, in]. used: the used part of the weight, the same in every product."""
         self._used = used
         self._put_off.add(partial(self.make, rows, x))
 
@@ -96,41 +95,40 @@ class GradientSum:
             self._sum.addmm_(rows.t(), x)
 
     def whole(self) -> Tensor | None:
-        """Return the gradient, after all that still waits; None where nothing depends on it."""
+        """Run the queue and return the gradient; None if no product used the weight."""
         self._put_off.all()
         return None if self._sum is None else put_back(self._sum, self._held, self._used)
 
 
 class Passage(NamedTuple):
-    """How a copy crosses between what lies between blocks and a block, one way."""
+    """The transfer of a copy into a block or out of it, in one direction."""
 
     start: Callable[[Tensor, Group, Expected | None], Waited]
-    """It starts the transfer, and returns what waits for it."""
+    """Starts the transfer, and returns the function that waits for it."""
     expect: Callable[[Tensor, int, Group], Expected | None] = lambda *_: None
-    """It starts the receives of a copy of so many tokens of each rank."""
+    """Posts the receives of a copy with this number of tokens per rank."""
 
 
 class Crossing:
-    """The place where copies go into a block or out of it, either way."""
+    """The transfers of all copies at a block's entry or exit, forward and backward."""
 
     def __init__(
         self, ways: tuple[Passage, Passage], group: Group, sizes: Sequence[int], put_off: PutOff
     ):
-        """ways: there forward, and back backward, with the gradient. sizes: how many of each rank's
-        tokens every copy has. put_off: has products that can be made while one is awaited
-        backward."""
+        """ways: the transfer of the forward, and that of the gradient. sizes: the tokens of each
+        copy on each rank. put_off: the queue of products to run before a wait in the backward."""
         self._ways, self._group, self._sizes, self._put_off = ways, group, sizes, put_off
         self._expected = deque[tuple[int, Expected | None]]()
         self._waited: dict[int, Waited] = {}
 
     def begin(self, x: Tensor, copy: int) -> Tensor:
-        """Begin the transfer of a copy x, and return what stands for it until it is awaited."""
+        """Start the transfer of a copy x, and return a tensor that represents it in the graph."""
         begin, end = partial(self._begun, copy), partial(self.finish, copy)
         found: Tensor = with_backward(begin, lambda _: end(backward=True), x)
         return found
 
     def awaited(self, begun: Tensor, copy: int) -> Tensor:
-        """Return what has come. begun: what `begin` returned."""
+        """Wait for the transfer and return its result. begun: the result of `begin`."""
         begin, end = partial(self._begun, copy, backward=True), partial(self.finish, copy)
         found: Tensor = with_backward(lambda _: end(backward=False), begin, begun)
         return found
@@ -140,9 +138,9 @@ class Crossing:
         return x.new_empty(0)
 
     def start(self, x: Tensor, copy: int, *, backward: bool) -> None:
-        """Start the transfer one way.
+        """Start the transfer of a copy in one direction.
 
-        Raises RuntimeError where copies do not start in the order in which others expect them.
+        Raises RuntimeError if copies start in another order than their receives were posted in.
         """
         way = self._ways[backward]
         if not self._expected:
@@ -155,7 +153,7 @@ class Crossing:
         self._waited[copy] = way.start(x, self._group, expected)
 
     def finish(self, copy: int, *, backward: bool) -> Tensor:
-        """Wait for the one under way."""
+        """Wait for a copy's transfer and return its result."""
         if backward:
             self._put_off.one()
         return self._waited.pop(copy)()
@@ -164,8 +162,8 @@ class Crossing:
 def into_block(
     group: Group, sizes: Sequence[int], put_off: PutOff, *, splits_tokens: bool
 ) -> Crossing:
-    """Return copies' way into a block: [t, d] → [T, d] where tokens are split, else the same
-    tokens, whose gradient is summed."""
+    """Return the transfers at a block's entry: a gather [t, d] → [T, d] if tokens are split;
+    otherwise none forward, and backward an all-reduce."""
     ways = (_GATHER, _SUM_PARTS) if splits_tokens else (_AS_IT_IS, _SUM)
     return Crossing(ways, group, sizes, put_off)
 
@@ -173,8 +171,8 @@ def into_block(
 def out_of_block(
     group: Group, sizes: Sequence[int], put_off: PutOff, *, splits_tokens: bool
 ) -> Crossing:
-    """Return copies' way out of a block: the sum over ranks, [T, d] → [t, d] where tokens are
-    split."""
+    """Return the transfers at a block's exit: a reduce-scatter [T, d] → [t, d] if tokens are split;
+    otherwise an all-reduce."""
     ways = (_SUM_PARTS, _GATHER) if splits_tokens else (_SUM, _AS_IT_IS)
     return Crossing(ways, group, sizes, put_off)
 

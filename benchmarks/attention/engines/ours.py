@@ -15,6 +15,7 @@ from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.mesh import Groups, make_mesh
 from uspft.sequence import Heads, Rule, Share, Split, make_algorithm
+from uspft.sequence.ulysses import attend_over_heads
 
 
 def ours(name: str, ulysses: int | None = None, **options: Any) -> Make:
@@ -35,11 +36,13 @@ def ours(name: str, ulysses: int | None = None, **options: Any) -> Make:
         mesh = make_mesh(layout, Groups(), Books())
         order = algorithm.token_order(layer.documents)
         share = Share([layer.documents], [order], (layout.ulysses, mesh.context.index))
+        passes = algorithm.passes(share, keeps=True)
         split = Split(mesh.ulysses, mesh.ring, TorchCpu())
         rule = Rule(layer.scale)
         held = [torch.arange(start, stop) for start, stop in order[mesh.context.index]]
         return Attention(
-            torch.cat(held), lambda q, k, v: algorithm.attend((q, k, v), share, rule, split)
+            torch.cat(held),
+            lambda q, k, v: attend_over_heads(passes, (q, k, v), share, rule, split),
         )
 
     return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "write linear",
     ),
+    "files of a data set on the hub": (
+        {"dataset_name": None, "datasets": [{"path": "org/set", "data_files": ["a.jsonl"]}]},
+        "download them, and add data.train=FILE",
+    ),
     "noise": ({"neftune_noise_alpha": 5}, "no noise is added"),
     "both kinds of sharing": (
         {"parallelism_config": {"cp_size": 2, "sp_size": 2}},
@@ -110,3 +115,11 @@ def test_a_script_s_own_arguments_have_the_trainer_s_defaults(tmp_path: Path) ->
     _, recipe = converted(tmp_path, tree, **given)
     assert recipe["memory"]["gradient_checkpointing"] is False
     assert recipe["training"]["global_batch_size"] == 8 * 8
+
+
+def test_a_text_that_reads_as_a_number_stays_a_text(tmp_path: Path) -> None:
+    """PyYAML takes 1e5 for a text, and a recipe for a number."""
+    tree = json.dumps({**BASE, "report_to": "wandb", "run_name": "1e5"})
+    outcome, recipe = converted(tmp_path, tree, tool="trl")
+    assert recipe, outcome.lines()
+    assert at(recipe, "logging.wandb") == {"name": "1e5"}

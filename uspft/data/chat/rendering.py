@@ -1,9 +1,9 @@
-"""Records as text, with the spans that train; conversations through the tokenizer's chat template.
+"""Conversations as text by the tokenizer's chat template, with the spans that train.
 
-Answers are found by a template's marks, {% generation %} … {% endgeneration %}; of a known template
-without them, by those of a marked copy (marked_templates.yaml); else by rendering with and without
-each turn (`turn_spans`). The text is never searched for answers. That a template leaves out part of
-a conversation is an error.
+Answers are found by the template's {% generation %} … {% endgeneration %} marks; if a known
+template has none, by those of a marked copy of it (marked_templates.yaml); otherwise by rendering
+with and without each turn (`turn_spans`). The text is never searched for answers. A template that
+leaves out part of a conversation is an error.
 """
 
 from __future__ import annotations
@@ -22,31 +22,23 @@ from uspft.data.records.values import as_given
 from uspft.data.samples import Record, Rendered, Spans
 
 
-def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rendered:
-    """Return a record as text, with the spans that train; it holds no token ids.
+def render(record: Record, template: ChatTemplate, train_on: str) -> Rendered:
+    """Return a conversation as text, with the spans that train.
 
-    template: that of conversations. train_on: assistant, last or all; a turn's own weight wins.
-    Raises SampleFault where the template refuses a conversation or leaves a turn out, or where the
-    spans do not hold the assistant's text.
+    train_on: assistant, last or all; a turn's own weight overrides it. Raises SampleFault if the
+    template refuses the conversation or leaves a turn out, or if the spans do not contain the
+    assistant's text.
     """
-    fields, unused, lost = record.fields, record.unused, ""
-    if record.format == "text":
-        text, spans = fields["text"], [(0, len(fields["text"]))]
-    elif record.format == "prompt_completion":
-        text, cut = fields["prompt"] + fields["completion"], len(fields["prompt"])
-        spans = [*([(0, cut)] if train_on == "all" else []), (cut, len(text))]
-    else:
-        assert template  # `TextTokeniser.problems` asks for one
-        try:
-            text, spans = _conversation(fields, template, train_on)
-        except SampleFault as fault:
-            raise SampleFault(as_given(str(fault), record.system_added)) from fault
-        unused += unread(fields["messages"], template)
-        thinks = any(turn.get(name) for turn in fields["messages"] for name in _THOUGHTS)
-        if thinks and not template.writes_thoughts:
-            lost = "the chat template leaves out the thoughts of answers (reasoning_content)"
-            lost += "; name a data.chat_template that writes them"
-    return Rendered(text, spans, record.format, record.origin, unused, lost)
+    turns, lost = record.fields["messages"], ""
+    try:
+        text, spans = _conversation(record.fields, template, train_on)
+    except SampleFault as fault:
+        raise SampleFault(as_given(str(fault), record.system_added)) from fault
+    thinks = any(turn.get(name) for turn in turns for name in _THOUGHTS)
+    if thinks and not template.writes_thoughts:
+        lost = "the chat template leaves out the thoughts of answers (reasoning_content)"
+        lost += "; name a data.chat_template that writes them"
+    return Rendered(text, spans, record.unused + unread(turns, template), lost)
 
 
 def _conversation(
@@ -54,12 +46,12 @@ def _conversation(
 ) -> tuple[str, Spans]:
     """Return the text of a conversation, and the spans that train.
 
-    fields: messages, and where the record has them, tools and chat_template_kwargs.
+    fields: messages, and optionally tools and chat_template_kwargs.
     """
     turns = [_handed(turn, template, i) for i, turn in enumerate(fields["messages"])]
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     trained = _trained(fields["messages"], answers, train_on)
-    # Of all tokens, those of the answers that do not train are taken out.
+    # With train_on: all, the answers looked for are those that do not train.
     asked = [i for i in answers if i not in trained] if train_on == "all" else trained
     more = dict(fields.get("chat_template_kwargs") or {})
     if fields.get("tools"):
@@ -84,8 +76,12 @@ def _conversation(
 
 
 def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:
-    """Return turn i as the template gets it: without weight, parts joined if it reads none,
-    arguments of calls as it reads them, and an empty text where it would write None."""
+    """Return turn i in the form that the template can render.
+
+    Its weight is left out, a list of content parts becomes one text if the template cannot read
+    lists, calls have their arguments in the type that it reads, and the content of a call is empty
+    text if the template would otherwise write None.
+    """
     turn = {key: value for key, value in turn.items() if key != "weight"}
     if isinstance(turn.get("content"), list) and not template.reads_parts:
         turn["content"] = "".join(part["text"] for part in turn["content"])
@@ -100,10 +96,10 @@ def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:
 
 
 def _called(call: dict[str, Any], template: ChatTemplate, here: str) -> dict[str, Any]:
-    """Return a call whose arguments are an object or JSON text, as the template writes them once.
+    """Return a call with its arguments as an object or as JSON text, whichever the template reads.
 
-    What it writes either way, or neither way, stays as it is. Raises SampleFault where they are a
-    text that holds no object, and the template writes objects alone.
+    They stay as they are if the template reads both or neither. Raises SampleFault if it reads only
+    objects and they are text that is no JSON object.
     """
     function = call.get("function", call)
     given, reads = function.get("arguments"), template.arguments
@@ -125,7 +121,8 @@ def _called(call: dict[str, Any], template: ChatTemplate, here: str) -> dict[str
 
 
 def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
-    """Return which answers train. Raises SampleFault where another turn's weight says otherwise."""
+    """Return the indices of the answers that train. Raises SampleFault if the weight of a turn that
+    is no answer contradicts `train_on`."""
     trains = set(answers[-1:] if train_on == "last" else answers)
     for i, turn in enumerate(turns):
         weight = turn.get("weight")
@@ -146,16 +143,16 @@ def _unmarked(
     template: ChatTemplate,
     more: dict[str, Any],
 ) -> tuple[str, Spans]:
-    """Return the text and the spans of the answers asked for.
+    """Return the text, and the spans of the requested answers, for a template without marks.
 
-    They are marked by the template's marked copy, or told by rendering with and without turns.
+    Spans come from the template's marked copy, or from rendering with and without each turn.
     """
     spans: Spans = []
     if template.marked_copy:
         text, spans = template.marked_copy.write_marked(turns, **more)
     if template.marked_copy and len(spans) == len(answers):
         spans = [span for span, i in zip(spans, answers, strict=True) if i in asked]
-    else:  # unknown, or it writes an answer in another's place, as Llama 3.1's can with tools
+    else:  # no copy, or it moves an answer elsewhere, as Llama 3.1's can with tools
         text = template.write(turns, **more)
         spans = _told(turns, text, asked, template, more)
     for i, (start, stop) in zip(asked, spans, strict=True):
@@ -166,7 +163,7 @@ def _unmarked(
 def _told(
     turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
 ) -> Spans:
-    """Return the spans of the answers asked for, found by rendering with and without each."""
+    """Return the spans of the requested answers, from rendering with and without each."""
     if not asked:
         return []
     try:
@@ -180,7 +177,7 @@ def _told(
 
 
 def joined(spans: Spans) -> Spans:
-    """Return the spans without empty ones, and with those that touch joined into one."""
+    """Return the spans without empty ones, adjacent ones merged."""
     found: Spans = []
     for start, stop in spans:
         if found and found[-1][1] == start:
@@ -202,9 +199,9 @@ _THOUGHT = "</think>"
 
 
 def require_answers(answers: list[Turn], spans: list[str], template: ChatTemplate) -> None:
-    """Check that the trained spans hold the text and the calls of every answer.
+    """Check that the trained spans contain the text and the calls of every answer.
 
-    Raises SampleFault where they do not, as where the marks stand inside a Jinja macro.
+    Raises SampleFault if they do not, for instance because the marks are inside a Jinja macro.
     """
     what, remedy = "the template leaves out an answer's text, or changes it", "name another"
     if template.marked:
@@ -239,7 +236,7 @@ def _pieces(turn: Turn) -> list[str]:
 def unread(turns: list[Turn], template: ChatTemplate) -> tuple[str, ...]:
     """Return the keys of turns that the template does not read, as `messages.KEY`.
 
-    Keys that a conversation hangs together by are not among them: many templates need none.
+    Keys that link turns, such as tool_call_id, do not count: many templates need none of them.
     """
     others = {key for turn in turns for key in turn if key not in _KNOWN}
     return tuple(f"messages.{key}" for key in sorted(others) if not template.reads(key))
@@ -275,7 +272,7 @@ def require_turns(
 
 
 def _in_order(turns: list[Turn], text: str) -> bool:
-    """Tell whether the text has the turns' contents in their order, which spares counting them."""
+    """Tell whether the text contains the turns' contents in order; then they need no counting."""
     at = 0
     for turn in turns:
         for piece in _pieces(turn):
@@ -298,7 +295,7 @@ def _ways(piece: str, role: str) -> Iterator[str]:
 
 
 def _shown(turn: Turn, text: str) -> list[str]:
-    """Return a turn's texts; of an answer whose thoughts the template drops, what follows them."""
+    """Return a turn's texts; for an answer whose thoughts the template leaves out, the rest."""
     return [
         piece.rpartition(_THOUGHT)[2]
         if _THOUGHT in piece and turn["role"] == "assistant" and piece.strip() not in text
@@ -308,9 +305,9 @@ def _shown(turn: Turn, text: str) -> list[str]:
 
 
 def _as_often(piece: str, text: str, held: str) -> bool:
-    """Tell whether the text holds a piece, as it is or inside JSON, as often as the turns do.
+    """Tell whether the text contains a piece, as it is or inside JSON, as often as the turns do.
 
-    held: the texts of all turns.
+    held: the texts of all turns, joined.
     """
     asked, found = held.count(piece), text.count(piece)
     if found < asked and (inside := json.dumps(piece)[1:-1]) != piece:
@@ -321,9 +318,9 @@ def _as_often(piece: str, text: str, held: str) -> bool:
 def _changes(
     turns: list[Turn], i: int, text: str, template: ChatTemplate, more: dict[str, Any]
 ) -> bool:
-    """Tell whether the text changes when turn i says something else, or is missing.
+    """Tell whether the text changes when turn i has another content, or is left out.
 
-    Where the template refuses both, nothing can be told, and the turn counts as written.
+    If the template refuses both, nothing can be told, and the turn counts as written.
     """
     turn = turns[i]
     parts = isinstance(turn["content"], list)

@@ -1,4 +1,4 @@
-"""Which spans of a conversation's text are answers, found by rendering with and without them."""
+"""The spans of a conversation's text that are answers, found by rendering with and without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Write = Callable[..., str]
 """write(turns, prompt=False) → text; raises SampleFault where the template refuses the turns."""
 
 PLACEHOLDER = "\ue0a0answer\ue0a1"
-"""Is written in place of an answer, in private-use characters, which no text has."""
+"""The text that replaces an answer; it has private-use characters, which no other text has."""
 
 
 class SpanUnknown(Exception):
@@ -26,14 +26,14 @@ class AnswerStyle:
     """How a template writes answers."""
 
     prompts: bool
-    """Whether nothing but its generation prompt comes before an answer."""
+    """Whether the generation prompt alone precedes an answer."""
     tokens: tuple[str, ...]
-    """The special tokens as text: most templates end a turn with one."""
+    """The special tokens as text; most templates end a turn with one."""
     around: tuple[str, str] | None = None
-    """What it writes of itself between its generation prompt and an answer that ends a
-    conversation, and behind that answer; None where that is not known."""
+    """The texts that the template writes before and after an answer that ends a conversation, the
+    first without the generation prompt; None if that is not known."""
     tools: bool = False
-    """Whether it writes a tool's answer where nothing was called, and not as part of the call."""
+    """Whether it renders a tool's turn without a call before it, and so not as part of the call."""
 
 
 def turn_spans(
@@ -41,7 +41,7 @@ def turn_spans(
 ) -> Spans:
     """Return for each wanted turn the span of `text` = write(turns) that the model has to generate.
 
-    It begins where the generation prompt ends, and ends with the token that ends the turn. It is
+    A span begins after the generation prompt, and ends with the token that ends the turn. It is
     found by rendering again without the turn, or with a placeholder in its place, and comparing.
     Raises SpanUnknown.
     """
@@ -59,13 +59,14 @@ def turn_spans(
 
 
 def _ended(text: str, start: int, stop: int, tokens: tuple[str, ...]) -> int:
-    """Return where a turn ends: the white space behind its last token is never generated."""
+    """Return where a turn ends: after its last special token, without the white space behind it,
+    which is never generated."""
     bare = start + len(text[start:stop].rstrip())
     return bare if text.endswith(tokens, start, bare) else stop
 
 
 def all_but(spans: Spans, text: str) -> Spans:
-    """Return the complement of spans: under `train_on: all`, masked turns are taken out of all."""
+    """Return the complement of spans: what trains under `train_on: all`, if the spans do not."""
     bounds = [0, *(bound for span in spans for bound in span), len(text)]
     pairs = zip(bounds[::2], bounds[1::2], strict=True)
     return [(start, stop) for start, stop in pairs if start < stop]
@@ -76,8 +77,8 @@ def _all_at_once(
 ) -> Spans | None:
     """Return the spans of all wanted turns from one more rendering, with a placeholder for each.
 
-    One rendering a turn would cost the square of their number. None where what stands between the
-    placeholders is not in `text`, or is there in more than one way: each turn is then found alone.
+    One rendering per turn would take quadratic time. Returns None if the texts between the
+    placeholders are not in `text`, or fit in more than one way; each turn is then found by itself.
     """
     if style.around is None or len(wanted) < 2:
         return None
@@ -108,8 +109,8 @@ def _all_at_once(
 def _only_gaps(pieces: Sequence[str], text: str) -> Spans | None:
     """Return the gaps between pieces of a text, which begins with the first and ends with the last.
 
-    None where they are not in it in their order, or fit in more than one way: the first places
-    where they fit are then not the last ones.
+    None if the pieces are not in the text in this order, or fit in more than one way: then the
+    leftmost fit differs from the rightmost.
     """
     first, *inner, last = pieces
     begin, end = len(first), len(text) - len(last)
@@ -130,15 +131,15 @@ def _only_gaps(pieces: Sequence[str], text: str) -> Spans | None:
 
 
 def _with(turn: Turn, answer: str) -> Turn:
-    """Return a turn of the same role that says something else and calls nothing."""
+    """Return a turn of the same role with another content and without calls."""
     parts = isinstance(turn.get("content"), list)
     content = [{"type": "text", "text": answer}] if parts else answer
     return {"role": turn["role"], "content": content}
 
 
 def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int, int] | None:
-    """Return the span that turn i adds to the text of the turns before it, or None where the text
-    changes elsewhere too: Qwen3's template leaves out thoughts once other turns follow."""
+    """Return the span that turn i adds to the text of the turns before it; None if later turns
+    change it: Qwen3's template leaves out thoughts once other turns follow."""
     try:
         before = write(turns[:i], True)
         if not text.startswith(before):
@@ -184,10 +185,10 @@ def _replaced(
 
 
 def _end_of_turn(tail: str, after: str, tokens: tuple[str, ...]) -> int:
-    """Return how much of `after`, the text behind an answer, belongs to its turn.
+    """Return the length of the part of `after`, the text after an answer, that belongs to its turn.
 
-    tail: what is behind the answer where nothing follows. Some templates close the whole
-    conversation too (Phi-3 with <|endoftext|>): then the last token of both ends the turn.
+    tail: the text after the answer if no turn follows. Some templates also close the conversation
+    there (Phi-3 with <|endoftext|>); then the last special token that both share ends the turn.
     """
     if after.startswith(tail):
         return len(tail)
@@ -204,9 +205,9 @@ def _shared(one: str, other: str) -> int:
 
 
 def between(write: Write, turns: Sequence[Turn], head: str, prompts: bool) -> str:
-    """Return what the template writes of itself between generation prompt and answer.
+    """Return the text that the template inserts between generation prompt and answer.
 
-    Qwen3 puts empty thoughts there. head: the text before the answer.
+    Qwen3's inserts empty thoughts. head: the text before the answer.
     """
     try:
         prompt = write(turns, prompts)

@@ -116,9 +116,9 @@ class ChatTemplate:
         return None
 
     def write(self, turns: Sequence[Turn], prompt: bool = False, /, **more: Any) -> str:
-        """Return the turns as text; `prompt`: followed by the start of the assistant's next turn.
+        """Return the turns as text. prompt: whether a generation prompt follows.
 
-        more: tools and other settings. Raises SampleFault where the template refuses the turns.
+        more: tools and other settings. Raises SampleFault if the template refuses the turns.
         """
         return self._write(turns, False, {"add_generation_prompt": prompt, **more})[0]
 
@@ -158,7 +158,7 @@ class ChatTemplate:
 
     @cached_property
     def prompts(self) -> bool:
-        """Whether nothing but the generation prompt comes before an answer."""
+        """Whether the generation prompt alone precedes an answer."""
         plain, prompt = self.text_of([_USER]), self.text_of([_USER], True)
         answered = self.text_of(_PROBE)
         if plain is None or prompt is None or answered is None:
@@ -168,7 +168,7 @@ class ChatTemplate:
 
     @cached_property
     def style(self) -> AnswerStyle:
-        """How the template writes answers where a conversation brings no settings of its own."""
+        """How the template writes answers, without settings of a conversation's own."""
         answered = self.text_of(_PROBE)
         if answered is None:
             return AnswerStyle(self.prompts, self.tokens)
@@ -180,34 +180,34 @@ class ChatTemplate:
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """The roles other than the assistant's whose turns the template writes, in the places that
-        such turns usually have."""
+        """The roles, except the assistant's, whose turns the template renders at the positions
+        where such turns usually are."""
         others = [role for role in ROLES if role != "assistant"]
         return frozenset(role for role in others if any(map(self._writes_placeholder, _asks(role))))
 
     @cached_property
     def writes_thoughts(self) -> bool:
-        """Whether the template writes the thoughts of an answer, or of one that calls.
+        """Whether the template writes the thoughts of an answer, with or without calls.
 
-        It may be that it writes those of the last answer alone.
+        It may do so only for the last answer.
         """
         said = {"role": "assistant", "content": "b", "reasoning_content": PLACEHOLDER}
         calls = {**said, "tool_calls": [_CALL]}
         return any(self._writes_placeholder([_USER, one]) for one in (said, calls))
 
     def _writes_placeholder(self, turns: list[Turn]) -> bool:
-        """Tell whether the template writes the placeholder that one of the turns has."""
+        """Tell whether the placeholder in one of the turns appears in the rendered text."""
         return PLACEHOLDER in (self.text_of(turns) or "")
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template reads a content that is a list of parts; else they are joined."""
+        """Whether the template can read a content that is a list of parts."""
         part = {"type": "text", "text": PLACEHOLDER}
         text = self.text_of([{"role": "user", "content": [part]}]) or ""
         return PLACEHOLDER in text and "'text'" not in text and '"text"' not in text
 
     def reads(self, key: str) -> bool:
-        """Tell whether the template reads a key of turns, by name or with all others."""
+        """Tell whether the template reads a key of turns, by its name or by iterating over all."""
         return self._writes_all or re.search(rf"\b{re.escape(key)}\b", self.source) is not None
 
     @cached_property
@@ -217,8 +217,9 @@ class ChatTemplate:
 
     @cached_property
     def arguments(self) -> frozenset[type]:
-        """The types of a call's arguments that the template writes as JSON: dict, str (JSON text),
-        both or none. A text that comes out quoted again is not, nor a dict in Python's notation."""
+        """The types of a call's arguments that the template renders as a JSON object: dict, str
+        (JSON text), both or none. Neither text that is quoted again nor a dict in Python's notation
+        counts."""
         inner = json.dumps({"a": PLACEHOLDER}, ensure_ascii=False)
         found: set[type] = set()
         for given in ({"a": PLACEHOLDER}, inner):
@@ -231,8 +232,8 @@ class ChatTemplate:
 
     @cached_property
     def writes_none(self) -> frozenset[bool]:
-        """Whether the template writes None for the content of a turn that calls: True among these
-        where it does so for one that is null, False for one that is absent."""
+        """The contents of a calling turn for which the template writes "None": the set has True if
+        it does so for null, and False if it does so for absent content."""
         found: set[bool] = set()
         given: tuple[Any, ...] = ({}, "{}")
         for arguments in given:
@@ -246,7 +247,7 @@ class ChatTemplate:
 
 
 def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
-    """Return conversations with a turn that calls a function and has the keys of `said` too."""
+    """Return conversations with a turn that calls a function and also has the keys of `said`."""
     function = {"name": "f", "arguments": arguments}
     call = {"role": "assistant", "tool_calls": [{**_CALL, "function": function}], **said}
     seen = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID}
@@ -320,7 +321,8 @@ def template_problems(
 
 
 def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
-    """Return what looks like a special token in what the template writes, and is none here."""
+    """Return the texts of the template that look like special tokens but are not in the
+    tokenizer."""
     text = template.text_of(_PROBE) or ""  # the records' faults will tell what it refuses
     names = dict.fromkeys(_SPECIAL.findall(text))
     return [name for name in names if backend.token_to_id(name) is None]
@@ -357,17 +359,17 @@ _MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 def without_marks(source: str) -> str:
     """Return a template that renders the same text without {% generation %} marks.
 
-    Outside of transformers, no reader of templates needs to know them. A mark becomes a condition
-    that holds, so that the white space around it stays what it was.
+    Readers of templates other than transformers do not know the marks. Each becomes an {% if true
+    %}, so that the white space around it stays the same.
     """
     return _MARKS.sub(lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", source)
 
 
 def turn_ends(template: ChatTemplate) -> list[str]:
-    """Return the special tokens with which the template ends an answer, and one with a call.
+    """Return the special tokens with which the template ends an answer, and an answer with a call.
 
-    Of what follows an answer the first counts, since some templates then close the conversation
-    too; of what follows a call the last, since some close the call before the turn.
+    The first token after an answer's text counts, since some templates then close the conversation
+    too; after a call the last, since some templates close the call before the turn.
     """
     longest = sorted(filter(None, template.tokens), key=len, reverse=True)
     found: list[str] = []

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uspft.data.faults import DataError, wrong_key
-from uspft.data.files.sources import SourceFile
-from uspft.data.files.tables import HubSplit
 from uspft.data.samples import Origin, Record, Sample
 from uspft.durable import publish
 from uspft.lease import Lease, is_abandoned
@@ -201,7 +199,7 @@ def cache_key(
     parts: each with its first record.
     """
     with ThreadPoolExecutor(data.workers or 1) as pool:
-        digests = list(pool.map(_digest, [part for part, _ in parts]))
+        digests = list(pool.map(lambda part: part[0].content.digest(), parts))
     cuts = data.overlong != "error"
     limits = [(source.max_samples, source.max_tokens) for source in data.train]
     identity = {
@@ -226,11 +224,11 @@ def cache_key(
 
 def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
     """Return what changes the tokens of a file or split beside its contents."""
-    kind = "json" if isinstance(part.content, HubSplit) else part.content.kind
+    kind = part.content.kind
     # As true and false, so that data keeps the name it had when files were lines or one text.
-    how = {"text": True, "json": False}.get(kind, kind)
+    how = {"text": True, "json": False, "hub": False}.get(kind, kind)
     found = [part.source, first and first.format, how]
-    if isinstance(part.content, SourceFile) and part.content.eod is not None:
+    if part.content.eod is not None:
         found.append(part.content.eod)
     if part.asked.prompt:
         found.append(part.asked.prompt)
@@ -240,21 +238,6 @@ def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
 def hashed(value: Any) -> str:
     """Return a hash of a value of JSON."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
-
-
-def _digest(part: SourcePart) -> str:
-    if isinstance(part.content, HubSplit):
-        return part.content.digest()
-    found = ""
-    try:
-        for path in part.content.paths:
-            with path.open("rb") as handle:
-                made = hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16))
-                found += made.hexdigest()
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}; mend it or leave it out"
-        raise DataError([f"{part.content.shown}: {what}"]) from error
-    return found
 
 
 _WHOLE = re.compile(r"[0-9a-f]{24}")

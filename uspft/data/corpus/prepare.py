@@ -47,7 +47,6 @@ from uspft.data.corpus.workers import Encoder, SourcePart, encoder_of, processes
 from uspft.data.faults import BadRecord, DataError, wrong_key
 from uspft.data.files.sources import (
     STDLIB,
-    SourceFile,
     describing_files,
     is_hub_id,
     is_saved,
@@ -195,7 +194,7 @@ def build(
     started = time.perf_counter()
     progress = progress or (lambda done, total: None)
     tally, ends = Tally(data), [0] * len(data.train)
-    done, size_of_all = 0, sum(part.size for part in reading.parts)
+    done, size_of_all = 0, sum(part.content.size for part in reading.parts)
     with made_aside(reading.folder) as aside, CorpusWriter(aside) as writer:
         for samples, size in tokenised(reading.parts, reading.encoder, workers, tally.full):
             for sample in samples:
@@ -411,7 +410,7 @@ class _FirstRecords:
         self.found = [
             (part, list(islice(read(part.content, part.asked), RECORDS + 1)))
             for part in parts_of(self.block)
-            if not (isinstance(part.content, SourceFile) and part.content.library)
+            if not part.content.library
         ]
 
     def count(self, encoder: Encoder | None) -> None:

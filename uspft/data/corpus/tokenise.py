@@ -1,5 +1,5 @@
-"""A tokenizer's files, and the token ids and labels that it makes of each format's samples:
-those of a conversation that train are exactly its spans of text."""
+"""A tokenizer's files, and the token ids and labels of samples; in a conversation, exactly the
+tokens of the trained spans of text have labels."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
 from uspft.config.problems import Finding, said
+from uspft.data.chat.rendering import render
 from uspft.data.chat.template import (
     ChatTemplate,
     own_template,
@@ -173,36 +174,38 @@ class TextTokeniser:
         return found
 
     def notes(self, formats: Set[str]) -> list[str]:
-        """Return a line for each thing to know of the chat template, where it is used."""
+        """Return a line for each thing that a user should know about the chat template."""
         if not self.template or "messages" not in formats:
             return []
         return template_notes(self.template, self.backend)
 
-    def sample(self, rendered: Rendered) -> Sample:
-        """Return a rendered sample as ids and labels. Raises SampleFault."""
-        text, spans = rendered.text, rendered.spans
-        if rendered.format == "messages":
-            if self.train_on == "all" and spans == [(0, len(text))]:
-                ids = self._ids(text, special=False)
+    def sample(self, record: Record) -> Sample:
+        """Return a record of text as ids and labels. Raises SampleFault."""
+        fields, unused, lost = record.fields, record.unused, ""
+        if record.format == "messages":
+            assert self.template  # `problems` asks for one
+            rendered = render(record, self.template, self.train_on)
+            unused, lost = rendered.unused, rendered.lost
+            if self.train_on == "all" and rendered.spans == [(0, len(rendered.text))]:
+                ids = self._ids(rendered.text, special=False)
                 ranges = [(0, len(ids))]
             else:
                 ids, ranges = tokenise_spans(self.backend, rendered, self._bytes)
-        elif rendered.format == "text":
-            ids = self._ids(text, special=True)
+        elif record.format == "text":
+            ids = self._ids(fields["text"], special=True)
             ids = ids if self._adds_eos else [*ids, self.eos]
             ranges = [(0, len(ids))]
-        else:
-            cut = spans[-1][0]  # apart, as inference tokenises the prompt alone
-            prompt = self._ids(text[:cut], special=True)
+        else:  # prompt and completion apart, as inference tokenises the prompt alone
+            prompt = self._ids(fields["prompt"], special=True)
             if self._adds_eos:
                 prompt = prompt[:-1]
-            ids = [*prompt, *self._ids(text[cut:], special=False), self.eos]
-            ranges = [(len(prompt) if len(spans) == 1 else 0, len(ids))]
+            ids = [*prompt, *self._ids(fields["completion"], special=False), self.eos]
+            ranges = [(0 if self.train_on == "all" else len(prompt), len(ids))]
         found = np.array(ids, np.int32)
         labels = np.full_like(found, NOT_TRAINED)
         for first, stop in ranges:
             labels[first:stop] = found[first:stop]
-        return _begun(Sample(found, labels, rendered.origin, rendered.unused, rendered.lost))
+        return _begun(Sample(found, labels, record.origin, unused, lost))
 
     def _ids(self, text: str, special: bool) -> list[Any]:
         # A batch of one: unlike `encode`, it lets other threads run meanwhile.
@@ -259,10 +262,9 @@ _LEADS = ("\n", ".", "a")
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token of a byte-level tokenizer by id, found when first asked for.
+    """The bytes of each token of a byte-level tokenizer by id, computed at first use.
 
-    The tokens' own characters are GPT-2's printable stand-ins for bytes; added ones are as they
-    decode.
+    A token's name has GPT-2's printable characters in place of bytes; added tokens are decoded.
     """
 
     @classmethod
@@ -287,8 +289,8 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _stand_ins() -> dict[str, int]:
-    """Return the byte that each character stands for: itself in printable Latin-1; the other bytes
-    have characters from U+0100 on."""
+    """Return the byte of each character in GPT-2's alphabet: printable Latin-1 characters are
+    themselves, and the other bytes are characters from U+0100 on."""
     found = {letter: ord(letter) for letter in Alphabet.alphabet() if ord(letter) < 0x100}
     others = sorted(set(range(0x100)) - set(found.values()))
     return found | {chr(0x100 + number): byte for number, byte in enumerate(others)}
@@ -302,13 +304,13 @@ def tokenise_spans(
 ) -> tuple[list[int], Spans]:
     """Return the text's token ids, and the token ranges that decode to exactly the marked spans.
 
-    The text is tokenised as a whole where its tokens respect the bounds of the spans: these are the
-    tokens that inference sees. Where a token holds characters of both sides (a template without
-    special tokens around the answer, an answer that starts with the prompt's last character), the
-    text is cut at the bounds and the pieces are tokenised apart, as inference does too: the prompt
-    first, the answer after it. backend: a tokenizers.Tokenizer; known: the bytes of its tokens,
-    which tell the ranges in half the time where they are those of the text. Raises SampleFault
-    where neither way decodes to the text, because the tokenizer loses something.
+    The text is tokenised as a whole if no token crosses a bound of a span; these are the tokens
+    that inference sees. If one does (with a template without special tokens around the answer, or
+    an answer that begins with the prompt's last character), the text is cut at the bounds and the
+    pieces are tokenised by themselves, as in inference: first the prompt, then the answer. backend:
+    a tokenizers.Tokenizer. known: the bytes of each of its tokens, from which ranges follow in half
+    the time; None: they are not known. Raises SampleFault if neither way decodes to the text,
+    because the tokenizer is lossy.
     """
     if known is not None:
         ids = backend.encode_batch_fast([rendered.text], add_special_tokens=False)[0].ids
@@ -328,8 +330,8 @@ def tokenise_spans(
 
 
 def _ranges_by_bytes(pieces: list[bytes], rendered: Rendered) -> Spans | None:
-    """Return each span's range of tokens, given their bytes; None where these are not the text's,
-    where a token holds bytes of both sides of a bound, or where a bound is behind the text."""
+    """Return each span's range of tokens, from the tokens' bytes; None if these bytes are not the
+    text's, if a token crosses a bound, or if a bound is beyond the text."""
     text = rendered.text
     if b"".join(pieces) != text.encode():
         return None
@@ -377,10 +379,10 @@ def _encode_pieces(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
 
 
 def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
-    """Return the token ids of a piece as it stands inside a text; `first`: it begins the text.
+    """Return the token ids of a piece inside a text. first: whether the text begins with it.
 
-    Metaspace tokenizers (Llama 2) begin every text with a space that is not there. Their pieces are
-    tokenised behind a lead, whose tokens are then taken off; there are several leads, since one may
+    Metaspace tokenizers (Llama 2) put a space before every text. So a piece is tokenised after
+    another short text, whose tokens are then removed; several such texts are tried, since one may
     merge with the piece.
     """
     alone: list[int] = backend.encode_batch([text], add_special_tokens=False)[0].ids
@@ -396,10 +398,10 @@ def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
 
 
 def _decodes(backend: Any, ids: list[int], ranges: Spans, rendered: Rendered) -> bool:
-    """Tell whether each range decodes to its span, read behind the tokens that precede it.
+    """Tell whether each range of tokens decodes to its span.
 
-    A range is never decoded alone, because a decoder strips the first token's space. The tokens
-    before it go back to the end of the last span, where a character ends for certain.
+    A range is decoded together with the tokens since the end of the span before, where a character
+    is sure to end, because decoders strip the space of the first token.
     """
     back = 0
     for (first, stop), (start, end) in zip(ranges, rendered.spans, strict=True):

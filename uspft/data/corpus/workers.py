@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from uspft.config.problems import RunFailed
-from uspft.data.chat.rendering import render
 from uspft.data.corpus.tokenise import TextTokeniser, given, load_tokeniser
 from uspft.data.faults import BadRecord, DataError, SampleFault
 from uspft.data.files.readers import pieces
@@ -41,20 +40,13 @@ class SourcePart:
     content: SourceFile | HubSplit
 
     @property
-    def size(self) -> int:
-        """The bytes of a file, or the number of records of a hub split."""
-        if isinstance(self.content, HubSplit):
-            return len(self.content.dataset)
-        return sum(path.stat().st_size for path in self.content.paths)
-
-    @property
     def bytes(self) -> int:
         """The bytes of a file's content, unpacked, or of a hub split's tables; about."""
         if isinstance(self.content, HubSplit):
             return int(self.content.dataset.data.nbytes)
         if self.content.kind == "parquet":
             return parquet_bytes(self.content.path)
-        return self.size * (SHRINKS if self.content.packed else 1)
+        return self.content.size * (SHRINKS if self.content.packed else 1)
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,7 @@ class Encoder:
             return given(record, self.vocab_size)
         if self.tokeniser is None:
             raise SampleFault("its format needs a tokenizer; set model.tokenizer")
-        rendered = render(record, self.tokeniser.template, self.tokeniser.train_on)
-        sample = self.tokeniser.sample(rendered)
+        sample = self.tokeniser.sample(record)
         largest = int(sample.ids.max())
         if largest >= self.vocab_size:
             what = f"the tokenizer gives id {largest}, the model has {self.vocab_size}"

@@ -51,8 +51,7 @@ def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
 
     That it holds nothing, or cannot be read, is yielded as a BadRecord.
     """
-    last, library = 0, isinstance(content, SourceFile) and content.library
-    empty = not library
+    last, empty = 0, not content.library
     try:
         for item in _found(content, chosen):
             empty = False
@@ -68,8 +67,8 @@ def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
     except (OSError, EOFError, zlib.error, ValueError, UnicodeError) as error:
         # EOFError and zlib.error: of gzip; ValueError: of pyarrow, whose errors are OSErrors too.
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0].rstrip(".")
-        lines = isinstance(content, SourceFile) and content.kind not in _TABLES
-        rest = f": nothing behind {'line' if lines else 'record'} {last} is read" if last else ""
+        unit = "record" if content.kind in (*_TABLES, "hub") else "line"
+        rest = f": nothing behind {unit} {last} is read" if last else ""
         yield BadRecord(content.shown, f"cannot be read: {why}{rest}; mend it or leave it out")
 
 
@@ -133,8 +132,7 @@ def _json_objects(file: SourceFile) -> Iterator[Entry | BadRecord]:
     handle, at = opened(file)
     with handle:
         before, begun = 0, False
-        for number, line in enumerate(_lines(handle), 1):
-            raw = line.removeprefix(BOM) if number == 1 else line
+        for number, raw in enumerate(_lines(handle), 1):
             if not raw.strip():
                 continue
             size, before = at() - before, at()
@@ -172,12 +170,15 @@ def _is_lines(file: SourceFile) -> bool:
 
 
 def _lines(handle: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file; a too long one is cut one byte behind the limit."""
+    """Yield the lines of a file without the mark that may begin it; a line that is too long is cut
+    one byte behind the limit."""
+    mark = BOM
     while raw := handle.readline(LONGEST_LINE + 1):
         rest = raw
         while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
             rest = handle.readline(LONGEST_LINE + 1)
-        yield raw
+        yield raw.removeprefix(mark)
+        mark = b""
 
 
 def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
@@ -374,7 +375,7 @@ def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
                 if names is None and row:
                     names = _names(row, wrong, file.kind)
                 elif wrong:
-                    yield BadRecord(place(file.shown, line), str(wrong))
+                    yield BadRecord(place(file.shown, line), wrong)
                 elif names and row and len(row) != len(names):
                     over = f" in lines {start}–{end}" if end > start else ""
                     what = f"{counted(len(row), 'column')}{over}"
@@ -389,7 +390,7 @@ def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
         except csv.Error as error:
             line, wrong = lines.taken()
             told = _told(wrong, "") if wrong else _unread(error)
-            yield BadRecord(place(file.shown, line if wrong else start), str(told))
+            yield BadRecord(place(file.shown, line if wrong else start), told)
 
 
 class _TextLines:
@@ -400,16 +401,14 @@ class _TextLines:
         self._line, self._wrong = 0, ""
         self.ended = False
 
-    def taken(self) -> tuple[int, SampleFault | None]:
-        """Return the first line since the last call that is no text, and what is wrong with it."""
+    def taken(self) -> tuple[int, str]:
+        """Return the first line since the last call that is no text, and what is wrong with it;
+        nothing where all are text."""
         wrong, self._wrong = self._wrong, ""
-        return self._line, SampleFault(wrong) if wrong else None
+        return self._line, wrong
 
     def __iter__(self) -> Iterator[str]:
-        number = 0
-        while raw := self._handle.readline(LONGEST_LINE + 1):
-            number += 1
-            raw = raw.removeprefix(BOM) if number == 1 else raw
+        for number, raw in enumerate(_lines(self._handle), 1):
             if len(raw) > LONGEST_LINE:
                 what = f"a line of more than {LONGEST_LINE:,} bytes: {_REST}"
                 raise SampleFault(f"{what}; split it, or leave it out")
@@ -425,10 +424,10 @@ class _TextLines:
         self.ended = True
 
 
-def _names(row: list[str], wrong: SampleFault | None, kind: str) -> list[str]:
+def _names(row: list[str], wrong: str, kind: str) -> list[str]:
     """Return the names in the first line. Raises SampleFault where they name no columns."""
     if wrong:
-        raise _told(wrong, " among the names of the columns")
+        raise SampleFault(_told(wrong, " among the names of the columns"))
     mark, marks = _DELIMITERS[kind]
     for other, remedy in _OTHER_DELIMITERS.items():
         if len(row) == 1 and other in row[0] and other != mark:
@@ -444,17 +443,15 @@ def _names(row: list[str], wrong: SampleFault | None, kind: str) -> list[str]:
     return row
 
 
-def _told(wrong: SampleFault, where: str) -> SampleFault:
+def _told(wrong: str, where: str) -> str:
     """Return what is wrong with a line, saying that nothing behind it is read."""
-    what, _, remedy = str(wrong).partition("; ")
-    return SampleFault(f"{what}{where}: {_REST}; {remedy}")
+    what, _, remedy = wrong.partition("; ")
+    return f"{what}{where}: {_REST}; {remedy}"
 
 
-def _unread(error: csv.Error) -> SampleFault:
+def _unread(error: csv.Error) -> str:
     """Return the message for an error of the csv module, which ends the reading."""
     if "new-line" in str(error):
-        return SampleFault(f"a line ends with CR alone: {_REST}; save it with ends of LF or CRLF")
-    what = (
-        f"a value of more than {LONGEST_LINE:,} characters" if "limit" in str(error) else str(error)
-    )
-    return SampleFault(f"{what}: {_REST}; split it, or mend its quotes")
+        return f"a line ends with CR alone: {_REST}; save it with ends of LF or CRLF"
+    long = f"a value of more than {LONGEST_LINE:,} characters"
+    return f"{long if 'limit' in str(error) else error}: {_REST}; split it, or mend its quotes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from uspft.data.faults import SHOWN_PLACES, grouped
+from uspft.data.faults import SHOWN_PLACES, DataError, grouped
 
 if TYPE_CHECKING:
     from uspft.config.inputs import DataBlock, Source
@@ -70,6 +71,24 @@ class SourceFile:
         return (
             (self.path, self.path.with_suffix(".bin")) if self.kind == "megatron" else (self.path,)
         )
+
+    @property
+    def size(self) -> int:
+        """The bytes of these files."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    def digest(self) -> str:
+        """Return the blake2b hash of each of these files. Raises DataError."""
+        found = ""
+        try:
+            for path in self.paths:
+                with path.open("rb") as handle:
+                    made = hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16))
+                    found += made.hexdigest()
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}; mend it or leave it out"
+            raise DataError([f"{self.shown}: {what}"]) from error
+        return found
 
     @property
     def packed(self) -> str:
@@ -134,15 +153,10 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
     if name == STDLIB:
         return list(_standard_library())
     path = Path(name).expanduser()
-    if os.path.isfile(path):  # Path.is_file raises where a name is too long
-        found = [path]
-    elif os.path.isdir(path):
-        below = _files_in(path)
-        described = set(describing(below))
-        found = [file for file in below if file not in described]
-    else:
-        names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
-        found = [Path(name) for name in names if Path(name).is_file()]
+    found, _ = _found(path)
+    if os.path.isdir(path):
+        described = set(describing(found))
+        found = [file for file in found if file not in described]
     if not found and os.path.isfile(index := f"{path}.idx"):  # both files by their common name
         found = [Path(index)]
     # A file of tokens stands for the index beside it.
@@ -161,7 +175,7 @@ def describing_files(data: DataBlock) -> list[str]:
     for _, source in _keyed(data):
         folder = Path(source.path).expanduser()
         if not is_hub_id(source.path) and os.path.isdir(folder) and not is_saved(source.path):
-            found = describing(_files_in(folder))
+            found = describing(_found(folder)[0])
             names = ", ".join(path.relative_to(folder).as_posix() for path in found[:SHOWN_PLACES])
             more = ", …" if len(found) > SHOWN_PLACES else ""
             lines += [f"{source.path}: not read, as what describes it: {names}{more}"] * bool(found)
@@ -213,14 +227,21 @@ def saved_splits(name: str) -> list[str]:
         return []
 
 
-def _files_in(folder: Path) -> list[Path]:
-    below = (file for file in _below(folder) if not _is_special(file))
-    return sorted(below, key=lambda p: p.relative_to(folder).as_posix())
+def _found(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files that a path stands for, in the order in which they are read, and beside them
+    the FIFOs, sockets and devices, which cannot be read twice.
 
-
-def _is_special(path: Path) -> bool:
-    """Tell whether a path is a FIFO, a socket or a device, which cannot be read twice."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    path: a file, a folder, whose hidden files and folders are left out, or a glob.
+    """
+    if os.path.isdir(path):
+        every = sorted(_below(path), key=lambda p: p.relative_to(path).as_posix())
+    elif os.path.exists(path) or not glob.has_magic(str(path)):
+        every = [path]
+    else:
+        every = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    files = [one for one in every if os.path.isfile(one)]  # Path.is_file raises where one is long
+    others = (one for one in every if os.path.exists(one) and not os.path.isdir(one))
+    return files, [one for one in others if not os.path.isfile(one)]
 
 
 def _keyed(data: DataBlock) -> Iterator[tuple[str, Source]]:
@@ -238,16 +259,12 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
         yield f"{STDLIB} is text, not {declared}", "leave the format out"
         return
     files, place = list_files(path, declared), Path(path).expanduser()
-    special = [place] if _is_special(place) else []
+    _, special = _found(place)
     if os.path.isdir(place):
-        special += sorted(one for one in _below(place) if _is_special(one))
         records = [file.path for file in files if _suffix(file.path) in KINDS]
         if both := two_splits([file.relative_to(place).as_posix() for file in records]):
             what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
             yield what, "name the files that are meant, by their paths or by globs"
-    elif glob.has_magic(path):
-        named = (Path(name) for name in glob.glob(str(place), recursive=True))
-        special += sorted(one for one in named if _is_special(one))
     odd = "is a FIFO, a socket or a device, and no file"
     remedy = "write its contents to a file, since data is read more than once"
     yield from grouped((str(one), odd, remedy) for one in special)

@@ -32,6 +32,12 @@ class HubSplit:
 
     dataset: Any  # datasets.Dataset
     shown: str
+    kind, library, eod = "hub", False, None  # as of a SourceFile
+
+    @property
+    def size(self) -> int:
+        """The number of records."""
+        return len(self.dataset)
 
     def digest(self) -> str:
         """Return the blake2b hash of all records, taken from Arrow's stream format."""

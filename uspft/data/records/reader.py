@@ -28,6 +28,10 @@ from uspft.data.records.shapes import (
 from uspft.data.records.values import CHECKS, Naming, as_given
 from uspft.data.samples import Entry, Origin, Record
 
+_FIXED = {"text": ("text", "text"), "megatron": ("Megatron's index", "tokenized")}
+"""By the kind of a file whose records have one shape alone, what they look like, in words, and
+their format."""
+
 
 class Reader:
     """What makes checked records of the objects of one file or split, in order.
@@ -42,8 +46,7 @@ class Reader:
         self._asked, self._number = asked, number
         # Not a hub's split, all of which would go to the processes that copies work in.
         self._file = content if isinstance(content, SourceFile) else None
-        kind = self._file.kind if self._file else ""
-        self._text, self._indexed = kind == "text", kind == "megatron"
+        self._fixed = _FIXED.get(content.kind)
         self._shape: RecordShape | None = None
         self._format = ""
         self._others: dict[frozenset[str], Others] = {}
@@ -52,7 +55,7 @@ class Reader:
     @property
     def settled(self) -> bool:
         """Whether the shape of the records is decided."""
-        return self._text or self._indexed or bool(self._format)
+        return bool(self._fixed or self._format)
 
     def columns(self, content: SourceFile | HubSplit, names: list[str]) -> list[str]:
         """Return which columns of a table are read. Raises SampleFault where no shape has them."""
@@ -67,14 +70,11 @@ class Reader:
             return replace(item, file=self._number)
         origin = Origin(self._number, item.line, item.number)
         try:
-            if self._text:
-                fields = checked(fields_of(item, self._file), "text")
-                return Record("text", fields, origin, "text")
-            if self._indexed:
-                words = "" if self._format else "Megatron's index"
-                self._format = "tokenized"
-                return Record("tokenized", fields_of(item, self._file), origin, words)
-            return self._shaped(item, origin)
+            if not self._fixed:
+                return self._shaped(item, origin)
+            words, form = "" if self._format else self._fixed[0], self._fixed[1]
+            self._format, fields = form, fields_of(item, self._file)
+            return Record(form, checked(fields, form) if form == "text" else fields, origin, words)
         except SampleFault as fault:
             self._shape = self._shape if self.settled else None
             return BadRecord(origin.place(self.shown), str(fault), self._number)

@@ -1,5 +1,5 @@
-"""The values in a record: turns of a conversation under our names, whatever their keys and roles
-are called, and a check for each field, which raises SampleFault naming the field and a remedy."""
+"""The values in a record: turns of a conversation with the keys and roles renamed to transformers',
+and a check for each field, which raises SampleFault with the field and a remedy."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _CALL, _SETTINGS = "function_call", "chat_template_kwargs"
 
 @dataclass(frozen=True)
 class Naming:
-    """What the recipe says of a source's records: their format, and what is named otherwise.
+    """A recipe's settings for a source's records: their format and their fields' names.
 
-    fields: our name → theirs, or None for a field that is left alone; roles: their role → ours.
-    prompt: what sentences stand around instructions, by their name; empty where none do.
+    fields: our name → theirs, or None for a field that is ignored; under `roles`, their role →
+    ours. prompt: the name of the prompt template around instructions; empty: none.
     """
 
     format: str = "auto"
@@ -43,7 +43,7 @@ class Naming:
 
     @property
     def names(self) -> dict[str, str | None]:
-        """The names of a record's fields, without those of a turn's keys."""
+        """The entries of `fields` that name a record's fields, not a turn's keys."""
         return {ours: theirs for ours, theirs in self.fields.items() if ours not in TURN_KEYS}
 
 
@@ -55,10 +55,8 @@ def keys_of(turn: Fields, asked: Naming) -> tuple[str, str]:
 
 
 def our_turns(turns: Any, asked: Naming) -> Any:
-    """Return turns under our names; null stands for no key; what is no turn is left as it is.
-
-    Raises SampleFault where a turn says what cannot be done.
-    """
+    """Return turns with our keys and roles, without keys that are null; other values stay as they
+    are. Raises SampleFault if a turn asks for something that is not supported."""
     if not isinstance(turns, list):
         return turns
     return [
@@ -98,12 +96,12 @@ def _turn(turn: Fields, asked: Naming, here: str) -> Fields:
 
 
 def _weighed(turn: Fields, here: str) -> Fields:
-    """Return a turn with its mask under the name weight, whichever of the known names it has.
+    """Return a turn whose mask is called weight, under whichever known name it was.
 
-    Raises SampleFault where it is no mask, or where two masks differ.
+    Raises SampleFault if it is neither 0 nor 1, or if two masks differ.
     """
     masks = [key for key in (WEIGHT.name, *WEIGHT.also) if key in turn]
-    if not masks or masks == [WEIGHT.name]:
+    if not masks:
         return turn
     for key in masks:
         if turn[key] not in (0, 1):  # as false and true are, too
@@ -118,9 +116,9 @@ def _weighed(turn: Fields, here: str) -> Fields:
 
 
 def _called(turn: Fields, given: Any) -> Fields:
-    """Return a turn of a call, which is JSON, as an answer with tool_calls.
+    """Return a function-calling turn as an answer with tool_calls.
 
-    given: ShareGPT's content of such a turn, or OpenAI's older key.
+    given: the call as JSON: ShareGPT's content of such a turn, or OpenAI's older function_call.
     """
     calls = as_json(f"the {_CALL}", given)
     calls = calls if isinstance(calls, list) else [calls]
@@ -131,9 +129,9 @@ def _called(turn: Fields, given: Any) -> Fields:
 
 
 def as_given(what: str, system_added: bool) -> str:
-    """Return a message on turns with the numbers that they have in the record.
+    """Return a message with turns numbered as in the record.
 
-    system_added: whether a field `system` of the record was put before them as a turn.
+    system_added: whether the record's field `system` was put before them as a turn.
     """
     if not system_added:
         return what
@@ -143,7 +141,7 @@ def as_given(what: str, system_added: bool) -> str:
 
 
 def as_json(name: str, value: Any) -> Any:
-    """Return a value, read as JSON where it is text: tables often hold nested values so."""
+    """Return a value, parsed as JSON if it is text, as nested values in tables often are."""
     if not isinstance(value, str):
         return value
     try:
@@ -173,8 +171,8 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_writable(name: str, value: Any) -> None:
-    """Check that UTF-8 can write every string inside a value, and that none has a NUL or a
-    byte-order mark in it."""
+    """Check that every string inside a value can be encoded as UTF-8 and has neither a NUL nor a
+    byte-order mark."""
     if isinstance(value, dict):
         for key, item in value.items():
             if isinstance(key, str):
@@ -250,8 +248,6 @@ def _check_turn(here: str, turn: Any) -> None:
         pairs = ", ".join(f"{key}: {_name_here(key, turn)}" for key in lacking)
         remedy = f"write {' and '.join(lacking)}, or data.fields: {{{pairs}}}"
         raise SampleFault(f"{here} has no {lacking[0]}, but {found}; {remedy}")
-    if turn.get("weight") not in (None, 0, 1):
-        raise SampleFault(f"{here}.weight is {turn['weight']!r:.40}; write 0 or 1")
     calls, content = turn.get("tool_calls"), turn.get("content")
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

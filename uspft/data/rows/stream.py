@@ -30,13 +30,14 @@ WINDOW_SAMPLES = 4096
 class Packing:
     """The rows of one epoch; row r holds the documents [bounds[r], bounds[r + 1]).
 
-    samples, starts: int64, one entry for each document in row order: the sample that the document
-    comes from, and the token of that sample at which it begins. bounds: int64, one entry more than
-    there are rows.
+    samples, starts, sizes: int64, one entry for each document in row order: the sample that the
+    document comes from, the token of that sample at which it begins, and its tokens. bounds: int64,
+    one entry more than there are rows.
     """
 
     samples: NDArray[np.int64]
     starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
     bounds: NDArray[np.int64]
 
     @property
@@ -57,9 +58,9 @@ def pack_rows(
     samples = np.repeat(order, pieces)
     first = np.cumsum(pieces) - pieces
     starts = (np.arange(len(samples)) - np.repeat(first, pieces)) * capacity
-    if packing == "none":
-        return Packing(samples, starts, np.arange(len(samples) + 1))
     sizes = np.minimum(np.repeat(lengths, pieces) - starts, capacity)
+    if packing == "none":
+        return Packing(samples, starts, sizes, np.arange(len(samples) + 1))
     windows = [int(first[i]) for i in range(0, len(order), WINDOW_SAMPLES)] + [len(samples)]
     documents: list[int] = []
     bounds = [0]
@@ -68,7 +69,7 @@ def pack_rows(
             documents += (begin + document for document in row)
             bounds.append(len(documents))
     chosen = np.array(documents, np.int64)
-    return Packing(samples[chosen], starts[chosen], np.array(bounds, np.int64))
+    return Packing(samples[chosen], starts[chosen], sizes[chosen], np.array(bounds, np.int64))
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -166,8 +167,7 @@ class RowStream:
     def padding(self) -> float:
         """Return the share of padding among the tokens of the first epoch's rows."""
         plan = self._plan(0)
-        pieces = np.minimum(self._lengths[plan.samples] - plan.starts, self._length)
-        return 1.0 - float(pieces.sum()) / (plan.rows * self._length)
+        return 1.0 - float(plan.sizes.sum()) / (plan.rows * self._length)
 
     def row(self, index: int) -> Row:
         """Return the row at an index of the stream, from 0. Raises IndexError below 0."""
@@ -183,31 +183,30 @@ class RowStream:
         labels = np.full(length, NOT_TRAINED, np.int64)
         positions = np.zeros(length, np.int64)
         bounds = [0]
-        for sample, start in documents:
+        for sample, start, size in documents:
             tokens = self._corpus.sample(sample)
-            ids = tokens.ids[start : start + self._length]
-            begin, end = bounds[-1], bounds[-1] + len(ids)
-            input_ids[begin:end] = ids
+            begin, end = bounds[-1], bounds[-1] + size
+            input_ids[begin:end] = tokens.ids[start : start + size]
             # Shifted inside the document: its last position has no target.
-            labels[begin : end - 1] = tokens.labels[start + 1 : start + len(ids)]
-            positions[begin:end] = np.arange(len(ids))
+            labels[begin : end - 1] = tokens.labels[start + 1 : start + size]
+            positions[begin:end] = np.arange(size)
             bounds.append(end)
         segments = Segments(tuple(bounds), length)
-        return Row(input_ids, labels, positions, segments, tuple(sample for sample, _ in documents))
+        return Row(input_ids, labels, positions, segments, tuple(one[0] for one in documents))
 
     def tokens_of(self, index: int) -> int:
         """Return how many tokens the documents of a row have together, without reading them."""
-        pieces = [self._lengths[sample] - start for sample, start in self._documents(index)]
-        return int(sum(min(piece, self._length) for piece in pieces))
+        return sum(size for _, _, size in self._documents(index))
 
-    def _documents(self, index: int) -> list[tuple[int, int]]:
-        """Return the documents of a row: the sample of each, and its first token in it."""
+    def _documents(self, index: int) -> list[tuple[int, int, int]]:
+        """Return the documents of a row: the sample of each, its first token in it, its tokens."""
         if index < 0:
             raise IndexError(f"row {index} of a stream that starts at 0")
         epoch, at = self._place(index)
         plan = self._plan(epoch)
         here = slice(*plan.bounds[at : at + 2].tolist())
-        return list(zip(plan.samples[here].tolist(), plan.starts[here].tolist(), strict=True))
+        of_row = (array[here].tolist() for array in (plan.samples, plan.starts, plan.sizes))
+        return list(zip(*of_row, strict=True))
 
     def _place(self, index: int) -> tuple[int, int]:
         if self._same_count:

@@ -1,5 +1,5 @@
-"""What experts keep and need, on a tape, as transformers' routers and its experts by
-`torch.nn.functional.grouped_mm` go. Sizes are bytes."""
+"""The memory of routers and experts, by replaying on a tape the tensors that transformers' routers
+and its experts with `torch.nn.functional.grouped_mm` allocate and save. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from uspft.planner.products import matrices_of_experts
 
 
 def logit_bytes(s: LayerSizes, tokens: int) -> float:
-    """Return the bytes of what a router says of each expert."""
+    """Return the bytes of a router's logits."""
     assert s.experts
     return float((WIDE if s.kind.wide_router else s.element) * tokens * s.experts.number)
 
 
 def routed(tape: LayerTape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what a layer's experts make of x, which their router sees as it is between blocks.
-    enter: returns what tensor ranks take of it."""
+    """Return the output of a layer's router and experts for x, a rank's hidden states between
+    blocks. enter: returns the input of tensor ranks' experts, gathered under use_seq_parallel."""
     assert s.experts
     of, router = s.experts, s.kind.router
     weight, trains = float(s.element * of.number * s.hidden), router in s.trained
@@ -42,7 +42,7 @@ def routed(tape: LayerTape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], 
 
 
 def _formed(tape: LayerTape, size: float, s: LayerSizes, of: Experts) -> Tensor:
-    """Return a router's matrix with its adapter's product (model/adapter.py)."""
+    """Return a router's matrix with its adapter merged (model/adapter.py)."""
     thin = float(s.element * s.rank * (of.number + s.hidden))
 
     of_thin = lambda grads: [tape.new(thin)]  # noqa: E731
@@ -52,12 +52,12 @@ def _formed(tape: LayerTape, size: float, s: LayerSizes, of: Experts) -> Tensor:
 
 
 def _score(s: LayerSizes) -> int:
-    """Return the bytes of what an expert's output is multiplied by."""
+    """Return the bytes of a router weight, by which an expert's output is multiplied."""
     return WIDE if s.kind.wide_scores else s.element
 
 
 def _chosen(tape: LayerTape, logits: Tensor, s: LayerSizes, of: Experts) -> tuple[Tensor, Tensor]:
-    """Return which experts each token meets, and what their outputs are multiplied by."""
+    """Return each token's chosen experts, and their router weights."""
     choices, found = s.between * of.met, logits
     if s.kind.probabilities:
         wide = WIDE * s.between * of.number
@@ -70,12 +70,12 @@ def _chosen(tape: LayerTape, logits: Tensor, s: LayerSizes, of: Experts) -> tupl
 
 
 def _taken(tape: LayerTape, x: Tensor, size: float, index: object) -> Tensor:
-    """Return rows of x by an index, which its backward needs."""
+    """Return rows of x selected by an index, which is saved for the backward."""
     return tape.remade(x, size, back=x.size, keeps=[index])
 
 
 class _Experts:
-    """The experts of a layer, in tiles where that is asked for, and ranks that divide them."""
+    """The experts of a layer, with expert and tensor parallelism, and in tiles if asked for."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes, of: Experts) -> None:
         self._tape, self._sizes, self._of = tape, sizes, of
@@ -86,8 +86,8 @@ class _Experts:
         self._rows = of.sent(self._tokens)
 
     def __call__(self, x: Tensor, index: Tensor, scores: Tensor) -> Tensor:
-        """Return what experts make of tokens. index, scores: which each meets, and what these
-        weigh."""
+        """Return the experts' output for x. index, scores: each token's experts and their router
+        weights."""
         tape, s, of, size = self._tape, self._sizes, self._of, x.size
         divides = of.ranks > 1 or s.tensor > 1 or any(self._adapted)
         rows, factors, run = x, scores, self._here if divides else self._all
@@ -110,7 +110,8 @@ class _Experts:
         return self._returned(made, size) if of.ranks > 1 else made
 
     def _all(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return what experts make of tokens. parts: the tokens, their experts, their factors."""
+        """Return the output of transformers' own experts, which are all on this rank. parts:
+        tokens, their experts, their router weights."""
         tape, s, of = self._tape, self._sizes, self._of
         x, _, scores = parts
         e, choices = s.element, x.size / s.element / s.hidden * of.met
@@ -133,8 +134,8 @@ class _Experts:
         return total if total.size == x.size else tape.remade(total, x.size)
 
     def _here(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return what the experts that are here make of rows, in pairs of a row with one of them
-        (model/experts.py). parts: as of _all."""
+        """Return the output of this rank's experts for rows, as `computed` in model/experts.py
+        allocates it. parts: as in `_all`."""
         tape, s, of = self._tape, self._sizes, self._of
         x, index, scores = parts
         e, rows = s.element, x.size / s.element / s.hidden
@@ -171,7 +172,7 @@ class _Experts:
         return total if e == WIDE else tape.remade(total, x.size)
 
     def _sent(self, x: Tensor, scores: Tensor, route: object) -> list[Tensor]:
-        """Return the rows that come, and what their experts weigh."""
+        """Return the received rows, and their experts' router weights."""
         tape = self._tape
         before, wanted = (x.size, scores.size), (x.node, scores.node)
         sizes = [size / self._tokens * self._rows for size in before]
@@ -188,8 +189,7 @@ class _Experts:
         return tape.record((x, scores), sizes, backward, keeps=[route], made=made)
 
     def _sum_home(self, rows: float, tokens: float) -> Storage:
-        """Return the sums of rows that come back to their tokens, in float32 and then as they
-        are."""
+        """Return the sum of returned rows for each token, computed in float32 and rounded."""
         tape, more = self._tape, self._sizes.wide
         back, whole = tape.new(rows), tape.new(tokens * more)
         wide = tape.new(rows * more) if more > 1 else None
@@ -199,7 +199,7 @@ class _Experts:
         return found
 
     def _returned(self, made: Tensor, size: float) -> Tensor:
-        """Return what experts have made, at home and summed for each token."""
+        """Return the experts' outputs, sent back and summed for each token."""
         tape, rows = self._tape, made.size
         summed = [self._sum_home(rows, size)]
 
@@ -212,14 +212,15 @@ class _Experts:
         return tape.record((made,), (size,), backward, made=summed)[0]
 
     def _beside(self, x: Tensor, takes: int, gives: int) -> Tensor:
-        """Return what the adapters of experts make of rows, times a number."""
+        """Return the experts' adapters' scaled output for rows. takes, gives: input and output
+        features."""
         tape, s, of = self._tape, self._sizes, self._of
         each = float(s.element * (of.number // of.ranks) * s.rank)
         thin = tape.linear(x, x.size / takes * s.rank, each * takes, trains=True)
         return tape.remade(tape.linear(thin, x.size / takes * gives, each * gives, trains=True))
 
     def _biased(self, x: Tensor) -> Tensor:
-        """Return x with the biases of its rows' experts, where they have any."""
+        """Return x plus the biases of its rows' experts, if they have biases."""
         if not self._sizes.kind.clamped:
             return x
         biases = self._tape.new(x.size)
@@ -228,8 +229,8 @@ class _Experts:
         return made
 
     def _bent(self, x: Tensor) -> Tensor:
-        """Return the gate's activation times what it multiplies; of gpt-oss every other feature and
-        those between, both clamped."""
+        """Return the activation of the gate times the up-projection; in gpt-oss the two are
+        interleaved features, and both are clamped."""
         tape = self._tape
         if not self._sizes.kind.clamped:
             gate, up = tape.halves(x)

@@ -1,5 +1,5 @@
-"""What products on a mesh keep and need, on a tape, as tensor/meshslice.py and tensor/flows.py go
-on a GPU. Sizes are bytes."""
+"""The memory of products on a mesh, by replaying on a tape the tensors that tensor/meshslice.py and
+tensor/flows.py allocate and save on a GPU. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from uspft.planner.memory.operations import WIDE, LayerTape
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 Panels = tuple[Storage, ...]
-"""What is gathered or summed over a mesh line: what leaves, and what arrives."""
+"""The buffers of a gather or sum over mesh rows or columns: what is sent, and what is received."""
 
 
 @dataclass(frozen=True)
 class ProductOnMesh:
-    """Products of this rank's tokens with one or more matrices side by side; n is their features
-    inside the block, of which this rank has n/C, and d those between blocks."""
+    """Products of this rank's tokens with one or several concatenated matrices. n: their features
+    inside the block, of which this rank has n/C; d: the hidden size."""
 
     tape: LayerTape
     element: int
@@ -35,14 +35,14 @@ class ProductOnMesh:
         return self.element * self.hidden / self.rows * features
 
     def _slice(self, features: float) -> float:
-        """Return the bytes of all ranks' features of a slice, times features of this rank."""
+        """Return the bytes of one slice of the hidden features times `features`."""
         return self.element * self.hidden / self.slices * features
 
     def _new(self, size: float, there: bool = True) -> Storage:
         return self.tape.new(size * there)
 
     def _panels(self) -> Storage:
-        """Return all ranks' features of a slice of this rank's tokens, where those are others'."""
+        """Return the buffer of a gathered slice of this rank's tokens; empty with one column."""
         return self._new(self._slice(self.tokens), self.columns > 1)
 
     def _gather(self) -> Panels:
@@ -51,8 +51,8 @@ class ProductOnMesh:
         return part, self._panels()
 
     def _gather_weights(self, n: float, *, copied: bool = True) -> Panels:
-        """Start to gather a slice of the weights over mesh rows. copied: whether it is one
-        first."""
+        """Start to gather a slice of the weights over mesh rows. copied: whether the slice is
+        copied first."""
         along = self._new(self._slice(n) / self.rows, copied)
         return along, self._new(self._slice(n), self.rows > 1)
 
@@ -60,7 +60,7 @@ class ProductOnMesh:
         return self._gather() + self._gather_weights(n, copied=copied)
 
     def _plus(self, out: Storage | None, size: float) -> Storage:
-        """Return the sum of what slices have made, which each makes apart where it is rounded."""
+        """Return the sum over slices; below float32 each slice's product has its own buffer."""
         if out and self.element == WIDE:
             return out
         made = self._new(size)
@@ -125,7 +125,7 @@ class ProductOnMesh:
         return [found, right]
 
     def inward(self, x: Tensor, outputs: Sequence[float], trains: Sequence[bool]) -> list[Tensor]:
-        """Return what projections into a block make. outputs: the features of each."""
+        """Return the outputs of the projections into a block. outputs: the features of each."""
         before, held, every = x.node, x.storage if any(trains) else None, sum(outputs)
         whole = self.output_stationary(every)
         made = [whole if len(outputs) == 1 else self._new(self.own(each)) for each in outputs]
@@ -153,7 +153,7 @@ class ProductOnMesh:
         return self.tape.record(given, sizes, backward, saves=saves, keeps=[held], made=made)
 
     def outward(self, x: Tensor, n: float, *, trains: bool) -> Tensor:
-        """Return what the projection out of a block makes of this rank's features inside of it."""
+        """Return the output of the projection out of a block, of this rank's features inside."""
         before, held = x.node, x.storage if trains else None
         made = self.left_stationary(n)
 
@@ -170,6 +170,6 @@ class ProductOnMesh:
 
 
 def all_features(tape: LayerTape, x: Tensor, ways: int) -> Tensor:
-    """Return what so many ranks have features of, whole."""
+    """Return x with the features of all `ways` ranks gathered."""
     whole = x.size * ways
     return x if ways == 1 else tape.remade(x, whole, beside=whole, back=whole)

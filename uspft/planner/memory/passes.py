@@ -1,6 +1,6 @@
-"""The bytes of activations of one micro-batch as it runs, on a tape: each layer, and from behind
-the last its norm, the head and the loss, that of experts' balance too (model/causal.py,
-model/loss.py)."""
+"""The memory of one micro-batch's activations, by replaying on a tape what each layer allocates and
+saves, and then the last norm, the head and the loss, with the router's auxiliary loss
+(model/causal.py, model/loss.py)."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from uspft.planner.options import Options
 
 BATCH_BYTES = 6 * 8
-"""Of a token in a batch: its number, label, position, place in the stream, row, and whether it has
-a target, all in int64."""
+"""The bytes of a token in a batch: its id, label, position, index in the stream, row, and whether
+it has a target, each int64."""
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What a layer takes on the device; what waits on the host where it does."""
+    """The bytes of a layer's activations."""
 
     kept: float
-    """Until its backward."""
+    """What is saved until the layer's backward, on the host if activations are offloaded."""
     most: float
-    """What is alive at the most while it runs, with what it keeps."""
+    """The peak while the layer runs, with what it saves."""
     held: float = 0.0
-    """What of it stays on the device in any case."""
+    """The part of `kept` that stays on the device even with offloading."""
     lets_go: bool = False
-    """Whether nothing that it keeps has its input, where it is not checkpointed."""
+    """Whether the layer, if not checkpointed, saves no tensor that needs its input's memory."""
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> LayerBytes:
-    """Return what a layer takes. reached: whether the gradient goes on below it. beside: how many
-    tensors as large as its input transformers holds by itself until the last layer is done."""
+    """Return the bytes of a layer. reached: whether its input needs a gradient. beside: the number
+    of tensors of its input's size that transformers keeps until the last layer has run."""
     tape = LayerTape()
     size = sizes.between_bytes()
-    hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
+    hidden = [tape.leaf(size)]  # a list, so that it can be freed as early as in a run
     if not reached:
         hidden = [Tensor(size, hidden[0].storage)]
     plain = StateLayer if sizes.state else Layer
@@ -76,7 +76,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
         layer.groups.waits()
     kept = tape.live
     if trains:
-        # What came back from the host for the second run goes with it.
+        # The input that came back from the host is freed with the second run.
         then = hidden.clear if sizes.offloads else lambda: None
         tape.second_run(lambda: layer(hidden[0]), size, then)
     held = sum({id(one): one.size for one in tape.stays}.values())
@@ -85,13 +85,13 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The last norm, the head and the loss as a rank has them."""
+    """The sizes of the last norm, the head and the loss on a rank."""
 
     layer: LayerSizes
     vocabulary: int
-    """The rows of the head that are here."""
+    """The head's rows on this rank."""
     tile: int | None
-    """Tokens; None for all at once."""
+    """The tokens of a tile of the loss; None: all tokens at once."""
     trains: bool = True
     norm_trains: bool = True
     capped: bool = False
@@ -100,9 +100,8 @@ class HeadSizes:
 
 @lru_cache(maxsize=4096)
 def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
-    """Return what is alive from behind the last layer until before its backward (model/causal.py,
-    model/loss.py): between forward and backward, and at the most. reached: whether the gradient
-    goes on below it."""
+    """Return the bytes of the last norm, the head and the loss (model/causal.py, model/loss.py):
+    between forward and backward, and the peak. reached: whether their input needs a gradient."""
     tape, s = LayerTape(), sizes.layer
     size = s.between_bytes()
     before = tape.leaf(size)

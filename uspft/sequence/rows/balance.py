@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from uspft.blocks import joined
 from uspft.segments import Segments
 from uspft.sequence.rows.share import Share
-from uspft.sequence.rows.spans import Span, cut, pairs, tokens_in
+from uspft.sequence.rows.spans import Span, cut, pairs_before, tokens_in
 
 MAX_IMBALANCE = 1.05
 """The limit of the busiest rank's work divided by the mean; among assignments within it, the one
@@ -141,14 +142,8 @@ class Assignment:
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """Return the positions of a rank, with adjacent chunks merged."""
-        found: list[Span] = []
-        for c, owner in enumerate(self.owner):
-            if owner == rank:
-                start = c * self.chunk
-                if found and found[-1][1] == start:
-                    start = found.pop()[0]
-                found.append((start, (c + 1) * self.chunk))
-        return tuple(found)
+        mine = (c * self.chunk for c, owner in enumerate(self.owner) if owner == rank)
+        return joined((start, start + self.chunk) for start in mine)
 
 
 def assign(
@@ -189,7 +184,9 @@ class Search:
         count = ring * per_rank
         self.chunk = segments.length // count
         edges = np.arange(count + 1) * self.chunk
-        self.work: Floats = np.diff(_pairs_before(edges, segments, window)).astype(np.float64)
+        self.work: Floats = np.diff(
+            pairs_before(edges, list(segments), window, segments.before)
+        ).astype(np.float64)
         # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
         seen = edges[1:] - _first_keys(edges[:-1], segments, window)[:, None]
         # Sums reach three rows' tokens and must be exact; float32 takes half the time where it is.
@@ -434,19 +431,3 @@ def _first_keys(positions: Ints, segments: Segments, window: int | None) -> Ints
     if window is not None:
         first = np.maximum(first, positions - window + 1)
     return np.where(document < len(bounds) - 1, first, positions)
-
-
-def _pairs_before(positions: Ints, segments: Segments, window: int | None) -> Ints:
-    """Return how many pairs of query and key all queries before each position have together."""
-    bounds = np.array(segments.bounds)
-    before = np.zeros_like(bounds)
-    before[0] = segments.before
-
-    def of_first(tokens: Ints, earlier: Ints) -> Ints:
-        found: Ints = pairs(tokens + earlier, window) - pairs(earlier, window)
-        return found
-
-    whole = np.append(0, np.cumsum(of_first(np.diff(bounds), before[:-1])))
-    document = np.searchsorted(bounds, positions, "right") - 1
-    inside = np.where(document < len(bounds) - 1, positions - bounds[document], 0)
-    return whole[document] + of_first(inside, before[document])

@@ -8,7 +8,8 @@ from each fragment to the next.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -112,21 +113,28 @@ def chains_in(every: Sequence[Sequence[Fragment]]) -> list[tuple[Fragment, ...]]
     return [tuple(sorted(one)) for one in by_document.values()]
 
 
+def needed(
+    chains: Iterable[Sequence[Fragment]], *, back: bool = False
+) -> defaultdict[int, set[Fragment]]:
+    """Return for each holder the fragments of others that lie before one of its own in a document;
+    back: behind one."""
+    found = defaultdict[int, set[Fragment]](set)
+    for one in chains:
+        seen = set[int]()
+        for fragment in one if back else reversed(one):
+            for other in seen - {fragment.holder}:
+                found[other].add(fragment)
+            seen.add(fragment.holder)
+    return found
+
+
 def chains_of(held: Sequence[Sequence[Span]], documents: Sequence[Span], holder: int) -> Chains:
     """Return the `Chains` of a holder. held, documents: as in `fragments_of`."""
     every = fragments_of(held, documents)
     chains = chains_in(every)
     split = [one for one in chains if len(one) > 1]
     mine = [one for one in split if any(f.holder == holder for f in one)]
-    ahead: dict[int, set[Fragment]] = {n: set() for n in range(len(held))}
-    behind: dict[int, set[Fragment]] = {n: set() for n in range(len(held))}
-    for one in mine:
-        for found, order in ((ahead, one[::-1]), (behind, one)):
-            seen = set[int]()
-            for fragment in order:
-                for other in seen - {fragment.holder}:
-                    found[other].add(fragment)
-                seen.add(fragment.holder)
+    ahead, behind = needed(mine), needed(mine, back=True)
     return Chains(
         every[holder],
         tuple(mine),

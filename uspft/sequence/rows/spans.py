@@ -13,8 +13,9 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from uspft.blocks import Block, Mask
+from uspft.blocks import Block, Mask, joined
 
 Span = tuple[int, int]
 
@@ -65,17 +66,13 @@ def tokens_in(spans: Iterable[Span]) -> int:
 
 def cut(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
     """Return tokens [first, last) of the spans' concatenation, as spans, adjacent ones merged."""
-    found: list[Span] = []
-    at = 0
+    found, at = [], 0
     for start, stop in spans:
         a, b = max(first, at), min(last, at + stop - start)
         if a < b:
-            piece = (start + a - at, start + b - at)
-            if found and found[-1][1] == piece[0]:
-                piece = (found.pop()[0], piece[1])
-            found.append(piece)
+            found.append((start + a - at, start + b - at))
         at += stop - start
-    return tuple(found)
+    return joined(found)
 
 
 def blocks_between(
@@ -197,11 +194,33 @@ def _append(found: list[Block], block: Block) -> None:
 def work_of(spans: Sequence[Span], documents: Sequence[Span], window: int | None) -> int:
     """Return the number of (query, key) pairs of queries in these spans, whichever ranks hold the
     keys."""
-    share, total = Holding(spans), 0
-    for start, stop in documents:
-        for a, b in share.within(start, stop):
-            total += pairs(b - start, window) - pairs(a - start, window)
-    return int(total)
+    before = pairs_before(np.array(spans, np.int64).reshape(-1, 2), documents, window)
+    return int((before[:, 1] - before[:, 0]).sum())
+
+
+def pairs_before(
+    positions: NDArray[np.int64], documents: Sequence[Span], window: int | None, earlier: int = 0
+) -> NDArray[np.int64]:
+    """Return the number of (query, key) pairs of all queries before each position.
+
+    documents: their bounds, sorted. earlier: how many tokens of the first document come before its
+    bounds.
+    """
+    bounds = np.array(documents, np.int64).reshape(-1, 2)
+    if not len(bounds):
+        return np.zeros_like(positions)
+    starts, lengths = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
+    behind = np.zeros_like(lengths)
+    behind[0] = earlier
+
+    def of_first(tokens: Any, behind: Any) -> Any:
+        return pairs(tokens + behind, window) - pairs(behind, window)
+
+    whole = np.append(0, np.cumsum(of_first(lengths, behind)))
+    document = np.maximum(np.searchsorted(starts, positions, "right") - 1, 0)
+    inside = np.clip(positions - starts[document], 0, lengths[document])
+    found: NDArray[np.int64] = whole[document] + of_first(inside, behind[document])
+    return found
 
 
 def pairs(queries: Any, window: int | None) -> Any:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from uspft.families import StateSizes
 from uspft.segments import Segments
 from uspft.sequence.rows.exchange import Exchange
-from uspft.sequence.rows.fragments import Fragment, chains_in, fragments_of, needs_of
+from uspft.sequence.rows.fragments import Fragment, chains_in, fragments_of, needed, needs_of
 from uspft.sequence.rows.heads import key_groups, key_ranges, split_heads, turns_of
 from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Holding, tokens_in
@@ -162,15 +162,17 @@ def ring_traffic(parts: RowParts, pair_bytes: int, forwards: int = 1, turns: int
     return _most([[*map(sent, shares)] for shares in parts], turns, pair_bytes)
 
 
-def exchange_traffic(
+def exchange_cost(
     parts: Sequence[Sequence[Exchange]], pair_bytes: int, forwards: int = 1, turns: int = 1
-) -> Traffic:
-    """Return what the busiest rank of exchanges sends, forward and backward.
+) -> Cost:
+    """Return what the busiest rank of exchanges sends, forward and backward, and in how many steps
+    keys arrive.
 
     parts: the ranks' exchanges, for each chunk of the row. The others are as in `ring_traffic`.
     """
     sent = [[one.sent(forwards) for one in exchanges] for exchanges in parts]
-    return _most(sent, turns, pair_bytes)
+    arrivals = turns * sum(len(first.arrivals) for first, *_ in parts)
+    return Cost(gather=_most(sent, turns, pair_bytes), arrivals=arrivals)
 
 
 def _most(parts: Sequence[Sequence[Sequence[int]]], turns: int, pair_bytes: int) -> Traffic:
@@ -246,32 +248,16 @@ def _states(every: Sequence[Sequence[Fragment]], heads: StateSizes, forwards: in
     state, so its second matrix is not sent.
     """
     adds, passes = heads.key_dim * heads.value_dim, heads.key_dim**2
-    chains = [one for one in chains_in(every) if len({f.holder for f in one}) > 1]
-    elements = Counter[int]()
-    meets: list[list[dict[int, set[int]]]] = [[], []]
+    chains = chains_in(every)
+    elements, messages = Counter[int](), Counter[int]()
     for back, times in ((False, forwards), (True, 1)):
-        for one in chains:
-            seen = set[int]()
-            far = dict[int, set[int]]()
-            alone = one[-1] if back else one[0]
-            for fragment in one if back else reversed(one):
-                here = fragment.holder
-                number = len(seen) - (here in seen)
-                elements[here] += times * number * (adds + (fragment != alone) * passes)
-                far[here] = seen if len(chains) == 1 else set(seen)
-                seen.add(here)
-            meets[back].append(far)
-    found = []
-    for rank in range(len(every)):
-        ahead, behind = (len(_met(sides, rank)) for sides in meets)
-        found.append(Traffic(elements[rank], forwards * ahead + behind))
-    return found
-
-
-def _met(sides: Iterable[dict[int, set[int]]], rank: int) -> set[int]:
-    """Return the ranks to which a rank sends a summary of any document. sides: for each document,
-    the receiving ranks of each sender."""
-    return set[int]().union(*(far.get(rank, ()) for far in sides)) - {rank}
+        alone = {one[-1] if back else one[0] for one in chains}
+        for fragments in needed(chains, back=back).values():
+            for fragment in fragments:
+                elements[fragment.holder] += times * (adds + (fragment not in alone) * passes)
+            for giver in {fragment.holder for fragment in fragments}:
+                messages[giver] += times
+    return [Traffic(elements[rank], messages[rank]) for rank in range(len(every))]
 
 
 def _halo(

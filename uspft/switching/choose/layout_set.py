@@ -8,13 +8,12 @@ from functools import cached_property
 from statistics import fmean
 
 from uspft.layout import COPIES, Layout, StoredAs
-from uspft.pipeline.stages import Stages
 from uspft.planner.memory.formula import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.memory.zero import moving_state_bytes
 from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
-from uspft.planner.step import micro_step_seconds, zero_once
-from uspft.planner.step_shape import GRADIENT_BYTES, StepShape, seconds_of
+from uspft.planner.step import dealt_stages, micro_step_seconds, zero_once
+from uspft.planner.step_shape import GRADIENT_BYTES, Memo, StepShape, seconds_of
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
@@ -74,14 +73,11 @@ class LayoutSet:
     def _stages(self, bucket: PricedLayout) -> list[StageLayers | None]:
         """Return the layers of each rank along a bucket's pipeline; [None], which means all layers,
         without a pipeline."""
-        model, stages = self.setting.step.model, bucket.layout.pipeline
-        if stages == 1:
+        if bucket.layout.pipeline == 1:
             return [None]
-        sizes = [
-            (model.layers * (n + 1)) // stages - model.layers * n // stages for n in range(stages)
-        ]
-        every = Stages.of_sizes(sizes, stages)
-        return [stage_layers(every, rank) for rank in range(stages)]
+        step = replace(self.setting.step, schedule=bucket.way.schedule)
+        every = dealt_stages(step, bucket.layout, step.recompute, Memo())
+        return [stage_layers(every, rank) for rank in range(every.ranks)]
 
     @cached_property
     def shares(self) -> list[float]:
@@ -200,11 +196,12 @@ class LayoutSet:
             one = self.buckets[row.bucket]
             more = max(0.0, one.beside - pass_seconds)
             seconds = one.row_seconds(row.pairs) + more
-            found.append(RowWork(row.bucket, seconds, self.portions[row.bucket]))
+            found.append(RowWork(row.bucket, seconds))
         return found
 
     def _step_seconds(self, rows: Sequence[PackedRow]) -> float:
-        limits = Limits(1.0, min(one.beside for one in self.buckets))
+        at_once = [max(1, int(1 / portion)) for portion in self.portions]
+        limits = Limits(at_once, min(one.beside for one in self.buckets))
         works = self._works(rows, limits.pass_seconds)
         sizes = [one.sharing_ranks for one in self.buckets]
         if self.moves:
@@ -227,7 +224,7 @@ class LayoutSet:
     def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
         """Return the seconds that ZeRO adds to a micro-step of average length, if a step has as few
         micro-steps as memory allows."""
-        taken = [work.memory * sizes[work.bucket] for work in works]
+        taken = [self.portions[work.bucket] * sizes[work.bucket] for work in works]
         count = max(1.0, sum(taken) / self.setting.ranks)
         even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
         return micro_step_seconds(self.setting.placed(self.stored), even / count)
@@ -272,7 +269,7 @@ class Static:
         """Return the seconds of all passes at a micro-batch size, and their number. rows: the
         seconds of each, in the order in which they run; at_once: rows of a replica in a pass."""
         one, setting = self.layout, self.setting
-        replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
+        replicas, works = one.layout.data, [RowWork(0, seconds) for seconds in rows]
         plan: list[MicroStep] = []
         for begin in range(0, len(rows), replicas * at_once):
             end = min(begin + replicas * at_once, len(rows))
@@ -282,7 +279,7 @@ class Static:
                 groups.append(RankGroup(replica * one.sharing_ranks, 0, mine))
             plan.append(tuple(groups))
         each = fmean(rows) * at_once
-        limits = Limits(1.0, one.beside, 0.0, setting.lockstep)
+        limits = Limits([at_once], one.beside, 0.0, setting.lockstep)
         if setting.lockstep:
             zero = micro_step_seconds(setting.placed(self.alone.stored), each)
             limits = replace(limits, step_seconds=zero)

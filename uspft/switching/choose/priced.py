@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from uspft.config.algorithms import AlgorithmRow
+from uspft.config.recipe import Degrees
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import row_memory
@@ -16,15 +17,6 @@ from uspft.planner.row_time import row_time
 from uspft.planner.step_shape import PlacedStep, StepShape, pairs_of_row
 from uspft.planner.ways import Space, Way, legal_for, ways
 from uspft.segments import Segments
-
-SWITCHED = (
-    "model_parallel",
-    "use_seq_parallel",
-    "context_parallel",
-    "context_parallel_algo",
-    "ulysses_degree_in_cp",
-)
-"""The degrees in which the layouts of a run with strategies may differ."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,8 @@ class PricedLayout:
     @property
     def keys(self) -> dict[str, Any]:
         """The keys of a strategy with this layout; the other ranks are replicas."""
-        return {key: self.way.degrees[key] for key in SWITCHED}
+        said = Degrees.model_fields.keys() - {"data_parallel"}
+        return {key: value for key, value in self.way.degrees.items() if key in said}
 
     @property
     def group_ranks(self) -> int:

@@ -95,8 +95,9 @@ class SwitchingLoader(RowLoader):
         super().__init__(stream, self._lengths[-1], samples, last_sample, orders)
         self.worlds, self._idle, self._prices = worlds, idle, prices
         self._moves = recipe.parallel_config.switching == "move"
+        most = recipe.training.micro_batch_size * max(prices.row_bytes) * ROUNDED
         self._limits = Limits(
-            recipe.training.micro_batch_size * max(prices.row_bytes) * ROUNDED,
+            [int(most / each) for each in prices.row_bytes],
             prices.pass_seconds,
             prices.step_seconds,
             ranks_in_lockstep(recipe),
@@ -120,7 +121,7 @@ class SwitchingLoader(RowLoader):
         for number, (bucket, samples) in rows.items():
             pairs = sum(lengths[one] * (lengths[one] + 1) // 2 for one in samples)
             seconds = prices.row_seconds[bucket] + prices.pair_seconds[bucket] * pairs
-            works[number] = RowWork(bucket, seconds, prices.row_bytes[bucket])
+            works[number] = RowWork(bucket, seconds)
         return StepPlan(rows, tuple(self._phases(works)))
 
     def _phases(self, works: Mapping[int, RowWork]) -> Iterator[Phase]:

@@ -54,8 +54,6 @@ class RowWork(NamedTuple):
     bucket: int
     seconds: float
     """Seconds of its forward and backward alone, as the cost model predicts them."""
-    memory: float
-    """Its memory on the rank of its group that has most, in the unit of `Limits.most_memory`."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,10 @@ MicroStep = tuple[RankGroup, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory limit of a micro-step, and the seconds that it takes apart from its rows."""
+    """The limits of a micro-step, and the seconds that it takes apart from its rows."""
 
-    most_memory: float
-    """A rank's memory for the rows of one pass; a row that needs more than this runs alone."""
+    rows_at_once: Sequence[int]
+    """How many rows of each bucket fit in a rank's memory in one pass; 1 if not even one fits."""
     pass_seconds: float = 0.0
     """Seconds of a forward and backward apart from its rows, such as kernel launches and Python."""
     step_seconds: float = 0.0

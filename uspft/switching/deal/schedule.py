@@ -34,12 +34,10 @@ def places_of(widths: Iterable[int], ranks: int) -> list[int] | None:
     return found
 
 
-MORE_MICRO_STEPS = (0, 1, 2)
-"""The numbers of micro-steps that are tried, beyond the fewest that memory allows."""
+MORE_MICRO_STEPS = (-1, 0, 1)
+"""The numbers of micro-steps that are tried, relative to the number that `_insert` alone makes."""
 INSERTED_AMONG = 24
 """How many of the last micro-steps are considered for each row that is left over."""
-SEEN = 8
-"""How many rows are tried for one that fits in a group's memory, the longest first."""
 
 
 def schedule(
@@ -72,12 +70,10 @@ class _Taken:
     first: int = 0
     """The group's first rank, once it is known."""
     seconds: float = 0.0
-    memory: float = 0.0
     rows: list[int] = field(default_factory=list)
 
     def add(self, number: int, row: RowWork) -> None:
         self.seconds += row.seconds
-        self.memory += row.memory
         self.rows.append(number)
 
     @property
@@ -104,9 +100,9 @@ def _independent(
             row, width = rows[number], widths[number]
             firsts = range(0, ranks - width + 1, width)
             end, first = min((max(clocks[at : at + width]), at) for at in firsts)
-            mine, most = passes.setdefault((row.bucket, first), []), limits.most_memory - row.memory
-            taken = next((one for one in reversed(mine) if one.memory <= most), None)
-            if taken is None:
+            mine = passes.setdefault((row.bucket, first), [])
+            taken = mine[-1] if mine else None
+            if taken is None or len(taken.rows) == limits.rows_at_once[row.bucket]:
                 taken = _Taken(row.bucket, first)
                 mine.append(taken)
                 end += limits.pass_seconds
@@ -172,8 +168,8 @@ class _Lockstep:
         at its beginning."""
         anywhere: list[_Shelf] = []
         self._insert(anywhere, _longest_first(self.rows))
-        tried, fewest = [anywhere], self._fewest()
-        tried += [self._filled(fewest + more) for more in MORE_MICRO_STEPS]
+        counts = (len(anywhere) + more for more in MORE_MICRO_STEPS)
+        tried = [anywhere, *(self._filled(count) for count in counts if count)]
         best = min(tried, key=lambda found: sum(one.seconds + self.beside for one in found))
         best.sort(key=lambda one: -one.seconds)
         return [self._placed(one) for one in best]
@@ -186,19 +182,6 @@ class _Lockstep:
         for one, first in zip(groups, firsts, strict=True):
             one.first = first
         return tuple(one.group for one in sorted(groups, key=lambda one: one.first))
-
-    def _fewest(self) -> int:
-        """Return a lower bound on the number of micro-steps, by memory and ranks."""
-        most, held = self.limits.most_memory, dict[int, list[float]]()
-        for row in self.rows:
-            held.setdefault(row.bucket, []).append(min(row.memory, most))
-        ranks = alone = 0
-        for bucket, each in held.items():
-            at_once = max(1, int(most / min(each))) if min(each) > 0 else len(each)
-            groups = -(-len(each) // at_once)
-            ranks += groups * self.group_ranks[bucket]
-            alone += groups * (2 * self.group_ranks[bucket] > self.ranks)
-        return max(1, -(-ranks // self.ranks), alone)
 
     def _filled(self, count: int) -> list[_Shelf]:
         """Return `count` micro-steps, each filled with an even share of the work that is left; the
@@ -239,16 +222,11 @@ class _Lockstep:
         return shelf
 
     def _fill(self, taken: _Taken, pool: list[tuple[float, int]], aim: float) -> None:
-        """Take the longest row that fits, again and again."""
-        last, most = len(pool) - 1, self.limits.most_memory
-        while last >= 0:
-            for at in range(last, max(-1, last - SEEN), -1):
-                if not taken.rows or taken.memory + self.rows[pool[at][1]].memory <= most:
-                    number = pool.pop(at)[1]
-                    taken.add(number, self.rows[number])
-                    break
-            else:
-                return
+        """Take the longest row, and then again and again the longest that fits in `aim` seconds."""
+        last = len(pool) - 1
+        while last >= 0 and len(taken.rows) < self.limits.rows_at_once[taken.bucket]:
+            number = pool.pop(last)[1]
+            taken.add(number, self.rows[number])
             last = bisect_right(pool, (aim - taken.seconds, len(self.rows))) - 1
 
     def _has_place(self, shelf: _Shelf, bucket: int) -> bool:
@@ -268,15 +246,13 @@ class _Lockstep:
         left unused."""
         for number in numbers:
             row = self.rows[number]
+            most = self.limits.rows_at_once[row.bucket]
             # The seconds it adds, the slack that is left, and whether it needs a new group.
             best = (self.beside + row.seconds, 0.0, 1)
             where: tuple[_Shelf | None, _Taken | None] = (None, None)
             for shelf in found:
                 for one in shelf.groups:
-                    if (
-                        one.bucket == row.bucket
-                        and one.memory + row.memory <= self.limits.most_memory
-                    ):
+                    if one.bucket == row.bucket and len(one.rows) < most:
                         over = one.seconds + row.seconds - shelf.seconds
                         if (key := (max(0.0, over), max(0.0, -over), 0)) < best:
                             best, where = key, (shelf, one)

@@ -1,20 +1,21 @@
-"""An engine whose weights move between layouts inside a step, as a ZeRO-1 engine otherwise.
+"""The engine of `switching: move`, whose weights move between layouts inside a step; apart from
+that it is a ZeRO-1 engine.
 
-Every element of the float32 masters, Adam's moments and gradients is owned by one rank. The layouts
-of a step run one after another, from the least to the most sharded. Each gathers from the owners
-the parts that its ranks hold: the module's parameters are views of one flat tensor, which is freed
-when the layout has run. The gradients of its micro-batches are summed in float32 in another flat
-tensor, and then go to the owners: reduced, switched and accumulated in one.
+Every element of the float32 master weights, Adam's moments and the gradients has one owner among
+the ranks. The layouts of a step run one after another, from the least to the most sharded. Each
+gathers its shards of the weights from the owners: the module's parameters are views of one flat
+tensor, which is freed when the layout has run. The gradients of its micro-batches are summed in
+float32 in another flat tensor, which is then reduced to the owners.
 
-Bytes on a rank, for p parameters that train, of which it holds h under a layout, with b bytes of
-the compute type and n ranks: 16·p/n always, and (b + 4)·h while the layout runs; of frozen ones
-b·p/n and b·h. What is under way comes on top, of at most BATCH_ELEMENTS of the parameters at a
-time. Bytes that a rank sends in a step on average, for each parameter of matrices that the tensor
-degrees t of the layouts divide: Σ_t (1/t − 1/n) · (b + 4), whichever links carry it. HotSPa's own
-way, from layout to layout, sends more (benchmarks/switching/straight.py).
+Memory of a rank, for p trained parameters of which it holds h in a layout, with b bytes per element
+of the compute dtype and n ranks: 16·p/n bytes always, and (b + 4)·h while the layout runs; for
+frozen parameters b·p/n and b·h. Buffers of transfers come on top, for at most BATCH_ELEMENTS of the
+parameters at a time. A rank sends on average, per step and parameter of matrices that tensor
+degrees t divide, Σ_t (1/t − 1/n) · (b + 4) bytes. HotSPa's direct switches between layouts send
+more (benchmarks/switching/straight.py).
 
-DeepSpeed's ZeRO is not used. Its gradients come from its own hooks on parameters of one shape;
-those that another puts into its buffers it ignores silently (stage 1 in bfloat16, 0.19.8).
+DeepSpeed's ZeRO is not used: it takes gradients only from its own hooks on parameters of fixed
+shapes, and silently ignores those written into its buffers (stage 1 in bfloat16, 0.19.8).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class MovingEngine(Engine):
-    """An engine of owners, whose steps take micro-batches of several layouts."""
+    """An engine whose step runs micro-batches of several layouts, with weights that move."""
 
     stage = 1
 
@@ -65,21 +66,19 @@ class MovingEngine(Engine):
         staged: Mapping[int, tuple[nn.Module, StageRunner]] | None = None,
         hosts: Sequence[int] | None = None,
     ) -> None:
-        """Take over a module that is filled with what ranks hold under the most sharded layout;
-        collective.
+        """Take over a module that is filled with its shards in the most sharded layout; collective.
 
-        holders: of that layout. every: who holds what under each of the layouts. staged: by how
-        many stages there are, those of this rank as a module, and what runs them; where there is
-        one, the module itself is. hosts: a number of each rank's host; None for one host. Raises
-        ValueError for meshes, on which a model computes with the blocks of one, for divided
-        experts, and for layouts of one degree of which some split tokens.
+        holders: of that layout. every: the shards of each layout. staged: for each number of
+        pipeline stages above 1, this rank's stages as a module and their runner. hosts: the index
+        of each rank's host; None: one host. Raises ValueError for meshes, for expert parallelism,
+        and for layouts of the same degree of which only some have use_seq_parallel.
         """
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
         if divided := [s.layout.name() for s in every if s.layout.experts > 1]:
             raise ValueError(f"weights do not move where experts are divided: {', '.join(divided)}")
         self.every = {shards.layout.stored_as: shards for shards in every}
-        """Who holds what, by how ranks hold it."""
+        """The shards of each layout, by `Layout.stored_as`."""
         for shards in every:
             if self.every[shards.layout.stored_as].splits_tokens != shards.splits_tokens:
                 twice = f"tensor degree {shards.layout.tensor}"
@@ -94,15 +93,15 @@ class MovingEngine(Engine):
         ]
         self.named, dtype = module.named(), getattr(torch, recipe.model.dtype)
         self.shapes: dict[str, Shape] = {n: holders.shapes[n] for n in _in_order(self.named)}
-        """The whole shape of every parameter, in the order in which they lie."""
+        """The whole shape of every parameter, in the order of the flat tensors."""
         self._own(recipe)
         self._hosts = hosts or [0] * holders.everyone.size
         self._switches: dict[tuple[StoredAs, bool], Switch] = {}
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self._here: Shards | None = None
-        """The layout whose parts the module's parameters are."""
+        """The layout whose shards the module's parameters are; None: they are empty."""
         self._sums: dict[str, tuple[Tensor, float]] = {}
-        """Where each gradient is added up while a layout trains, and what it is multiplied by."""
+        """The sum to which each gradient is added while a layout trains, and its factor."""
         self._lap_of: list[int | None] = []
         """The micro-batch of each lap of the step's clock; None: a switch between layouts."""
         self._hooks = [
@@ -112,10 +111,10 @@ class MovingEngine(Engine):
         self._release()
 
     def _own(self, recipe: Recipe) -> None:
-        """Take what this rank owns of what it holds: its piece of every parameter, flat, and AdamW
-        over those that train; collective.
+        """Copy the elements that this rank owns into flat tensors, and make AdamW for those that
+        train; collective.
 
-        Those that train come first, and of them those that are decayed.
+        Trained parameters come first, and among them those with weight decay.
         """
         shards, zero = self.holders.shards, self.holders.zero
         self._max_norm = recipe.training.max_grad_norm
@@ -125,7 +124,7 @@ class MovingEngine(Engine):
         pieces, at = [], 0
         for name, shape in self.shapes.items():
             values = self.named[name].detach().to(self.device)
-            if zero.size > 1:  # it is filled on one of them
+            if zero.size > 1:  # only one of these ranks has filled it
                 dist.broadcast(values, src=zero.ranks[0], group=zero.handle)
             _, (start, stop) = owned(shards, name, shape, self.holders.rank)
             self._places[name] = _Place(start, at, stop - start)
@@ -136,7 +135,7 @@ class MovingEngine(Engine):
         self.masters = flat[:trained].to(torch.float32, copy=True)
         self._frozen = flat[trained:].clone()
         self.gradients = torch.zeros_like(self.masters)
-        """The sum of what all ranks have made of this rank's piece of the gradient."""
+        """The gradient of the elements that this rank owns, summed over all ranks."""
         decayed = [name for name in self.trains if len(self.shapes[name]) > 1]
         self._decayed = sum(self._places[name].elements for name in decayed)
         self._groups = [
@@ -147,7 +146,8 @@ class MovingEngine(Engine):
         start_moments(self.adam)
 
     def _add(self, name: str, parameter: Tensor) -> None:
-        """Take a parameter's gradient away as soon as a backward pass has made it."""
+        """Add a parameter's gradient to its sum and free it, as soon as a backward has computed
+        it."""
         place, share = self._sums[name]
         assert parameter.grad is not None
         place.add_(parameter.grad, alpha=share)
@@ -169,7 +169,7 @@ class MovingEngine(Engine):
         return start, held[at : at + count]
 
     def make_moments(self, empty: Batch) -> None:
-        """Do nothing, since owners have them from the beginning."""
+        """Do nothing: owners have moments from the beginning."""
 
     def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
         """Run a step as `Engine.run` says; the layouts of all ranks' micro-batches must store the
@@ -203,10 +203,11 @@ class MovingEngine(Engine):
         return tuple(took[number] for number in range(batches)), took[None]
 
     def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
-        """Return the numbers of each layout's micro-batches, the least sharded first; collective.
+        """Return each layout with the indices of its micro-batches, the least sharded first;
+        collective.
 
-        Raises RuntimeError where another rank has other layouts, ValueError for one that the engine
-        was not made with.
+        Raises RuntimeError if ranks have different layouts, and ValueError for a layout that the
+        engine does not know.
         """
         for batch in batches:
             if batch.world.layout.stored_as not in self.every:
@@ -220,14 +221,15 @@ class MovingEngine(Engine):
         ]
         mine = float(sum(1 << place[shards.layout.stored_as] for shards, _ in turns))
         numbers, squares = self.total(mine, mine * mine)
-        alike = numbers * numbers == squares * self.holders.everyone.size  # just where all are
+        alike = numbers * numbers == squares * self.holders.everyone.size  # iff all are equal
         if not alike:
             raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
         return turns
 
     @contextmanager
     def _training(self, shards: Shards) -> Iterator[None]:
-        """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
+        """Bind the module's parameters to a layout's shards within the `with` block, and then send
+        their gradients to the owners."""
         self._bind(shards)
         degree, split = shards.layout.tensor, shards.splits_tokens
         count = self._switch(shards, trained=True).count_after
@@ -242,7 +244,7 @@ class MovingEngine(Engine):
         self.give(shards, sums)
 
     def weights(self) -> Tensor:
-        """Return all that this rank owns, flat, in the compute type."""
+        """Return the weights that this rank owns, flat, in the compute dtype."""
         trained, frozen = len(self.masters), len(self._frozen)
         found = torch.empty(trained + frozen, dtype=self._nothing.dtype, device=self.device)
         found[:trained].copy_(self.masters)
@@ -250,7 +252,7 @@ class MovingEngine(Engine):
         return found
 
     def fetch(self, shards: Shards) -> Tensor:
-        """Return what this rank holds of all parameters under a layout, flat; collective."""
+        """Return this rank's shards of all parameters in a layout, flat; collective."""
         weights = self.weights()
         switch = self._switch(shards, trained=False)
         found = weights.new_empty(switch.count_after)
@@ -258,13 +260,13 @@ class MovingEngine(Engine):
         return found
 
     def give(self, shards: Shards, sums: Tensor) -> None:
-        """Give owners what this rank has made of the gradients of what it holds under a layout,
-        flat, which may change; collective. Over all ranks each gradient is in it once."""
+        """Reduce gradients to their owners; collective. sums: this rank's partial gradients of its
+        shards in a layout, flat, such that the sum over ranks is the gradient; overwritten."""
         self._switch(shards, trained=True).add(sums, self.gradients)
 
     def _switch(self, shards: Shards, *, trained: bool) -> Switch:
-        """Return the switch from what ranks own to what they hold under a layout, which is planned
-        once. trained: whether of what trains alone."""
+        """Return the switch between owners and a layout's shards, which is planned once. trained:
+        whether it is for trained parameters alone."""
         key = shards.layout.stored_as, trained
         if key not in self._switches:
             shapes = {n: self.shapes[n] for n in (self.trains if trained else self.shapes)}
@@ -289,7 +291,7 @@ class MovingEngine(Engine):
             at += part.count
 
     def _release(self) -> None:
-        """Have the module's parameters be nothing, so that no layout's weights outlive it."""
+        """Make the module's parameters empty, so that a layout's weights are freed after it."""
         for parameter in self.named.values():
             parameter.data, parameter.grad = self._nothing, None
         self._here = None
@@ -299,7 +301,7 @@ class MovingEngine(Engine):
         return self.module(batch, scales)
 
     def take(self, batch: Batch, scales: Scales, stage: int | None, x: Tensor | None) -> Tensor:
-        """Take a micro-batch through a stage of its layout, as that module's forward does."""
+        """Run a micro-batch through one pipeline stage of its layout."""
         net, _ = self._staged[batch.world.layout.pipeline]
         made: Tensor = net(batch, scales, stage, x)
         return made
@@ -318,7 +320,7 @@ class MovingEngine(Engine):
             self._release()
             for net in self._nets:
                 net.train()
-            self.holders.everyone.books.close()  # what came for this is of no training step
+            self.holders.everyone.books.close()  # these bytes belong to no training step
 
     def stages_for(self, batch: Batch) -> StageRunner | None:
         _, run = self._staged.get(batch.world.layout.pipeline, (None, None))
@@ -337,7 +339,8 @@ class MovingEngine(Engine):
 
 
 class _Place(NamedTuple):
-    """Where what this rank owns of a parameter lies: in its part, and among all that it owns."""
+    """The position of the elements of a parameter that this rank owns: `start` in its shard of the
+    parameter, and `at` in the flat tensor of all that it owns."""
 
     start: int
     at: int
@@ -351,7 +354,8 @@ def _with_gradient(values: Tensor, gradient: Tensor) -> nn.Parameter:
 
 
 def _in_order(named: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the names of what is decayed, of what else trains, and of what is frozen."""
+    """Return the names of parameters with weight decay, then the other trained ones, then the
+    frozen ones."""
 
     def kind(name: str) -> int:
         parameter = named[name]

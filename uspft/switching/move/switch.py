@@ -1,10 +1,10 @@
-"""The transfers between what ranks own of parameters and what they hold under a layout, planned and
-carried out: one buffer for each peer, all sent at once.
+"""The transfers between the owners of parameters' elements and the ranks that hold them in a
+layout: planned once, and carried out with one buffer per peer.
 
-Every element of a parameter has one owner. Forward, owners copy values to all ranks that hold them
-under the layout; backward, these send what they have made of a value, such as their part of its
-gradient, to its owner, which adds it up. A piece that no rank of a host owns is sent there once, to
-the rank that has got least so far, which hands it on forward, and backward sums it for its host.
+Every element of a parameter has one owner. In one direction owners copy values to all ranks that
+hold them in the layout; in the other these ranks send their parts of the gradient to the owner,
+which sums them. To a host with no owner of a piece the piece is sent only once, to the rank that
+has received least so far: it forwards values inside its host, and sums its host's gradients.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from uspft.parameters.shards import Shards
 
 KIND = "switch"
-"""What its transfers count as."""
+"""The name under which the bytes of its transfers are counted."""
 BATCH_ELEMENTS = 1 << 27
-"""The elements of parameters whose messages are under way together, or one larger parameter."""
+"""The elements of parameters whose messages are sent together, unless a single parameter has
+more."""
 Stock = Mapping[str, Sequence[Sequence[Part]]]
-"""What each rank has of each parameter, by the parameter's name and in rank order: parts that share
-nothing. A rank's parts of all parameters lie one after another in one flat tensor."""
+"""Each rank's disjoint parts of each parameter, by the parameter's name and in rank order. A rank's
+parts of all parameters are concatenated in one flat tensor."""
 
 
 def held_stock(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
-    """Return what each rank holds under a layout. shapes: of the whole parameters, by name."""
+    """Return the shards of each rank in a layout. shapes: of the whole parameters, by name."""
     ranks = range(shards.layout.ranks)
     return {
         name: tuple((shards.part(name, shape, rank),) for rank in ranks)
@@ -44,12 +45,12 @@ def held_stock(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
 
 
 def owned_stock(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
-    """Return what each rank owns of what it holds under a layout. shapes: as of `held_stock`."""
+    """Return the parts of its shards that each rank owns. shapes: as in `held_stock`."""
     return {name: owned_parts(shards, name, shape) for name, shape in shapes.items()}
 
 
 class Spot(NamedTuple):
-    """A box of a tensor that lies at some place of a flat one."""
+    """A box of a tensor that is stored at offset `start` of a flat tensor."""
 
     start: int
     size: tuple[int, ...]
@@ -65,7 +66,7 @@ class Spot(NamedTuple):
 
     @property
     def run(self) -> tuple[int, int] | None:
-        """Where it begins and ends, if nothing else lies between."""
+        """The range of the flat tensor that the box occupies; None if it is not contiguous."""
         for dim, (first, stop) in enumerate(self.box):
             if stop - first < self.size[dim] and any(b - a > 1 for a, b in self.box[:dim]):
                 return None
@@ -74,21 +75,22 @@ class Spot(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A box of a parameter that goes from one rank to another, or stays where both are the same."""
+    """A box of a parameter that goes from one rank to another, or stays if both are the same."""
 
     name: str
     sender: int
     receiver: int
     leaves: Spot
-    """Where it lies on the sender, in what that one has before the switch."""
+    """Its position in the sender's flat tensor before the switch."""
     arrives: Spot
-    """Where it lies on the receiver, in what that one has after the switch."""
+    """Its position in the receiver's flat tensor after the switch."""
     handed_on: bool = False
-    """Whether the sender gets it in this switch too: it leaves from where it has arrived there."""
+    """Whether the sender itself receives it in this switch and forwards it: then `leaves` is a
+    position after the switch."""
 
 
 def starts(stock: Stock) -> dict[str, list[list[int]]]:
-    """Return where each rank's parts of each parameter begin in its flat tensor."""
+    """Return the offset of each part in its rank's flat tensor, by parameter and rank."""
     ends, found = Counter[int](), dict[str, list[list[int]]]()
     for name, every in stock.items():
         found[name] = [[] for _ in every]
@@ -100,9 +102,9 @@ def starts(stock: Stock) -> dict[str, list[list[int]]]:
 
 
 def deliveries(owned: Stock, held: Stock, hosts: Sequence[int]) -> Iterator[Delivery]:
-    """Yield what a switch from owners to a layout moves, in an order that all ranks have.
+    """Yield the deliveries of a switch from owners to a layout, in the same order on all ranks.
 
-    hosts: a number of each rank's host.
+    hosts: the index of each rank's host.
     """
     owned_at, held_at, got = starts(owned), starts(held), Counter[int]()
     shared: dict[tuple[object, object], list[_Shared]] = {}
@@ -130,21 +132,21 @@ def deliveries(owned: Stock, held: Stock, hosts: Sequence[int]) -> Iterator[Deli
 
 
 class _Shared(NamedTuple):
-    """A box that an owner's piece and a part have in common."""
+    """The intersection of an owner's piece and a shard."""
 
     owner: int
     piece: int
     """The number of the piece among those that the owner has of the parameter."""
     here: Box
-    """Where it lies in the piece."""
+    """Its coordinates in the piece."""
     there: Box
-    """Where it lies in the part."""
+    """Its coordinates in the shard."""
     holders: list[int]
-    """The ranks that hold the part."""
+    """The ranks that hold the shard."""
 
 
 def _shared(owned: Sequence[Sequence[Part]], held: Sequence[Sequence[Part]]) -> Iterator[_Shared]:
-    """Yield the boxes that owners' pieces of one parameter share with what ranks hold of it."""
+    """Yield the intersections of owners' pieces of one parameter with ranks' shards of it."""
     holders: dict[Part, list[int]] = {}
     for rank, (part,) in enumerate(held):
         holders.setdefault(part, []).append(rank)
@@ -156,10 +158,12 @@ def _shared(owned: Sequence[Sequence[Part]], held: Sequence[Sequence[Part]]) -> 
 
 
 class _Batch(NamedTuple):
-    """What this rank does with some parameters, whose messages are under way together.
+    """This rank's part in the transfer of some parameters, whose messages are sent together.
 
-    By whether it is handed on, and by peer, in the order that both ends know: spots in what is
-    there before the switch, or after it.
+    stays: (from, to) of boxes that are copied locally. leaving, arriving: for deliveries from the
+    owner, and for forwarded ones (`handed_on`), the boxes of each peer, in an order that both ends
+    know. Positions are in the flat tensor before the switch or, for what arrives or is forwarded,
+    after it.
     """
 
     stays: list[tuple[Spot, Spot]]
@@ -168,7 +172,7 @@ class _Batch(NamedTuple):
 
 
 class Switch:
-    """A plan of moves as this rank carries it out; it is made once, and used as often as wanted."""
+    """A plan of transfers as this rank carries it out; it is made once and used in every step."""
 
     def __init__(
         self, moves: Iterable[Delivery], before: Stock, after: Stock, group: Group
@@ -195,9 +199,9 @@ class Switch:
                 each.update({peer: _joined(spots) for peer, spots in each.items()})
 
     def copy(self, before: Tensor, after: Tensor) -> None:
-        """Fill `after` with what this rank is to have; collective.
+        """Fill `after` with this rank's values after the switch; collective.
 
-        before, after: flat, [count_before] and [count_after], of the same type.
+        before, after: flat, [count_before] and [count_after], of the same dtype.
         """
         for stays, leaving, arriving in self._batches:
             for old, new in stays:
@@ -207,10 +211,10 @@ class Switch:
                 self._carry((leaving[True], after), (arriving[True], after), Tensor.copy_)
 
     def add(self, after: Tensor, before: Tensor) -> None:
-        """Add to `before` what all ranks have in `after`, of which each value was copied from it;
+        """Add all ranks' values in `after` to the elements of `before` from which `copy` copies;
         collective.
 
-        What is to be handed on is summed in `after`, which is then of no more use.
+        Values of forwarded boxes are summed in `after`, which is overwritten.
         """
         for stays, leaving, arriving in self._batches:
             if self._relays:
@@ -225,7 +229,7 @@ class Switch:
         arriving: tuple[Mapping[int, Sequence[Spot]], Tensor],
         put: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """Send what lies at spots of one flat tensor, and put what comes at those of another."""
+        """Send boxes of one flat tensor, and put the received ones into boxes of another."""
         (to, source), (by, target), group = leaving, arriving, self._group
         packed: dict[tuple[Spot, ...], Tensor] = {}  # peers that get the same share a buffer
         moves = []
@@ -246,8 +250,8 @@ class Switch:
 
 
 def _in_batches(stock: Stock) -> dict[str, _Batch]:
-    """Return an empty batch for each parameter, which those share whose messages are under way
-    together."""
+    """Return an empty batch for each parameter; parameters whose messages are sent together share
+    one."""
     found = dict[str, _Batch]()
     total, batch = 0, _Batch([], ({}, {}), ({}, {}))
     for name, every in stock.items():
@@ -259,7 +263,7 @@ def _in_batches(stock: Stock) -> dict[str, _Batch]:
 
 
 def _packed(spots: Sequence[Spot], source: Tensor) -> Tensor:
-    """Return what lies at spots of a flat tensor, one after another; of one run, itself."""
+    """Return boxes of a flat tensor concatenated; a single contiguous box is not copied."""
     pieces = [spot.of(source).reshape(-1) for spot in spots]
     if not pieces:
         return source[:0]
@@ -267,7 +271,7 @@ def _packed(spots: Sequence[Spot], source: Tensor) -> Tensor:
 
 
 def _joined(spots: Sequence[Spot]) -> list[Spot]:
-    """Return the same elements in the same order, with runs that follow one another made one."""
+    """Return the same elements in the same order, with adjacent contiguous boxes merged."""
     found: list[Spot] = []
     for spot in spots:
         run, last = spot.run, found[-1].run if found else None

@@ -38,7 +38,7 @@ from uspft.data.corpus.prepare import first_look, prepare
 from uspft.data.corpus.tokenise import TextTokeniser, TokenBytes, tokenise_spans
 from uspft.data.faults import SampleFault
 from uspft.data.records.known_fields import ROLES
-from uspft.data.samples import Origin, Rendered
+from uspft.data.samples import Rendered
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
 OBJECT, TEXT = {"at": "the moon"}, '{"at":"the moon"}'
@@ -316,9 +316,7 @@ def test_a_setting_may_have_any_other_name(source: str) -> None:
 def test_a_span_that_is_longer_than_its_text_ends_with_it() -> None:
     backend = AutoTokenizer.from_pretrained(TOKENIZER).backend_tokenizer
     known = TokenBytes.of(backend)
-    ids, ranges = tokenise_spans(
-        backend, Rendered("Hello", [(0, 9)], "messages", Origin(0, 1)), known
-    )
+    ids, ranges = tokenise_spans(backend, Rendered("Hello", [(0, 9)]), known)
     assert ranges == [(0, len(ids))] and backend.decode(ids) == "Hello"
 
 

@@ -227,3 +227,18 @@ def test_fields_of_samples_that_are_skipped_are_not_told(tmp_path: Path) -> None
     assert read_report(folder)["unused"] == [] and read_report(folder)["bad"] == 1
     with pytest.raises(DataError, match=r"a\.jsonl: not used: note; take them out"):
         first_look(data, None, 100)
+
+
+def test_a_source_is_looked_at_as_far_as_a_run_takes_it(tmp_path: Path) -> None:
+    """What is wrong behind the last sample that a source gives is refused by neither."""
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6]}, {"input_ids": [5] * 33}, "{"])
+    for limit in ({"max_samples": 1}, {"max_tokens": 3}):
+        data = DataBlock(train=[{"path": str(path), **limit}], sequence_length=32)
+        assert first_look(data, None, 100).shapes == [f"{path}: tokenized: input_ids"]
+        assert len(Corpus.open(prepare(data, None, 100, tmp_path / "cache"))) == 1
+    for more in ({"max_samples": 2}, {"max_tokens": 35}, {"max_tokens": 1}):
+        data = DataBlock(train=[{"path": str(path), **more}], sequence_length=32)
+        with pytest.raises(DataError):
+            first_look(data, None, 100)
+        with pytest.raises(DataError):
+            prepare(data, None, 100, tmp_path / "cache")

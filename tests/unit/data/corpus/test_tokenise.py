@@ -42,7 +42,7 @@ from uspft.data.corpus.prepare import prepare
 from uspft.data.corpus.tokenise import TokenBytes, tokenise_spans
 from uspft.data.faults import DataError, SampleFault
 from uspft.data.rows.stream import RowStream
-from uspft.data.samples import Origin, Rendered
+from uspft.data.samples import Rendered
 from uspft.prepare.model import with_tokens
 
 EOS = 0
@@ -531,7 +531,7 @@ def test_the_whole_texts_tokens_are_kept_where_they_fit(trim: bool) -> None:
     no_offsets = SimpleNamespace(encode_batch_fast=backend.encode_batch_fast)
     assert tokenise_spans(no_offsets, rendered, TokenBytes.of(backend)) == (ids, ranges)
     # A space that ends where an answer starts: trimmed offsets leave nothing of it.
-    rendered = Rendered("a bc", [(2, 4)], "messages", Origin(0, 1))
+    rendered = Rendered("a bc", [(2, 4)])
     assert (backend.encode("a ").offsets[-1] == (2, 2)) == trim
     backend.add_tokens([AddedToken("bc", normalized=False)])
     ids, ((first, stop),) = tokenise_spans(backend, rendered)

@@ -256,6 +256,15 @@ def test_documents_whole_on_a_rank_send_nothing() -> None:
     assert cost.state == (0, 0)
 
 
+@pytest.mark.parametrize(("tokens", "ranks"), [(1024, 2), (1536, 3)])
+def test_a_rank_sends_a_state_to_later_fragments_alone(tokens: int, ranks: int) -> None:
+    """And its gradient to earlier ones alone: of a document in order on its ranks, each sends one
+    message to each other rank, forward or backward."""
+    order = [((512 * rank, 512 * rank + 512),) for rank in range(ranks)]
+    cost = state_cost(Segments.single(tokens), order, 1, NINE._replace(taps=1), 2)
+    assert cost.state.messages == ranks - 1
+
+
 def test_both_at_once_share_the_heads_of_a_state() -> None:
     row = Segments.single(32768)
     one = state_cost(row, dealt("ring_cp", 1, 4, row), 1, NINE._replace(taps=1), 2)

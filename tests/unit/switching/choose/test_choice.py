@@ -13,6 +13,7 @@ import pytest
 from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.layout import Layout
+from uspft.pipeline.schedules import Schedule
 from uspft.planner.machine import Hardware
 from uspft.planner.step import micro_step_seconds
 from uspft.planner.step_shape import StepShape
@@ -160,6 +161,8 @@ def test_stages_wait_for_one_another_and_hold_less() -> None:
     assert [moved > 0 for moved, _ in mix.transfers] == [True, True, False], "each has its own"
     free = [mix.memory(one) for one in (whole, split, staged)]
     assert free == sorted(free) and free[0] < free[-1]
+    uneven = replace(staged.way, schedule=Schedule(sizes=(STEP.model.layers - 1, 1)))
+    assert mix.memory(replace(staged, way=uneven)) < free[-1], "the fullest rank has most layers"
     assert not replace(mix, moves=False).holds, "in place ranks keep their layers"
     assert not any(one.layout.pipeline > 1 for one in layouts(setting(400e9), ROW))
     # Eight rows one after another, in a pipeline that fills once.

@@ -1,0 +1,130 @@
+"""Attention of a ring rank's queries over keys as they come, forward and backward, whatever brings
+the keys.
+
+Shapes, as suffixes: t tokens of this ring rank, n those whose keys are at hand; h/g query/KV heads
+on this rank, D head dim; 2: keys and values, or their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from uspft.blocks import Block
+from uspft.comm import Group, Move, shift
+from uspft.kernels import Kernel, Partial, Qkv
+from uspft.kernels.kernel import Gradient
+from uspft.kernels.merge import Sum, sinks_gradient
+from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved
+from uspft.sequence.rows.spans import Span, tokens_in
+
+
+class KeysAtHand(NamedTuple):
+    """Keys and values [n, g, D] that queries attend to now, and the blocks in which they do."""
+
+    source: object
+    """What brought them, by which their gradients go home; None: they are the rank's own."""
+    blocks: Sequence[Block]
+    k: Tensor
+    v: Tensor
+
+
+class KeyPasses(Passes, Protocol):
+    """One way in which keys come to queries, and their gradients go home; attention is the same in
+    all of them."""
+
+    @property
+    def keep(self) -> bool:
+        """Whether keys that have come stay for the backward pass; else they come again."""
+        return False
+
+    def come(
+        self, k_tgD: Tensor, v_tgD: Tensor, ring: Group, kept: Sequence[Tensor] = ()
+    ) -> Iterator[KeysAtHand]:
+        """Yield keys as they come, the rank's own among them, while those that follow are on their
+        way. kept: keys and values by turns that have stayed since the forward."""
+        ...
+
+    def home(self, k_tgD: Tensor, ring: Group) -> GradientsHome:
+        """Return what takes the gradients of keys and values."""
+        ...
+
+    def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        (q_thD, k_tgD, v_tgD), kept = qkv, list[Tensor]()
+        partial = Partial(q_thD)
+        for source, blocks, k_ngD, v_ngD in self.come(k_tgD, v_tgD, ring):
+            partial.add(kernel.forward((q_thD, k_ngD, v_ngD), blocks, rule.scale))
+            kept += [k_ngD, v_ngD] if self.keep and source is not None else []
+            del k_ngD, v_ngD  # else they would be there beside those that come next
+        return *partial.result(rule.sinks), *kept
+
+    def backward(
+        self, qkv: Qkv, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+    ) -> QkvGradients:
+        (q_thD, k_tgD, v_tgD), (out_thD, lse_ht, *kept, dout_thD) = qkv, saved
+        final, dq_thD = (out_thD, lse_ht, dout_thD), Sum(q_thD.shape, q_thD)
+        home = self.home(k_tgD, ring)
+        for source, blocks, k_ngD, v_ngD in self.come(k_tgD, v_tgD, ring, kept):
+            queries, partials = kernel.backward((q_thD, k_ngD, v_ngD), final, blocks, rule.scale)
+            del k_ngD, v_ngD
+            dq_thD.add(queries)
+            del queries  # as soon as it can: else each would be there beside what is made next
+            home.add(source, partials)
+        dk_tgD, dv_tgD = home.result()
+        dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *final)
+        return dq_thD.result(), dk_tgD, dv_tgD, dsinks
+
+
+class GradientsHome(Protocol):
+    """The way of partial dK and dV to where they are summed, in float32 or wider."""
+
+    def add(self, source: object, partials: list[Gradient]) -> None:
+        """Take what was found for the keys of a source; the list may be emptied."""
+        ...
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return dK and dV [t, g, D] of the rank's own keys, when all of them have come."""
+        ...
+
+
+class HomeByRing:
+    """The way to the ring ranks whose keys they are of, once, in the compute type."""
+
+    def __init__(self, k_tgD: Tensor, ring: Group, kind: str) -> None:
+        """kind: what the transfers count as."""
+        self.like, self.ring, self._kind = k_tgD, ring, kind
+        self.own = Sum((2, *k_tgD.shape), k_tgD)
+        self._coming: list[tuple[Callable[[], None], Tensor, tuple[Span, ...]]] = []
+
+    def summed(self, tokens: int, partials: list[Gradient]) -> Tensor:
+        """Return the sum of gradients of so many tokens [2, tokens, g, D] in the compute type."""
+        found = Sum((2, tokens, *self.like.shape[1:]), self.like)
+        found.add(partials)
+        partials.clear()
+        return found.rounded()
+
+    def send(self, parts: Sequence[tuple[int, Tensor, tuple[Span, ...]]]) -> None:
+        """Send gradients home. parts: for ranks so much further round the ring, what goes there,
+        and where this rank has the keys of which another rank's come in turn."""
+        shape = self.like.shape[1:]
+        moves = [
+            Move(part.contiguous(), self.like.new_empty((2, tokens_in(places), *shape)), offset)
+            for offset, part, places in parts
+        ]
+        waits = shift(moves, self.ring, self._kind)
+        each = zip(waits, moves, parts, strict=True)
+        self._coming += [(wait, move.out, places) for wait, move, (_, _, places) in each]
+
+    def finish(self) -> None:
+        """Wait for what is on its way, and add it to the gradients of the rank's own keys."""
+        while self._coming:
+            wait, came, places = self._coming.pop(0)
+            wait()
+            self.own.add_rows(places, came)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        self.finish()
+        found: tuple[Tensor, Tensor] = self.own.result()
+        return found
