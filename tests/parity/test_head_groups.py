@@ -370,15 +370,15 @@ def own_tokens() -> Iterator[None]:
 @contextmanager
 def gates_lost() -> Iterator[None]:
     """As if what gates say of the gradient of the input were lost."""
-    from uspft.model.group_call import BlockBackward
+    from uspft.model.group_call import BlockCall
 
-    plain: Callable[..., Any] = BlockBackward.last_projection
+    plain: Callable[..., Any] = BlockCall.last_projection
 
     def fault(ways: Any, *, wanted: bool) -> None:
         plain(ways, wanted=wanted)
         ways.gates.zero_()
 
-    with patch.object(BlockBackward, "last_projection", fault):
+    with patch.object(BlockCall, "last_projection", fault):
         yield
 
 
@@ -405,7 +405,7 @@ def wrong_heads() -> Iterator[None]:
     plain: Callable[..., Any] = StateCall.made
 
     def fault(call: Any, x: Any, keys: Any) -> Any:
-        return plain(call, x, call.groups[0])
+        return plain(call, x, call.key_groups[0])
 
     with patch.object(StateCall, "made", fault):
         yield
@@ -441,7 +441,7 @@ class Log:
         import uspft.model.attention_groups as groups
         import uspft.sequence.ulysses as turns
 
-        take = groups.AttentionBackward.take
+        take = groups.AttentionCall.take
 
         def backward(*args: Any) -> None:
             self._back = True
@@ -451,11 +451,11 @@ class Log:
         with ExitStack() as stack:
             for name, way in (("start_exchange", "there"), ("start_exchange_back", "home")):
                 stack.enter_context(patch.object(turns, name, self._counts(turns, name, way)))
-            stack.enter_context(patch.object(groups.AttentionBackward, "take", backward))
+            stack.enter_context(patch.object(groups.AttentionCall, "take", backward))
             for owner, name, what in (
                 (groups.AttentionCall, "forward", "attends"),
                 (groups.AttentionCall, "made", "made"),
-                (groups.AttentionBackward, "out_slope", "slopes"),
+                (groups.AttentionCall, "out_slope", "slopes"),
             ):
                 stack.enter_context(patch.object(owner, name, self._notes(owner, name, what)))
             yield

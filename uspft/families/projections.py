@@ -6,7 +6,6 @@ of the whole input, and ends at a matrix split by rows, whose partial results ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 QUERY, KV, INNER, VOCABULARY = "query", "kv", "inner", "vocabulary"
@@ -50,7 +49,7 @@ _COMMON = {
     "self_attn.o_proj": Projection(ROWS, (QUERY,)),
     "mlp.down_proj": Projection(ROWS, (INNER,)),
 }
-SEPARATE: Mapping[str, Projection] = {
+SEPARATE: dict[str, Projection] = {
     **_COMMON,
     "self_attn.q_proj": Projection(COLUMNS, (QUERY,)),
     "self_attn.k_proj": Projection(COLUMNS, (KV,)),
@@ -59,25 +58,25 @@ SEPARATE: Mapping[str, Projection] = {
     "mlp.up_proj": Projection(COLUMNS, (INNER,)),
 }
 """LLaMA's, and most families'."""
-FUSED: Mapping[str, Projection] = {
+FUSED: dict[str, Projection] = {
     **_COMMON,
     "self_attn.qkv_proj": Projection(COLUMNS, (QUERY, KV, KV)),
     "mlp.gate_up_proj": Projection(COLUMNS, (INNER, INNER)),
 }
 """Phi-3's."""
-NORMED_HEADS: Mapping[str, Projection] = {
+NORMED_HEADS: dict[str, Projection] = {
     **SEPARATE,
     "self_attn.q_norm": PER_HEAD,
     "self_attn.k_norm": PER_HEAD,
 }
 """Qwen3's and Gemma 3's, whose norms see one head at a time."""
-NORMED_TOGETHER: Mapping[str, Projection] = {
+NORMED_TOGETHER: dict[str, Projection] = {
     **SEPARATE,
     "self_attn.q_norm": Projection(COLUMNS, (QUERY,)),
     "self_attn.k_norm": Projection(COLUMNS, (KV,)),
 }
 """OLMo 2's, whose norms see all heads of a token together."""
-_ROUTED: Mapping[str, Projection] = {
+ROUTED: dict[str, Projection] = {
     "mlp.gate": BETWEEN,
     "mlp.shared_expert.gate_proj": Projection(COLUMNS, (SHARED,)),
     "mlp.shared_expert.up_proj": Projection(COLUMNS, (SHARED,)),
@@ -87,16 +86,11 @@ _ROUTED: Mapping[str, Projection] = {
     "mlp.shared_experts.up_proj": Projection(COLUMNS, (SHARED,)),
     "mlp.shared_experts.down_proj": Projection(ROWS, (SHARED,)),
 }
-"""Of a block of experts; how the experts are divided, their modules say."""
-ROUTED: Mapping[str, Projection] = {**SEPARATE, **_ROUTED}
-"""Mixtral's, and ERNIE 4.5's."""
-ROUTED_NORMED_TOGETHER: Mapping[str, Projection] = {**NORMED_TOGETHER, **_ROUTED}
-"""OLMoE's and MiniMax-M2's."""
-ROUTED_SPARSELY: Mapping[str, Projection] = {**SEPARATE, "block_sparse_moe.router": BETWEEN}
+"""What a block of experts has beside what stands elsewhere in this file; how the experts are
+divided, their modules say."""
+ROUTED_SPARSELY: dict[str, Projection] = {**SEPARATE, "block_sparse_moe.router": BETWEEN}
 """Granite's with experts."""
-ROUTED_NORMED_HEADS: Mapping[str, Projection] = {**NORMED_HEADS, **_ROUTED}
-"""Qwen3-MoE's and GLM-4.5's."""
-SINKS: Mapping[str, Projection] = {
+SINKS: dict[str, Projection] = {
     **SEPARATE,
     "self_attn.sinks": Projection(COLUMNS, (HEAD,)),
     "mlp.router": BETWEEN,
@@ -115,7 +109,7 @@ _GATED = {
     "linear_attn.norm": PER_HEAD,
     "linear_attn.out_proj": Projection(ROWS, (STATE_VALUE,)),
 }
-HYBRID: Mapping[str, Projection] = {
+HYBRID: dict[str, Projection] = {
     **_GATED,
     "linear_attn.in_proj_qkv": Projection(COLUMNS, (STATE_KEY, STATE_KEY, STATE_VALUE)),
     "linear_attn.in_proj_z": Projection(COLUMNS, (STATE_VALUE,)),
@@ -123,16 +117,13 @@ HYBRID: Mapping[str, Projection] = {
     "linear_attn.in_proj_a": Projection(COLUMNS, (STATE_GATE,)),
 }
 """Qwen3.5's: attention with gated heads, and gated delta nets."""
-ROUTED_HYBRID: Mapping[str, Projection] = {**HYBRID, **_ROUTED}
-"""Qwen3.5's with experts."""
-ROUTED_GROUPED_HYBRID: Mapping[str, Projection] = {
+GROUPED_HYBRID: dict[str, Projection] = {
     **_GATED,
-    **_ROUTED,
     "linear_attn.in_proj_qkvz": Projection(COLUMNS, (STATE_GROUP,)),
     "linear_attn.in_proj_ba": Projection(COLUMNS, (STATE_GATES,)),
 }
 """Qwen3-Next's, whose projections have all that is of a key head together."""
-OLMO_HYBRID: Mapping[str, Projection] = {
+OLMO_HYBRID: dict[str, Projection] = {
     **NORMED_TOGETHER,
     **_STATE,
     "linear_attn.q_proj": Projection(COLUMNS, (STATE_KEY,)),

@@ -20,6 +20,7 @@ from uspft.config.messages import closest
 from uspft.config.problems import Fault
 from uspft.families.table import FAMILIES
 from uspft.model.dropout import TokenDropout, token_words
+from uspft.model.halves import StandIn, standing_in
 from uspft.model.recompute import before_each_run
 from uspft.model.tiles import own_tokens
 from uspft.parameters.experts import INPUTS_FIRST, expert_words, is_experts, is_router
@@ -95,13 +96,9 @@ def form_weights(module: nn.Module) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         table: dict[str, Any] = module._parameters
-        held = {name: table[name] for name, _ in adapters(module)}
-        try:
-            for name, adapter in adapters(module):
-                table[name] = adapter.added(held[name])
+        adapted = adapters(module)
+        with standing_in([StandIn(table, name, one.added(table[name])) for name, one in adapted]):
             return plain(*args, **kwargs)
-        finally:
-            table.update(held)
 
     module.forward = forward
 

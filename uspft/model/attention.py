@@ -221,8 +221,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention across ranks: query [1, H, T, D], key, value [1, G, T, D] → [1, T, H, D].
 
-    sliding_window: how many keys a query sees, its own counted. s_aux [H]: the sinks, cut by
-    `uspft_sinks` of a module whose heads tensor ranks divide. Raises
+    sliding_window: how many keys a query sees, its own counted. s_aux [H]: the sinks. Raises
     RuntimeError for any argument that it would have to ignore, naming it.
     """
     unknown = sorted(k for k, v in rest.items() if v is not None and k not in IGNORED)
@@ -241,8 +240,6 @@ def attention(
             f"and its kernel was made with {uspft.softcap}"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if s_aux is not None and (here := getattr(module, "uspft_sinks", None)):
-        s_aux = here(s_aux)
     # A copy: where ZeRO has partitioned the parameter, its storage is taken back after the layer.
     sinks = (
         None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from uspft.model.group_call import BlockBackward, BlockCall, GroupedBlock, pick, put
+from uspft.model.group_call import BlockCall, GroupedBlock, pick, put
 from uspft.model.halves import BlockInput, Hook
-from uspft.model.tiles import add_up, put_of_all_ranks
+from uspft.model.tiles import put_of_all_ranks
 from uspft.sequence.rows.heads import KeyGroup, key_groups
 from uspft.sequence.ulysses import HeadExchange
 
@@ -97,8 +97,8 @@ class AttentionCall(BlockCall):
     def __init__(self, block: GroupedBlock, *of: Any, keeps: bool) -> None:
         super().__init__(block, *of, keeps=keeps)
         world = self.bound.world
-        self.heads = block.how.heads.on(world.layout.mesh_columns)
-        self.turns = turns_among(self.heads, world.layout.ulysses, block.how.at_once)
+        self.heads = block.heads.on(world.layout.mesh_columns)
+        self.turns = turns_among(self.heads, world.layout.ulysses, block.at_once)
         self.exchange = HeadExchange(self.bound.share, world.mesh.ulysses)
         self._rule: Rule | None = None
         self.scales: list[Tensor] = []
@@ -123,7 +123,7 @@ class AttentionCall(BlockCall):
 
     def measure(self, x: Tensor) -> None:
         """Compute `scales`; if there are norms over all heads, this projects all heads once."""
-        places, norms = self.block.how.some.measuring(x)
+        places, norms = self.block.some.measuring(x)
         if norms:
             self.made_of(x, places, norms, lambda _: [])
         self.scales = [norm.scale for norm in norms]
@@ -131,7 +131,7 @@ class AttentionCall(BlockCall):
     def made(self, x: Tensor, turn: HeadTurn) -> list[Tensor]:
         """Return the queries [t, N, D] of a turn, and in a group's first turn keys and values."""
         keys = turn.group.heads if turn.first else ()
-        places, norms = self.block.how.some.of(self.heads, turn.queries, keys, self.scales)
+        places, norms = self.block.some.of(self.heads, turn.queries, keys, self.scales)
         return self.made_of(x, places, norms, lambda found: found if keys else found[:1])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> tuple[Tensor, Tensor]:
@@ -197,33 +197,20 @@ class AttentionCall(BlockCall):
         home.finish()
         return [*found, *self.scales]
 
-    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> AttentionBackward:
-        out, others = found[0], found[1:]
+    def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
+        super().begin_backward(x, found, dh)
+        self._dq = self._out  # which the gradient of queries overwrites
+        self._lses, self.scales = found[: len(self.turns)], found[len(self.turns) :]
         found.clear()
-        self.scales = others[len(self.turns) :]
-        return AttentionBackward(self, x, out, dh, others[: len(self.turns)])
-
-
-class AttentionBackward(BlockBackward):
-    """The backward of a block with attention."""
-
-    _call: AttentionCall
-
-    def __init__(
-        self, call: AttentionCall, x: Tensor, out: Tensor, dh: Tensor, lses: list[Tensor]
-    ) -> None:
-        """lses: the log-sum-exp of each turn. The gradient of queries overwrites `out`."""
-        super().__init__(call, x, out, dh)
-        self._lses, self._dq = lses, out
         self._keys: list[Tensor] = []
         self._pair: list[Tensor] = []
         self._dkv: list[Tensor] = []
         self._written: set[int] = set()
         self._dsinks: Tensor | None = None
-        self.home = UnderWay(call.exchange)
+        self.home = UnderWay(self.exchange)
 
     def groups(self) -> None:
-        for turn in self._call.turns:
+        for turn in self.turns:
             self.take(turn, self._lses.pop(0))
         self.home.finish()
 
@@ -233,13 +220,13 @@ class AttentionBackward(BlockBackward):
         Queries, keys and values are exchanged while the output's gradient is computed; gradients of
         the turn before are sent back while this turn's queries are projected.
         """
-        call, out, exchange = self._call, self._out, self._call.exchange
+        out, exchange = self._out, self.exchange
         if turn.first:
             self._keys = []
-        coming = call.launched(self._x, turn)
+        coming = self.launched(self._x, turn)
         self.home.finish()
         slope = self.out_slope(turn.queries, ())
-        if turn is call.turns[-1]:
+        if turn is self.turns[-1]:
             self._slopes = None
         q, *pair = arrived(coming)
         self._keys = pair or self._keys
@@ -248,7 +235,7 @@ class AttentionBackward(BlockBackward):
         del slope
         coming.append(exchange.start_there(pick(out, turn.queries), turn.parts))
         dout, own = arrived(coming)
-        dq, dk, dv, dsinks = call.backward((q, *self._keys), (own, lse, dout), turn)
+        dq, dk, dv, dsinks = self.backward((q, *self._keys), (own, lse, dout), turn)
         del q, own, dout
         if turn.last:
             self._keys = []
@@ -264,9 +251,9 @@ class AttentionBackward(BlockBackward):
         if dsinks is None:
             return
         if self._dsinks is None:
-            assert self._call.rule.sinks is not None
-            self._dsinks = torch.zeros_like(self._call.rule.sinks)
-        self._dsinks[slice(*self._call.own(turn))] += dsinks
+            assert self.rule.sinks is not None
+            self._dsinks = torch.zeros_like(self.rule.sinks)
+        self._dsinks[slice(*self.own(turn))] += dsinks
 
     def _add_keys(self, found: list[Tensor]) -> None:
         """Add up the gradients of a group's keys and values; in at least float32 over several
@@ -282,10 +269,9 @@ class AttentionBackward(BlockBackward):
 
     def _keys_home(self, group: KeyGroup) -> None:
         """Send the gradients of a group's keys and values back to the tokens' ranks."""
-        call, x = self._call, self._x
         if not self._dkv:
-            shape = len(self._out), call.heads.kv, call.heads.dim
-            self._dkv = [x.new_empty(shape) for _ in range(2)]
+            shape = len(self._out), self.heads.kv, self.heads.dim
+            self._dkv = [self._x.new_empty(shape) for _ in range(2)]
         again = self._written & {*group.heads}  # which other members had before
         self._written.update(group.heads)
 
@@ -297,14 +283,14 @@ class AttentionBackward(BlockBackward):
                     whole[:, head] = part[:, place]
 
         for whole in self._dkv:
-            part = self._pair.pop(0).to(x.dtype)
-            self.home.add(call.exchange.start_back(part, group.parts), partial(add, whole))
+            part = self._pair.pop(0).to(self._x.dtype)
+            self.home.add(self.exchange.start_back(part, group.parts), partial(add, whole))
             del part
 
     def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
-        part = self._call.part
-        slopes = [part(self._dq, tile).clone(), *(part(whole, tile) for whole in self._dkv)]
-        sinks = self._call.rule.sinks
+        slopes = [self.part(self._dq, tile).clone()]
+        slopes += [self.part(whole, tile) for whole in self._dkv]
+        sinks = self.rule.sinks
         if self._dsinks is not None and sinks is not None and tile.start == 0:
             made.append(sinks)
             slopes.append(self._dsinks)
@@ -351,46 +337,32 @@ class GatheredCall(AttentionCall):
         found, self.qkv = self.qkv, []
         return found if self.keeps and self.bound.forgets else []
 
-    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> AttentionBackward:
-        out, lses = found[0], found[1 : 1 + len(self.turns)]
-        self.qkv = found[1 + len(self.turns) :]
-        found.clear()
-        if not self.qkv:  # remembered was what attention gave alone
-            self.qkv = self.made_of(x)
-        return GatheredBackward(self, x, out, dh, lses)
-
-
-class GatheredBackward(AttentionBackward):
-    """The backward of a GatheredCall: the output's gradient is computed for all heads at once while
-    it is gathered, and the queries' gradient overwrites the queries."""
-
-    _call: GatheredCall
-
-    def __init__(self, call: GatheredCall, *of: Any) -> None:
-        super().__init__(call, *of)
-        self._dq = call.qkv[0]
+    def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
+        super().begin_backward(x, found, dh)
+        # After the log-sum-exps come q, k and v; none where the output alone was remembered.
+        self.qkv, self.scales = self.scales or self.made_of(x), []
+        self._dq = self.qkv[0]  # which its own gradient overwrites
         self._dout = torch.empty_like(self._out)
 
     def last_projection(self, *, wanted: bool) -> None:
-        call, (places,) = self._call, map(self.leaves_of, self._call.block.behind)
-        for tile, told in call.spans(self._x):
-            out = call.part(self._out, tile).detach().requires_grad_()
-            _, slope = call.slope(self._x[:, tile], self._dh[:, tile])
-            assert slope is not None
+        """Compute the output's gradient for all heads at once while it is gathered."""
+        (places,) = map(self.leaves_of, self.block.behind)
+        for tile, told in self.spans(self._x):
+            out = self.part(self._out, tile).detach().requires_grad_()
+            slope = self._slope(tile)
             with told:
-                slope = call.bound.enter(slope)
+                slope = self.bound.enter(slope)
                 with torch.enable_grad():
-                    made = call.projected(out.flatten(1)[None])
+                    made = self.projected(out.flatten(1)[None])
             leaves = [self.leaves[n] for n in places]
-            found = torch.autograd.grad(made, [out, *leaves], slope, allow_unused=True)
-            put_of_all_ranks(self._dout, tile, call.ranks, found[0])
-            by_place = dict(zip(places, found[1:], strict=True))
-            del made, found, out, slope
-            add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
+            dout, *found = torch.autograd.grad(made, [out, *leaves], slope, allow_unused=True)
+            put_of_all_ranks(self._dout, tile, self.ranks, dout)
+            del made, out, slope, dout
+            self.sum_up(places, found)
 
     def groups(self) -> None:
         super().groups()
-        del self._dout, self._call.qkv[:]
+        del self._dout, self.qkv[:]
 
     def out_slope(self, queries: Sequence[HeadRange], keys: Sequence[int]) -> Tensor:
         return pick(self._dout, queries)

@@ -13,8 +13,8 @@ of a projection on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from uspft.model.divided import PartLinear
-from uspft.model.dropout import TokenDropout
+from uspft.model.dropout import dropouts_in
 from uspft.model.halves import (
     Halves,
     StandIn,
@@ -55,7 +55,7 @@ class LayerInCopies:
         self._layer, self._call, self._halves = layer, call, halves
         self._columns, self._last = columns, last
         self._products = [m for m in layer.modules() if isinstance(m, PartLinear)]
-        self._dropouts = [m for m in layer.modules() if isinstance(m, TokenDropout)]
+        self._dropouts = dropouts_in(layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer
@@ -110,19 +110,15 @@ class LayerInCopies:
         ends = (halves.second(residual[copy], out_of_mlp.arrived(copy)) for copy in numbers)
         return torch.cat([*ends], dim=1)
 
-    @contextmanager
-    def told(self, ways: _Ways, sizes: Sequence[int], copy: int) -> Iterator[None]:
-        """Tell dropouts within the `with` block which tokens a copy has. sizes: of the copies."""
+    def told(self, ways: _Ways, sizes: Sequence[int], copy: int) -> AbstractContextManager[None]:
+        """Return the context in which dropouts know which tokens a copy has. sizes: of each."""
         start = sum(sizes[:copy])
-        tile, before = slice(start, start + sizes[copy]), [one.words for one in self._dropouts]
+        tile, places = slice(start, start + sizes[copy]), list[StandIn]()
         for one in self._dropouts:
             assert one.words is not None
-            one.words = of_all_ranks(one.words, tile, ways.bound.ranks)
-        try:
-            yield
-        finally:
-            for one, words in zip(self._dropouts, before, strict=True):
-                one.words = words
+            words = of_all_ranks(one.words, tile, ways.bound.ranks)
+            places.append(StandIn(vars(one), "words", words))
+        return standing_in(places)
 
     def _attended(
         self,

@@ -249,6 +249,26 @@ class SplitNorm(nn.Module):
         return (self.here() * (own * self.scale(own))).to(x.dtype)
 
 
+def use_part(module: nn.Module, name: str, split: MatrixSplit, call: Call) -> None:
+    """Let a module's own parameter be, where its code reads it, the part that a call uses.
+
+    transformers reads it as an attribute; a property of a class of the module's own stands before
+    it, and the parameter stays where it is, under its name.
+    """
+
+    def read(self: nn.Module) -> Tensor:
+        if name in self.__dict__:  # what stands in for it, of some heads
+            found: Tensor = self.__dict__[name]
+            return found
+        held = self._parameters[name]
+        assert held is not None
+        return cut(held, call.used(split)[:1]) if hasattr(call, "bound") else held
+
+    kind = type(module)
+    own = {name: property(read), "__module__": kind.__module__}
+    module.__class__ = type(kind.__name__, (kind,), own)
+
+
 class FusedHeads:
     """The heads of an attention whose queries, keys and values are one fused projection.
 

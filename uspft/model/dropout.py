@@ -55,6 +55,11 @@ def token_words(tokens: Tensor) -> Tensor:
     return mixed(~tokens)
 
 
+def dropouts_in(module: nn.Module) -> list[TokenDropout]:
+    """Return the dropouts of a module."""
+    return [one for one in module.modules() if isinstance(one, TokenDropout)]
+
+
 class TokenDropout(nn.Module):
     """Dropout whose draws are a function of seed, module name, token and feature.
 

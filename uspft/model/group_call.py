@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from uspft.model.halves import (
     stops,
     until_ended,
 )
-from uspft.model.some_heads import SomeHeads, seeing_some, some_of
+from uspft.model.some_heads import Piece, SomeHeads, seeing_some, some_of
 from uspft.model.tiles import TOKENS, TiledCall, add_up, of_all_ranks, put_of_all_ranks
 
 if TYPE_CHECKING:
@@ -38,37 +38,33 @@ if TYPE_CHECKING:
     from uspft.sequence import Heads
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """How an attention, or a layer with a state, is divided into groups of heads and tiles."""
-
-    attention: Any
-    some: SomeHeads
-    at_once: int
-    """The number of query heads that are computed at once for each KV head."""
-    heads: Heads
-    """The heads of the model's attention, before tensor ranks divide them."""
-    tile: int | None
-    """The number of tokens of a tile; None: all tokens at once."""
-
-
 class GroupedBlock:
     """The replacement of an attention block's forward, with or without its norms and residual,
     which computes in groups of heads."""
 
     def __init__(
-        self, how: Grouping, kind: Callable[[Bound], type[BlockCall]], halves: Halves | None = None
+        self,
+        some: SomeHeads,
+        at_once: int,
+        heads: Heads,
+        tile: int | None,
+        kind: Callable[[Bound], type[BlockCall]],
+        halves: Halves | None = None,
     ) -> None:
-        """kind: returns the class of a call of the block. halves: the layer's two halves, if the
-        block is the whole first half; None: the block is the attention module alone."""
-        self.how, self.kind, self._halves = how, kind, halves
-        self.module = halves.layer if halves else how.attention
+        """at_once: the number of query heads that are computed at once for each KV head. heads:
+        those of the model's attention, before tensor ranks divide them. tile: the number of tokens
+        of a tile; None: all at once. kind: returns the class of a call of the block. halves: the
+        layer's two halves, if the block is the whole first half; None: the block is the attention
+        module alone."""
+        self.some, self.at_once, self.heads, self.tile, self.kind = some, at_once, heads, tile, kind
+        self.attention, self._halves = some.attention, halves
+        self.module = halves.layer if halves else self.attention
         """The module whose forward is run, up to attention, on the block's input."""
         self.run = own_forward(self.module)
         """That module's forward, which a hook may end by an exception."""
         self.parameters_of: list[nn.Module] = halves.first if halves else [self.module]
         """The modules whose parameters the block uses."""
-        self.last: Any = how.attention.get_submodule(how.some.last)
+        self.last: Any = self.attention.get_submodule(some.last)
         self.before: list[nn.Module] = halves.norms_in if halves else []
         """The norm before attention, if the block has one."""
         self.behind = [self.last, *(halves.norms_behind if halves else [])]
@@ -79,7 +75,7 @@ class GroupedBlock:
         if isinstance(bound, Hook):
             return self.run(hidden_states, **kwargs)
         out = bound.leave(self.attend(hidden_states, kwargs))
-        return out if self.how.some.has_state else (out, None)
+        return out if self.some.has_state else (out, None)
 
     def attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Return the block's output for x [1, t, d]; differentiable."""
@@ -99,10 +95,13 @@ class GroupedBlock:
 
 
 class BlockCall(ABC):
-    """One call of a block: what forward and backward need besides saved tensors."""
+    """One call of a block: its forward and, on a copy of the call, its backward, which is
+    last_projection, then groups, then first_projections."""
 
     heads: Heads
     """The heads of this tensor rank."""
+    leaves: list[Tensor]
+    """The tensors that replace the trained parameters in the backward."""
     ranks = 1
     """The number of tensor ranks whose tokens are gathered for a tile; 1 if all have the same."""
 
@@ -119,7 +118,7 @@ class BlockCall(ABC):
         self.block, self.keeps = block, keeps
         self._kwargs = dict(kwargs)
         self.bound: Bound = self._kwargs.pop("uspft")
-        tile = max(1, (block.how.tile or self.ranks * x.shape[TOKENS]) // self.ranks)
+        tile = max(1, (block.tile or self.ranks * x.shape[TOKENS]) // self.ranks)
         whole = nn.ModuleList(block.parameters_of)
         self.tiles = TiledCall(whole, None, tile, parameters, TOKENS, self.ranks)
         self.come = self.bound.shelf.coming() if self.bound.shelf and keeps else lambda: None
@@ -128,10 +127,6 @@ class BlockCall(ABC):
     def all_out(self, x: Tensor) -> list[Tensor]:
         """Return the output [t, H, D] of attention or of the delta rule, and the other tensors of
         the forward that the backward needs."""
-
-    @abstractmethod
-    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> BlockBackward:
-        """Return the backward. found: the result of all_out, which this empties."""
 
     def kept(self) -> list[Tensor]:
         """Return further tensors to save for the backward; called once."""
@@ -188,7 +183,7 @@ class BlockCall(ABC):
             kwargs["position_embeddings"] = tuple(self.part(one, tile, 1) for one in angles)
         if (places := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = self.part(places, tile, 1)
-        if entry and self.block.module is self.block.how.attention:
+        if entry and self.block.module is self.block.attention:
             x = entry.take(x)
         hook.entry = entry
         until_ended(self.block.run, hidden_states=x, **kwargs, uspft=hook)
@@ -209,12 +204,12 @@ class BlockCall(ABC):
         """Return the output projection's input [1, n, N · D] for a tile. x: the tile of the block's
         input, of which gates are made. out: attention's output [n, N, D]. some: the query and KV
         heads in `out`; None: all. entry: as in `before`."""
-        how = self.block.how
-        if not how.some.gated:
+        heads = self.block.some
+        if not heads.gated:
             return out.flatten(1)[None]
         found: list[Tensor] = []
-        places = how.some.projections(self.heads, *(some or self.every), BEHIND)
-        places.append(StandIn(how.attention._modules, how.some.last, stops(found)))
+        places = heads.projections(self.heads, *(some or self.every), BEHIND)
+        places.append(StandIn(self.block.attention._modules, heads.last, stops(found)))
         with standing_in(places):
             self.run_up_to(Given(self.bound.softcap, out), x, tile, entry)
         return found[0]
@@ -234,6 +229,149 @@ class BlockCall(ABC):
         with torch.enable_grad():
             whole = self.block.whole(*inputs)
         return torch.autograd.grad(whole, [*inputs, *leaves], dh, allow_unused=True)
+
+    def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
+        """Set what the backward starts from. x: the block's input. found: the result of all_out,
+        which this empties. dh: the gradient of the block's output."""
+        self._x, self._dh = x, dh
+        self._out = found.pop(0)
+        self.sums: list[Tensor | None] = [None] * len(self.tiles.parameters)
+        self._slopes: Tensor | None = None
+        """The gradient of the output projection's output, if a norm follows it."""
+        self.gates: Tensor | None = None
+        """The gradient of the block's input through gates, which are applied after attention; None
+        without gates. The gradient through attention is added to it later, so that ranks sum both
+        at once."""
+
+    def last_projection(self, *, wanted: bool) -> None:
+        """Sum the gradients of the weights after attention, while attention's output is in memory;
+        if there is a norm, keep the gradient of its input. wanted: whether the gradient of the
+        block's input is wanted."""
+        x = self._x
+        projection, *norms = (self.leaves_of(module) for module in self.block.behind)
+        gated = self.block.some.gated
+        after = [n for norm in norms for n in norm]
+        if gated:
+            wanted_of = [n for n in range(len(self.leaves)) if n not in after]
+            wanted = wanted or any(map(self.leaves_of, self.block.before))
+            self.gates = torch.empty_like(x) if wanted else None
+        else:
+            wanted_of = projection
+        if norms:
+            self._slopes = torch.empty_like(self._dh)
+        elif not (wanted_of or self.gates is not None):
+            return
+        for tile, told in self.spans(x):
+            entry = BlockInput(ends=True) if gated else None
+            with told, torch.enable_grad():
+                taken = self.taken(x[:, tile], tile, self._out[tile], None, entry)
+                made = self.projected(taken)
+            del taken
+            of = x[:, tile], self._dh[:, tile], made if norms else None
+            _, slope, *found = self.slope(*of, [self.leaves[n] for n in after])
+            assert slope is not None
+            if self._slopes is not None:
+                self._slopes[:, tile] = slope
+            inputs = [self.leaves[n] for n in wanted_of]
+            if entry and self.gates is not None:
+                inputs.append(entry.x)
+            if inputs and made.requires_grad:
+                own = [*torch.autograd.grad(made, inputs, slope, allow_unused=True)]
+                if self.gates is not None:
+                    self.gates[:, tile] = own.pop()
+                found += own
+                del own
+            del made, inputs, entry
+            self.sum_up([*after, *wanted_of], found)
+
+    def leaves_of(self, module: nn.Module) -> list[int]:
+        """Return the indices of a module's parameters among those that train."""
+        own = {id(p) for p in module.parameters()}
+        return [n for n, leaf in enumerate(self.leaves) if id(leaf) in own]
+
+    def sum_up(self, places: Sequence[int], found: Sequence[Tensor | None]) -> None:
+        """Add the gradients that a tile has of the trained parameters at these places."""
+        by_place = dict(zip(places, found, strict=False))
+        add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
+
+    @abstractmethod
+    def groups(self) -> None:
+        """Compute the gradients of the inputs of attention or of the delta rule, one group of heads
+        at a time; the gradient of queries (or values) overwrites the saved output."""
+
+    def out_slope(self, queries: Sequence[HeadRange], keys: Sequence[int]) -> Tensor:
+        """Return the gradient of some heads' output [t, N, D], through their columns of the output
+        projection."""
+        block, dim = self.block, self.heads.dim
+        columns = [(a * dim, b * dim) for a, b in queries]
+        width = sum(b - a for a, b in queries)
+        found = self._x.new_empty(self._x.shape[1], width, dim)
+        pieces = [Piece(*one) for one in columns]
+        places = some_of(block.attention, block.some.last, ROWS, pieces)
+        projection = places[0]
+        for tile, told in self.spans(self._x):
+            slope = self._slope(tile)
+            if block.some.gated:
+                out = pick(self._out[tile], queries).detach().requires_grad_()
+            else:
+                out = slope.new_empty(slope.shape[1], width, dim).requires_grad_()
+            with told, torch.enable_grad(), frozen(self.leaves):
+                taken = self.taken(self._x[:, tile].detach(), tile, out, (queries, keys))
+                with standing_in([*seeing_some(block.last, columns), *places]):
+                    of_all = projection.table[projection.name]
+                    module = block.attention._modules[block.some.last]
+                    made = (of_all if module is of_all else module.forward)(taken)
+                del taken
+                (found[tile],) = torch.autograd.grad(made, out, slope)
+            del made, out
+        return found
+
+    def _slope(self, tile: slice) -> Tensor:
+        """Return the gradient of the output projection's output for a tile."""
+        if self._slopes is not None:
+            return self._slopes[:, tile]
+        _, slope = self.slope(self._x[:, tile], self._dh[:, tile])
+        assert slope is not None
+        return slope
+
+    @abstractmethod
+    def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of `made`, a tile's inputs of attention or of the delta rule; both
+        lists may be extended."""
+
+    def first_projections(self, *, wanted: bool) -> Tensor | None:
+        """Return the gradient of the block's input, and sum those of the weights before attention.
+
+        If it has as many elements as the queries' gradient, it overwrites that one.
+        """
+        x, out, gates = self._x, self._out, self.gates
+        dx = out.view(x.shape) if out.numel() == x.numel() else torch.empty_like(x)
+        dx = dx if gates is None else gates
+        places = self.block.some.projections(self.heads, *self.every, BEFORE)
+        for tile, told in self.spans(x):
+            part = x[:, tile].detach().requires_grad_(wanted)
+            entry = BlockInput(ends=False) if gates is not None else None
+            with told, torch.enable_grad(), standing_in(places):
+                made = self.before(part, tile, entry)
+            slopes = self.slopes_before(tile, made)
+            if entry and gates is not None:
+                made.append(entry.x)
+                slopes.append(gates[:, tile])
+            able = [n for n, one in enumerate(made) if one.requires_grad]
+            found = torch.autograd.grad(
+                [made[n] for n in able],
+                [*[part] * wanted, *self.leaves],
+                [slopes[n] for n in able],
+                allow_unused=True,
+            )
+            del made, slopes, entry
+            if wanted:
+                residual, _ = self.slope(x[:, tile], self._dh[:, tile])
+                dx[:, tile] = found[0] if residual is None else residual + found[0]
+                del residual
+            add_up(self.sums, found[wanted:])
+            del part, found
+        return dx if wanted else None
 
 
 class _InGroups(torch.autograd.Function):
@@ -263,16 +401,16 @@ class _InGroups(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        call: BlockCall = ctx.call
+        call: BlockCall = copy(ctx.call)  # freed with all that the backward keeps in it
         x, *found = ctx.saved_tensors
-        ways, wanted = call.backward_of(x, found, dh), ctx.needs_input_grad[1]
-        with call.tiles.leaves() as leaves:
-            ways.leaves = leaves
-            ways.last_projection(wanted=wanted)
-            ways.groups()
+        call.begin_backward(x, found, dh)
+        wanted = ctx.needs_input_grad[1]
+        with call.tiles.leaves() as call.leaves:
+            call.last_projection(wanted=wanted)
+            call.groups()
             call.come()
-            dx = ways.first_projections(wanted=wanted)
-        return None, dx, *call.tiles.gradients(ways.sums)
+            dx = call.first_projections(wanted=wanted)
+        return None, dx, *call.tiles.gradients(call.sums)
 
 
 @contextmanager
@@ -286,148 +424,6 @@ def frozen(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for leaf in leaves:
             leaf.requires_grad_()
-
-
-class BlockBackward(ABC):
-    """The backward of a call: last_projection, then groups, then first_projections."""
-
-    leaves: list[Tensor]
-    """The tensors that replace the trained parameters in the backward."""
-
-    def __init__(self, call: BlockCall, x: Tensor, out: Tensor, dh: Tensor) -> None:
-        self._call, self._x, self._out, self._dh = call, x, out, dh
-        self.sums: list[Tensor | None] = [None] * len(call.tiles.parameters)
-        self._slopes: Tensor | None = None
-        """The gradient of the output projection's output, if a norm follows it."""
-        self.gates: Tensor | None = None
-        """The gradient of the block's input through gates, which are applied after attention; None
-        without gates. The gradient through attention is added to it later, so that ranks sum both
-        at once."""
-
-    def last_projection(self, *, wanted: bool) -> None:
-        """Sum the gradients of the weights after attention, while attention's output is in memory;
-        if there is a norm, keep the gradient of its input. wanted: whether the gradient of the
-        block's input is wanted."""
-        call, x = self._call, self._x
-        projection, *norms = (self.leaves_of(module) for module in call.block.behind)
-        gated = call.block.how.some.gated
-        after = [n for norm in norms for n in norm]
-        if gated:
-            wanted_of = [n for n in range(len(self.leaves)) if n not in after]
-            wanted = wanted or any(map(self.leaves_of, call.block.before))
-            self.gates = torch.empty_like(x) if wanted else None
-        else:
-            wanted_of = projection
-        if norms:
-            self._slopes = torch.empty_like(self._dh)
-        elif not (wanted_of or self.gates is not None):
-            return
-        for tile, told in call.spans(x):
-            entry = BlockInput(ends=True) if gated else None
-            with told, torch.enable_grad():
-                taken = call.taken(x[:, tile], tile, self._out[tile], None, entry)
-                made = call.projected(taken)
-            del taken
-            of = x[:, tile], self._dh[:, tile], made if norms else None
-            _, slope, *found = call.slope(*of, [self.leaves[n] for n in after])
-            assert slope is not None
-            if self._slopes is not None:
-                self._slopes[:, tile] = slope
-            inputs = [self.leaves[n] for n in wanted_of]
-            if entry and self.gates is not None:
-                inputs.append(entry.x)
-            if inputs and made.requires_grad:
-                own = [*torch.autograd.grad(made, inputs, slope, allow_unused=True)]
-                if self.gates is not None:
-                    self.gates[:, tile] = own.pop()
-                found += own
-                del own
-            by_place = dict(zip((*after, *wanted_of), found, strict=False))
-            del made, found, inputs, entry
-            add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
-
-    def leaves_of(self, module: nn.Module) -> list[int]:
-        """Return the indices of a module's parameters among those that train."""
-        own = {id(p) for p in module.parameters()}
-        return [n for n, leaf in enumerate(self.leaves) if id(leaf) in own]
-
-    @abstractmethod
-    def groups(self) -> None:
-        """Compute the gradients of the inputs of attention or of the delta rule, one group of heads
-        at a time; the gradient of queries (or values) overwrites the saved output."""
-
-    def out_slope(self, queries: Sequence[HeadRange], keys: Sequence[int]) -> Tensor:
-        """Return the gradient of some heads' output [t, N, D], through their columns of the output
-        projection."""
-        call, how, dim = self._call, self._call.block.how, self._call.heads.dim
-        columns = [(a * dim, b * dim) for a, b in queries]
-        width = sum(b - a for a, b in queries)
-        found = self._x.new_empty(self._x.shape[1], width, dim)
-        places = some_of(how.attention, how.some.last, ROWS, columns)
-        projection = places[0]
-        for tile, told in call.spans(self._x):
-            slope = self._slope(tile)
-            if how.some.gated:
-                out = pick(self._out[tile], queries).detach().requires_grad_()
-            else:
-                out = slope.new_empty(slope.shape[1], width, dim).requires_grad_()
-            with told, torch.enable_grad(), frozen(self.leaves):
-                taken = call.taken(self._x[:, tile].detach(), tile, out, (queries, keys))
-                with seeing_some(call.block.last, columns), standing_in(places):
-                    of_all = projection.table[projection.name]
-                    module = how.attention._modules[how.some.last]
-                    made = (of_all if module is of_all else module.forward)(taken)
-                del taken
-                (found[tile],) = torch.autograd.grad(made, out, slope)
-            del made, out
-        return found
-
-    def _slope(self, tile: slice) -> Tensor:
-        """Return the gradient of the output projection's output for a tile."""
-        if self._slopes is not None:
-            return self._slopes[:, tile]
-        _, slope = self._call.slope(self._x[:, tile], self._dh[:, tile])
-        assert slope is not None
-        return slope
-
-    @abstractmethod
-    def slopes_before(self, tile: slice, made: list[Tensor]) -> list[Tensor]:
-        """Return the gradients of `made`, a tile's inputs of attention or of the delta rule; both
-        lists may be extended."""
-
-    def first_projections(self, *, wanted: bool) -> Tensor | None:
-        """Return the gradient of the block's input, and sum those of the weights before attention.
-
-        If it has as many elements as the queries' gradient, it overwrites that one.
-        """
-        call, x, out, gates = self._call, self._x, self._out, self.gates
-        dx = out.view(x.shape) if out.numel() == x.numel() else torch.empty_like(x)
-        dx = dx if gates is None else gates
-        places = call.block.how.some.projections(call.heads, *call.every, BEFORE)
-        for tile, told in call.spans(x):
-            part = x[:, tile].detach().requires_grad_(wanted)
-            entry = BlockInput(ends=False) if gates is not None else None
-            with told, torch.enable_grad(), standing_in(places):
-                made = call.before(part, tile, entry)
-            slopes = self.slopes_before(tile, made)
-            if entry and gates is not None:
-                made.append(entry.x)
-                slopes.append(gates[:, tile])
-            able = [n for n, one in enumerate(made) if one.requires_grad]
-            found = torch.autograd.grad(
-                [made[n] for n in able],
-                [*[part] * wanted, *self.leaves],
-                [slopes[n] for n in able],
-                allow_unused=True,
-            )
-            del made, slopes, entry
-            if wanted:
-                residual, _ = call.slope(x[:, tile], self._dh[:, tile])
-                dx[:, tile] = found[0] if residual is None else residual + found[0]
-                del residual
-            add_up(self.sums, found[wanted:])
-            del part, found
-        return dx if wanted else None
 
 
 def put(whole_tND: Tensor, heads: Sequence[HeadRange], part_tND: Tensor) -> None:

@@ -24,17 +24,21 @@ if TYPE_CHECKING:
 
 
 class StandIn(NamedTuple):
-    """A temporary replacement: `module` for the entry `name` of a module's table."""
+    """A temporary replacement: `module`, a parameter or another value for the entry `name` of a
+    module's table."""
 
     table: dict[str, Any]
     name: str
     module: Any
 
 
+_NOTHING = object()
+
+
 @contextmanager
 def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
     """Apply replacements within the `with` block."""
-    before = [table.get(name) for table, name, _ in places]
+    before = [table.get(name, _NOTHING) for table, name, _ in places]
     try:
         for table, name, module in places:
             table[name] = module
@@ -42,7 +46,7 @@ def standing_in(places: Sequence[StandIn]) -> Iterator[None]:
     finally:
         for (table, name, _), module in zip(places, before, strict=True):
             table[name] = module
-            if module is None:  # the instance had no such entry
+            if module is _NOTHING:  # the instance had no such entry
                 del table[name]
 
 

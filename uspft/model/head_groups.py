@@ -28,7 +28,7 @@ from uspft.families import FAMILIES
 from uspft.families.projections import STATE_LAYER
 from uspft.model.attention_groups import AttentionCall, GatheredCall
 from uspft.model.divided import PartLinear
-from uspft.model.group_call import BlockCall, GroupedBlock, Grouping
+from uspft.model.group_call import BlockCall, GroupedBlock
 from uspft.model.halves import Halves, Hook, run_as_layer
 from uspft.model.some_heads import SomeHeads
 from uspft.model.state_groups import StateCall
@@ -51,24 +51,25 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
     projections = FAMILIES[model.config.model_type].projections
     for layer in model.base_model.layers:
         attention = getattr(layer, "self_attn", None) or layer.get_submodule(STATE_LAYER)
-        how = Grouping(attention, SomeHeads(attention, projections), at_once, heads, tile)
+        some = SomeHeads(attention, projections)
+        how = some, at_once, heads, tile
         halves, divided = Halves.of(layer), any(isinstance(m, PartLinear) for m in layer.modules())
         if halves and divided and halves.norms_behind:  # whose norm takes what ranks have summed
             halves = None
         if divided or not halves:
-            attention.forward = GroupedBlock(how, partial(_kind_of, how, False))
+            attention.forward = GroupedBlock(*how, partial(_kind_of, some, False))
         attention.register_forward_pre_hook(_enters, with_kwargs=True)
         if halves:
-            first = GroupedBlock(how, partial(_kind_of, how, True), halves)
+            first = GroupedBlock(*how, partial(_kind_of, some, True), halves)
             layer.forward = TwoHalves(halves, first)
             layer.register_forward_pre_hook(with_gradient)
         setattr(layer if halves else attention, WHOLE, True)
 
 
-def _kind_of(how: Grouping, together: bool, bound: Bound) -> type[BlockCall]:
+def _kind_of(some: SomeHeads, together: bool, bound: Bound) -> type[BlockCall]:
     """Return what a call of a block is. together: whether the tokens that tensor ranks have come
     together in it."""
-    if how.some.has_state:
+    if some.has_state:
         return StateCall
     return GatheredCall if together and bound.ranks > 1 else AttentionCall
 
@@ -96,14 +97,14 @@ class TwoHalves:
         self._halves, self._first = halves, first
         self._parts = nn.ModuleList(halves.rest)
         routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
-        self._tile = None if routed else first.how.tile
+        self._tile = None if routed else first.tile
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return run_as_layer(self._halves.layer, self._run, *args, **kwargs)
 
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         bound: Bound = kwargs["uspft"]
-        if bound.ranks > 1 and self._first.how.some.gated:
+        if bound.ranks > 1 and self._first.some.gated:
             between = self._halves.before_rest(hidden_states, kwargs)
         else:
             between = self._first.attend(hidden_states, kwargs)

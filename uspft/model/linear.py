@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from uspft.comm import said_by_all
 from uspft.parameters.shards import MatrixSplit
 from uspft.sequence.states import Mixed, StateRule
-from uspft.tensor.parts import cut
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -245,42 +244,11 @@ def _compare(
             )
 
 
-def divide_states(layer: Any, splits: Mapping[str, MatrixSplit], call: Call) -> None:
-    """Make a layer with a state, filled with this rank's parts, compute with the heads of a call.
-
-    splits: how its own parameters and its convolution's weight are divided, by their names in it.
-    """
-    owned: dict[str, dict[str, MatrixSplit]] = {}
-    for name, split in splits.items():
-        owner, _, own = name.rpartition(".")
-        owned.setdefault(owner, {})[own] = split
-    for owner, parts in owned.items():
-        _use_parts(layer.get_submodule(owner), parts, call)
+def divide_states(layer: Any, call: Call) -> None:
+    """Make a layer with a state, filled with this rank's parts, compute with the heads of a
+    call."""
     layer.uspft_heads = partial(_count_heads, call, layer.num_k_heads, layer.num_v_heads)
     layer.register_forward_pre_hook(layer.uspft_heads)
-
-
-def _use_parts(module: nn.Module, splits: Mapping[str, MatrixSplit], call: Call) -> None:
-    """Let a module's parameters be, where it reads them, the parts that a call uses.
-
-    transformers reads them as attributes; a property of a class of the module's own stands before
-    them, and the parameters stay where they are, under their names.
-    """
-
-    def part(name: str, split: MatrixSplit) -> property:
-        def read(self: nn.Module) -> Tensor:
-            if name in self.__dict__:  # what stands in for it, of some heads
-                found: Tensor = self.__dict__[name]
-                return found
-            held = self._parameters[name]
-            assert held is not None
-            return cut(held, call.used(split)[:1]) if hasattr(call, "bound") else held
-
-        return property(read)
-
-    kind = type(module)
-    own: dict[str, Any] = {name: part(name, split) for name, split in splits.items()}
-    module.__class__ = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
 
 def _count_heads(call: Call, keys: int, values: int, layer: Any, args: Any) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from uspft.families.projections import (
     BETWEEN,
@@ -30,15 +29,14 @@ from uspft.families.projections import (
     STATE_GROUP,
     STATE_KEY,
     STATE_LAYER,
-    STATE_OWN,
     STATE_VALUE,
     VOCABULARY,
     Projection,
 )
 from uspft.families.table import FAMILIES, shared_features
 from uspft.model.copies import LayerInCopies
-from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
-from uspft.model.dropout import TokenDropout
+from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm, use_part
+from uspft.model.dropout import dropouts_in
 from uspft.model.experts import over_experts, over_tensor_ranks
 from uspft.model.hf_config import heads_of
 from uspft.model.linear import divide_states
@@ -46,7 +44,7 @@ from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
 from uspft.parameters.names import places, plain_name
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
-from uspft.tensor.parts import cut, part_index, part_range
+from uspft.tensor.parts import part_index, part_range
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
@@ -58,37 +56,74 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def shards_of(
-    model: Any, layout: Layout, *, splits_tokens: bool, tensor_of_rows: int = 1
+    model: Any, layout: Layout, *, splits_tokens: bool = False, tensor_of_rows: int = 1
 ) -> Shards:
     """Return the shards of a model on meta in a layout.
 
-    splits_tokens: whether tensor ranks see different tokens between blocks (use_seq_parallel).
-    tensor_of_rows: the largest tensor degree of any strategy, if it exceeds the layout's. Raises
-    RuntimeError for a parameter inside a block that the family's table does not list.
+    splits_tokens: whether tensor ranks see different tokens between blocks (use_seq_parallel); on a
+    mesh they always do. tensor_of_rows: the largest tensor degree of any strategy, if it exceeds
+    the layout's. Raises RuntimeError for a parameter that the family's table must list and does
+    not: on a mesh any but norms, else one inside a block; and for strategies that would divide more
+    than a mesh does.
     """
+    mesh = layout.is_mesh
+    if mesh and tensor_of_rows > layout.tensor:
+        raise RuntimeError("matrices on a mesh serve rows of one mesh")
     experts = over_experts(model) if layout.experts > 1 else {}
-    if max(layout.tensor, tensor_of_rows) == 1:
+    if not mesh and max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout, experts=experts)
-    inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
-    splits: dict[str, MatrixSplit] = {}
-    whole_inside: set[str] = set()
+    blocks = {name.partition(".")[0] for name in table_of(model) if "." in name}
+    columns, rows = dict[str, MatrixSplit](), dict[str, MatrixSplit]()
+    inside = set[str]()
     of_experts = over_tensor_ranks(model)
-    for name in (one for one in places(model) if one not in of_experts):
+    every = {name: one for name, (one, _) in places(model).items() if name not in of_experts}
+    for name, parameter in every.items():
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
         found = projection_of(model, owner) or projection_of(model, name)
-        if found is None and inside & set(owner.split(".")):
-            kind = model.config.model_type
-            raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
-        along = _dim(found, kind, adapter) if found else None
-        if found and along is not None:
-            splits[name] = split_along(config_of(model, name), found, along)
+        # Megatron's ranks have whole what is outside blocks, a mesh divides norms there too.
+        known = "norm" in owner.rpartition(".")[2] if mesh else not blocks & set(owner.split("."))
+        if found is None and not known:
+            family = model.config.model_type
+            raise RuntimeError(f"families/projections.py does not say how {family} divides {name}")
+        config = config_of(model, name)
+        over_columns, over_rows = _splits(config, found, adapter[:1] or kind, on_mesh=mesh)
+        if over_columns:
+            columns[name] = over_columns
         elif found and found is not BETWEEN:
-            whole_inside.add(name)
-    splits |= {name: split for name, split in of_experts.items() if split}
-    whole_inside |= of_experts.keys() - splits.keys()
-    inside_whole = frozenset(whole_inside)
-    return Shards(layout, splits, experts=experts, inside=inside_whole, splits_tokens=splits_tokens)
+            inside.add(name)
+        if over_rows and parameter.ndim > 1:
+            rows[name] = over_rows
+    columns |= {name: split for name, split in of_experts.items() if split}
+    inside |= of_experts.keys() - columns.keys()
+    tokens, whole = mesh or splits_tokens, frozenset(inside)
+    return Shards(layout, columns, rows, experts, inside=whole, splits_tokens=tokens)
+
+
+def _splits(
+    config: Any, found: Projection | None, kind: str, *, on_mesh: bool
+) -> tuple[MatrixSplit | None, MatrixSplit | None]:
+    """Return how a parameter is divided over mesh columns, which Megatron's ranks are too, and a
+    matrix over mesh rows; None where it is whole.
+
+    found: its projection; None for what is in no block. kind: weight, bias, a parameter's own name,
+    or A or B for an adapter's factors, whose product is divided as the weight beside it.
+    """
+    if found is None:
+        return features_of(config, COLUMNS) if on_mesh else None, None
+    if not found.blocks:
+        return None, None
+    # A row-split projection's bias is added once, on one rank.
+    dim = {"bias": COLUMNS, "A": ROWS, "B": COLUMNS}.get(kind, found.dim)
+    if dim != found.dim:
+        return features_of(config, dim) if on_mesh else None, None
+    over_rows = features_of(config, ROWS + COLUMNS - dim) if on_mesh and kind == "weight" else None
+    return split_along(config, found, dim), over_rows
+
+
+def features_of(config: Any, dim: int) -> MatrixSplit:
+    """Return how a mesh divides the features between blocks, which are a parameter's dimension."""
+    return MatrixSplit(dim, (config.hidden_size,), in_order=True)
 
 
 def config_of(model: Any, name: str) -> Any:
@@ -159,22 +194,6 @@ def projection_of(model: Any, name: str) -> Projection | None:
     return next((found for found in every if found), None)
 
 
-def _dim(found: Projection, kind: str, adapter: str) -> int | None:
-    """Return the dimension along which a projection's parameter is split; None: it is replicated.
-
-    kind: weight or bias, or a parameter's own name. adapter: A or B for an adapter's parameter, so
-    that the product of both is split as the adapted weight.
-    """
-    if not found.blocks:
-        return None
-    if adapter:
-        thin = {"A": ROWS, "B": COLUMNS}[adapter[0]]
-        return found.dim if thin == found.dim else None
-    if kind == "bias":  # a row-split projection's is added once, on one rank
-        return COLUMNS if found.dim == COLUMNS else None
-    return found.dim
-
-
 def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary | None:
     """Return the part of the vocabulary that this rank computes; None: all of it.
 
@@ -204,12 +223,8 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
     held = None if moves else shards.layout
     if held:
         move_padding(model, shards.tensor_index(holders.rank), held.tensor)
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    splits = {
-        module: split
-        for module, name in names.items()
-        if (split := shards.splits.get(f"{name}.weight"))
-    }
+    names = names_of_modules(model)
+    splits = by_module(names, shards.splits)
     for layer in model.base_model.layers:
         call = Call(held)
         before_each_run(layer, call.begin)
@@ -217,19 +232,35 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
         for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
             owner = here.get(block) if block else None  # none where other layers have experts
-            if owner is None or last in STATE_OWN:
+            if owner is None:
                 continue
-            if last == "sinks":
-                split = shards.splits[f"{names[id(owner)]}.{last}"]
-                owner.uspft_sinks = partial(_used_sinks, call, split)
+            found = getattr(owner, last, None)
+            if isinstance(found, nn.Parameter):
+                use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
+            elif isinstance(found, nn.Conv1d):
+                use_part(found, "weight", splits[id(found)], call)
             else:
                 _divide_module(owner, (block, last), projection, splits, call)
         if copies:
             _in_copies(layer, table_of(model), call)
         if state := here.get(STATE_LAYER):
-            own = *STATE_OWN, "conv1d.weight"
-            every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
-            divide_states(state, every, call)
+            divide_states(state, call)
+
+
+def names_of_modules(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's modules in files, by their identity."""
+    return {id(module): plain_name(name) for name, module in model.named_modules()}
+
+
+def by_module(
+    names: Mapping[int, str], splits: Mapping[str, MatrixSplit]
+) -> dict[int, MatrixSplit]:
+    """Return how the weights of modules are divided, by the identity of the modules.
+
+    names: of modules, in files. splits: by the names of parameters.
+    """
+    found = ((module, splits.get(f"{name}.weight")) for module, name in names.items())
+    return {module: split for module, split in found if split}
 
 
 def _in_copies(layer: Any, table: Mapping[str, Projection], call: Call) -> None:
@@ -256,23 +287,17 @@ def _divide_module(
     block, last = named
     module: Any = getattr(owner, last, None)
     split = splits.get(id(module))
-    if split is None or isinstance(module, nn.Conv1d):  # whole on each rank, or not in this layer
+    if split is None:  # whole on each rank, or not in this layer
         return
     if "norm" in last:
         setattr(owner, last, SplitNorm(module, split, call))
         return
     _divide(owner, last, splits, call)
     if projection.dim == ROWS:
-        dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
-        call.dropouts += [(dropout, split) for dropout in dropouts]
+        call.dropouts += [(dropout, split) for dropout in dropouts_in(module)]
         enter_and_leave(owner, last, block, call)
     elif len(projection.blocks) > 1 and KV in projection.blocks:
         share_heads(owner, last, split, call)
-
-
-def _used_sinks(call: Call, split: MatrixSplit, sinks: Tensor) -> Tensor:
-    """Return the sinks of the query heads that a call computes on this rank."""
-    return cut(sinks, call.used(split)[:1])
 
 
 def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:

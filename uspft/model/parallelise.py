@@ -39,13 +39,10 @@ def shards_under(
     each has, where there are several. moves: whether weights move between layouts: then a table of
     embeddings that is the head's too is held, and its gradient made, at both ends.
     """
-    layout, tokens = world.layout, world.tensor.splits_tokens
-    if layout.is_mesh:
-        found = grid.shards_of(model, layout, tensor_of_rows=tensor_of_rows)
-    else:
-        found = parallel.shards_of(
-            model, layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows
-        )
+    tokens = world.tensor.splits_tokens
+    found = parallel.shards_of(
+        model, world.layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows
+    )
     if stages is None:
         return found
     names = shapes_of(model)

@@ -6,8 +6,8 @@ when it is called, and copies none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from uspft.families.projections import (
     STATE_VALUE,
 )
 from uspft.model.divided import PartLinear, SplitNorm, eps_of, some_product, wide
-from uspft.model.dropout import TokenDropout
+from uspft.model.dropout import dropouts_in
 from uspft.model.halves import StandIn, same
 from uspft.tensor.parts import Range, cut
 
@@ -40,17 +40,27 @@ if TYPE_CHECKING:
     from uspft.sequence import Heads
 
 
+class Piece(NamedTuple):
+    """Features of a projection that stand together, [start, stop)."""
+
+    start: int
+    stop: int
+    made: bool = True
+    """Whether they are made; else zeros stand in their place."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
 class SomeProduct:
     """A projection with some of the rows or columns of its weight."""
 
-    def __init__(
-        self, linear: Any, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, linear: Any, dim: int, pieces: Sequence[Piece]) -> None:
         """dim: 0 to restrict the weight's rows (output features), 1 for its columns (input
-        features). gaps: the number of zeros in the output before each range, and after the last;
-        empty: none."""
-        self._linear, self._dim, self._ranges = linear, dim, ranges
-        self._gaps = gaps if any(gaps) else ()
+        features)."""
+        self._linear, self._dim, self._pieces = linear, dim, pieces
+        self._ranges = joined([(one.start, one.stop) for one in pieces if one.made])
 
     @property
     def weight(self) -> Tensor:
@@ -63,29 +73,15 @@ class SomeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._ranges:
-            return _zeros(x, sum(self._gaps))
+            return _zeros(x, sum(one.size for one in self._pieces))
         weight, bias = self._held()
-        used = (
-            [joined(self._ranges), None] if self._dim == COLUMNS else [None, joined(self._ranges)]
-        )
+        used = [self._ranges, None] if self._dim == COLUMNS else [None, self._ranges]
         made = some_product(x, weight, bias if self._dim == COLUMNS else None, used)
-        if not self._gaps:
+        if all(one.made for one in self._pieces):
             return made
-        sizes = [b - a for a, b in self._ranges]
-        parts = [_zeros(x, self._gaps[0])]
-        for part, gap in zip(made.split(sizes, dim=-1), self._gaps[1:], strict=True):
-            parts += [part, _zeros(x, gap)]
-        return torch.cat(parts, dim=-1)
-
-
-class OneOfZeros:
-    """The replacement of a projection whose output is not needed: it returns one head of zeros."""
-
-    def __init__(self, features: int) -> None:
-        self._features = features
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.new_zeros((*x.shape[:-1], self._features))
+        parts = iter(made.split([one.size for one in self._pieces if one.made], dim=-1))
+        every = [next(parts) if one.made else _zeros(x, one.size) for one in self._pieces]
+        return torch.cat(every, dim=-1)
 
 
 def _zeros(x: Tensor, features: int) -> Tensor:
@@ -93,19 +89,21 @@ def _zeros(x: Tensor, features: int) -> Tensor:
     return x.new_zeros(()).expand(*x.shape[:-1], features)
 
 
-def some_of(
-    owner: nn.Module, name: str, dim: int, ranges: Sequence[Range], gaps: Sequence[int] = ()
-) -> list[StandIn]:
+def _writable_zeros(x: Tensor, features: int) -> Tensor:
+    """Return the same in memory of its own: attention may write into it."""
+    return x.new_zeros((*x.shape[:-1], features))
+
+
+def some_of(owner: nn.Module, name: str, dim: int, pieces: Sequence[Piece]) -> list[StandIn]:
     """Return the replacements that restrict a projection to some features, and A or B of its
-    adapter with it. gaps: as in SomeProduct."""
+    adapter with it."""
     module: Any = owner.get_submodule(name)
     places: list[tuple[Any, str]] = [(owner, name)]
-    if hasattr(module, "base_layer") and ranges:
+    if hasattr(module, "base_layer") and any(one.made for one in pieces):
         thin = module.lora_B if dim == COLUMNS else module.lora_A
         places = [(module, "base_layer"), *((thin, adapter) for adapter in thin.keys())]  # noqa: SIM118
     return [
-        StandIn(at._modules, one, SomeProduct(at._modules[one], dim, ranges, gaps))
-        for at, one in places
+        StandIn(at._modules, one, SomeProduct(at._modules[one], dim, pieces)) for at, one in places
     ]
 
 
@@ -178,7 +176,7 @@ class SomeHeads:
 
     def __init__(self, attention: nn.Module, projections: Mapping[str, Projection]) -> None:
         """projections: of the family, by the names of modules in a layer."""
-        self._attention: Any = attention
+        self.attention: Any = attention
         self.has_state = hasattr(attention, "A_log")
         of = STATE_LAYER if self.has_state else "self_attn"
         own = {
@@ -197,7 +195,7 @@ class SomeHeads:
 
     def _units(self, name: str, blocks: Sequence[str]) -> tuple[Unit, ...]:
         """Return what each block of a projection has of a head."""
-        attention = self._attention
+        attention = self.attention
         if not self.has_state:
             dim = attention.head_dim
             gated = (dim, BEFORE), (dim, BEHIND)
@@ -228,8 +226,8 @@ class SomeHeads:
     def measuring(self, x: Tensor) -> tuple[list[StandIn], list[_Measured]]:
         """Return the replacements that measure norms over all heads, and these norms themselves. x:
         of all tokens."""
-        norms = [_Measured(getattr(self._attention, name), x) for name in self._norms]
-        table = self._attention._modules
+        norms = [_Measured(getattr(self.attention, name), x) for name in self._norms]
+        table = self.attention._modules
         return [StandIn(table, *one) for one in zip(self._norms, norms, strict=True)], norms
 
     def of(
@@ -241,7 +239,7 @@ class SomeHeads:
         heads: all heads of this rank. queries: ranges of query heads. keys: KV heads; empty: one of
         zeros. scales: the measured factors of norms over all heads.
         """
-        attention, dim = self._attention, heads.dim
+        attention, dim = self.attention, heads.dim
         places = self.projections(heads, queries, keys, BEFORE)
         rows = [(a * dim, b * dim) for a, b in queries]
         pair = [(head * dim, (head + 1) * dim) for head in keys]
@@ -262,31 +260,28 @@ class SomeHeads:
         """Return the replacements of the projections, and of the module's numbers of heads, that
         compute only the features of some heads with this use (before or after attention). The other
         features are zeros; without any there is one head of zeros."""
-        attention = self._attention
+        attention = self.attention
         number = sum(b - a for a, b in queries)
         of_keys = [(head, head + 1) for head in keys]
         places = []
         for name, units in self._into.items():
-            ranges, gaps, at = list[Range](), [0], 0
+            pieces, at = list[Piece](), 0
             for unit in units:
                 some = of_keys if unit.of_keys else queries
-                for first, last in some:
-                    for head in range(first, last):
-                        start = at + head * unit.width
-                        for size, what in unit.parts:
-                            if what == use:
-                                ranges.append((start, start + size))
-                                gaps.append(0)
-                            else:
-                                gaps[-1] += size
-                            start += size
-                gaps[-1] += unit.width * (not some)
+                for head in (head for first, last in some for head in range(first, last)):
+                    start = at + head * unit.width
+                    for size, what in unit.parts:
+                        pieces.append(Piece(start, start + size, what == use))
+                        start += size
+                if not some:
+                    pieces.append(Piece(at, at + unit.width, False))
                 at += unit.width * (heads.kv if unit.of_keys else heads.query)
-            ranges, gaps = _merged(ranges, gaps)
-            if not ranges and not self.has_state:  # attention may write into it
-                places.append(StandIn(attention._modules, name, OneOfZeros(gaps[0])))
-            elif ranges != [(0, at)]:
-                places += some_of(attention, name, COLUMNS, ranges, gaps)
+            pieces = _merged(pieces)
+            if not self.has_state and not any(one.made for one in pieces):
+                nothing = partial(_writable_zeros, features=sum(one.size for one in pieces))
+                places.append(StandIn(attention._modules, name, nothing))
+            elif pieces != [Piece(0, at)]:
+                places += some_of(attention, name, COLUMNS, pieces)
         if use == BEHIND and not self.has_state:  # which nobody asks for queries and keys
             norms = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
             places += [StandIn(attention._modules, name, same) for name in norms]
@@ -306,34 +301,25 @@ class SomeHeads:
         return places
 
 
-def _merged(ranges: Sequence[Range], gaps: Sequence[int]) -> tuple[list[Range], list[int]]:
-    """Return ranges of features and the gaps around them, with adjacent ranges merged."""
-    found, between = list[Range](), [gaps[0]]
-    for (a, b), gap in zip(ranges, gaps[1:], strict=True):
-        if found and found[-1][1] == a and not between[-1]:
-            found[-1] = found[-1][0], b
-            between[-1] = gap
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces, with adjacent ones merged that are all made or all zeros."""
+    found: list[Piece] = []
+    for one in pieces:
+        last = found[-1] if found else None
+        if last and last.made == one.made and (last.stop == one.start or not one.made):
+            found[-1] = last._replace(stop=last.stop + one.size)
         else:
-            found.append((a, b))
-            between.append(gap)
-    return found, between
+            found.append(one)
+    return found
 
 
-@contextmanager
-def seeing_some(module: nn.Module, ranges: Sequence[Range]) -> Iterator[None]:
-    """Tell a module's dropouts within the `with` block that they see only some features.
+def seeing_some(module: nn.Module, ranges: Sequence[Range]) -> list[StandIn]:
+    """Return the replacements that tell a module's dropouts that they see only some features.
 
     ranges: among the features that they see otherwise.
     """
-    dropouts = [one for one in module.modules() if isinstance(one, TokenDropout)]
-    before = [one.ranges for one in dropouts]
-    try:
-        for one in dropouts:
-            one.ranges = _among(one.ranges, joined(ranges))
-        yield
-    finally:
-        for one, every in zip(dropouts, before, strict=True):
-            one.ranges = every
+    some = joined(ranges)
+    return [StandIn(vars(d), "ranges", _among(d.ranges, some)) for d in dropouts_in(module)]
 
 
 def _among(every: Sequence[Range] | None, some: Sequence[Range]) -> tuple[Range, ...]:

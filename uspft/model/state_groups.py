@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from uspft.families.projections import BEFORE
-from uspft.model.group_call import BlockBackward, BlockCall, GroupedBlock, put
+from uspft.model.group_call import BlockCall, GroupedBlock, put
 from uspft.model.halves import BlockInput, Hook
 from uspft.model.some_heads import joined
-from uspft.model.tiles import add_up
 from uspft.sequence import Heads
 from uspft.sequence.mixing import StateExchange
 from uspft.sequence.rows.heads import key_ranges
@@ -38,12 +37,12 @@ class StateCall(BlockCall):
 
     def __init__(self, block: GroupedBlock, *of: Any, keeps: bool) -> None:
         super().__init__(block, *of, keeps=keeps)
-        layer = block.how.attention
+        layer = block.attention
         if counted := getattr(layer, "uspft_heads", None):
             counted(layer, ())  # which else is told when it runs
         self.heads = Heads(layer.num_v_heads, layer.num_k_heads, layer.head_v_dim)
         self.key_dim, self._each = layer.head_k_dim, self.heads.query // self.heads.kv
-        self.groups = key_ranges(self.heads.kv, self.bound.world.layout.ulysses)
+        self.key_groups = key_ranges(self.heads.kv, self.bound.world.layout.ulysses)
         self._hook: Hook | None = None
 
     def values(self, keys: HeadRange) -> HeadRange:
@@ -64,7 +63,7 @@ class StateCall(BlockCall):
 
     def made(self, x: Tensor, keys: HeadRange) -> list[Tensor]:
         """Return what the convolution takes [t, C], g and β [t, H] of a group."""
-        values, some = [self.values(keys)], self.block.how.some
+        values, some = [self.values(keys)], self.block.some
         places = some.projections(self.heads, values, range(*keys), BEFORE)
 
         def parts(found: list[Tensor]) -> list[Tensor]:
@@ -74,7 +73,7 @@ class StateCall(BlockCall):
 
     def mixed(self, made: Sequence[Tensor], keys: HeadRange) -> Mixed:
         """Return what the rule takes of a group; differentiable."""
-        (qkv, g, beta), layer, key = made, self.block.how.attention, self.key_dim
+        (qkv, g, beta), layer, key = made, self.block.attention, self.key_dim
         assert self._hook and self._hook.convolves
         taps, convolution = self._hook.convolves
         (a, b), (c, d), value = keys, self.values(keys), self.heads.dim
@@ -97,7 +96,7 @@ class StateCall(BlockCall):
     def all_out(self, x: Tensor) -> list[Tensor]:
         out = x.new_empty(x.shape[1], self.heads.query, self.heads.dim)
         found = [out]
-        for keys in self.groups:
+        for keys in self.key_groups:
             exchange = self.exchange(keys)
             inside = exchange.there(self.mixed(self.made(x, keys), keys))
             own, kept = inside.v, list[Tensor]()
@@ -110,46 +109,34 @@ class StateCall(BlockCall):
         self._hook = None  # which holds a weight that ZeRO takes away
         return found
 
-    def backward_of(self, x: Tensor, found: list[Tensor], dh: Tensor) -> StateBackward:
-        out, kept = found[0], found[1:]
+    def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
+        super().begin_backward(x, found, dh)
+        self._kept = [*found]
+        """Of each group what the rule's backward takes."""
         found.clear()
-        return StateBackward(self, x, out, dh, kept)
-
-
-class StateBackward(BlockBackward):
-    """The backward of a block with a state."""
-
-    _call: StateCall
-
-    def __init__(
-        self, call: StateCall, x: Tensor, out: Tensor, dh: Tensor, kept: list[Tensor]
-    ) -> None:
-        """kept: of each group what the rule's backward takes."""
-        super().__init__(call, x, out, dh)
-        self._kept = kept
         self._others: list[Tensor] = []
         """The gradients of all queries, keys and gates."""
 
     def groups(self) -> None:
-        for keys in self._call.groups:
+        for keys in self.key_groups:
             self._take(keys)
 
     def _take(self, keys: HeadRange) -> None:
         """Run the rule backwards for a group."""
-        call, x = self._call, self._x
-        values, exchange = call.values(keys), call.exchange(keys)
-        convolution = [self.leaves[n] for n in self.leaves_of(call.block.how.attention.conv1d)]
-        made = [one.requires_grad_() for one in call.made(x, keys)]
+        values, exchange = self.values(keys), self.exchange(keys)
+        places = self.leaves_of(self.block.attention.conv1d)
+        convolution = [self.leaves[n] for n in places]
+        made = [one.requires_grad_() for one in self.made(self._x, keys)]
         with torch.enable_grad():
-            inside = exchange.there(call.mixed(made, keys))
+            inside = exchange.there(self.mixed(made, keys))
         made[0].data = made[0].data.new_empty(0)  # of which the graph has what it needs
         ways = [*map(torch.autograd.graph.get_gradient_edge, inside)]
         taken = Mixed(*(one.detach() for one in inside))
         del inside
         dout = exchange.slope_there(self.out_slope([values], range(*keys)))
         if exchange.own:
-            kept = [self._kept.pop(0) for _ in range(kept_of(call.bound.share.chains))]
-            slopes = mixed_backward(taken, kept, dout, *call.rule)
+            kept = [self._kept.pop(0) for _ in range(kept_of(self.bound.share.chains))]
+            slopes = mixed_backward(taken, kept, dout, *self.rule)
             del kept
         else:
             slopes = tuple(map(torch.zeros_like, taken))
@@ -157,15 +144,12 @@ class StateBackward(BlockBackward):
         found = [*torch.autograd.grad(ways, [*made, *convolution], slopes)]
         del ways, slopes, made
         dqkv, *gates = found[:3]
-        places = self.leaves_of(call.block.how.attention.conv1d)
-        by_place = dict(zip(places, found[3:], strict=True))
-        add_up(self.sums, [by_place.get(n) for n in range(len(self.leaves))])
+        self.sum_up(places, found[3:])
         self._put(dqkv, gates, keys)
 
     def _put(self, dqkv: Tensor, gates: Sequence[Tensor], keys: HeadRange) -> None:
         """Put the gradients of a group where they are among all."""
-        call, heads = self._call, self._call.heads
-        (a, b), (c, d), key = keys, call.values(keys), call.key_dim
+        heads, (a, b), (c, d), key = self.heads, keys, self.values(keys), self.key_dim
         if not self._others:
             like, number = dqkv.new_empty, len(dqkv)
             self._others = [like(number, heads.kv, key) for _ in range(2)]

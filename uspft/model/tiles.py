@@ -13,7 +13,7 @@ output is filled in after its inputs are saved, and recomputation stops there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 
 from uspft.families.table import chosen_experts
 from uspft.model.divided import SplitNorm
-from uspft.model.dropout import TokenDropout
+from uspft.model.dropout import dropouts_in
+from uspft.model.halves import StandIn, standing_in
 from uspft.tensor.parts import tokens_of_each
 
 if TYPE_CHECKING:
@@ -186,8 +187,7 @@ class TiledCall:
         self.module, self.parameters, self.dim = module, parameters, dim
         self.ranks = ranks
         self._plain, self._tile = plain, tile
-        dropouts = [one for one in module.modules() if isinstance(one, TokenDropout)]
-        self._dropouts = [(dropout, dropout.words, dropout.ranges) for dropout in dropouts]
+        self._dropouts = [(one, one.words, one.ranges) for one in dropouts_in(module)]
 
     def spans(self, x: Tensor) -> Iterator[tuple[int, int]]:
         """Yield the first token and the length of each tile of x."""
@@ -210,18 +210,14 @@ class TiledCall:
             )
         return out
 
-    @contextmanager
-    def of_tile(self, start: int, length: int) -> Iterator[None]:
-        """Tell dropouts within the `with` block which tokens they see."""
+    def of_tile(self, start: int, length: int) -> AbstractContextManager[None]:
+        """Return the context in which dropouts know which tokens they see."""
+        tile, places = slice(start, start + length), list[StandIn]()
         for dropout, words, ranges in self._dropouts:
-            dropout.ranges = ranges
-            tile = slice(start, start + length)
-            dropout.words = None if words is None else of_all_ranks(words, tile, self.ranks)
-        try:
-            yield
-        finally:
-            for dropout, words, _ in self._dropouts:
-                dropout.words = words
+            seen = None if words is None else of_all_ranks(words, tile, self.ranks)
+            own = vars(dropout)
+            places += [StandIn(own, "words", seen), StandIn(own, "ranges", ranges)]
+        return standing_in(places)
 
     def fill(self, out: Tensor, inputs: Sequence[Tensor]) -> None:
         """Write the module's output for all tokens into `out`."""
@@ -240,20 +236,14 @@ class TiledCall:
         return these: hooks must see only whole gradients.
         """
         stand_in = {id(p): p.detach().requires_grad_() for p in self.parameters}
-        tables: list[dict[str, Any]] = [owner._parameters for owner in self.module.modules()]
         places = [
-            (table, name, parameter)
-            for table in tables
-            for name, parameter in table.items()
+            StandIn(owner._parameters, name, stand_in[id(parameter)])
+            for owner in self.module.modules()
+            for name, parameter in owner._parameters.items()
             if id(parameter) in stand_in
         ]
-        try:
-            for table, name, parameter in places:
-                table[name] = stand_in[id(parameter)]
+        with standing_in(places):
             yield [stand_in[id(p)] for p in self.parameters]
-        finally:
-            for table, name, parameter in places:
-                table[name] = parameter
 
 
 class _Tiles(torch.autograd.Function):

@@ -11,7 +11,6 @@ import transformers
 from uspft.families.projections import SEPARATE
 from uspft.families.table import FAMILIES
 from uspft.layout import Layout
-from uspft.model import grid
 from uspft.model.build import empty_model
 from uspft.model.parallel import shards_of
 from uspft.parameters.counting import is_summed
@@ -74,7 +73,7 @@ def test_on_a_mesh_every_matrix_is_divided_both_ways_and_what_is_held_twice_has_
 ) -> None:
     """Mesh 2 × 4 and two copies: of eight ranks' places mesh columns are the last digit."""
     mesh = Layout(mesh_columns=4, ring=4, mesh_rows=2)
-    shards = grid.shards_of(model, mesh)
+    shards = shards_of(model, mesh)
     layer = "model.layers.0"
     size = {
         "model.embed_tokens.weight": (24, 32),
