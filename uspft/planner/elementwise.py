@@ -49,7 +49,7 @@ class Moved(NamedTuple):
 def layer_moved(step: StepShape, blocks: Blocks, columns: int) -> Moved:
     """Return the bytes of a layer's forward, recomputation and backward on one rank. columns: the
     degree of tensor parallelism."""
-    parts = layer_bytes(step, blocks, columns)
+    parts = _by_part(step, blocks, columns)
     each = sum(step.forwards * one.forward + one.backward for one in parts.values())
     if step.recompute and not layer_kind(step.model).norms.behind_mlp:
         # Recomputation stops before the last residual sum, which saves nothing.
@@ -76,7 +76,7 @@ def norm_bytes(element: int, *, wide: bool, trains: bool) -> BothWays:
     return BothWays(forward, 2 * cast + 17 * WIDE + 2 * own + 4 * own * trains)
 
 
-def layer_bytes(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWays]:
+def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWays]:
     """Return the bytes per token of each part of a layer with these blocks, on one tensor rank. All
     choices of experts are taken to be equally likely. columns: as in `layer_moved`."""
     e, of, kind = step.element_bytes, blocks.sizes(step.model), layer_kind(step.model)
@@ -162,15 +162,8 @@ def _tiled(step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, Bo
 
 
 def outside_moved(step: StepShape, columns: int) -> Moved:
-    """Return the bytes of a pass outside of the layers, on one tensor rank. columns: as in
-    `layer_moved`."""
-    every = outside_bytes(step, columns).values()
-    return Moved(sum(one.per_token for one in every), sum(one.per_pass for one in every))
-
-
-def outside_bytes(step: StepShape, columns: int) -> dict[str, Moved]:
-    """Return the bytes of each part of a pass outside of the layers. columns: as in
-    `layer_moved`."""
+    """Return the bytes of a pass outside of the layers, on one tensor rank: of the embedding, the
+    last norm, and the loss with its head. columns: as in `layer_moved`."""
     model, e, hidden = step.model, step.element_bytes, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
     cast, trains = (e + WIDE if e < WIDE else 0), step.lora is None
@@ -183,11 +176,10 @@ def outside_bytes(step: StepShape, columns: int) -> dict[str, Moved]:
         logits += 4 * WIDE
     rows = (2 + 2 + 2 + 2 + 4) * e  # chosen, of the head, put in place, times a factor, put back
     table = words * hidden * trains
-    return {
-        "norms": Moved(_between(step, columns) * sum(norm)),
-        "loss": Moved(words * logits + hidden * rows, table * (WIDE + cast + 2 * e)),
-        "embedding": Moved(hidden * (2 + 3 * trains) * e, table * e * (1 + 3 * model.tied)),
-    }
+    loss = words * logits + hidden * rows
+    embedding = hidden * (2 + 3 * trains) * e
+    of_tables = table * (WIDE + cast + 2 * e) + table * e * (1 + 3 * model.tied)
+    return Moved(_between(step, columns) * sum(norm) + loss + embedding, of_tables)
 
 
 class GradientBytes(NamedTuple):

@@ -4,10 +4,10 @@ saves, and then the last norm, the head and the loss, with the router's auxiliar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.planner.memory.copies import LayerOfCopies
 from uspft.planner.memory.experts import logit_bytes
@@ -162,13 +162,6 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     return tape.record((rows, table), (0.0,), backward)[0]
 
 
-def router_bytes(config: Mapping[str, Any], sizes: LayerSizes) -> float:
-    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
-    for; later their gradient's. config: the model's."""
-    asked = sizes.experts and config.get("output_router_logits", False)
-    return logit_bytes(sizes, sizes.sharing.tokens) if asked else 0.0
-
-
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
     """Return what is alive at the most while routers' loss is made (model/router.py), beside their
     logits: the gradients that came with the loss, probabilities, and of a layer what they choose
@@ -215,7 +208,8 @@ class PassBytes:
     enters needs no gradient: those that do not train, and the first that does."""
 
     routers: tuple[float, ...] = ()
-    """Of the logits of each layer's router, where their loss is asked for; stages have none."""
+    """Of the logits of each layer's router, which are kept where their loss is asked for; stages
+    have none."""
     keys: tuple[ChunkKeys, ...] = ()
     """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
 
@@ -271,7 +265,8 @@ def pass_bytes(
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    routers = tuple(router_bytes(shape.full, sizes) for sizes in kinds)
+    asked = bool(shape.full.get("output_router_logits", False))
+    routers = tuple(logit_bytes(one, tokens) * asked if one.experts else 0.0 for one in kinds)
     balanced = max(loss.most, balance_bytes(head, routers))
     one = PassBytes(
         tuple(each),
