@@ -24,6 +24,7 @@ from uspft.model.parallel import (
     move_padding,
     names_of_modules,
     share_heads,
+    splits_of,
     table_of,
 )
 from uspft.model.recompute import before_each_run
@@ -50,8 +51,9 @@ def split_model(model: Any, holders: Holders) -> None:
     model.parameter_names = {
         id(parameter): plain_name(name) for name, parameter in model.named_parameters()
     }
-    columns, rows = by_module(names, shards.splits), by_module(names, shards.row_splits)
-    biases = {id_: shards.splits.get(f"{name}.bias") for id_, name in names.items()}
+    every = splits_of(model, on_mesh=True)  # which what is held need not be
+    columns, rows = by_module(names, every.columns), by_module(names, every.rows)
+    biases = {id_: every.columns.get(f"{name}.bias") for id_, name in names.items()}
     splits = {
         id_: ProjectionSplits(one, rows.get(id_), biases[id_]) for id_, one in columns.items()
     }

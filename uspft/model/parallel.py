@@ -72,32 +72,51 @@ def shards_of(
     experts = over_experts(model) if layout.experts > 1 else {}
     if not mesh and max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout, experts=experts)
+    columns, rows, inside = splits_of(model, on_mesh=mesh)
+    tokens = mesh or splits_tokens
+    return Shards(layout, columns, rows, experts, inside=inside, splits_tokens=tokens)
+
+
+class ParameterSplits(NamedTuple):
+    """How the parameters of a model are divided, by their names in files."""
+
+    columns: dict[str, MatrixSplit]
+    """Over mesh columns, or over Megatron's ranks."""
+    rows: dict[str, MatrixSplit]
+    """Matrices over mesh rows."""
+    inside: frozenset[str]
+    """What each rank has whole although it stands between the projections of a block."""
+
+
+def splits_of(model: Any, *, on_mesh: bool) -> ParameterSplits:
+    """Return how a mesh, or Megatron's ranks, divide a model's parameters, which may be on meta.
+
+    Raises RuntimeError as `shards_of` does.
+    """
     blocks = {name.partition(".")[0] for name in table_of(model) if "." in name}
     columns, rows = dict[str, MatrixSplit](), dict[str, MatrixSplit]()
     inside = set[str]()
     of_experts = over_tensor_ranks(model)
-    every = {name: one for name, (one, _) in places(model).items() if name not in of_experts}
-    for name, parameter in every.items():
+    for name in (one for one in places(model) if one not in of_experts):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
-        found = projection_of(model, owner) or projection_of(model, name)
+        found, is_norm = projection_of(model, owner), "norm" in owner.rpartition(".")[2]
+        found = found or projection_of(model, name)
         # Megatron's ranks have whole what is outside blocks, a mesh divides norms there too.
-        known = "norm" in owner.rpartition(".")[2] if mesh else not blocks & set(owner.split("."))
+        known = is_norm if on_mesh else not blocks & set(owner.split("."))
         if found is None and not known:
             family = model.config.model_type
             raise RuntimeError(f"families/projections.py does not say how {family} divides {name}")
         config = config_of(model, name)
-        over_columns, over_rows = _splits(config, found, adapter[:1] or kind, on_mesh=mesh)
+        over_columns, over_rows = _splits(config, found, adapter[:1] or kind, on_mesh=on_mesh)
         if over_columns:
             columns[name] = over_columns
         elif found and found is not BETWEEN:
             inside.add(name)
-        if over_rows and parameter.ndim > 1:
+        if over_rows and not is_norm:
             rows[name] = over_rows
     columns |= {name: split for name, split in of_experts.items() if split}
-    inside |= of_experts.keys() - columns.keys()
-    tokens, whole = mesh or splits_tokens, frozenset(inside)
-    return Shards(layout, columns, rows, experts, inside=whole, splits_tokens=tokens)
+    return ParameterSplits(columns, rows, frozenset(inside | of_experts.keys() - columns.keys()))
 
 
 def _splits(

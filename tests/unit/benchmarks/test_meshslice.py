@@ -185,7 +185,8 @@ def test_wang_hides_one_direction() -> None:
     """The gather along mesh columns first; then a message for each part but the first."""
     torus = Torus(4, 4)
     whole = SMALL.whole_bytes("column", torus)
-    gather = torus.link("column", "gather").ring_seconds(4, whole / 4)
+    link = torus.link("column", "gather")
+    gather = link.launch_seconds + 3 * (link.hop_seconds + whole / 4 / link.rate(4))
     part = SMALL.seconds(torus) / 4
     hop = 13e-6 + 5e-6 + SMALL.whole_bytes("row", torus) / 4 / 79.75e9
     assert hop > part

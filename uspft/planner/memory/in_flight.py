@@ -1,7 +1,7 @@
 """The most that attention's backward has alive where a rank's tokens are several blocks, or keys
 come from other ranks.
 
-It goes as sequence/ring.py, sequence/exchange.py and kernels/varlen.py go, for one causal document
+It goes as sequence/passes.py and kernels/varlen.py go, for one causal document
 in the order in which an algorithm deals tokens out, on a tape. Sizes are bytes.
 """
 
