@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,8 +39,10 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
     """Be one of so many ranks, none of which sends anything."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        # torch asks for the backend of the device, and meta has none.
-        with patch.object(dist, "batch_isend_irecv", lambda operations: []):
+        # torch asks for the backend of the device, and meta has none. As in a run, there is a work
+        # to wait for, until which what is sent stays alive.
+        work = SimpleNamespace(wait=lambda: None)
+        with patch.object(dist, "batch_isend_irecv", lambda operations: [work]):
             yield
     finally:
         dist.destroy_process_group()

@@ -160,17 +160,20 @@ class GroupMemory(ABC):
     def _projected(self, one: Layer, *, wanted: bool) -> Tensor:
         """Return the output projection's output for a tile. wanted: whether the gradient of its
         input is needed."""
-        x = Tensor(self._tile.between_bytes())
+        x = held = Tensor(self._tile.between_bytes())
         if self._gated:
-            with self.tape.no_gradient():
-                x = self._input(one)
+            # Gradients end at this input, but the layer's forward holds the graph of the norm that
+            # made it.
+            x = held = self._input(one, wanted=wanted)
             x = self.tape.leaf(x.size, x.storage) if wanted else x
         out = Tensor(self._tile_out)
         if self.sizes.gathers:  # of all ranks, which is put together
             size = out.size * (self._tile.sharing.tokens < self.sizes.sharing.tokens)
             out = Tensor(out.size, self.tape.new(size))
             out = self.tape.leaf(out.size, out.storage) if wanted else out
-        return one.project(one.taken(x, out), self.sizes.out)
+        taken = one.taken(x, out)
+        del held
+        return one.project(taken, self.sizes.out)
 
     def _last(self) -> None:
         """Simulate what follows attention in the forward, for a tile."""
