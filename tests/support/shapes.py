@@ -100,6 +100,17 @@ PHI3 = {**PLAIN, "model_type": "phi3", "rope_theta": 10000.0}
 MIXTRAL = {**PLAIN, "model_type": "mixtral", "num_local_experts": 8}
 
 
+TWO_LAYERS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+}
+"""Of a model whose bytes and operations are counted on meta tensors."""
+
+
 def without(config: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != key}
 

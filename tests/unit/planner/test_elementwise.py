@@ -24,7 +24,7 @@ from benchmarks.memory.movedbytes import MovedBytes
 from tests.support import known
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
-from tests.support.shapes import hub
+from tests.support.shapes import TWO_LAYERS, hub
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_windows, read_shape
@@ -37,15 +37,7 @@ from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
 
 TOKENS, TILE = 4096, 512
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 896,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": TOKENS,
-}
+SIZES = {**TWO_LAYERS, "max_position_embeddings": TOKENS}
 EXPERTS = {"num_experts_per_tok": 2, "sliding_window": None}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 16}),

@@ -17,7 +17,7 @@ from benchmarks.memory.count import count
 from benchmarks.memory.predicted import predicted
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
-from tests.support.shapes import hub
+from tests.support.shapes import TWO_LAYERS, hub
 from uspft.config.algorithms import CONTEXT
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
@@ -30,16 +30,7 @@ from uspft.prepare.host import CONFIGS
 
 TOKENS = 4096
 """Of one rank."""
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 896,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 1 << 20,
-}
+SIZES = {**TWO_LAYERS, "head_dim": 16, "max_position_embeddings": 1 << 20}
 MANY = {"num_attention_heads": 64, "num_key_value_heads": 16}
 """Heads with which attention's backward needs more than the MLP's."""
 STATES = {"linear_num_key_heads": 4, "linear_num_value_heads": 16}
