@@ -40,7 +40,9 @@ class Theirs:
     tool: Tool
 
     def has_block(self, path: str) -> bool:
-        """Return whether a block with this path is written."""
+        """Return whether a block with this path is written, with anything in it beside null."""
+        if (found := self.values.get(path)) is not None and found.value is None:
+            return False
         return any(key == path or key.startswith((f"{path}.", f"{path}[")) for key in self.values)
 
     def block(self, path: str) -> dict[str, Any]:
