@@ -32,7 +32,6 @@ __all__ = [
     "Share",
     "Split",
     "Traffic",
-    "forwards_of",
     "make_algorithm",
     "of_recipe",
 ]
@@ -71,17 +70,6 @@ def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
     """Return an algorithm's class by the words that name it, and its fields."""
     cls = resolve_name(code)
     return cls, frozenset(field.name for field in fields(cls))
-
-
-def forwards_of(recipe: Recipe) -> Forwards:
-    """Return how often layers make the transfers of their forward.
-
-    Where `memory.recompute` is not settled yet, it is taken to be what it is without a need to save
-    memory.
-    """
-    again = recipe.memory.gradient_checkpointing
-    found = FORWARDS.get(recipe.memory.recompute, ONCE) if again else ONCE
-    return found._replace(at_once=recipe.memory.heads_at_once)
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
