@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.comm import Group, shift
-from uspft.comm.collectives import Move
+from uspft.comm import Group, Move, shift
 from uspft.parameters.part import Box, Part, as_slices
 from uspft.parameters.shards import owned_parts
 
