@@ -39,8 +39,8 @@ HAPPENED = {
     "after_step": "started again after step",
     "step": "bad step",
 }
-"""The fields whose value is the step of an event, with the event's label; a save has `step` too, but
-no `why`, and is not shown."""
+"""The fields whose value is the step of an event, with the event's label; a save has `step` too,
+but no `why`, and is not shown."""
 MOST = 1e100
 """Larger numbers are not drawn."""
 REMEDY = "name the output folder of a run that has taken a step"
