@@ -261,8 +261,7 @@ class MemoryBlock(RecipeBlock):
     recompute: Literal["attention", "exchange", "nothing", "auto"] = "auto"
     """What of attention is recomputed: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
     attention_heads: Count | Literal["all", "auto"] = "all"
-    """Query heads per KV head (linear attention: per key head) at a time, all, or `auto`: as fits.
-    """
+    """Query heads per KV head (or per key head of a state) at a time, all, or `auto`: as fits."""
     offload_activations: Literal["none", "cpu"] = "none"
     """Where the saved inputs of checkpointed layers are stored: on the device (`none`) or host."""
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
