@@ -1,4 +1,4 @@
-"""One YAML document as a tree in which every key knows its line.
+"""Reading one YAML document as a tree in which every key knows its line, and writing one.
 
 Unquoted scalars follow YAML 1.2's core schema, except that 1_000 is a number and octal and
 hexadecimal numbers are strings.
@@ -132,6 +132,34 @@ def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Prob
         return None, [_broken(error, text, place, at)]
     except Unreadable as error:
         return None, [Problem(place(error.line or 1), error.key or at, error.what, error.remedy)]
+
+
+def written(data: Any, width: float) -> str:
+    """Return dicts, lists and scalars as YAML that `parse` reads back to equal ones.
+
+    A list without mappings is written in flow style, [a, b], and text that spans lines as a quoted
+    string with escapes. width: the characters after which a line is folded.
+    """
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes each string that `plain` reads as another value; writes no alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def string(self, value: str) -> yaml.Node:
+        style = None if value.isprintable() and isinstance(plain(value), str) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    def items(self, value: list[Any]) -> yaml.Node:
+        flow = not any(isinstance(item, dict) for item in value)
+        return self.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flow)
+
+
+_Dumper.add_representer(str, _Dumper.string)
+_Dumper.add_representer(list, _Dumper.items)
 
 
 def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:

@@ -15,13 +15,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from uspft.config.algorithms import AUTO
 from uspft.config.deepspeed_fields import REMOVED
-from uspft.config.document import MAX_DEPTH, Tree, Unreadable, bare, parse, places, plain
+from uspft.config.document import MAX_DEPTH, Tree, Unreadable, bare, parse, places, written
 from uspft.config.messages import (
     Node,
     below,
@@ -262,21 +261,6 @@ def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
     return meant_key(key, siblings), {join(at, near)} if near else set()
 
 
-class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes strings which `load` would read as another type, and writes no
-    aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def string(self, value: str) -> yaml.ScalarNode:
-        style = None if isinstance(plain(value), str) else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.string)
-
-
 def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
     """Return the recipe as YAML with every key that may be set; load() reads an equal recipe from
     it.
@@ -284,7 +268,7 @@ def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
     comments: by key, a sentence to write above it.
     """
     data = as_tree(recipe, all_keys=False)
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    text = written(data, width=100)
     if not comments:
         return text
     tree, _ = parse(text, str)

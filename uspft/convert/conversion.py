@@ -3,6 +3,7 @@ a recipe with comments, and a line for each key not taken as it is."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from uspft.config.document import parse, places, plain
+from uspft.config.document import parse, places, written
 from uspft.config.messages import as_written
 from uspft.config.other_tools import table_of
 from uspft.config.problems import Problem
@@ -363,9 +364,7 @@ class Outcome:
                 block = block.setdefault(name, {})
             block[key] = value
         tree = {name: value for name, value in tree.items() if value != {}}
-        text = yaml.dump(
-            tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=float("inf")
-        )
+        text = written(tree, width=math.inf)
         found, _ = parse(text, str)
         lines = text.splitlines()
         for key, where in places(found) if found else ():
@@ -375,26 +374,3 @@ class Outcome:
                 said = "".join(c if c.isprintable() else repr(c)[1:-1] for c in comment)
                 lines[at] = f"{lines[at]}  # {said}"
         return "\n".join([f"# Converted from {source.name}.", *lines, ""])
-
-
-class _Plain(yaml.SafeDumper):
-    """A dumper that writes lists of plain values, and no mappings, in one line."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _in_a_line(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
-    flat = not any(isinstance(item, dict) for item in value)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flat)
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    """Return a text that stands in one line, so that a comment may follow it, and is read as text:
-    a recipe's 1e5 is a number."""
-    style = None if value.isprintable() and isinstance(plain(value), str) else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Plain.add_representer(list, _in_a_line)
-_Plain.add_representer(str, _text)

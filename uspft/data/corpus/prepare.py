@@ -177,7 +177,7 @@ def formats_of(data: DataBlock) -> list[str]:
     """
     sources = data.train + (data.eval or ())
     found: list[set[str]] = [set() for _ in sources]
-    for part in parts_of(data.model_copy(update={"train": sources, "eval": None})):
+    for part in parts_of(data.changed(train=sources, eval=None)):
         record = first_record(part.content, part.asked)
         found[part.source].add(record.format if record else "auto")
     return [names.pop() if len(names) == 1 else "auto" for names in found]
@@ -247,7 +247,7 @@ def prepare_sets(
     """
     sources, found = data.eval or (), {}
     for number, source in enumerate(sources):
-        alone = data.model_copy(update={"train": (source,), "eval": None})
+        alone = data.changed(train=(source,), eval=None)
         with _as_set(number, len(sources)):
             folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
         found[source.title] = folder
@@ -400,7 +400,7 @@ class _FirstRecords:
 
     def __init__(self, data: DataBlock, sources: tuple[Source, ...]) -> None:
         here = tuple(source for source in sources if not is_hub_id(source.path))
-        self.block = data.model_copy(update={"train": here, "eval": None})
+        self.block = data.changed(train=here, eval=None)
         self.tally, self.lengths = Tally(self.block), list[int]()
         self._hub = len(here) < len(sources)
         self._library = any(
