@@ -93,7 +93,7 @@ class Algorithm(Protocol):
     @property
     def ring(self) -> int: ...
 
-    # dataclasses compute their hash anew each time: costs are cached by algorithm
+    # dataclasses provide it; costs are cached by algorithm
     def __hash__(self) -> int:
         return id(self)
 
