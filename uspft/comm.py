@@ -1,8 +1,8 @@
-"""Process groups as values that functions are given, collectives and messages between their ranks,
-and the books that count what is sent: all but the few numbers that `total` and `largest` reduce.
+"""Process groups as explicit arguments, collectives and messages between their ranks, and counters
+of what is sent, except the few numbers that `total` and `largest` reduce.
 
-Collectives have no gradients; algorithms that use them define these by `with_backward`. How long a
-collective waits for other ranks is set here too; torch 2.11 to 2.13 have no public name for it.
+Collectives have no gradients; algorithms define these by `with_backward`. The time-out of
+collectives is set here too; torch 2.11 to 2.13 have no public name for it.
 
 Shapes, as suffixes: s elements that this rank sends, r those that it receives. Tensors without a
 suffix may have any shape.
@@ -73,7 +73,8 @@ class Books:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange data, this rank's place among them, and the books that count it."""
+    """A process group: ranks that exchange data, this rank's index among them, and the counters of
+    what it sends."""
 
     handle: dist.ProcessGroup | None = None
     """torch's process group; None for a group of one."""
