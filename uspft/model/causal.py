@@ -93,8 +93,7 @@ class CausalModel(nn.Module):
         return ForwardPass(batch, bound, vocabulary)
 
     def embedding(self, of: ForwardPass) -> Tensor:
-        """Return the first layer's input, [1, T', d], for the tokens whose embeddings are on this
-        rank."""
+        """Return the first layer's input, [1, T', d], from this rank's rows of the embedding."""
         batch, bound, vocabulary = of
         embedding = self.model.get_input_embeddings()
         of_call = (bound,) if isinstance(embedding, SplitEmbedding) else ()
