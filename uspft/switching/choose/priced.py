@@ -4,7 +4,7 @@ number of (query, key) pairs in a row's documents."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from uspft.config.algorithms import AlgorithmRow
@@ -12,7 +12,6 @@ from uspft.config.recipe import Degrees
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import row_memory
-from uspft.planner.options import Options
 from uspft.planner.row_time import row_time
 from uspft.planner.step_shape import PlacedStep, StepShape, pairs_of_row
 from uspft.planner.ways import Space, Way, legal_for, ways
@@ -27,30 +26,28 @@ class Setting:
     hardware: Hardware
     ranks: int
     memory_bytes: float
-    options: Options = field(default_factory=Options)
-    """The recipe's other choices on which memory depends."""
     rows_at_once: int | None = None
     """Rows of one replica in one forward, as `training.micro_batch_size` says; None: as many as
     fit. In a set of layouts the layout with the largest rows takes this many, and the others as
     many rows as need the same memory."""
     in_place: bool = True
-    """Whether sets of layouts with `switching: in_place` count."""
+    """Whether to consider sets of layouts with `switching: in_place`."""
     moves: bool = True
-    """Whether sets of layouts with `switching: move` count, which ZeRO-1 alone allows."""
+    """Whether to consider sets of layouts with `switching: move`, which only ZeRO-1 allows."""
     stages: Collection[int] | None = (1,)
     """The numbers of pipeline stages that layouts may have; None: any up to the number of ranks."""
     among: Callable[[Layout], bool] = lambda layout: True
-    """Whether a layout counts, alone and in a set."""
+    """Whether to consider a layout, alone and in a set."""
 
     @property
     def lockstep(self) -> bool:
         """Whether all ranks run the same number of passes, since every pass has a collective of all
         ranks (ZeRO-2 and 3)."""
-        return self.step.stage > 1
+        return self.step.options.zero_stage > 1
 
     def placed(self, layout: Layout) -> PlacedStep:
-        """Return the step in a layout without its context-parallel algorithm, for prices that do
-        not depend on attention."""
+        """Return the step in a layout without its context-parallel algorithm, for costs that do not
+        depend on attention."""
         return PlacedStep(self.step, layout, self.hardware)
 
 
@@ -113,7 +110,7 @@ class PricedLayout:
 
     @property
     def work(self) -> float:
-        """The seconds that a typical row takes, times the ranks that take it."""
+        """The rank-seconds of a typical row: its seconds times the ranks that share it."""
         return (self.seconds[0] + self.beside) * self.group_ranks
 
 
@@ -132,7 +129,7 @@ def priced_layouts(
     """
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
-    shape = replace(step, row=whole, rows=1, slices=None, use_seq_parallel=True)
+    shape = replace(step, row=whole).under(micro_batch=1, slices=None, use_seq_parallel=True)
     divided = replace(setting, step=shape)
     legal = legal_for(shape, hardware.ranks_per_host)
 
@@ -157,8 +154,7 @@ def priced(setting: Setting, way: Way, length: int, typical: Segments) -> Priced
     typical: a row whose documents have typical lengths.
     """
     whole = Segments.single(length)
-    shape = replace(setting.step, row=whole, rows=1)
-    options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
+    shape = replace(setting.step, row=whole).under(micro_batch=1)
     placed = way.placed(shape, setting.hardware)
     short, long = (row_time(placed, one) for one in (typical, whole))
     return PricedLayout(
@@ -167,7 +163,7 @@ def priced(setting: Setting, way: Way, length: int, typical: Segments) -> Priced
         (pairs_of_row(typical, None), pairs_of_row(whole, None)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        row_memory(options, setting.step.model, way.row, way.layout, length)[0],
+        row_memory(shape.options, shape.model, way.row, way.layout, length)[0],
     )
 
 
