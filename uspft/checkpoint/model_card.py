@@ -55,8 +55,8 @@ def model_card(
     data = ", ".join(f"`{source.title}`" for source in recipe.data.train)
     lines = [f"---\n{head}---", f"# {name}"]
     lines.append(
-        f"{_origin(recipe, adapter)} with uspft {__version__}: {counted(step, 'step')} on {data}, in "
-        f"rows of {recipe.data.sequence_length:,} tokens{_rope(recipe)}."
+        f"{_origin(recipe, adapter)} with uspft {__version__}: {counted(step, 'step')} on {data}, "
+        f"in rows of {recipe.data.sequence_length:,} tokens{_rope(recipe)}."
     )
     if quantised:
         held = "they are read so for training" if adapter else "here they are"

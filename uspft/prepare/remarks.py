@@ -153,11 +153,11 @@ def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[s
     """
     training, warm_up = recipe.training, recipe.lr_schedule.warmup_steps
     if training.epochs and rows and rows < training.global_batch_size:
-        of_epochs = counted(training.epochs, "epoch")
+        epochs, many = counted(training.epochs, "epoch"), counted(steps, "step")
         yield (
-            f"training.global_batch_size: is {training.global_batch_size:,}, more than the {rows:,} "
-            f"of an epoch, so that {of_epochs} are {counted(steps, 'step')}; write at most {rows:,} "
-            "for a step an epoch"
+            f"training.global_batch_size: is {training.global_batch_size:,}, more than the "
+            f"{rows:,} of an epoch, so that {epochs} are {many}; write at most {rows:,} for a step "
+            "an epoch"
         )
     if warm_up and warm_up >= steps:
         yield (

@@ -207,8 +207,8 @@ def test_epochs_that_are_fewer_steps_and_a_warm_up_without_end_are_told(
     ]
     rises = recipe(tmp_path, lr_schedule={"warmup_steps": 10})
     assert [*too_short(rises, 10)] == [
-        "lr_schedule.warmup_steps: is 10, and the run has 10 steps, so that the learning rate rises "
-        "to its end; write fewer, or warmup_ratio"
+        "lr_schedule.warmup_steps: is 10, and the run has 10 steps, so that the learning rate "
+        "rises to its end; write fewer, or warmup_ratio"
     ]
     assert not [*too_short(rises, 11)]
 
