@@ -167,8 +167,8 @@ def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[s
 
 
 def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
-    """Return lines on the rows of an epoch with their padding, on the steps with the epochs they
-    make, and warnings where these are too few."""
+    """Return a line on an epoch's rows and padding and on the epochs that the steps take, and a
+    warning for each way in which these are too few."""
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     rows, each = stream.rows_in_epoch(0), recipe.training.global_batch_size
