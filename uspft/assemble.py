@@ -29,7 +29,8 @@ from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
-from uspft.planner.stages import cut_of, schedule_of
+from uspft.planner.options import schedule_of
+from uspft.planner.stages import cut_of
 from uspft.switching.deal.dealing import training_loader
 from uspft.switching.move.moving import MovingEngine
 from uspft.world import World, live_worlds

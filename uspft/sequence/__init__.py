@@ -32,7 +32,6 @@ __all__ = [
     "Share",
     "Split",
     "Traffic",
-    "forwards_of",
     "make_algorithm",
     "of_recipe",
 ]
@@ -71,16 +70,6 @@ def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
     """Return an algorithm's class from `module:Class`, and its field names."""
     cls = resolve_name(code)
     return cls, frozenset(field.name for field in fields(cls))
-
-
-def forwards_of(recipe: Recipe) -> Forwards:
-    """Return how often layers make their forward's transfers, recomputation included.
-
-    An `auto` of `memory.recompute` counts as the value that it has when memory suffices.
-    """
-    again = recipe.memory.gradient_checkpointing
-    found = FORWARDS.get(recipe.memory.recompute, ONCE) if again else ONCE
-    return found._replace(at_once=recipe.memory.heads_at_once)
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
