@@ -33,8 +33,8 @@ class Moment(NamedTuple):
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
-    """Return the bytes of gradients of a row's keys, and of this chunk's saved keys in lower layers,
-    during the chunk's backward in each layer of a stage, and (last) before it begins.
+    """Return the bytes of gradients of a row's keys, and of this chunk's saved keys in lower
+    layers, during the chunk's backward in each layer of a stage, and (last) before it begins.
 
     sizes: of the chunks.
     """
