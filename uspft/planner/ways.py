@@ -267,7 +267,7 @@ def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) 
         if model.experts % layout.experts:
             return "the experts do not divide by the ranks that are to hold them"
         if layout.experts > 1 and way.stage == 0:
-            return "ZeRO-0 is not available beside experts that ranks divide"
+            return "ZeRO-0 is not available with expert parallelism"
         if heads.query < layout.ulysses:
             return "more ranks exchange heads than there are heads"
         if way.algorithm(step, ranks_per_host).problems(tokens, heads):
@@ -291,7 +291,7 @@ def why_no_stages(model: ModelShape, way: Way) -> str | None:
         return f"stages of {model.model_type} are not available"
     if model.joined_layers:
         return f"stages of {model.joined_layers} are not available"
-    return "ZeRO-0 is not available beside stages" if way.stage == 0 else None
+    return "ZeRO-0 is not available with stages" if way.stage == 0 else None
 
 
 def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:

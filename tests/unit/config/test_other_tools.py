@@ -76,7 +76,7 @@ PREFERENCES = "uspft trains on texts and answers by cross-entropy; preference tr
 BLOCK = "it is a block of MindSpore Transformers: "
 OPTIMIZER_SHARDS = (
     "here it is `deepspeed.zero_optimization.stage`; true is stage 1, or 2 and 3 as its neighbours "
-    "say; false is stage 0, or 1 beside stages and beside several micro-batches in bfloat16"
+    "say; false is stage 0, or 1 with stages and with several micro-batches in bfloat16"
 )
 ANSWERS = "here it is `data.train_on`; true is all; false, the default, is assistant"
 TEMPLATE = (
