@@ -131,7 +131,7 @@ NAMES: dict[str, dict[str, str]] = {
         "gradient_accumulation_steps: 4": ACCUMULATION,
         "val_set_size: 0.1": "here it is `data.eval_fraction`; a share, never a number of samples; "
         "0 is null",
-        "adapter: lora": "here it is `model.adapter`; lora; qlora is LoRA beside weights that are "
+        "adapter: lora": "here it is `model.adapter`; lora; qlora becomes LoRA on weights that are "
         "not quantised",
         "sequence_parallel_degree: 4": "here it is `parallel_config.context_parallel`; ranks that "
         "share a row; replicas are ranks ÷ it",
