@@ -181,7 +181,8 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
         of_epoch = f"{rows:,} {many} of {recipe.data.sequence_length:,} tokens an epoch"
         of_epoch += f", {stream.padding():.1%} of them padding"
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
-    many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"
+    many = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+    many += f" epoch{'s' if epochs != 1 else ''}"
     stop = recipe.training.stop_step
     ends = f"; it ends after step {stop:,}, as training.stop_step says" if stop else ""
     told = f"{counted(steps, 'step')} of {'a ' * (each == 1)}{of_step}, {many}{ends}"

@@ -191,6 +191,9 @@ def test_rows_padding_steps_and_epochs_are_told(tmp_path: Path, corpus: Path) ->
     alone = {"steps": 3, "global_batch_size": 1}
     told = length_of_run(recipe(tmp_path, training=alone), corpus, 3)
     assert told == [f"{rows}; 3 steps of a row, 0.75 epochs"]
+    many = {"steps": 10_000, "global_batch_size": 1}
+    told = length_of_run(recipe(tmp_path, training=many), corpus, 10_000)
+    assert told == [f"{rows}; 10,000 steps of a row, 2,500 epochs"]
     alone = {"steps": 1, "global_batch_size": 1}
     told = length_of_run(recipe(tmp_path, training=alone), corpus, 1)
     assert told == [f"{rows}; 1 step of a row, 0.25 epochs"]
