@@ -167,8 +167,8 @@ def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[s
 
 
 def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
-    """Return a line on an epoch's rows and padding and on the epochs that the steps take, and a
-    warning for each way in which these are too few."""
+    """Return a warning for each way in which the steps are too few, and a line on an epoch's rows
+    and padding and on the epochs that the steps take."""
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     rows, each = stream.rows_in_epoch(0), recipe.training.global_batch_size
@@ -181,12 +181,13 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
         of_epoch = f"{rows:,} {many} of {recipe.data.sequence_length:,} tokens an epoch"
         of_epoch += f", {stream.padding():.1%} of them padding"
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
-    many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"
+    many = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+    many += f" epoch{'s' if epochs != 1 else ''}"
     stop = recipe.training.stop_step
     ends = f"; it ends after step {stop:,}, as training.stop_step says" if stop else ""
     told = f"{counted(steps, 'step')} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
     few = [f"warning: {line}" for line in too_short(recipe, steps, rows)]
-    return [f"run: {of_epoch}; {told}", *few]
+    return [*few, f"run: {of_epoch}; {told}"]
 
 
 def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:
