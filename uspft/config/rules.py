@@ -122,7 +122,7 @@ def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
         yield "model.add_tokens", what, "leave one of them out"
     for number, token in enumerate(tokens):
         if token in tokens[:number]:
-            yield f"model.add_tokens[{number}]", f"`{token}` stands there twice", "write it once"
+            yield f"model.add_tokens[{number}]", f"`{token}` is listed twice", "write it once"
 
 
 def _one_length(recipe: Recipe) -> Iterator[Finding]:

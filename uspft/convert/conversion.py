@@ -258,7 +258,7 @@ class Conversion:
         while above := above.rpartition(".")[0]:
             holds = any(row.startswith(f"{above}.") for row in self.table.rows)
             if above in self.table.rows and not holds:
-                what = f"stands in a block, and `{above}` takes one value"
+                what = f"is in a block, and `{above}` takes one value"
                 self.refuse(path, what, f"write {above}: VALUE")
                 return
         if not self.theirs.tool.strict:

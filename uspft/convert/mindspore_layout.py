@@ -268,7 +268,7 @@ def their_errors(run: Conversion, degrees: TheirDegrees) -> None:
 def _devices(run: Conversion, degrees: TheirDegrees) -> Wrong:
     for key in run.theirs.values:
         if len(re.split(r"(?<!\\)\.", key)) > DEEPEST:
-            yield key, f"stands deeper than {DEEPEST} blocks", "write it further out"
+            yield key, f"is nested deeper than {DEEPEST} blocks", "write it further out"
     key = "parallel.device_num"
     if run.written(key) and not degrees.alone and run.whole(key) != degrees.product:
         what = f"is {run.value(key)}, and the degrees multiply to {degrees.product}"

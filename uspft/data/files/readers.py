@@ -436,7 +436,7 @@ def _names(row: list[str], wrong: str, kind: str) -> list[str]:
     mark, marks = _DELIMITERS[kind]
     for other, remedy in _OTHER_DELIMITERS.items():
         if len(row) == 1 and other in row[0] and other != mark:
-            what = f"its columns stand apart by {other!r}, not by {marks}: {_REST}"
+            what = f"its columns are separated by {other!r}, not by {marks}: {_REST}"
             remedy = remedy or "save it with commas, or with tabs as .tsv"
             raise SampleFault(f"{what}; {remedy}")
     if any(BOM.decode() in name for name in row):
