@@ -46,10 +46,8 @@ class TheirDegrees:
         return self.data * self.tensor * self.context * self.stages
 
     def told(self, batch: int, micro: int) -> str:
-        """Return the layout as a phrase.
-
-        batch: rows per optimizer step. micro: rows per micro-batch.
-        """
+        """Return the layout as a phrase. batch: rows per optimizer step. micro: rows per
+        micro-batch."""
         names = {"data": self.data, "tensor": self.tensor, "context": self.context}
         shown = [f"{name} {degree}" for name, degree in names.items() if degree > 1]
         shown += [f"{self.stages} stages"] * (self.stages > 1)

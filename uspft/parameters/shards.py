@@ -183,10 +183,7 @@ class Holders:
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
-        """Create the groups of a layout's ranks; collective.
-
-        shapes: of the whole model.
-        """
+        """Create the groups of a layout's ranks; collective. shapes: of the whole model."""
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
         # DeepSpeed needs a process group even where this rank is its only member.

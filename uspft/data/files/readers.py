@@ -121,10 +121,8 @@ _MARK = "a byte-order mark inside the array", "take it out"
 
 
 def _json_objects(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the objects of JSON Lines, unparsed, or of an array.
-
-    A file is an array if it begins with `[`, unless `_is_lines`.
-    """
+    """Yield the objects of JSON Lines, unparsed, or of an array. A file is an array if it begins
+    with `[`, unless `_is_lines`."""
     with opened(file)[0] as handle:
         head = handle.read(1 << 16).removeprefix(BOM).lstrip()
     if head.startswith(b"[") and not _is_lines(file):
