@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.memory.measured import Counted, counting_of, measure, one_of
 from uspft.batch import Batch
+from uspft.comm import Books
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import CAUSAL, row_of
 from uspft.config.inputs import ModelBlock
@@ -30,7 +31,7 @@ from uspft.engine.pipelined import Pipeline
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
-from uspft.mesh import Groups
+from uspft.mesh import Groups, make_mesh
 from uspft.model import linear
 from uspft.model.build import choose_trained, hold_corrections
 from uspft.model.causal import CausalModel
@@ -51,7 +52,7 @@ from uspft.sequence import Share, make_algorithm
 from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.states import Mixed
 from uspft.tensor import tensor_algorithm
-from uspft.world import World, make_world
+from uspft.world import World
 
 ALL_TILES = TiledCall.spans
 CONFIG = Path("config.json")
@@ -239,7 +240,7 @@ def world_of(
     block = ParallelBlock(model_parallel=layout.tensor, **(parallel or {}))
     made = make_algorithm(row, layout.ulysses, layout.ring, keep=False, **options)
     named = row, made, tensor_algorithm(block, layout)
-    return make_world(layout, named, kernel, device, groups or Groups())
+    return World(make_mesh(layout, groups or Groups(), Books()), *named, kernel, device)
 
 
 def count_here(

@@ -24,9 +24,9 @@ from tests.support.ranks import spawn
 from tests.support.runs import close, held, prepared, run_recipe
 from tests.support.tensor import MODELS, Case, make_setting, recipe
 from uspft.parameters import counting
-from uspft.parameters.part import Part
 from uspft.tensor import flows
 from uspft.tensor.meshslice import MeshSlice
+from uspft.tensor.parts import Part
 
 pytestmark = pytest.mark.timeout(900)
 Data = dict[bool, Documents]

@@ -30,7 +30,7 @@ from tests.support.ranks import spawn
 from tests.support.stages import ZERO
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.parameters.part import Part
+from uspft.tensor.parts import Part
 
 
 def everything(engine: Any, kind: str) -> dict[str, Tensor] | None:

@@ -37,9 +37,9 @@ from tests.support.tensor import (
 )
 from uspft.comm import Group
 from uspft.parameters import counting
-from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders
 from uspft.tensor.megatron import Megatron
+from uspft.tensor.parts import Part
 
 pytestmark = pytest.mark.timeout(900)
 Data = dict[bool, Documents]

@@ -27,8 +27,8 @@ from uspft.model.hf_config import language_config
 from uspft.parameters.experts import corrections
 from uspft.parameters.fill import RandomWeights, SplitWeights
 from uspft.parameters.names import is_adapter, places
-from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, GrownWeights, Weights, base_digest, table_names
+from uspft.tensor.parts import Part
 
 WeightsOf = Callable[[ModelBlock, int, Any, Checkpoint | None], Weights]
 """The type of `weights_of`, and of a function that takes its place."""

@@ -26,30 +26,30 @@ from uspft.sequence.kept_keys import RowKeys
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.engine.zero import ZeroEngine
-    from uspft.mesh import Groups, Mesh
+    from uspft.mesh import Groups
     from uspft.model.causal import CausalModel
     from uspft.objective import Objective, Scales
     from uspft.parameters.shards import Holders
     from uspft.pipeline.stages import Stages
+    from uspft.world import World
 
 
 def pipelined(
     parts: CausalModel,
     objective: Objective,
-    stages: Stages,
-    mesh: Mesh,
-    schedule: Schedule,
+    world: World,
     groups: Groups,
-    device: torch.device,
     holders: Holders | None = None,
 ) -> tuple[StagedModel, Pipeline]:
     """Return the stages of this rank as a module, and what runs them; collective.
 
-    groups: the process groups of this process. device: where the engine will run the module, whose
-    parameters may not be there yet. holders: of a table of embeddings that is the head's too, which
-    the last stage has a copy of; None where it holds the table itself, as weights that move are
-    held.
+    world: the layout with these stages, on the device where the engine will run the module, whose
+    parameters may not be there yet. groups: the process groups of this process. holders: of a table
+    of embeddings that is the head's too, which the last stage has a copy of; None where it holds
+    the table itself, as weights that move are held.
     """
+    stages, mesh, device = world.stages, world.mesh, world.device
+    assert stages
     group = mesh.pipeline
     module = StagedModel(parts, objective, stages, group.index)
     named, table = module.named(), parts.model.get_input_embeddings().weight
@@ -69,7 +69,7 @@ def pipelined(
         tied = TiedTable(table, size, lines, parts.model.dtype, device)
         if tied.copy is not None:
             module.copy_head(tied.copy)
-    return module, Pipeline(module, stages, schedule, lines, tied, first)
+    return module, Pipeline(module, stages, world.schedule, lines, tied, first)
 
 
 class _Given(torch.autograd.Function):

@@ -46,7 +46,7 @@ from uspft.engine.step import (
     StageRunner,
     in_turn,
 )
-from uspft.model.adapter import adapters
+from uspft.model.adapter import ParameterAdapter
 from uspft.model.head_groups import WHOLE
 from uspft.model.tiles import Tiled
 from uspft.parameters import counting
@@ -95,7 +95,7 @@ class ZeroEngine(Engine):
         """Build the engine. passes: micro-batches of a step, or the most where steps differ.
         pipeline: runs the module's stages, where it has some alone."""
         self.module, self.holders, self.device = module, holders, device
-        self.averaged = counting.averaged(holders)
+        self.averaged = holders.zero.size  # parameters/counting.py
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
         self._pipeline = pipeline
         self.named = module.named()
@@ -104,11 +104,12 @@ class ZeroEngine(Engine):
         here = {name: p for name, p in self.named.items() if holders.holds(name)}
         idle = [pipeline.idle] if pipeline and pipeline.idle is not None else []
         self._parameters = [*here.values(), *idle]
-        self.replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.give_groups(module, optimizer)  # type: ignore[arg-type]
+        mpu, self.replicas = mpu_of(holders), Replicas(here, holders)
         _gather_at_once(module)  # type: ignore[arg-type]
+        together = _together(module)  # type: ignore[arg-type]
         trains = [p for p in self._parameters if p.requires_grad]
         trained = sum(getattr(p, "ds_numel", p.numel()) for p in trains)
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
@@ -116,17 +117,16 @@ class ZeroEngine(Engine):
                 model=module,
                 optimizer=optimizer,
                 config=deepspeed_config(recipe, holders.zero.size, passes, trained=trained),
-                mpu=mpu_of(holders),
+                mpu=mpu,
             )
-        reduce_in_one_order(self.deepspeed.optimizer, _together(module))  # type: ignore[arg-type]
+        reduce_in_one_order(self.deepspeed.optimizer, together)
         whole: Any = self.deepspeed.optimizer
         self.adam = getattr(whole, "optimizer", whole)
         """torch's AdamW, whose states DeepSpeed may hold in flat partitions."""
         layout = holders.shards.layout
         parts_of_experts = self.stage == 3 and layout.experts > 1 and layout.tensor > 1
         if self.stage and (layout.pipeline > 1 or parts_of_experts):
-            group = counting.norm_group(holders)
-            sum_norm_once(self.deepspeed.optimizer, self.stage, group, device)
+            sum_norm_once(self.deepspeed.optimizer, self.stage, holders.model, device)
             if self.stage == 3 and layout.pipeline > 1:
                 compare_traces_within(self.deepspeed.optimizer, holders.zero)
         self._most = math.inf
@@ -294,10 +294,9 @@ class ZeroEngine(Engine):
             if p.grad is not None and counting.is_counted(holders.shards, name, holders.rank)
         ]
         norm = float(torch.stack(norms).norm()) if norms else 0.0
-        group = counting.norm_group(holders)
-        if group.size == 1:
+        if holders.model.size == 1:
             return norm
-        (squares,) = total([norm * norm], group, self.device)
+        (squares,) = total([norm * norm], holders.model, self.device)
         return math.sqrt(squares)
 
     @contextmanager
@@ -331,7 +330,8 @@ def _gather_at_once(module: nn.Module) -> None:
     """
     for part in module.modules():
         tiled = _in_tiles(part) and any(True for _ in part.children())
-        if tiled or getattr(part, WHOLE, False) or any(adapters(part)):
+        adapted = any(isinstance(one, ParameterAdapter) for one in part.children())
+        if tiled or getattr(part, WHOLE, False) or adapted:
             set_z3_leaf_module(part, True)
 
 

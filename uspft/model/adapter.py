@@ -26,8 +26,8 @@ from uspft.model.tiles import own_tokens
 from uspft.parameters.experts import INPUTS_FIRST, expert_words, is_experts, is_router
 from uspft.parameters.fill import generator
 from uspft.parameters.names import ADAPTER, BESIDE, is_adapter, plain_name
-from uspft.parameters.part import Part
 from uspft.parameters.source import Weights
+from uspft.tensor.parts import Part
 
 if TYPE_CHECKING:
     from uspft.config.inputs import AdapterBlock

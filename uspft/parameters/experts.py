@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uspft.parameters.part import Part, as_slices
+from uspft.tensor.parts import Part, as_slices
 
 CORRECTION = "e_score_correction_bias"
 """The name of the bias that routers of some families add to scores before they choose, [E] or

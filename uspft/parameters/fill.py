@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from uspft.families.table import FAMILIES
 from uspft.parameters.experts import is_experts, is_router
 from uspft.parameters.names import places, plain_name
-from uspft.parameters.part import Part
 from uspft.parameters.source import Weights, WeightsError
+from uspft.tensor.parts import Part
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Holders

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from uspft.parameters.part import Shape
+    from uspft.tensor.parts import Shape
 
 ADAPTER = "default"
 """The name that peft gives a model's only adapter."""

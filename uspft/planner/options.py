@@ -12,8 +12,7 @@ from uspft.config.deepspeed_fields import (
 )
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
-from uspft.pipeline.stages import Each
-from uspft.planner.stages import schedule_of
+from uspft.pipeline.stages import Each, schedule_of
 from uspft.planner.trained import Lora
 
 if TYPE_CHECKING:

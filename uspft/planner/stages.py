@@ -14,19 +14,9 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.config import ParallelBlock
 from uspft.families import NO_KEYS, ModelShape
 from uspft.families.layers import layer_blocks
-from uspft.job import ChunkPrices
-from uspft.layout import Layout
-from uspft.pipeline.schedules import (
-    PLAIN,
-    Action,
-    Schedule,
-    Scheduler,
-    forward_and_backward,
-    group_of,
-)
+from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
 from uspft.planner.machine import Spread
@@ -38,17 +28,6 @@ from uspft.sequence.chunked import Cut
 
 AGAIN = 4 / 3
 """What a layer costs whose forward is made again, beside one whose is not."""
-
-
-def schedule_of(parallel: ParallelBlock) -> Schedule:
-    """Return how the ranks of a recipe's pipeline work, with the layers of its stages where it says
-    them."""
-    order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
-    sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))
-    chunks = parallel.seq_split_num
-    plain: Scheduler = "seqpipe" if chunks > 1 else PLAIN.scheduler
-    scheduler = order if order == "gpipe" or order == "seqpipe" else plain
-    return Schedule(scheduler, parallel.pp_interleave_num, sizes, chunks)
 
 
 def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:
@@ -162,28 +141,6 @@ def cut_by_flops(
     pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
     seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
     return Cut(chunks, multiple, head + sum(layers), seen)
-
-
-def chunk_multiple(layout: Layout, splits_tokens: bool) -> int:
-    """Return the number that must divide the tokens of a chunk.
-
-    The ranks that share a row divide a chunk equally, ring ranks into two parts each; and under
-    use_seq_parallel (splits_tokens) tensor ranks do too.
-    """
-    tensor = layout.mesh_columns if splits_tokens else 1
-    return layout.context * tensor * (2 if layout.ring > 1 else 1)
-
-
-def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) -> Cut | None:
-    """Return how a recipe's rows are cut into chunks; None: they are not.
-
-    prices: by which chunks take equal time; None: chunks have equal tokens.
-    """
-    if parallel.seq_split_num == 1:
-        return None
-    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
-    by = (prices.token_seconds, prices.pair_seconds) if prices else ()
-    return Cut(parallel.seq_split_num, multiple, *by)
 
 
 LONG = 2

@@ -18,12 +18,12 @@ from uspft.data.rows.stream import training_rows
 from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
+from uspft.pipeline.stages import schedule_of
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import row_memory
 from uspft.planner.options import options_of
 from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices, row_time
-from uspft.planner.stages import schedule_of
 from uspft.planner.step import micro_step_seconds
 from uspft.planner.step_shape import DrawnRows, PlacedStep, StepShape
 from uspft.planner.ways import Space, Way, WhyNot, way_of

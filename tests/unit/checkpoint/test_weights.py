@@ -27,8 +27,8 @@ from uspft.model.adapter import AdapterStart
 from uspft.model.build import empty_model
 from uspft.model.hf_config import model_config
 from uspft.parameters.experts import corrections
-from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, base_digest
+from uspft.tensor.parts import Part
 
 SEED, RANK, ALPHA = 5, 3, 6.0
 FREEZE = ["lora_A", r"layers\.0\..*lora_B"]

@@ -11,9 +11,9 @@ import torch
 from uspft.config.recipe import Strategy
 from uspft.layout import Layout
 from uspft.parameters.counting import is_counted, is_summed
-from uspft.parameters.part import Part, as_slices, flat_boxes
 from uspft.parameters.shards import MatrixSplit, Shards, outside, owned, owned_parts
 from uspft.prepare.model import inside_findings
+from uspft.tensor.parts import Part, as_slices, flat_boxes
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.layout import StoredAs
     from uspft.objective import Scales
-    from uspft.parameters.part import Shape
     from uspft.parameters.shards import Holders, Shards
+    from uspft.tensor.parts import Shape
 
 
 class MovingEngine(Engine):

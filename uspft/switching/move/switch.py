@@ -19,8 +19,8 @@ from torch import Tensor
 
 from uspft.comm import Group, shift
 from uspft.comm.collectives import Move
-from uspft.parameters.part import Box, Part, as_slices
 from uspft.parameters.shards import owned_parts
+from uspft.tensor.parts import Box, Part, as_slices
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Shards

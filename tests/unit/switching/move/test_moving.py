@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.switching.hotspa_moves import plan_moves
 from uspft.layout import Layout
-from uspft.parameters.part import Part
 from uspft.parameters.shards import MatrixSplit, Shards, owned, owned_parts, piece_of
 from uspft.switching.move.switch import Stock, deliveries, held_stock, owned_stock
+from uspft.tensor.parts import Part
 
 SHAPES = {"up": (16, 8), "down": (8, 16)}
 SPLITS = {"up": MatrixSplit(0, (16,)), "down": MatrixSplit(1, (16,))}
