@@ -21,8 +21,8 @@ from uspft.model.build import choose_trained, empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import heads_of_layers, model_config, shared_window, softcap_of
 from uspft.model.linear import believe_linear_layers
-from uspft.model.parallelise import divide_matrices, save_memory, shards_under
-from uspft.model.tile_sizes import tile_tokens
+from uspft.model.parallel import shards_under
+from uspft.model.parallelise import divide_matrices, save_memory
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
@@ -99,10 +99,7 @@ def assemble(
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     choose_trained(model, recipe.model, recipe.seed)
     believe_linear_layers(model, dtype, device)
-    shards = [
-        shards_under(model, one, tensor_of_rows=most, stages=one.stages, moves=moves)
-        for one in under
-    ]
+    shards = [shards_under(model, one, tensor_of_rows=most, moves=moves) for one in under]
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
@@ -112,8 +109,9 @@ def assemble(
     recompute, offload = save_memory(model, recipe.memory, world.stages)
 
     # What is trained: embedding, layers and head, and the objective that calls them.
-    tile, stored = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
-    parts = CausalModel(model, tile, None if moves else stored, recompute, offload=offload)
+    tile, stored = recipe.memory.loss_tile_tokens, None if moves else under[-1].layout
+    whole = None if tile == "none" else int(tile)
+    parts = CausalModel(model, whole, stored, recompute, offload=offload)
     objective = make_objective(recipe.training.objective, config)
     engine: Engine
     module: LossModule = TrainedModel(parts, objective)

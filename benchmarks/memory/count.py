@@ -38,12 +38,13 @@ from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
-from uspft.model.parallelise import divide_matrices, save_memory, shards_under
-from uspft.model.staged import StagedModel, stage_of
+from uspft.model.parallel import shards_under
+from uspft.model.parallelise import divide_matrices, save_memory
+from uspft.model.staged import StagedModel
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.names import places, shapes_of
+from uspft.parameters.names import places, shapes_of, stage_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -330,7 +331,7 @@ def module_of(
     held = Layout()
     if world and groups:
         held = world.layout
-        shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
+        shards = shards_under(model, replace(world, stages=stages))
         holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))
         _split(model, world, holders)
     recompute, offload = save_memory(model, memory, stages)

@@ -31,7 +31,8 @@ from uspft.model.build import choose_trained, empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.copies import LayerInCopies
 from uspft.model.divided import PartLinear
-from uspft.model.parallelise import divide_matrices, save_memory, shards_under
+from uspft.model.parallel import shards_under
+from uspft.model.parallelise import divide_matrices, save_memory
 from uspft.objective.causal import Causal
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of

@@ -19,7 +19,8 @@ from torch import Tensor
 from uspft.engine.mail import TIE, Lines, Mail, PipelineMessage
 from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.replicas import TiedTable
-from uspft.model.staged import StagedModel, stage_of
+from uspft.model.staged import StagedModel
+from uspft.parameters.names import stage_of
 from uspft.pipeline.schedules import Action, Schedule, forward_alone, forward_and_backward
 from uspft.sequence.kept_keys import RowKeys
 

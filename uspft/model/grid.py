@@ -15,15 +15,22 @@ from torch.func import functional_call
 
 from uspft.families.projections import COLUMNS, KV, ROWS
 from uspft.families.table import FAMILIES
-from uspft.model.divided import Call, PartLinear, SplitNorm, part_of_product, used_by
+from uspft.model.divided import (
+    Call,
+    PartLinear,
+    SplitNorm,
+    enter_and_leave,
+    part_of_product,
+    share_heads,
+    used_by,
+)
 from uspft.model.dropout import dropouts_in
+from uspft.model.experts import splits_of_experts
 from uspft.model.parallel import (
     by_module,
-    enter_and_leave,
     features_of,
     move_padding,
     names_of_modules,
-    share_heads,
     splits_of,
     table_of,
 )
@@ -51,7 +58,8 @@ def split_model(model: Any, holders: Holders) -> None:
     model.parameter_names = {
         id(parameter): plain_name(name) for name, parameter in model.named_parameters()
     }
-    every = splits_of(model, on_mesh=True)  # which what is held need not be
+    of_experts, _ = splits_of_experts(model)
+    every = splits_of(model, of_experts, on_mesh=True)  # which what is held need not be
     columns, rows = by_module(names, every.columns), by_module(names, every.rows)
     biases = {id_: every.columns.get(f"{name}.bias") for id_, name in names.items()}
     splits = {
