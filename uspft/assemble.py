@@ -9,7 +9,7 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
-from uspft.checkpoint.weights import WeightsOf, carry_corrections, weights_of
+from uspft.checkpoint.weights import WeightsOf, weights_of
 from uspft.comm import said_by_all
 from uspft.data.rows.loader import EvalSet, Orders, RowLoader, evaluation_sets
 from uspft.engine.pipelined import pipelined
@@ -103,7 +103,6 @@ def assemble(
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
-    carry_corrections(source, model)
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
     recompute, offload = save_memory(model, recipe.memory, world.stages)

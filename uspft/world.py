@@ -26,8 +26,8 @@ from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, cut_of,
 from uspft.sequence.chunk_states import convolve_chunk, mix_over_chunks
 from uspft.sequence.chunked import Chunked, ChunkShare
 from uspft.sequence.mixing import Convolution, convolve, mix
+from uspft.sequence.rows.heads import head_shapes
 from uspft.sequence.rows.share import Order
-from uspft.sequence.rows.traffic import head_shapes
 from uspft.sequence.states import Mixed, StateRule
 from uspft.sequence.ulysses import attend_over_heads
 from uspft.tensor import TensorAlgorithm, tensor_algorithm

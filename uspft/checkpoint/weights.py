@@ -63,14 +63,6 @@ def weights_of(
     return SplitWeights(trained_parameters(model), held, _start(block, seed, model))
 
 
-def carry_corrections(source: Weights, model: Any) -> None:
-    """Give the routers of a model the corrections of their choices that its source has; random
-    weights start without. Raises WeightsError."""
-    for name, buffer in corrections(model).items():
-        if not source.draws(name):
-            buffer.copy_(source.read(name, Part.whole(tuple(buffer.shape))))
-
-
 def multimodal_base(block: ModelBlock) -> FolderWeights | None:
     """Return the multimodal checkpoint of which a run trains the language model alone; None where
     the run trains all of a model.

@@ -94,6 +94,8 @@ class ZeroEngine(Engine):
     ) -> None:
         """Build the engine. passes: micro-batches of a step, or the most where steps differ.
         pipeline: runs the module's stages, where it has some alone."""
+        _gather_at_once(module)  # type: ignore[arg-type]
+        together = _together(module)  # type: ignore[arg-type]
         self.module, self.holders, self.device = module, holders, device
         self.averaged = holders.zero.size  # parameters/counting.py
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
@@ -101,17 +103,15 @@ class ZeroEngine(Engine):
         self.named = module.named()
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
         each parameter would take too long. What this rank holds nothing of has no elements here."""
-        here = {name: p for name, p in self.named.items() if holders.holds(name)}
+        here = {name: p for name, p in self.named.items() if _elements(p)}
         idle = [pipeline.idle] if pipeline and pipeline.idle is not None else []
         self._parameters = [*here.values(), *idle]
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.give_groups(module, optimizer)  # type: ignore[arg-type]
         mpu, self.replicas = mpu_of(holders), Replicas(here, holders)
-        _gather_at_once(module)  # type: ignore[arg-type]
-        together = _together(module)  # type: ignore[arg-type]
         trains = [p for p in self._parameters if p.requires_grad]
-        trained = sum(getattr(p, "ds_numel", p.numel()) for p in trains)
+        trained = sum(map(_elements, trains))
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,
@@ -155,7 +155,7 @@ class ZeroEngine(Engine):
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         parameter: Any = self.named[name]
-        if not getattr(parameter, "ds_numel", parameter.numel()):
+        if not _elements(parameter):
             return 0, parameter.detach().flatten()
         if not parameter.requires_grad:
             if kind != "weight":
@@ -318,6 +318,11 @@ class ZeroEngine(Engine):
         self.deepspeed.destroy()
         forget_mpu()
         self._experts.close()
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Return how many elements a rank's part of a parameter has, partitioned by ZeRO-3 or not."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _gather_at_once(module: nn.Module) -> None:

@@ -26,9 +26,8 @@ from torch.nn.functional import grouped_mm, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from uspft.comm import Group, all_to_all, with_backward
-from uspft.model.adapter import ParameterAdapter, adapters, as_side, weight_of
+from uspft.model.adapter import ParameterAdapter, as_side, weight_of
 from uspft.model.divided import Call, wide
-from uspft.model.recompute import before_each_run
 from uspft.model.tiles import with_gradient
 from uspft.parameters.experts import is_experts
 from uspft.parameters.names import BESIDE, is_adapter, plain_name
@@ -55,21 +54,22 @@ def splits_of_experts(model: nn.Module) -> tuple[ExpertSplits, dict[str, MatrixS
     and of their adapters, by their names in files; of the latter rank i has the i-th part."""
     over_tensor, over_experts = ExpertSplits(), dict[str, MatrixSplit]()
     for path, module in expert_modules(model):
-        adapted = dict(adapters(module))
-        for own, held in module.named_parameters(recurse=False):
+        for inside, _ in module.named_parameters():
+            own, _, side = inside.partition(f"{BESIDE}.lora_")
+            name, held = plain_name(f"{path}.{inside}"), getattr(module, own)
             experts, split = len(held), by_features(module, own, held.shape)
-            name = plain_name(f"{path}.{own}")
-            over_tensor[name] = split
-            over_experts[name] = MatrixSplit(0, (experts,), in_order=True)
-            if adapter := adapted.get(own):
+            if side:
+                adapter = getattr(module, own + BESIDE)
+                over_tensor[name] = _of_adapter(adapter, side[0], split)
                 rank = adapter.rank  # which varies fastest in A, and the expert in B
-                for side, over in (
-                    ("A", MatrixSplit(0, (experts * rank,), (experts,), in_order=True)),
-                    ("B", MatrixSplit(1, (experts,) * rank, in_order=True)),
-                ):
-                    name = plain_name(f"{path}.{own}{BESIDE}.lora_{side}.weight")
-                    over_tensor[name] = _of_adapter(adapter, side, split)
-                    over_experts[name] = over
+                if side[0] == "A":
+                    over = MatrixSplit(0, (experts * rank,), (experts,), in_order=True)
+                else:
+                    over = MatrixSplit(1, (experts,) * rank, in_order=True)
+            else:
+                over_tensor[name] = split
+                over = MatrixSplit(0, (experts,), in_order=True)
+            over_experts[name] = over
     return over_tensor, over_experts
 
 
@@ -129,6 +129,10 @@ class ExpertParts:
             return found
         ((first, _),) = self.call.ranges(self._splits[name])
         return pad(found, (first, missing - first))
+
+
+WHOLE = ExpertParts({}, Call(None))
+"""All of each expert, where no tensor rank divides them."""
 
 
 def computed(
@@ -351,14 +355,16 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 and their weights [r, k]; returns the weighted sum over the experts that are here, [r, d]."""
 
 
-def spread_experts(model: nn.Module, holders: Holders, *, moves: bool = False) -> None:
+def spread_experts(model: nn.Module, holders: Holders, calls: Sequence[Call]) -> None:
     """Make a model that is filled with this rank's experts compute with those of all ranks.
 
-    moves: whether weights move between layouts, so that a rank holds just what a call uses.
+    calls: what holds each layer's current call, where tensor ranks divide matrices.
     """
     shards, group = holders.shards, holders.experts
     layers: Any = model.base_model.layers  # type: ignore[union-attr]
-    calls = {id(one): layer for layer in layers for one in layer.modules()}
+    call_of = {
+        id(one): call for layer, call in zip(layers, calls, strict=False) for one in layer.modules()
+    }
     for name, module in expert_modules(model):
         # ZeRO-3 gathers router and experts as one module, whose gradients it takes as complete when
         # the gradient of the module's input is computed.
@@ -367,11 +373,10 @@ def spread_experts(model: nn.Module, holders: Holders, *, moves: bool = False) -
         splits = {own: shards.splits[one] for own, one in named.items() if one in shards.splits}
         if group.size == 1 and not splits and not any(map(is_adapter, named.values())):
             continue
-        call = Call(None if moves else shards.layout)
         module.config._experts_implementation = NAME
         module.num_experts //= group.size
-        module.uspft = HeldExperts(module, group, ExpertParts(splits, call))
-        before_each_run(calls[id(module)], call.begin)
+        parts = ExpertParts(splits, call_of[id(module)]) if splits else WHOLE
+        module.uspft = HeldExperts(module, group, parts)
 
 
 class HeldExperts:

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from uspft.tensor import MeshAlgorithm
 
 
-def split_model(model: Any, holders: Holders) -> None:
+def split_model(model: Any, holders: Holders) -> list[Call]:
     """Make a model that is filled with this rank's parts compute with them.
 
     It must then be called with the world of its rows, which may be on a mesh or divide matrices in
-    Megatron's way, where ranks hold enough for both.
+    Megatron's way, where ranks hold enough for both. Returns what holds each layer's current call.
     """
     shards, config, base = holders.shards, model.config, model.base_model
     held, names = shards.layout, names_of_modules(model)
@@ -72,8 +72,8 @@ def split_model(model: Any, holders: Holders) -> None:
     base.register_forward_pre_hook(call.begin, with_kwargs=True)
     base.norm = SplitNorm(base.norm, columns[id(base.norm)], call, added)
     model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings(), config, held))
-    for layer in base.layers:
-        call = Call(held)
+    calls = [Call(held) for _ in base.layers]
+    for layer, call in zip(base.layers, calls, strict=True):
         before_each_run(layer, call.begin)
         for name, norm in [*layer.named_children()]:
             if "norm" in name:
@@ -93,6 +93,7 @@ def split_model(model: Any, holders: Holders) -> None:
                 enter_and_leave(owner, last, block, call)
             elif len(found.blocks) > 1 and KV in found.blocks:
                 share_heads(owner, last, split, call)
+    return calls
 
 
 class ProjectionSplits(NamedTuple):

@@ -36,7 +36,8 @@ def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None
     file: where the config is, if not where the recipe says. Raises Fault for each override that
     does not fit the config, and what transformers raises for one that it cannot read.
     """
-    config, known = _read(source_of(block, file), block.overrides)
+    source = source_of(block, file)
+    config, known = _read(source, block.overrides)
     findings = [
         (f"model.overrides.{field}", *wrong)
         for field, value in block.overrides.items()

@@ -247,16 +247,19 @@ def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary 
     return Vocabulary(first, stop - first, group, offset)
 
 
-def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bool = False) -> None:
+def split_model(
+    model: Any, holders: Holders, *, moves: bool = False, copies: bool = False
+) -> list[Call]:
     """Make a model that is filled with this rank's shards compute with them.
 
     Its layers and its head must then be called with the world of their rows. moves: whether weights
     move between layouts, so that a rank stores just what a call uses. copies: whether layers split
-    their tokens into copies that take turns, in calls that ask for it.
+    their tokens into copies that take turns, in calls that ask for it. Returns what holds each
+    layer's current call; nothing where no matrices are divided.
     """
-    shards = holders.shards
+    shards, calls = holders.shards, list[Call]()
     if not shards.splits:
-        return
+        return calls
     held, table = None if moves else shards.layout, table_of(model)
     names = names_of_modules(model)
     splits = by_module(names, shards.splits)
@@ -271,17 +274,19 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bo
             if owner is None:
                 continue
             found = getattr(owner, last, None)
-            if isinstance(found, nn.Parameter):
-                use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
+            if not isinstance(found, nn.Parameter | nn.Conv1d):
+                divide_module(owner, (block, last), projection, splits, call)
             elif isinstance(found, nn.Conv1d):
                 use_part(found, "weight", splits[id(found)], call)
             else:
-                divide_module(owner, (block, last), projection, splits, call)
+                use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
         if copies:
             layer.forward = LayerInCopies(layer, table, call)
         if state := here.get(STATE_LAYER):
             divide_states(state, call)
         before_each_run(layer, call.begin)
+        calls.append(call)
+    return calls
 
 
 def names_of_modules(model: nn.Module) -> dict[int, str]:

@@ -30,11 +30,11 @@ def divide_matrices(
     rows use.
     """
     if any(world.layout.is_mesh for world in worlds):
-        grid.split_model(model, holders)
+        calls = grid.split_model(model, holders)
     else:
         copies = any(world.tensor.copies > 1 for world in worlds)
-        parallel.split_model(model, holders, moves=moves, copies=copies)
-    spread_experts(model, holders, moves=moves)
+        calls = parallel.split_model(model, holders, moves=moves, copies=copies)
+    spread_experts(model, holders, calls)
 
 
 def save_memory(

@@ -122,14 +122,6 @@ def corrections(model: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in model.named_buffers() if name.endswith(UNTRAINED)}
 
 
-def expert_words(model: Any) -> set[str]:
-    """Return the names of a model's expert matrices, fused or in files; empty without experts."""
-    if not any(is_experts(name) for name, _ in model.named_parameters()):
-        return set()
-    spelling = SPELLINGS.get(model.config.model_type)
-    return {"experts", "gate_up_proj", "down_proj"} | set(spelling[1:] if spelling else ())
-
-
 def stored_in(files: Collection[str]) -> dict[str, Stored]:
     """Return by the name that transformers has for it what makes each parameter, in files of any
     spelling.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.families.table import FAMILIES
-from uspft.parameters.experts import is_experts, is_router
+from uspft.parameters.experts import corrections, is_experts, is_router
 from uspft.parameters.names import places, plain_name
 from uspft.parameters.source import Weights, WeightsError
 from uspft.tensor.parts import Part
@@ -41,10 +41,12 @@ def fill(
     holders: Holders,
     partition: Partition | None = None,
 ) -> None:
-    """Give a module on meta the parts of its parameters that this rank holds; collective.
+    """Give a module on meta the parts of its parameters that this rank holds, and the values of the
+    untrained buffers that files contain; collective.
 
     Values are read on one of the ranks that hold a part; the others' parameters are left for the
-    engine's broadcast. partition: None leaves parameters whole. Raises WeightsError.
+    engine's broadcast. Buffers stay as they are where values are drawn. partition: None leaves
+    parameters whole. Raises WeightsError.
     """
     pending: dict[str, nn.Parameter] = {}
     for name, (empty, owners) in places(model).items():
@@ -63,6 +65,9 @@ def fill(
             pending = {}
     if partition and pending:
         partition(pending)
+    for name, buffer in corrections(model).items():
+        if not source.draws(name):
+            buffer.copy_(source.read(name, Part.whole(buffer.shape)))
 
 
 def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:

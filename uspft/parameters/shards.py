@@ -228,12 +228,12 @@ def piece_of(size: Sequence[int], index: int, owners: int) -> Range:
     return index * units // owners * unit, (index + 1) * units // owners * unit
 
 
-def owned(shards: Shards, name: str, shape: Sequence[int], rank: int) -> tuple[Part, Range]:
-    """Return the part that a rank holds of a parameter, and the elements of it that it owns."""
+def owned(shards: Shards, name: str, shape: Sequence[int], rank: int) -> Range:
+    """Return the elements that a rank owns of its part of a parameter."""
     for part, holders in shards.parts(name, shape).items():
         if rank in holders:
-            return part, piece_of(part.size, holders.index(rank), len(holders))
-    return Part.nothing(shape), (0, 0)
+            return piece_of(part.size, holders.index(rank), len(holders))
+    return 0, 0
 
 
 def owned_parts(shards: Shards, name: str, shape: Sequence[int]) -> tuple[tuple[Part, ...], ...]:

@@ -9,11 +9,11 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import row_of
-from uspft.layout import ring_ranks_of_a_host
 from uspft.sequence.algorithm import Algorithm, Attend, Inside, Rule, Split
 from uspft.sequence.chunked import Cut
+from uspft.sequence.rows.heads import Heads
 from uspft.sequence.rows.share import Share
-from uspft.sequence.rows.traffic import FORWARDS, ONCE, Cost, Forwards, Heads, Traffic
+from uspft.sequence.rows.traffic import FORWARDS, ONCE, Cost, Forwards, Traffic
 
 if TYPE_CHECKING:
     from uspft.config import ParallelBlock, Recipe
@@ -39,6 +39,7 @@ __all__ = [
     "forwards_of",
     "make_algorithm",
     "of_recipe",
+    "ring_ranks_of_a_host",
 ]
 
 
@@ -97,6 +98,16 @@ def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) 
     multiple = chunk_multiple(layout, parallel.use_seq_parallel)
     by = (prices.token_seconds, prices.pair_seconds) if prices else ()
     return Cut(parallel.seq_split_num, multiple, *by)
+
+
+def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
+    """Return how many neighbouring ring ranks run on one host of so many processes.
+
+    None if that is one or all of them, or if hosts would have unequal numbers.
+    """
+    here, left = divmod(processes, layout.mesh_columns * layout.ulysses)
+    divides = not left and 1 < here < layout.ring and layout.ring % here == 0
+    return here if divides else None
 
 
 def forwards_of(recipe: Recipe) -> Forwards:

@@ -21,12 +21,17 @@ from tests.support.runs import small_recipe
 from uspft.__main__ import main
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.identity import BASE
-from uspft.checkpoint.weights import carry_corrections, weights_of
+from uspft.checkpoint.weights import weights_of
 from uspft.config.inputs import ModelBlock
+from uspft.layout import Layout
+from uspft.mesh import Groups
 from uspft.model.adapter import AdapterStart
 from uspft.model.build import empty_model
 from uspft.model.hf_config import model_config
 from uspft.parameters.experts import corrections
+from uspft.parameters.fill import fill
+from uspft.parameters.names import shapes_of
+from uspft.parameters.shards import Holders, Shards
 from uspft.parameters.source import FolderWeights, base_digest
 from uspft.tensor.parts import Part
 
@@ -213,7 +218,13 @@ def test_corrections_are_read_with_the_weights_also_of_a_run_that_goes_on(
     write_checkpoint(tmp_path / "out", base, {"model.norm.weight": torch.ones(16)})
     for checkpoint in (None, Checkpoint.known(tmp_path / "out/checkpoints/step-00000001")):
         model = empty_model(model_config(block, 64), torch.float32)
-        carry_corrections(weights_of(block, SEED, model, checkpoint), model)
+        source = weights_of(block, SEED, model, checkpoint)
+        fill(
+            model,
+            torch.float32,
+            source,
+            Holders.of(Shards(Layout()), 0, Groups(), shapes_of(model)),
+        )
         found = corrections(model)
         assert found and all(torch.equal(one, files[name]) for name, one in found.items())
         assert all(one.any() for one in found.values())

@@ -8,44 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from uspft.families import StateSizes
 from uspft.segments import Segments
 from uspft.sequence.rows.exchange import Exchange
 from uspft.sequence.rows.fragments import Fragment, chains_in, fragments_of, needed, needs_of
-from uspft.sequence.rows.heads import key_groups, key_ranges, split_heads, turns_of
+from uspft.sequence.rows.heads import Heads, key_groups, key_ranges, split_heads, turns_of
 from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Holding, tokens_in
-
-if TYPE_CHECKING:
-    from uspft.layout import Layout
-
-
-class Heads(NamedTuple):
-    """The number of query heads, that of KV heads, and the head dim of one attention layer."""
-
-    query: int
-    kv: int
-    dim: int
-
-    def on(self, ranks: int) -> Heads:
-        """Return the heads of one of `ranks` tensor ranks, which may replicate KV heads."""
-        return Heads(self.query // ranks, max(self.kv // ranks, 1), self.dim)
-
-
-def head_shapes(heads: Heads, layout: Layout, at_once: int | None = None) -> list[Heads]:
-    """Return the heads of the attention calls that ranks make, each combination once.
-
-    heads: the model's. at_once: query heads of a KV head in one call; None: all heads are.
-    """
-    query, kv, dim = heads.on(layout.mesh_columns)
-    if at_once:
-        groups = key_groups(query, kv, layout.ulysses, min(at_once, query // kv))
-        turns = (one.widths(turn) for one in groups for turn in range(len(one.queries)))
-        return [Heads(width, 1, dim) for width in sorted({*chain(*turns)} - {0})]
-    calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
-    return [Heads(query, kv, dim) for query, kv in sorted(calls)]
 
 
 class Traffic(NamedTuple):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
     from uspft.job import Job, Prices
-    from uspft.layout import Layout, StoredAs
+    from uspft.layout import Layout
     from uspft.mesh import Groups
 
 PLANS = 4
@@ -81,21 +81,25 @@ class SwitchingLoader(RowLoader):
         stream: RowStream,
         recipe: Recipe,
         worlds: Sequence[World],
-        idle: Mapping[StoredAs, World],
+        holders: Sequence[World],
+        groups: Groups,
         prices: Prices,
         *,
         last_sample: int,
         orders: Orders | None = None,
     ) -> None:
         """stream: of rows of one document each. worlds: the layouts between which the run switches,
-        shortest rows first. idle: the layout of ranks without a row, by how the parameters are
-        sharded meanwhile, the least sharded first; it has one entry under `switching: in_place`,
-        and under `move` one for each way in which the strategies shard them."""
+        shortest rows first. holders, groups: as of `training_loader`."""
+        by_storage = {one.layout.stored_as: one for one in holders}
+        self._idle = {stored: _idle_world(one, groups) for stored, one in by_storage.items()}
+        """The layout of ranks without a row, by how the parameters are sharded meanwhile, the least
+        sharded first; it has one entry under `switching: in_place`, and under `move` one for each
+        way in which the strategies shard them."""
         self._lengths, self._packing = row_lengths(recipe), recipe.data.packing
         samples = recipe.training.global_batch_size
         super().__init__(stream, self._lengths[-1], samples, last_sample, orders)
         self.passes = samples  # a row holds at least one
-        self.worlds, self._idle, self._prices = worlds, idle, prices
+        self.worlds, self._prices = worlds, prices
         self._moves = recipe.parallel_config.switching == "move"
         most = recipe.training.micro_batch_size * max(prices.row_bytes) * ROUNDED
         self._limits = Limits(
@@ -219,9 +223,8 @@ def training_loader(
     dist.broadcast_object_list(told, src=0)
     prices = told[0]
     assert prices
-    by_storage = {one.layout.stored_as: one for one in holders}
-    idle = {stored: _idle_world(one, groups) for stored, one in by_storage.items()}
-    return SwitchingLoader(stream, recipe, worlds, idle, prices, last_sample=last, orders=orders)
+    live = worlds, holders, groups
+    return SwitchingLoader(stream, recipe, *live, prices, last_sample=last, orders=orders)
 
 
 def _idle_world(holder: World, groups: Groups) -> World:

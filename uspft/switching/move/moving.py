@@ -126,7 +126,7 @@ class MovingEngine(Engine):
             values = self.named[name].detach().to(self.device)
             if zero.size > 1:  # only one of these ranks has filled it
                 dist.broadcast(values, src=zero.ranks[0], group=zero.handle)
-            _, (start, stop) = owned(shards, name, shape, self.holders.rank)
+            start, stop = owned(shards, name, shape, self.holders.rank)
             self._places[name] = _Place(start, at, stop - start)
             pieces.append(values.flatten()[start:stop].clone())
             at += stop - start
