@@ -93,8 +93,8 @@ class SwitchingLoader(RowLoader):
         by_storage = {one.layout.stored_as: one for one in holders}
         self._idle = {stored: _idle_world(one, groups) for stored, one in by_storage.items()}
         """The layout of ranks without a row, by how the parameters are sharded at that time, the
-        least sharded first; it has one entry under `switching: in_place`, and under `move` one for each
-        way in which the strategies shard them."""
+        least sharded first; it has one entry under `switching: in_place`, and under `move` one for
+        each way in which the strategies shard them."""
         self._lengths, self._packing = row_lengths(recipe), recipe.data.packing
         samples = recipe.training.global_batch_size
         super().__init__(stream, self._lengths[-1], samples, last_sample, orders)
