@@ -35,9 +35,7 @@ from tests.support.tensor import (
     make_setting,
     recipe,
 )
-from uspft.comm import Group
 from uspft.parameters import counting
-from uspft.parameters.shards import Holders
 from uspft.tensor.megatron import Megatron
 from uspft.tensor.parts import Part
 
@@ -119,9 +117,9 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
     faults: dict[str, tuple[Case, Any, str, Any]] = {
         "a piece is not summed": (
             TOKENS,
-            Holders,
-            "replicas",
-            lambda self, name: Group(None, (self.rank,)),
+            counting,
+            "summed_over",
+            lambda holders, name: None,
         ),
         "a replica counts twice": (
             Case("llama", (4, 1), "zero1", False, False),
