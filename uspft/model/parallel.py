@@ -58,10 +58,11 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def shards_under(
     model: Any, world: World, *, tensor_of_rows: int = 1, moves: bool = False
 ) -> Shards:
-    """Return the shards of a model on meta in a live layout, with the stages that it has.
+    """Return which ranks store which parts of a model on the meta device under a world's layout.
 
-    moves: whether weights move between layouts: then a table of embeddings that is the head's too
-    is held, and its gradient made, at both ends of a pipeline. tensor_of_rows: as of `shards_of`.
+    tensor_of_rows: the largest tensor degree of rows, if higher than the layout's. moves: whether
+    weights move between layouts: then tied embeddings are stored, and get gradients, in both the
+    first and the last stage.
     """
     tokens, stages = world.tensor.splits_tokens, world.stages
     found = shards_of(model, world.layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows)
@@ -120,7 +121,7 @@ def splits_of(model: Any, of_experts: ExpertSplits, *, on_mesh: bool) -> Paramet
         owner, _, adapter = owner.partition(".lora_")
         found, is_norm = projection_of(model, owner), "norm" in owner.rpartition(".")[2]
         found = found or projection_of(model, name)
-        # Megatron's ranks have whole what is outside blocks, a mesh divides norms there too.
+        # Megatron replicates what is outside blocks; a mesh splits norms there too.
         known = is_norm if on_mesh else not blocks & set(owner.split("."))
         if found is None and not known:
             family = model.config.model_type

@@ -222,12 +222,7 @@ def test_corrections_are_read_with_the_weights_also_of_a_run_that_goes_on(
     for checkpoint in (None, Checkpoint.known(tmp_path / "out/checkpoints/step-00000001")):
         model = empty_model(model_config(block, 64), torch.float32)
         source = weights_of(block, SEED, model, checkpoint)
-        fill(
-            model,
-            torch.float32,
-            source,
-            Holders.of(Shards(Layout()), 0, Groups(), shapes_of(model)),
-        )
+        fill(model, torch.float32, source, holders)
         found = corrections(model)
         assert found and all(torch.equal(one, files[name]) for name, one in found.items())
         assert all(one.any() for one in found.values())
