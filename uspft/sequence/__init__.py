@@ -36,7 +36,6 @@ __all__ = [
     "Traffic",
     "chunk_multiple",
     "cut_of",
-    "forwards_of",
     "make_algorithm",
     "of_recipe",
     "ring_ranks_of_a_host",
@@ -108,17 +107,6 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
     here, left = divmod(processes, layout.mesh_columns * layout.ulysses)
     divides = not left and 1 < here < layout.ring and layout.ring % here == 0
     return here if divides else None
-
-
-def forwards_of(recipe: Recipe) -> Forwards:
-    """Return how often layers make the transfers of their forward.
-
-    Where `memory.recompute` is not settled yet, it is taken to be what it is without a need to save
-    memory.
-    """
-    again = recipe.memory.gradient_checkpointing
-    found = FORWARDS.get(recipe.memory.recompute, ONCE) if again else ONCE
-    return found._replace(at_once=recipe.memory.heads_at_once)
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
