@@ -237,7 +237,7 @@ def row_time(placed: PlacedStep, row: Segments) -> RowTime:
 def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     """Return the predicted seconds of a token and of a (query, key) pair, by which rows are cut
     into chunks of equal time."""
-    whole = placed.of(placed.step.under(schedule=PLAIN))  # of whole rows
+    whole = placed.of(placed.step.under(schedule=PLAIN))  # of unsplit rows
     step, length = whole.step, whole.step.row.length
     empty, full = Segments((0,), length), Segments.single(length)
 
