@@ -94,11 +94,8 @@ class ZeroEngine(Engine):
         passes: int,
         pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine.
-
-        passes: micro-batches per step, or the most if steps differ. pipeline: the runner of the
-        module's stages, if it has only some.
-        """
+        """Build the engine. passes: micro-batches per step, or the most if steps differ. pipeline:
+        the runner of the module's stages, if it has only some."""
         _gather_at_once(module)  # type: ignore[arg-type]
         together = _together(module)  # type: ignore[arg-type]
         self.module, self.holders, self.device = module, holders, device
