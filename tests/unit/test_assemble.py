@@ -17,7 +17,7 @@ from uspft.kernels import believed_kernel, choose
 from uspft.layout import Layout
 from uspft.model.hf_config import heads_of
 from uspft.sequence import Heads
-from uspft.world import head_shapes
+from uspft.sequence.rows.heads import head_shapes
 
 
 def choosing(rank: int) -> list[Any]:

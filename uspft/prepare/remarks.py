@@ -27,11 +27,12 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import fits, longest_row, memory_of
 from uspft.planner.options import options_of, stage_of
 from uspft.planner.products import EXPERTS
-from uspft.planner.stages import chunk_multiple, cut_by_flops
+from uspft.planner.stages import cut_by_flops
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import trained_layers
 from uspft.prepare.known import Known, saving_most, step_shape
 from uspft.segments import Segments
+from uspft.sequence import chunk_multiple
 from uspft.sequence.chunked import Cut
 from uspft.training.learning_rate import learning_rate
 from uspft.written import METRICS
