@@ -246,7 +246,7 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
         for window, layers in Counter(step.windows).items():
             if window == NO_KEYS:
                 continue
-            # Trained modules are found from the names of all layers; products cancel in the difference.
+            # Finding what trains needs the names of all layers; products cancel in the difference.
             alone = step.under(lora=None, freeze=())
             one = whole.of(replace(alone, model=replace(step.model, layers=1), windows=(window,)))
             more = row_time(one, full).row - row_time(one, empty).row
