@@ -176,6 +176,14 @@ def test_an_exchange_of_heads_is_made_again_only_where_there_is_one(tmp_path: Pa
     examine(tmp_path / "r.yaml", [*chosen, "parallel_config.ulysses_degree_in_cp=null"], 1, None)
 
 
+def test_what_has_kernels_on_gpus_alone_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    assert said(tmp_path, {"model_type": "llama"}) == []
+    zero = "deepspeed.zero_optimization"
+    for key in ("zero_quantized_weights", "offload_optimizer.super_offload"):
+        with pytest.raises(RecipeError, match=f"{zero}.{key}: is true, and .* GPUs alone"):
+            examine(tmp_path / "r.yaml", [f"{zero}.stage=3", f"{zero}.{key}=true"], 1, None)
+
+
 def test_wrong_sizes_that_the_command_line_gives_are_told_of_it(tmp_path: Path) -> None:
     assert said(tmp_path, {"model_type": "llama"}) == []
     heads = "model.overrides.num_attention_heads"
