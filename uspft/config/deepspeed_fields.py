@@ -242,7 +242,9 @@ def _combinations(fields: dict[str, Any]) -> Iterator[Finding]:
             what, remedy = "is missing, and device is nvme", "write a folder on the NVMe disk"
             yield join(key, "nvme_path"), what, remedy
     if (ratio := _away(fields, "offload_optimizer", "ratio", 1.0)) < 1:
-        what = f"is {ratio:g}, and below 1 needs DeepSpeed's own Adam, which a compiler has to build"
+        what = (
+            f"is {ratio:g}, and below 1 needs DeepSpeed's own Adam, which a compiler has to build"
+        )
         yield "offload_optimizer.ratio", what, "write 1.0, or leave it out"
     for key, why in _NOT_AVAILABLE.items():
         if fields.get(key):

@@ -303,8 +303,8 @@ DEEPSPEED = {
     "is set, and updates some weights by gradients of earlier steps: a step is not one process's; "
     "leave it out",
     "zero_optimization: {stage3_module_granularity_threshold: 9}": ".zero_optimization."
-    "stage3_module_granularity_threshold: is set, and DeepSpeed may take the whole model for one module, "
-    "whose embedding, layers and head are called one by one; leave it out",
+    "stage3_module_granularity_threshold: is set, and DeepSpeed may take the whole model for one "
+    "module, whose embedding, layers and head are called one by one; leave it out",
     "zero_optimization: {offload_optimizer: {devise: cpu}}": ".zero_optimization."
     "offload_optimizer.devise: unknown key `devise`; did you mean `device`?",
     "zero_optimization: {cpu_offload: true, offload_optimizer: {}}": ".zero_optimization."

@@ -184,6 +184,22 @@ def test_what_has_kernels_on_gpus_alone_is_refused_on_a_cpu(tmp_path: Path) -> N
             examine(tmp_path / "r.yaml", [f"{zero}.stage=3", f"{zero}.{key}=true"], 1, None)
 
 
+@pytest.mark.parametrize(
+    ("shared", "tensor", "what"),
+    [(2, 2, "with parallel_config.model_parallel 2"), (3, 1, "does not divide the 4 processes")],
+)
+def test_weights_kept_in_a_host_are_those_of_neighbours(
+    tmp_path: Path, shared: int, tensor: int, what: str
+) -> None:
+    assert said(tmp_path, {"model_type": "llama"}) == []
+    key = "deepspeed.zero_optimization"
+    words = [f"{key}.stage=3", "launch.processes=4", f"{key}.zero_hpz_partition_size=2"]
+    examine(tmp_path / "r.yaml", words, 1, None)
+    words += [f"{key}.zero_hpz_partition_size={shared}", f"parallel_config.model_parallel={tensor}"]
+    with pytest.raises(RecipeError, match=f"hpz_partition_size: is {shared}, which .*{what}"):
+        examine(tmp_path / "r.yaml", words, 1, None)
+
+
 def test_wrong_sizes_that_the_command_line_gives_are_told_of_it(tmp_path: Path) -> None:
     assert said(tmp_path, {"model_type": "llama"}) == []
     heads = "model.overrides.num_attention_heads"
