@@ -26,6 +26,16 @@ class Norms(NamedTuple):
 _FRONT = Norms()
 
 
+class NormsBeside(NamedTuple):
+    """The names of the norms of a layer with experts beside its MLP; empty: there is none."""
+
+    behind_mlp: str = ""
+    before: str = ""
+    """Before the experts, whose input is the MLP's residual."""
+    behind: str = ""
+
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """How a layer differs from LLaMA's."""
@@ -33,6 +43,8 @@ class LayerKind:
     norms: Norms = _FRONT
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
+    powered_norms: bool = False
+    """Whether norms take the mean square to a power, and not its root's reciprocal."""
     turned: Callable[[LayerTape, Tensor, Angles], Tensor] | None = LayerTape.turned_plainly
     """How rotary position embeddings are applied to queries and keys; None: the layer has none."""
     turned_share: float = 1.0
@@ -65,6 +77,7 @@ class LayerKind:
     """Whether experts have biases, and clamp their gate and up features (gpt-oss)."""
     shared: str = SHARED_EXPERT
     """The name of the shared expert or experts; a single one has a gate."""
+    norms_beside: NormsBeside = NormsBeside()
     shared_last: bool = False
     """Whether the shared experts run after the routed ones."""
     sinks: bool = False
@@ -103,10 +116,17 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "gemma4_text": LayerKind(
         _GEMMA,
         wide_norms=True,
+        powered_norms=True,
         normed_heads=True,
         normed_values=True,
         router="router.proj",
         wide_scores=True,
+        shared="mlp",
+        norms_beside=NormsBeside(
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        ),
     ),
     "olmo2": LayerKind(
         _BEHIND, wide_norms=True, normed_together=True, turned=LayerTape.turned_wide

@@ -3,9 +3,9 @@ and its experts with `torch.nn.functional.grouped_mm` allocate and save. Sizes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from uspft.planner.memory.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.operations import INDEX, WIDE, LayerTape, NormKind
 from uspft.planner.memory.sizes import Experts, LayerSizes
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 from uspft.planner.products import matrices_of_experts
@@ -17,10 +17,16 @@ def logit_bytes(s: LayerSizes, tokens: int) -> float:
     return float((WIDE if s.kind.wide_router else s.element) * tokens * s.experts.number)
 
 
-def routed(tape: LayerTape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the output of a layer's router and experts for x, a rank's hidden states between
-    blocks. enter: returns the input of tensor ranks' experts, gathered under use_seq_parallel."""
+def chosen(tape: LayerTape, x: Tensor, s: LayerSizes) -> tuple[Tensor, Tensor]:
+    """Return each token's experts and their router weights. x: a rank's hidden states between
+    blocks."""
     assert s.experts
+    if s.kind.norms_beside.before:
+        how = NormKind(weighs=False, powered=s.kind.powered_norms)
+        normed = tape.rms_norm(x, s.wide * x.size, s.between, how, trains=False)
+        x = tape.multiplied(normed, tape.parameter("router.scale" in s.trained))
+        x = tape.remade(x)
+        del normed
     of, router = s.experts, s.kind.router
     weight, trains = float(s.element * of.number * s.hidden), router in s.trained
     wide = s.wide if s.kind.wide_router else 1.0
@@ -34,11 +40,7 @@ def routed(tape: LayerTape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], 
     size = logit_bytes(s, s.between)
     logits = tape.linear(tokens, size, wide * weight, trains=trains, matrix=matrix)
     del matrix, tokens
-    index, scores = _chosen(tape, logits, s, of)
-    del logits
-    if s.tensor > 1:
-        x, index, scores = (enter(one) for one in (x, index, scores))
-    return _Experts(tape, s, of)(x, index, scores)
+    return _chosen(tape, logits, s, of)
 
 
 def _formed(tape: LayerTape, size: float, s: LayerSizes, of: Experts) -> Tensor:
@@ -74,11 +76,13 @@ def _taken(tape: LayerTape, x: Tensor, size: float, index: object) -> Tensor:
     return tape.remade(x, size, back=x.size, keeps=[index])
 
 
-class _Experts:
+class ExpertsMemory:
     """The experts of a layer, with expert and tensor parallelism, and in tiles if asked for."""
 
-    def __init__(self, tape: LayerTape, sizes: LayerSizes, of: Experts) -> None:
-        self._tape, self._sizes, self._of = tape, sizes, of
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
+        assert sizes.experts
+        self._tape, self._sizes, self._of = tape, sizes, sizes.experts
+        of = self._of
         matrices = matrices_of_experts(sizes.kind.router)
         self._into, self._out = (name in sizes.trained for name in matrices)
         self._adapted = [name in sizes.adapted for name in matrices]

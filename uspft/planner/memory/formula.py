@@ -157,9 +157,12 @@ def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str
     that takes at a layer, and beyond that of layers while the loss is made, are parts too, where
     the peak is."""
     layers = list(zip(one.layers, one.routers, strict=True))
-    waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
-    below = [*accumulate(waiting, initial=one.embedded)]
+    waiting = [(each.held if one.offloads else each.kept) + own for each, own in layers]
     come = state.coming or (0.0,) * len(layers)
+    if one.entry:
+        layers, waiting = [(one.entry, 0.0), *layers], [one.entry.kept, *waiting]
+        come = come[:1] + come
+    below = [*accumulate(waiting, initial=one.embedded)]
     every = zip(below, layers, come, strict=False)
     peak, kept, made = max((kept + own + each.most + g, kept, g) for kept, (each, own), g in every)
     loss, beside = below[-1] + one.head.most, {"gradients": made} if made else dict[str, float]()

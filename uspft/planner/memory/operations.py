@@ -28,6 +28,8 @@ class NormKind(NamedTuple):
     """Whether its features are split over ranks, which sum their squares (model/divided.py)."""
     weighs: bool = True
     """Whether it has a weight."""
+    powered: bool = False
+    """Whether the factor is a power of the mean square, which is then saved too (Gemma 4)."""
 
 
 ANGLES = Tensor(0.0)
@@ -168,9 +170,9 @@ class LayerTape(Tape):
             return [steps[-1]]
 
         squares = self.new(before)
-        made = [self.new(size)]
+        made, keeps = [self.new(size)], [held, self.new(size * how.powered)]
         del squares
-        return self.record((x,), (size,), backward, saves=True, keeps=[held], made=made)[0]
+        return self.record((x,), (size,), backward, saves=True, keeps=keeps, made=made)[0]
 
     def turned(self, x: Tensor, size: float | None = None) -> Tensor:
         """Return queries or keys with rotary embeddings, x · cos + rotate_half(x) · sin. size: in

@@ -14,12 +14,18 @@ from uspft.planner.memory.experts import logit_bytes
 from uspft.planner.memory.head_groups import LayerInGroups
 from uspft.planner.memory.layer import Layer, enter, norm
 from uspft.planner.memory.mesh import all_features
-from uspft.planner.memory.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.operations import INDEX, WIDE, LayerTape, NormKind
 from uspft.planner.memory.sizes import LayerSizes, layers_of
 from uspft.planner.memory.states import StateLayer
 from uspft.planner.memory.tape import GradientStorages, Tensor
-from uspft.planner.products import head_projection
-from uspft.planner.trained import EMBEDDING, HEAD, LAST_NORM, outside_trains
+from uspft.planner.products import head_projection, outside_modules
+from uspft.planner.trained import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    outside_trains,
+    trained_outside,
+)
 
 if TYPE_CHECKING:
     from uspft.families import ModelShape
@@ -45,10 +51,29 @@ class LayerBytes:
     """Whether the layer, if not checkpointed, saves no tensor that needs its input's memory."""
 
 
+class LaterLayers(NamedTuple):
+    """What is alive in a layer's backward because of layers behind it (Gemma 4)."""
+
+    embeddings: bool = False
+    """Whether the embeddings of all layers have received a gradient."""
+    keys: bool = False
+    """Whether the keys and values that the layer uses with others have."""
+    others: float = 0.0
+    """The bytes of other layers' keys and values, or of the gradients of these."""
+
+
 @lru_cache(maxsize=4096)
-def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> LayerBytes:
+def layer_bytes(
+    sizes: LayerSizes,
+    *,
+    reached: bool = True,
+    beside: int = 0,
+    embeddings: bool = True,
+    later: LaterLayers = LaterLayers(),
+) -> LayerBytes:
     """Return the bytes of a layer. reached: whether its input needs a gradient. beside: the number
-    of tensors of its input's size that transformers keeps until the last layer has run."""
+    of tensors of its input's size that transformers keeps until the last layer has run. embeddings:
+    whether the embeddings of all layers need a gradient."""
     tape = LayerTape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # a list, so that it can be freed as early as in a run
@@ -57,15 +82,23 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     plain = StateLayer if sizes.state else Layer
     kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else plain
     layer = kind(tape, sizes)
+    layer.shares(embeddings=embeddings, keys=reached)
+
+    def received() -> list[Tensor]:
+        """Return the tensors beside the output that have received gradients."""
+        return [layer.embeddings] * later.embeddings + layer.pair * later.keys
+
     if sizes.recompute is None:
         out = layer(hidden[0])
         before, forward = tape.live, tape.most
         hidden.clear()
+        layer.lent.clear()  # by transformers behind the last layer
         kept, lets_go = tape.live - out.size, tape.live < before
         forward += size * beside
         if out.node:
-            out.storage = None
-            tape.backward(out, tape.new(size))
+            out.storage, others = None, tape.new(later.others)
+            tape.backward(out, tape.new(size), received())
+            del others
         return LayerBytes(kept, max(forward, tape.most), lets_go=lets_go)
     with tape.first_run():
         out = layer(hidden[0])
@@ -77,9 +110,11 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     kept = tape.live
     if trains:
         # The input that came back from the host is freed with the second run.
-        then = hidden.clear if sizes.offloads else lambda: None
-        tape.second_run(lambda: layer(hidden[0]), size, then)
+        then, others = hidden.clear if sizes.offloads else lambda: None, tape.new(later.others)
+        tape.second_run(lambda: [layer(hidden[0]), *received()], then)
+        del others
     held = sum({id(one): one.size for one in tape.stays}.values())
+    held += sizes.pair_bytes * sizes.lends
     return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
 
 
@@ -162,6 +197,52 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     return tape.record((rows, table), (0.0,), backward)[0]
 
 
+@lru_cache(maxsize=256)
+def embeddings_bytes(sizes: LayerSizes, table: float, *, reached: bool) -> LayerBytes:
+    """Return the bytes of what makes the embeddings of all layers (Gemma 4), which stay until the
+    backward of the first layer is done. sizes: of the first layer, with what trains of the modules
+    that make them. table: the bytes of their table. reached: whether the hidden states before the
+    first layer need gradients."""
+    tape, s = LayerTape(), sizes
+    size, words = s.embedding_bytes(s.layers), "embed_tokens_per_layer"
+    kept = (sizes.recompute or s.wide == 1) and not s.offloads  # by the first layer
+    held, width = tape.new(s.between_bytes() * (not kept)), s.between_bytes()
+    x = tape.leaf(width, held) if reached else Tensor(width, held)
+    parameter = tape.parameter(words in s.trained)
+    of_words = tape.remade(tape.record((parameter,), (size,), lambda grads: [tape.new(table)])[0])
+    of_hidden = tape.remade(Layer(tape, s).project(x, "per_layer_model_projection"))
+    number, trains = s.between * s.layers, "per_layer_projection_norm" in s.trained
+    how = NormKind(wide=True, powered=s.kind.powered_norms)
+    normed = tape.rms_norm(of_hidden, s.wide * size, number, how, trains=trains)
+    del of_hidden
+    made = tape.remade(tape.added(normed, of_words))
+    del normed, of_words, held
+    x.storage = None
+    kept = tape.live
+    if made.node:
+        made.storage = None
+        tape.backward(made, tape.new(size), [x])
+    return LayerBytes(kept, tape.most)
+
+
+def later_layers(kinds: Sequence[LayerSizes]) -> list[LaterLayers]:
+    """Return what is alive in each layer's backward because of the layers behind it."""
+    lenders = {number: of for number, of in enumerate(kinds) if of.lends}
+    last = {of.keys_of: number for number, of in enumerate(kinds)}
+    again = [bool(of.recompute) for of in kinds]
+    found = []
+    for number, of in enumerate(kinds):
+        others = 0.0
+        for lender, pair in lenders.items():
+            # A checkpointed layer holds what its second run may use.
+            held = number < lender and any(again[: number + 1])
+            waits = lender < number < last[lender] and of.keys_of != lender
+            others += pair.pair_bytes * (held or waits)
+        embeddings, keys = number + 1 < len(kinds), number < last[of.keys_of]
+        found.append(LaterLayers(bool(of.embedding) and embeddings, of.keys_of is not None and keys, others))
+    return found
+
+
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
     """Return what is alive at the most while routers' loss is made (model/router.py), beside their
     logits: the gradients that came with the loss, probabilities, and of a layer what they choose
@@ -213,6 +294,9 @@ class PassBytes:
     keys: tuple[ChunkKeys, ...] = ()
     """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
 
+    entry: LayerBytes | None = None
+    """Of what makes the embeddings of all layers (Gemma 4)."""
+
     @property
     def first(self) -> int:
         """The first layer that trains; a stage before it keeps nothing: it has no backward."""
@@ -227,7 +311,7 @@ def pass_bytes(
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
-    known: dict[tuple[int, bool, int], LayerBytes] = {}
+    known: dict[tuple[object, ...], LayerBytes] = {}
     offloads = kinds[0].offloads
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
@@ -235,16 +319,25 @@ def pass_bytes(
     embedded = kinds[0].inside_bytes() if leaf else 0.0
     if offloads and all(one is not kinds[0] for one in kinds[1:]):
         kinds[0] = replace(kinds[0], first=True)
-    for sizes in kinds:
+    entry, embeddings = None, False
+    if shape.layer_features:
+        table = options.element * float(next(iter(outside_modules(shape).values())).parameters)
+        trains_of = trained_outside(shape, options.lora, options.freeze)
+        first = replace(kinds[0], trained=trains_of.weights, adapted=trains_of.adapters)
+        entry = embeddings_bytes(first, table, reached=reached)
+        embeddings = reached or bool(trains_of)
+    for sizes, later in zip(kinds, later_layers(kinds), strict=True):
         # transformers' forward holds what the first layer takes, and what was scaled to it.
         scaled, apart = sizes.kind.scaled, not leaf or sizes.tensor > 1
         beside = (scaled and apart) + (offloads and bool(each) and (scaled or apart))
         if sizes.recompute is None:
             beside = (bool(each) and each[0].lets_go) + (scaled and options.element < WIDE)
-        key = id(sizes), reached, beside
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=beside)
+        key = id(sizes), reached, beside, later
+        known[key] = known.get(key) or layer_bytes(
+            sizes, reached=reached, beside=beside, embeddings=embeddings, later=later
+        )
         each.append(known[key])
-        reached = reached or bool(sizes.trained or sizes.adapted)
+        reached = reached or sizes.trains or embeddings
     head = HeadSizes(
         kinds[-1],
         head_projection(shape).on(layout.mesh_columns).outputs,
@@ -279,6 +372,7 @@ def pass_bytes(
         tuple(map(bool, keeps)),
         tuple(layer_bytes(sizes, reached=False, beside=not sizes.recompute) for sizes in alone),
         routers,
+        entry=entry,
     )
     return one, float(BATCH_BYTES * tokens)
 
