@@ -145,7 +145,7 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
         read_own = partial(checkpoint.tensor, "weight")
         return WholeModel(checkpoint.names, read_own, said, dtype, config.model_type)
     if base:
-        said = said.model_copy(update={"config" if said.config else "name_or_path": base})
+        said = said.changed(**{"config" if said.config else "name_or_path": base})
     block = _base(said, identity[BASE], given=base is not None)
     seed = identity["seed"]
     model = empty_model(config, dtype)
@@ -183,8 +183,8 @@ def _base(said: ModelBlock, digest: str, *, given: bool) -> ModelBlock:
     """
     place = "model.config" if isinstance(said.config, dict) else said.config or said.name_or_path
     try:
-        block = said.model_copy(update={"tokenizer": None})
-        block = block.model_copy(update=fetch_model(block))
+        block = said.changed(tokenizer=None)
+        block = block.changed(**fetch_model(block))
         if base_digest(block) == digest:
             return block
         what = f"`{place}` is not the model that was trained on"
