@@ -35,6 +35,8 @@ class NormsBeside(NamedTuple):
     behind: str = ""
 
 
+_NONE_BESIDE = NormsBeside()
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -77,7 +79,7 @@ class LayerKind:
     """Whether experts have biases, and clamp their gate and up features (gpt-oss)."""
     shared: str = SHARED_EXPERT
     """The name of the shared expert or experts; a single one has a gate."""
-    norms_beside: NormsBeside = NormsBeside()
+    norms_beside: NormsBeside = _NONE_BESIDE
     shared_last: bool = False
     """Whether the shared experts run after the routed ones."""
     sinks: bool = False

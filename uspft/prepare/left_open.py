@@ -21,7 +21,6 @@ from uspft.config.types import Open
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.memory.formula import unpredicted
 from uspft.planner.mesh import tuned
 from uspft.planner.options import options_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
@@ -261,9 +260,6 @@ def wrong_in(
 
     def wrong(way: Way) -> str | None:
         tried = in_recipe(recipe, way)
-        more = (ROWS in asked and way.rows > 1) or (STAGE in asked and way.stage != 3)
-        if more and hardware.device and unpredicted(shape):
-            return "nothing predicts its memory, and more rows or a lower stage need more"
         if way.layout.pipeline > 1 and (beside := next(beside_stages(tried), None)):
             return " ".join(beside[:2])
         found = [*experts(tried), *layout_findings(tried, way.layout, shape)]

@@ -40,19 +40,12 @@ class Memory:
     """Bytes on the device at its peak, by part."""
     host_bytes: int = 0
     """Bytes that wait in the host's memory."""
-    unpredicted: tuple[str, ...] = ()
-    """What there is of the layout that the formula does not know; parts are a guess with any."""
     stage_inputs: int = 0
     """The most inputs of stages that a rank of a pipeline keeps at a time."""
 
     @property
     def peak_bytes(self) -> int:
         return sum(self.parts.values())
-
-    @property
-    def weight_bytes(self) -> int:
-        """What weights alone need, which is known of every layout."""
-        return self.parts.get("weights", 0)
 
     @property
     def activation_bytes(self) -> int:
@@ -86,11 +79,7 @@ def memory_of(
     state = state or state_of(shape, layout, options)
     one = one or pass_bytes(shape, layout, row_tokens, options)
     device, waits = activations_in(*one, state)
-    return Memory(
-        state.beside(device),
-        int(sum(state.host.values()) + waits),
-        unpredicted(shape),
-    )
+    return Memory(state.beside(device), int(sum(state.host.values()) + waits))
 
 
 def memory_of_ranks(
@@ -125,7 +114,6 @@ def memory_of_ranks(
     stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=again)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
-    unknown = unpredicted(shape)
     found, met = list[Memory](), set[object]()
     for rank in range(stages.ranks):
         sizes, last = stages.sizes[rank :: stages.ranks], rank == stages.ranks - 1
@@ -137,18 +125,8 @@ def memory_of_ranks(
         state = state_of(shape, layout, options, stage_layers(stages, rank))
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         host = int(sum(state.host.values()) + taken.on_host)
-        found.append(Memory(state.beside(parts), host, unknown, taken.inputs))
+        found.append(Memory(state.beside(parts), host, taken.inputs))
     return found
-
-
-def unpredicted(shape: ModelShape) -> tuple[str, ...]:
-    """Return what there is of a model that the formula does not know."""
-    found = {
-        "experts beside an MLP": shape.beside_mlp,
-        "embeddings of each layer": bool(shape.layer_features),
-        "layers that use the keys of others": bool(shape.borrowers),
-    }
-    return tuple(what for what, here in found.items() if here)
 
 
 def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:

@@ -19,7 +19,6 @@ from uspft.planner.memory.sizes import OUTWARD, LayerSizes
 from uspft.planner.memory.tape import Storage, Tensor
 from uspft.planner.products import SHARED_GATE
 
-
 _EMBEDDED = ("", "post_per_layer_input_norm")
 """The norms before and after what a layer adds for its own embedding of each token."""
 
@@ -48,7 +47,8 @@ class Layer:
         s = self.sizes
         if s.experts and s.kind.norms_beside.before:
             hidden = self._with_gradient(hidden, trains=s.trains)
-        own = self.tape.parted(self.embeddings, [s.embedding_bytes()]) if s.embedding else []
+        size = s.between_bytes(s.embedding)
+        own = self.tape.parted(self.embeddings, [size]) if s.embedding else []
         hidden = self.first_half(hidden)
         hidden = self.second_half(hidden)
         if not own:
@@ -64,7 +64,7 @@ class Layer:
         """Take the embeddings of all layers, and the keys and values of another layer, whose bytes
         are counted elsewhere. embeddings, keys: whether these need gradients."""
         s, leaf, none = self.sizes, self.tape.leaf, self.tape.new(0.0)
-        size, half = s.embedding_bytes(s.layers), s.pair_bytes / 2
+        size, half = s.between_bytes(s.embeddings), s.pair_bytes / 2
         self.embeddings = leaf(size, none) if embeddings else Tensor(size, none)
         for _ in range(2 * s.borrows):
             self.pair.append(leaf(half, none) if keys else Tensor(half, none))

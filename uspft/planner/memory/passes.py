@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
     from uspft.planner.options import Options
 
+_PROJECTION_NORM = "per_layer_projection_norm"
 BATCH_BYTES = 6 * 8
 """The bytes of a token in a batch: its id, label, position, index in the stream, row, and whether
 it has a target, each int64."""
@@ -62,6 +63,9 @@ class LaterLayers(NamedTuple):
     """The bytes of other layers' keys and values, or of the gradients of these."""
 
 
+NOTHING_LATER = LaterLayers()
+
+
 @lru_cache(maxsize=4096)
 def layer_bytes(
     sizes: LayerSizes,
@@ -69,7 +73,7 @@ def layer_bytes(
     reached: bool = True,
     beside: int = 0,
     embeddings: bool = True,
-    later: LaterLayers = LaterLayers(),
+    later: LaterLayers = NOTHING_LATER,
 ) -> LayerBytes:
     """Return the bytes of a layer. reached: whether its input needs a gradient. beside: the number
     of tensors of its input's size that transformers keeps until the last layer has run. embeddings:
@@ -199,47 +203,50 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def embeddings_bytes(sizes: LayerSizes, table: float, *, reached: bool) -> LayerBytes:
-    """Return the bytes of what makes the embeddings of all layers (Gemma 4), which stay until the
-    backward of the first layer is done. sizes: of the first layer, with what trains of the modules
-    that make them. table: the bytes of their table. reached: whether the hidden states before the
-    first layer need gradients."""
+    """Return the bytes of what makes the embeddings of all layers (Gemma 4), and of these, which
+    stay until the first layer's backward has run.
+
+    sizes: of the first layer, with what trains of the modules that make them. table: the bytes of
+    the embedding table's gradient. reached: whether the hidden states before the first layer need
+    a gradient.
+    """
     tape, s = LayerTape(), sizes
-    size, words = s.embedding_bytes(s.layers), "embed_tokens_per_layer"
-    kept = (sizes.recompute or s.wide == 1) and not s.offloads  # by the first layer
-    held, width = tape.new(s.between_bytes() * (not kept)), s.between_bytes()
-    x = tape.leaf(width, held) if reached else Tensor(width, held)
-    parameter = tape.parameter(words in s.trained)
-    of_words = tape.remade(tape.record((parameter,), (size,), lambda grads: [tape.new(table)])[0])
+    size, every = s.between_bytes(), s.between_bytes(s.embeddings)
+    known = (s.recompute or s.wide == 1) and not s.offloads  # in what the first layer keeps
+    hidden = tape.new(0.0 if known else size)
+    x = tape.leaf(size, hidden) if reached else Tensor(size, hidden)
+    words = tape.parameter("embed_tokens_per_layer" in s.trained)
+    of_words = tape.remade(tape.record((words,), (every,), lambda grads: [tape.new(table)])[0])
     of_hidden = tape.remade(Layer(tape, s).project(x, "per_layer_model_projection"))
-    number, trains = s.between * s.layers, "per_layer_projection_norm" in s.trained
     how = NormKind(wide=True, powered=s.kind.powered_norms)
-    normed = tape.rms_norm(of_hidden, s.wide * size, number, how, trains=trains)
+    number, trains = s.between * s.embeddings / s.embedding, _PROJECTION_NORM in s.trained
+    normed = tape.rms_norm(of_hidden, s.wide * every, number, how, trains=trains)
     del of_hidden
     made = tape.remade(tape.added(normed, of_words))
-    del normed, of_words, held
+    del normed, of_words, hidden
     x.storage = None
     kept = tape.live
     if made.node:
         made.storage = None
-        tape.backward(made, tape.new(size), [x])
+        tape.backward(made, tape.new(every), [x])
     return LayerBytes(kept, tape.most)
 
 
 def later_layers(kinds: Sequence[LayerSizes]) -> list[LaterLayers]:
     """Return what is alive in each layer's backward because of the layers behind it."""
+    if not kinds[0].embedding:
+        return [NOTHING_LATER] * len(kinds)
     lenders = {number: of for number, of in enumerate(kinds) if of.lends}
     last = {of.keys_of: number for number, of in enumerate(kinds)}
-    again = [bool(of.recompute) for of in kinds]
-    found = []
+    found, again = list[LaterLayers](), False
     for number, of in enumerate(kinds):
-        others = 0.0
+        again, others = again or of.recompute is not None, 0.0
         for lender, pair in lenders.items():
-            # A checkpointed layer holds what its second run may use.
-            held = number < lender and any(again[: number + 1])
+            held = again and number < lender  # for the second runs of checkpointed layers
             waits = lender < number < last[lender] and of.keys_of != lender
             others += pair.pair_bytes * (held or waits)
-        embeddings, keys = number + 1 < len(kinds), number < last[of.keys_of]
-        found.append(LaterLayers(bool(of.embedding) and embeddings, of.keys_of is not None and keys, others))
+        keys = of.keys_of is not None and number < last[of.keys_of]
+        found.append(LaterLayers(number + 1 < len(kinds), keys, others))
     return found
 
 

@@ -215,10 +215,10 @@ class LayerSizes:
     """Of a rank's tokens, which blocks take by turns."""
     puts_off: bool = True
     """Whether copies put off the gradients of weights, which are here as long as a layer runs."""
-    layers: int = 0
-    """The number of layers, if each has its own embedding of a token (Gemma 4)."""
     embedding: int = 0
-    """The features of a layer's own embedding of a token; 0 if it has none."""
+    """The features of a layer's own embedding of a token (Gemma 4); 0 if it has none."""
+    embeddings: int = 0
+    """Those of the embeddings of all layers, which are one tensor."""
     keys_of: int | None = None
     """The layer whose keys and values several layers use, if this is one of them."""
     borrows: bool = False
@@ -319,13 +319,10 @@ class LayerSizes:
         own = takes * gives if name in self.trained else 0
         return float(self.element * (own + self.rank * (takes + gives) * (name in self.adapted)))
 
-    def between_bytes(self) -> float:
-        """Return the bytes of what is between blocks."""
-        return float(self.between * self.features * self.element)
-
-    def embedding_bytes(self, layers: int = 1) -> float:
-        """Return the bytes of so many layers' own embeddings of this rank's tokens."""
-        return float(self.between * layers * self.embedding * self.element)
+    def between_bytes(self, features: int | None = None) -> float:
+        """Return the bytes of the hidden states between blocks, or of so many features there."""
+        each = self.features if features is None else features
+        return float(self.between * each * self.element)
 
     def inside_bytes(self) -> float:
         """Return the bytes of all features of the tokens inside of blocks."""
@@ -344,8 +341,8 @@ class LayerSizes:
             kinds = {"q": both, "k": keys} | ({} if self.kind.keys_are_values else {"v": keys})
             return {f"self_attn.{one}_proj": size for one, size in kinds.items()}
         if block.startswith("per_layer"):
-            every = self.layers * self.embedding
-            return {"per_layer_input_gate": self.embedding, "per_layer_model_projection": every}
+            gate, model = "per_layer_input_gate", "per_layer_model_projection"
+            return {gate: self.embedding, model: self.embeddings}
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
         into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
@@ -426,8 +423,8 @@ def layers_of(
                 offloads=options.offload_activations and options.checkpointing,
                 copies=options.copies if columns > 1 and not layout.is_mesh else 1,
                 puts_off=options.zero_stage < 3,
-                layers=shape.layers,
                 embedding=shape.layer_features,
+                embeddings=shape.layers * shape.layer_features,
                 keys_of=shared,
                 borrows=of_layer.borrows,
             )

@@ -194,7 +194,7 @@ FEW = [
     Case("gemma4 moe", "tensor, experts", "none, tiles", "lora", "bfloat16"),
     Case("gemma4 embeddings", "tensor, tokens", "nothing", "lora", "bfloat16"),
     Case("gemma4 embeddings", "ulysses 4", "none, tiles", "last layer", "float32"),
-    Case("gemma4 joined", "hybrid", "exchange", "all", "bfloat16"),
+    Case("gemma4 joined", "hybrid", "attention, tiles", "all", "bfloat16"),
     Case("gemma4 joined", "ring 2", "offload", "lora", "bfloat16"),
     Case("granite", "mesh 2 1", "attention", "some lora", "float32"),
     Case("olmo2", "tensor, tokens", "exchange", "all", "bfloat16"),
