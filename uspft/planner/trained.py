@@ -286,7 +286,7 @@ def trained_outside(shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...
     """Return which of the modules that make the embeddings of each layer train, by the last words
     of their names."""
     names = {name.rpartition(".")[2]: name for name in outside_modules(shape)}
-    weights = {} if lora else {word: f"{name}.weight" for word, name in names.items()}
-    adapters = {w: f"{n}.lora_A.weight" for w, n in names.items() if lora and lora.adapts(n)}
-    trains = lambda every: frozenset(w for w, n in every.items() if not _frozen(n, freeze))  # noqa: E731
-    return Trained(trains(weights), trains(adapters))
+    weights = [w for w, n in names.items() if not lora and not _frozen(f"{n}.weight", freeze)]
+    adapters = [w for w, n in names.items() if lora and lora.adapts(n)]
+    adapters = [w for w in adapters if not _frozen(f"{names[w]}.lora_A.weight", freeze)]
+    return Trained(frozenset(weights), frozenset(adapters))

@@ -326,13 +326,12 @@ def pass_bytes(
     embedded = kinds[0].inside_bytes() if leaf else 0.0
     if offloads and all(one is not kinds[0] for one in kinds[1:]):
         kinds[0] = replace(kinds[0], first=True)
-    entry, embeddings = None, False
-    if shape.layer_features:
-        table = options.element * float(next(iter(outside_modules(shape).values())).parameters)
-        trains_of = trained_outside(shape, options.lora, options.freeze)
-        first = replace(kinds[0], trained=trains_of.weights, adapted=trains_of.adapters)
-        entry = embeddings_bytes(first, table, reached=reached)
-        embeddings = reached or bool(trains_of)
+    of_embeddings = trained_outside(shape, options.lora, options.freeze)
+    embeddings, entry = bool(kinds[0].embedding) and (reached or bool(of_embeddings)), None
+    if kinds[0].embedding:
+        table = float(next(iter(outside_modules(shape).values())).parameters)
+        made_by = replace(kinds[0], trained=of_embeddings.weights, adapted=of_embeddings.adapters)
+        entry = embeddings_bytes(made_by, options.element * table, reached=reached)
     for sizes, later in zip(kinds, later_layers(kinds), strict=True):
         # transformers' forward holds what the first layer takes, and what was scaled to it.
         scaled, apart = sizes.kind.scaled, not leaf or sizes.tensor > 1
