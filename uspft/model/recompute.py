@@ -171,7 +171,7 @@ def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) ->
     def begun(*args: Any) -> Any:
         if not next(runs):
             return run(*args)
-        for begin in layer.__dict__.get("uspft_begins", ()):  # in the first run called as hooks
+        for begin in layer.__dict__.get("uspft_begins", ()):  # hooks of the first run
             begin(layer, args, run.keywords)
         # Gemma 4 would store the keys that this run makes, and with them all of its graph.
         own = {} if lent is None else {"shared_kv_states": copy(lent)}

@@ -20,10 +20,8 @@ from uspft.families.layers import layer_blocks
 from uspft.job import ChunkPrices
 from uspft.layout import Layout
 from uspft.pipeline.schedules import (
-    PLAIN,
     Action,
     Schedule,
-    Scheduler,
     forward_and_backward,
     group_of,
 )
@@ -38,17 +36,6 @@ from uspft.sequence.chunked import Cut
 
 AGAIN = 4 / 3
 """What a layer costs whose forward is made again, beside one whose is not."""
-
-
-def schedule_of(parallel: ParallelBlock) -> Schedule:
-    """Return how the ranks of a recipe's pipeline work, with the layers of its stages where it says
-    them."""
-    order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
-    sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))
-    chunks = parallel.seq_split_num
-    plain: Scheduler = "seqpipe" if chunks > 1 else PLAIN.scheduler
-    scheduler = order if order == "gpipe" or order == "seqpipe" else plain
-    return Schedule(scheduler, parallel.pp_interleave_num, sizes, chunks)
 
 
 def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:
@@ -94,9 +81,9 @@ def stage_layers(stages: Stages, rank: int) -> StageLayers:
 def message_bytes(placed: PlacedStep) -> float:
     """Return the bytes that a rank sends to the next stage for a micro-batch: the hidden states of
     its tokens, or a tensor rank's part of them under use_seq_parallel or on a mesh."""
-    step, layout = placed.step, placed.layout
-    size = placed.tokens * step.model.hidden_size * step.element_bytes
-    divided = step.use_seq_parallel or layout.is_mesh
+    options, layout = placed.options, placed.layout
+    size = placed.tokens * placed.step.model.hidden_size * options.element
+    divided = options.use_seq_parallel or layout.is_mesh
     return size / layout.mesh_columns if divided else size
 
 
