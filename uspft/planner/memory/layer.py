@@ -292,7 +292,7 @@ class Layer:
         if s.inner and not s.kind.shared_last:
             every = self.norm(self._of_every(x), behind_mlp)
         # Their router sees tokens as they are between blocks.
-        taken = residual if before else x
+        taken = tape.flattened(residual) if before else x
         index, scores = chosen(tape, taken, s)
         given = [self.norm(taken, before), index, scores]
         del taken, index, scores

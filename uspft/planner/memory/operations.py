@@ -106,6 +106,11 @@ class LayerTape(Tape):
         """Return a copy of x, whose gradient is passed through."""
         return self.record((x,), (x.size,), lambda grads: grads)[0]
 
+    def flattened(self, x: Tensor) -> Tensor:
+        """Return a view of all of x, whose gradient is a view too."""
+        assert x.storage
+        return self.record((x,), (x.size,), lambda grads: grads, made=[x.storage])[0]
+
     def dropped(self, x: Tensor, elements: float) -> Tensor:
         """Return the dropout of model/dropout.py, which draws again in the backward."""
         drawn = DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
