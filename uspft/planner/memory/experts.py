@@ -84,7 +84,7 @@ class ExpertsMemory:
         self._tape, self._sizes, self._of = tape, sizes, sizes.experts
         of = self._of
         matrices = matrices_of_experts(sizes.kind.router)
-        self._into, self._out = (name in sizes.trained for name in matrices)
+        self._trained = [name in sizes.trained for name in matrices]
         self._adapted = [name in sizes.adapted for name in matrices]
         self._tokens = sizes.sharing.tokens
         self._rows = of.sent(self._tokens)
@@ -107,7 +107,7 @@ class ExpertsMemory:
         every = [rows, index, factors]
         if s.tile:
             share = min(1.0, s.tile / (self._rows if divides else self._tokens))
-            trains = any((self._into, self._out, *self._adapted))
+            trains = any((*self._trained, *self._adapted))
             made = tape.tiled(every, run, share, s.wide, trains=trains)
         else:
             made = run(every)
@@ -119,17 +119,15 @@ class ExpertsMemory:
         tape, s, of = self._tape, self._sizes, self._of
         x, _, scores = parts
         e, choices = s.element, x.size / s.element / s.hidden * of.met
-        matrix = float(e * of.number * s.hidden * of.inner)
         sorted_ids, order = tape.new(INDEX * choices), tape.new(INDEX * choices)
         selected = _taken(tape, x, e * choices * s.hidden, tape.new(INDEX * choices))
         factors = _taken(tape, scores, scores.size, order)
         counted = tape.new(INDEX / 2 * choices)
         biases = tape.new(e * choices * 2 * of.inner) if s.kind.clamped else None
-        made = tape.linear(selected, e * choices * 2 * of.inner, 2 * matrix, trains=self._into)
-        made = self._bent(made)
+        made = self._bent(self._product(selected))
         if biases:
             biases = tape.new(e * choices * s.hidden)
-        made = tape.linear(made, e * choices * s.hidden, matrix, trains=self._out)
+        made = self._product(made, out=True)
         weighted = tape.multiplied(made, factors, _score(s) * choices * s.hidden)
         back = tape.new(INDEX * choices)
         weighted = _taken(tape, weighted, weighted.size, back)
@@ -144,7 +142,6 @@ class ExpertsMemory:
         x, index, scores = parts
         e, rows = s.element, x.size / s.element / s.hidden
         pairs = rows * self._tokens * of.met / self._rows
-        matrix = float(e * of.number // of.ranks * s.hidden * of.inner)
         one = INDEX * pairs
         masks = [tape.new(rows * of.met) for _ in range(3)]
         found = tape.new(2 * one)
@@ -155,15 +152,11 @@ class ExpertsMemory:
         row, slot = tape.new(one), tape.new(one)
         del found
         selected = _taken(tape, x, e * pairs * s.hidden, row)
-        made = tape.linear(selected, e * pairs * 2 * of.inner, 2 * matrix, trains=self._into)
-        if self._adapted[0]:
-            made = tape.added(made, self._beside(selected, s.hidden, 2 * of.inner))
+        made = self._product(selected)
         del selected
         made = self._biased(made)
         inner = self._bent(made)
-        made_of = tape.linear(inner, e * pairs * s.hidden, matrix, trains=self._out)
-        if self._adapted[1]:
-            made_of = tape.added(made_of, self._beside(inner, of.inner, s.hidden))
+        made_of = self._product(inner, out=True)
         del made, inner
         made_of = self._biased(made_of)
         factors = _taken(tape, scores, scores.size / rows / of.met * pairs, slot)
@@ -215,13 +208,20 @@ class ExpertsMemory:
 
         return tape.record((made,), (size,), backward, made=summed)[0]
 
-    def _beside(self, x: Tensor, takes: int, gives: int) -> Tensor:
-        """Return the experts' adapters' scaled output for rows. takes, gives: input and output
-        features."""
+    def _product(self, x: Tensor, *, out: bool = False) -> Tensor:
+        """Return rows times the matrices of their experts, with the adapters' term. out: whether
+        those out of experts, and not those into them."""
         tape, s, of = self._tape, self._sizes, self._of
-        each = float(s.element * (of.number // of.ranks) * s.rank)
-        thin = tape.linear(x, x.size / takes * s.rank, each * takes, trains=True)
-        return tape.remade(tape.linear(thin, x.size / takes * gives, each * gives, trains=True))
+        takes, gives = (of.inner, s.hidden) if out else (s.hidden, 2 * of.inner)
+        size, each = x.size / takes, float(s.element * (of.number // of.ranks))
+        made = tape.linear(x, size * gives, each * takes * gives, trains=self._trained[out])
+        if not self._adapted[out]:
+            return made
+        each *= s.rank
+        thin = tape.linear(x, size * s.rank, each * takes, trains=True)
+        thin = tape.linear(thin, size * gives, each * gives, trains=True)
+        thin = tape.remade(thin)
+        return tape.added(made, thin)
 
     def _biased(self, x: Tensor) -> Tensor:
         """Return x plus the biases of its rows' experts, if they have biases."""

@@ -96,7 +96,7 @@ def rank_bytes(
     begun = trained.index(True) if any(trained) else len(trained)
     every_moment = moments(stages.ranks, schedule, few, rank, begun)
     if not every_moment:  # forward alone, while what went in before, and what came out, is there
-        beside = (SENT + 2) * one.hidden + 2 * one.angles
+        beside = (SENT + 2) * one.hidden + one.angles
         return RankBytes(0.0, max(peak for stage in each for peak in stage.peaks) + beside, 0.0, 0)
     message = one.hidden * sum(sizes) / len(sizes)
 
@@ -140,7 +140,7 @@ def _stage_bytes(
 
     layers, keys = of_mine(one.layers), [one.keys[layer] for layer in mine] if one.keys else []
     entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded
-    waiting = (0.0 if one.offloads else layer.kept for layer in layers)
+    waiting = (layer.held if one.offloads else layer.kept for layer in layers)
     below = [*accumulate(waiting, initial=entered)]
     made = 0.0 if last else one.hidden
     out = one.head.kept - one.any_head.kept if last else made
@@ -151,12 +151,13 @@ def _stage_bytes(
         every += [below[-1] + one.head.most - one.any_head.most] if last else []
         sums = _sums(keys, sizes, chunk) if keys else [0.0] * (len(layers) + 1)
         sums[-1] += one.any_head.most * last
-        peaks.append(max(size * a + b for a, b in zip(every, sums, strict=False)))
+        most = max(size * a + b for a, b in zip(every, sums, strict=False))
+        peaks.append(most + size * one.angles)
     return StageBytes(
         kept=(below[-1] + one.angles + out) * trains,
         keys=sum(own.kept for own in keys),
         whole=one.any_head.kept * last * trains,
-        on_host=sum(layer.kept for layer in layers) if one.offloads else 0.0,
+        on_host=sum(layer.kept - layer.held for layer in layers) if one.offloads else 0.0,
         peaks=tuple(peaks),
     )
 
