@@ -1,5 +1,6 @@
-"""What a layer that works on copies of its tokens by turns keeps and needs, on a tape, as
-model/copies.py, tensor/interleaved.py and tensor/put_off.py go. Sizes are bytes."""
+"""The memory of a layer that computes copies (parts) of its tokens in turn, to overlap tensor
+parallel communication (`fine_grain_interleave`), by replaying on a tape what model/copies.py,
+tensor/interleaved.py and tensor/put_off.py allocate and save. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from uspft.planner.memory.sizes import OUT, OUTWARD, LayerSizes
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 PutOffProducts = deque[Callable[[], None]]
-"""Products that make gradients of weights, which wait until a transfer is awaited."""
+"""Products that compute weights' gradients, postponed until the rank would wait for a transfer."""
 
 
 class PutOffGradient:
-    """The gradient of a weight that is put off, as far as it has been made."""
+    """The gradient of a weight whose products are postponed: their sum so far."""
 
     def __init__(self, tape: LayerTape, waiting: PutOffProducts, size: float) -> None:
         self._tape, self._waiting, self._size = tape, waiting, size
         self._sum: Storage | None = None
         given = [tape.parameter(True)]
         self.stand = tape.record(given, (0.0,), self._whole)[0]
-        """What products depend on instead of the weight."""
+        """The tensor that products depend on instead of the weight."""
 
     def add(self, *held: Storage | None) -> None:
-        """Put off a product of what is held until then."""
+        """Postpone a product, whose factors stay alive until it is computed."""
         of = [held]
 
         def make() -> None:
@@ -44,7 +45,7 @@ class PutOffGradient:
 
 
 class CopiesUnderWay:
-    """Copies on their way into a block or out of it, either way."""
+    """The transfers of copies into a block or out of it, forward and backward."""
 
     def __init__(
         self, tape: LayerTape, one: LayerSizes, waiting: PutOffProducts, *, into: bool
@@ -53,12 +54,12 @@ class CopiesUnderWay:
         self._tape, self._waiting, self._into, self._one = tape, waiting, into, one
         self._there: dict[int, list[Storage | None]] = {}
         self._back: dict[int, list[Storage | None]] = {}
-        """Gradients on their way, which a backward that begins before a second run starts too."""
+        """The transfers of gradients, of which a backward may start some before recomputation."""
         self._begun: dict[int, Tensor] = {}
 
     def begin(self, copy: int, x: Tensor, *, sends: bool = True) -> None:
-        """Let a copy go. sends: whether now, and not by `send`, as in a second run, whose graph is
-        in the order of the first one's."""
+        """Begin the transfer of a copy. sends: whether it starts now; False if `send` starts it
+        later, as in recomputation, whose graph has the order of the first run's."""
         x = self._tape.viewed(x)
         self._there[copy] = self._start(x.storage, self._into) if sends else [x.storage]
 
@@ -73,7 +74,7 @@ class CopiesUnderWay:
         self._there[copy] = self._start(self._there[copy][-1], self._into)
 
     def arrived(self, copy: int) -> Tensor:
-        """Return a copy once it is there."""
+        """Return a copy that has arrived."""
         out = self._there.pop(copy)[-1]
         assert out
 
@@ -85,7 +86,7 @@ class CopiesUnderWay:
         return self._tape.record((self._begun[copy],), (size,), backward, made=[out])[0]
 
     def _start(self, x: Storage | None, into: bool) -> list[Storage | None]:
-        """Start the transfer of all of a block's tokens, or of this rank's of their sum."""
+        """Start the gathering of a block's tokens (`into`), or the sum over ranks of its output."""
         if self._one.splits_tokens:
             size = self._one.inside_bytes() if into else self._one.between_bytes()
             return [x, self._tape.new(size)]
@@ -93,7 +94,7 @@ class CopiesUnderWay:
 
 
 class OneCopy(Layer):
-    """What works on a copy token by token, whose weights' gradients are put off."""
+    """A layer's projections, norms and MLP for one copy, whose weights' gradients are postponed."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
@@ -102,8 +103,8 @@ class OneCopy(Layer):
         self._sums: list[Storage] = []
 
     def mlp_of(self, x: Tensor, copy: int) -> Tensor:
-        """Return what the MLP makes of a copy; in tiles, nothing is put off, and gradients of
-        weights wait until all copies' have been added up."""
+        """Return the MLP's output for a copy. In tiles nothing is postponed, and the gradients of
+        weights stay alive until those of all copies are summed."""
         s, tape = self.sizes, self.tape
         if not s.tile:
             return self.in_tiles(x)
@@ -124,8 +125,8 @@ class OneCopy(Layer):
         return float(s.element * s.features * (inside.get(name) or s.inside(block)))
 
     def puts_off(self) -> dict[str, float]:
-        """Return the bytes of weights whose gradients are put off: of a divided projection, and of
-        that factor of its adapter that is divided too."""
+        """Return the bytes of the weights whose gradients are postponed: projections, and that
+        factor of an adapter that tensor ranks divide too."""
         s = self.sizes
         found = {name: self.weight(name) for name in s.trained if name.endswith("_proj")}
         for name in s.adapted:
@@ -145,7 +146,7 @@ class OneCopy(Layer):
         return self._put_off(x, name, size)
 
     def _put_off(self, x: Tensor, name: str, size: float) -> Tensor:
-        """Return a product of x, of so many bytes, that puts off the gradient of its weight."""
+        """Return a product of x with a weight whose gradient is postponed. size: of the product."""
         tape, put_off, before = self.tape, self.put_off[name], x.size
         held, wants = x.storage, bool(x.node)
 
@@ -157,7 +158,7 @@ class OneCopy(Layer):
 
 
 class LayerOfCopies(Layer):
-    """A layer on a tape that takes its tokens in copies."""
+    """A layer on a tape that computes its tokens in copies."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
@@ -170,7 +171,7 @@ class LayerOfCopies(Layer):
             CopiesUnderWay(tape, self._one.sizes, self._waiting, into=way) for way in ways
         ]
         self._whole: dict[str, Tensor] = {}
-        """What projections have made of all copies."""
+        """The outputs of projections of all copies together."""
         self._again = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ class LayerOfCopies(Layer):
         return tape.joined(ends)
 
     def project(self, x: Tensor, name: str) -> Tensor:
-        """Return what has been made of all copies, or a projection of x."""
+        """Return a projection of all copies if it has been computed, else that of x."""
         return self._whole[name] if name in self._whole else super().project(x, name)
 
     def _plus(self, residual: Tensor, made: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class LayerOfCopies(Layer):
         return self.tape.parted(x, [x.size / self.sizes.copies] * self.sizes.copies)
 
     def _attended_each(self, entering: CopiesUnderWay) -> list[Tensor]:
-        """Return of each copy what attention hands to its projection out."""
+        """Return for each copy the input of attention's output projection."""
         tape, s = self.tape, self.sizes
         parts: dict[str, list[Tensor]] = {name: [] for name in s.outputs("self_attn")}
         for copy in range(s.copies):

@@ -1,8 +1,7 @@
-"""The most that attention's backward has alive where a rank's tokens are several blocks, or keys
-come from other ranks.
+"""The peak memory of attention's backward if a rank's tokens are several blocks or keys come from
+other ranks, by replaying on a tape what sequence/passes.py and kernels/varlen.py allocate.
 
-It goes as sequence/passes.py and kernels/varlen.py go, for one causal document
-in the order in which an algorithm deals tokens out, on a tape. Sizes are bytes.
+The row is one causal document, whose tokens the algorithm assigns to ranks. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -214,7 +213,8 @@ RangeGradients = list[tuple[int, Storage]]
 
 
 class _Sum:
-    """As kernels/merge.py: a gradient that covers all is not copied while it is the only one."""
+    """A sum of gradients as kernels/merge.py computes it: one that covers all tokens is not copied
+    as long as it is the only one."""
 
     def __init__(self, tape: Tape, tokens: int, size: float, wide: int) -> None:
         """size: the bytes of a token."""
@@ -316,11 +316,11 @@ def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -
 
 
 Parcels = dict[object, list[tuple[Storage, Storage]]]
-"""By the leg of an exchange: what leaves, and what arrives."""
+"""For each leg of an exchange, pairs of a sent tensor and its receive buffer."""
 
 
 def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
-    """Return what is under way once all transfers are posted."""
+    """Return the tensors of all transfers of an exchange, which are posted at once."""
     copies: dict[object, Storage] = {}
     parcels: Parcels = {}
     for arrival in exchange.arrivals:
@@ -338,7 +338,8 @@ def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
 def _exchange(
     tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken, dq: _Sum, own: _Sum
 ) -> None:
-    """Add to the gradients of queries, and of a rank's own keys, as an exchange brings keys."""
+    """Simulate the backward of an exchange: add to the gradients of queries and of a rank's own
+    keys as keys arrive."""
     tokens, held = (each[share.ring_index].tokens for each in (share.holdings, share.keys))
     parcels = _arriving(tape, exchange, token)
     queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)
@@ -365,8 +366,8 @@ def _exchange(
 def _sent(
     tape: Tape, exchange: Exchange, arrival: Arrival, parts: list[Storage], token: BytesPerToken
 ) -> list[tuple[Storage, Storage]]:
-    """Return what goes home of an arrival, and what comes home. parts: has their gradients as one,
-    and is changed."""
+    """Return the gradients of an arrival's keys, which are sent to the keys' ranks, with the
+    receive buffers of those that come back. parts: these gradients as one tensor; it is changed."""
     if len(arrival.sizes) > 1:
         parts[:] = [tape.new(token.pair * size) for size in arrival.sizes]
     homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]

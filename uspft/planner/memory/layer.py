@@ -204,8 +204,8 @@ class Layer:
     def _mix(
         self, parts: list[Tensor], whole: Callable[..., Tensor], inner: InnerAttention
     ) -> Tensor:
-        """Return the output of attention or of the delta rule. whole: with the exchanges of heads.
-        inner: between the exchanges."""
+        """Return the output of attention or of the delta rule, if they are not checkpointed apart.
+        whole: computes it with the all-to-alls of heads. inner: computes what is between these."""
         calls = [self._fetch if self.sizes.offloads else None, *[None] * (len(parts) - 1)]
         parts = [self.tape.viewed(one, then) for one, then in zip(parts, calls, strict=True)]
         kept = self._remembered
@@ -240,8 +240,8 @@ class Layer:
         return [query, key, value]
 
     def _each_turned(self, x: Tensor) -> list[Tensor]:
-        """Return queries, keys and values where each is brought into its position as soon as it is
-        there (Gemma 4)."""
+        """Return queries, keys and values where rotary embeddings are applied to each before the
+        next is projected (Gemma 4)."""
         tape, s = self.tape, self.sizes
         assert s.kind.turned
         heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
@@ -265,7 +265,7 @@ class Layer:
     def _normed(
         self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
     ) -> Tensor:
-        """Return what was projected to queries or keys, normed where they are. gate: as of _qkv."""
+        """Return projected queries or keys, normed if the family norms them. gate: as of `_qkv`."""
         tape, s = self.tape, self.sizes
         name = f"self_attn.{kind}_norm"
         trains, tokens = self._trains(name), s.sharing.tokens
@@ -314,11 +314,11 @@ class Layer:
         return self.tape.leaf(x.size, x.storage) if leaf else x
 
     def _of_every(self, x: Tensor) -> Tensor:
-        """Return what the MLP that every token meets makes of x."""
+        """Return the output of the MLP or of the shared experts, which every token goes through."""
         return self._leave(self.in_tiles(self._enter(x)))
 
     def in_tiles(self, x: Tensor) -> Tensor:
-        """Return what the MLP makes of x, a tile at a time where that is asked for."""
+        """Return the MLP's output for x, computed in tiles if the recipe asks for it."""
         s = self.sizes
         if not s.tile:
             return self._dense(x)
@@ -343,7 +343,8 @@ class Layer:
 
 
 def enter(tape: LayerTape, sizes: LayerSizes, x: Tensor) -> Tensor:
-    """Return what a block, or the head, takes of what lies between (tensor/megatron.py)."""
+    """Return the input of a block or of the head: hidden states, gathered over tensor ranks under
+    use_seq_parallel (tensor/megatron.py)."""
     if sizes.tensor == 1:
         return x
     if not sizes.splits_tokens:
@@ -361,9 +362,9 @@ def norm(
     split: bool | None = None,
     weighs: bool = True,
 ) -> Tensor:
-    """Return the norm of x, a tile at a time where that is asked for. number: of what it norms.
-    split: whether of features of which this rank has some; None where it is over hidden ones.
-    weighs: whether it has a weight."""
+    """Return the norm of x, computed in tiles if the recipe asks for it. number: how many vectors
+    are normed. split: whether this rank has only some of a vector's features; None: the vectors are
+    hidden states. weighs: whether the norm has a weight."""
     wide, tile = sizes.wide, sizes.tile
     tokens = sizes.between if split is None else sizes.sharing.tokens
     some = bool(sizes.mesh_rows) if split is None else split

@@ -1,5 +1,6 @@
-"""The bytes of activations on a rank of a pipeline, from those of its layers: what micro-batches
-under way keep, what one that goes back needs beside, and messages (engine/pipelined.py)."""
+"""The activation memory of a rank of a pipeline, from that of its layers: what micro-batches save
+between forward and backward, what a running backward allocates, and messages between ranks
+(engine/pipelined.py). Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -14,29 +15,30 @@ from uspft.pipeline.stages import Stages
 from uspft.planner.memory.passes import ChunkKeys, LayerBytes, PassBytes
 
 SENT = 2
-"""Sent tensors that a line to another rank keeps, until the next ones are sent."""
+"""The sent tensors that a connection to another rank keeps alive until the next ones are sent."""
 ROUNDS = 3
-"""Rounds of as many micro-batches as there are ranks in which 1F1B reaches all that it ever has
-under way."""
+"""The rounds, each of as many micro-batches as there are ranks, after which 1F1B has had as many
+micro-batches in memory as it ever has."""
 
 
 class Moment(NamedTuple):
     """A time at which a rank begins a backward."""
 
     stage: int
-    """Which of the rank's, from 0."""
+    """The index of its stage among the rank's own."""
     chunk: int
     under_way: tuple[tuple[int, ...], ...]
-    """Of each of the rank's stages, by chunk, the micro-batches that have gone forward and not
-    back, this one not counted."""
+    """For each of the rank's stages, by chunk, the number of other micro-batches whose forward has
+    run and whose backward has not."""
     messages: int
-    """Tensors that are to come or have gone."""
+    """The number of tensors that are being received, and of sent ones that are still alive."""
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
-    """Return the bytes of a row's keys, and of the sums of their gradients, while each layer of a
-    stage takes a chunk's backward, and before the last one does: of its own keys those in layers
-    below. sizes: of the chunks."""
+    """Return the bytes of the keys and values that a row's chunks have saved in a stage, and of the
+    sums of their gradients, during the backward of one chunk: one number for each layer whose
+    backward runs, and one for the moment before the first of these. sizes: the tokens of each chunk
+    relative to the largest one's."""
     last, before = len(sizes) - 1, sum(sizes[:chunk])
     with_this = (before + sizes[chunk]) * (chunk < last)
     found = []
@@ -50,27 +52,30 @@ def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list
 
 
 class RankBytes(NamedTuple):
-    """What rows take on a rank at its peak."""
+    """The activation memory of a rank at its peak."""
 
     kept: float
+    """What other micro-batches save."""
     at_work: float
+    """What the running forward or backward takes, with messages."""
     on_host: float
     inputs: int
-    """The most stage inputs that are kept at a time."""
+    """The largest number of stages' inputs that are saved at a time."""
 
 
 class StageBytes(NamedTuple):
-    """What a micro-batch takes in one stage."""
+    """The activation memory of one micro-batch in one stage."""
 
     kept: float
-    """On the device between its forward and its backward, by the tokens of its largest chunk."""
+    """What the largest chunk saves on the device between forward and backward; others save as much
+    per token."""
     keys: float
-    """Of keys that later chunks meet, of a chunk that is not the last, in the same way."""
+    """What it saves beside that for the attention of later chunks."""
     whole: float
-    """Of a chunk whatever its tokens."""
+    """What a chunk saves however many tokens it has."""
     on_host: float
     peaks: tuple[float, ...]
-    """The most at a time in the backward of each chunk."""
+    """The peak of each chunk's backward."""
 
 
 def rank_bytes(
@@ -82,10 +87,11 @@ def rank_bytes(
     sizes: Sequence[float] = (1.0,),
     chunks: Sequence[PassBytes] = (),
 ) -> RankBytes:
-    """Return what the micro-batches of a step take on a rank along the pipeline.
+    """Return the activation memory of a rank of a pipeline in a step of so many micro-batches.
 
-    sizes: the tokens of each chunk as shares of the largest one's. chunks: what each takes if it
-    has as many tokens as that; `one` is the first.
+    one: what a micro-batch takes if a rank has all layers. sizes: the tokens of each chunk relative
+    to the largest one's. chunks: what each chunk takes if it has as many tokens as the largest, of
+    which `one` is the first.
     """
     mine = range(rank, stages.count, stages.ranks)
     each = [_stage_bytes(one, stages, stage, sizes, chunks) for stage in mine]
@@ -131,7 +137,8 @@ def _stage_bytes(
     sizes: Sequence[float],
     chunks: Sequence[PassBytes],
 ) -> StageBytes:
-    """Return what a micro-batch takes in a stage; the rest is as of rank_bytes."""
+    """Return the activation memory of a micro-batch in a stage; the arguments are those of
+    `rank_bytes`."""
     trains, last = _trains(one, stages, stage), stage == stages.count - 1
     alone, mine = one.bare if stage or not trains else (), stages.layers(stage)
 
@@ -166,8 +173,8 @@ def _stage_bytes(
 def moments(
     ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
 ) -> tuple[Moment, ...]:
-    """Return the times at which a rank begins a backward, each that differs once. begun: the first
-    of its stages that has one."""
+    """Return the distinct moments at which a rank begins a backward. begun: the first of its stages
+    that has a backward."""
     virtual, last = schedule.virtual, ranks * schedule.virtual - 1
     actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
     under_way = [[0] * schedule.chunks for _ in range(virtual)]
@@ -196,23 +203,25 @@ def moments(
 
 
 def _source(kind: str, stage: int, last: int, ranks: int) -> int:
-    """Return which rank sends what an action takes; -1 where nothing comes."""
+    """Return the rank that sends an action's input; -1 if none does."""
     other = stage - 1 if kind == "forward" else stage + 1
     return other % ranks if 0 <= other <= last else -1
 
 
 def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
-    """Note what a line keeps. alone: nothing else does; what goes forward the backward needs."""
+    """Record a tensor sent to a rank. alone: whether only the connection keeps it alive; a stage's
+    output is saved for its backward anyway."""
     lines[to] = [*lines.get(to, []), alone][-SENT:]
 
 
 def each_chunk(
     tokens: Sequence[int], ring: int, taking: Callable[[float], PassBytes]
 ) -> list[PassBytes]:
-    """Return what each chunk takes if it has as many tokens as the largest one.
+    """Return what each chunk would take with as many tokens as the largest one.
 
-    tokens: of each. taking: with so many tokens of earlier ones behind each of its own. Where no
-    ring brings their keys together, one earlier chunk is at work at a time, however many there are.
+    tokens: of each chunk. taking: returns it for a number of earlier tokens per token of the chunk.
+    A ring gathers the keys of all earlier chunks; without one, attention to earlier chunks runs one
+    after another, so that their number does not matter.
     """
     before = accumulate(tokens[:-1], initial=0)
     behind = [a / b if ring > 1 else float(a > 0) for a, b in zip(before, tokens, strict=True)]

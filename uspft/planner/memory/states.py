@@ -1,5 +1,6 @@
-"""What a layer with a state keeps and needs, on a tape, as transformers' Qwen3.5, Qwen3-Next and
-OLMo Hybrid have it and as uspft exchanges its heads (sequence/mixing.py). Sizes are bytes."""
+"""The memory of a layer with a state, by replaying on a tape what the gated delta nets of
+transformers' Qwen3.5, Qwen3-Next and OLMo Hybrid and the exchanges of sequence/mixing.py allocate
+and save. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from uspft.planner.memory.tape import GradientStorages, Tensor
 
 
 class StateLayer(Layer):
-    """A layer on a tape with a state and no attention."""
+    """A layer on a tape that has a state in place of attention."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
@@ -23,14 +24,14 @@ class StateLayer(Layer):
         self._heads = sizes.state
 
     def taken(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return what the last projection takes of a layer's input and of what the rule gives."""
+        """Return the input of the last projection. x: the layer's input. out: the rule's output."""
         _, gate, *held = self._before_rule(x)
         found = self._by_gate(x, out, gate)
         del held
         return found
 
     def before(self, x: Tensor) -> list[Tensor]:
-        """Return what the convolution before the rule takes of an input, and both gates."""
+        """Return the input of the convolution before the rule, and both gates."""
         found, *held = self._before_rule(x)
         del held
         return found
@@ -46,8 +47,7 @@ class StateLayer(Layer):
         return found
 
     def _by_gate(self, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
-        """Return the norm of the rule's output, a head at a time, times an activation of the gate
-        in float32."""
+        """Return the rule's output, normed per head, times the gate's activation in float32."""
         tape, of = self.tape, self._heads
         gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
         number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
@@ -61,8 +61,8 @@ class StateLayer(Layer):
     def _before_rule(
         self, x: Tensor, convolve: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        """Return what the rule takes, the output's gate where it is made before, and what the
-        model's forward holds until it is done."""
+        """Return the rule's inputs, the output's gate if it is projected before the rule, and
+        tensors that the model's forward keeps alive until it returns."""
         tape, of = self.tape, self._heads
         held: list[Tensor] = []
         gate: Tensor | None = None
@@ -86,9 +86,10 @@ class StateLayer(Layer):
         return [query, key, value, *taken], gate, [*held, every]
 
     def _by_key_heads(self, x: Tensor, held: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries with keys and values, the output's gate, and both of the rule's, where a
-        projection has those of a key head together. held: gets what the forward holds until it is
-        done, and behind these what it holds until the convolution is."""
+        """Return queries, keys and values as one tensor, the output's gate, and both gates of the
+        rule, from projections whose features are ordered by key head (Qwen3-Next). held: receives
+        two tensors that the forward keeps alive until it returns, and others that it keeps until
+        the convolution has run."""
         tape, of = self.tape, self._heads
         both, gates = (self.project(x, name) for name, _ in of.into)
         queries, keys, values = of.taken(of.sizes)[:3]
@@ -113,9 +114,8 @@ class StateLayer(Layer):
 
 
 def convolved(tape: LayerTape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
-    """Return what the convolution makes of x: with the taps that reach beyond it, which are cut
-    off. Where ranks share a row, the tokens before each fragment are laid before it, and taken out
-    again."""
+    """Return the causal convolution of x, which torch computes with padding that is cut off. If
+    ranks share a row, the tokens before each fragment are put before it and taken out again."""
     sizes, size, shared = of.sizes, x.size, of.ring * of.ulysses > 1
     if shared:
         x = _with_halo(tape, x, of)
@@ -153,8 +153,8 @@ def _with_halo(tape: LayerTape, x: Tensor, of: StateHeads) -> Tensor:
 
 
 def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
-    """Return the rule's output of one document, of which each rank of a ring has FRAGMENTS. What
-    the rule's kernel takes inside is not in it."""
+    """Return the rule's output for one document, of which each rank of a ring has FRAGMENTS. What
+    the rule's kernel allocates inside is not counted."""
     sizes, heads, number = [one.size for one in parts], of.inside, of.fragments
     out, state = of.bytes(heads.values * heads.value_dim), of.state
     others, crossing = of.others, of.ring > 1
@@ -180,17 +180,14 @@ def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
 
 
 def kept_bytes(of: StateHeads) -> float:
-    """Return the bytes that the rule's backward takes beside what the rule took.
-
-    Of two ranks one has the first and the last fragment, between which states are the other's, and
-    that has one.
-    """
+    """Return the bytes that the rule saves for its backward beside its inputs: the states that
+    enter a rank's fragments. In a ring of two each rank receives one."""
     entered = of.fragments if of.ring > 2 else 1
     return entered * (of.state + of.passes) if of.ring > 1 else 0.0
 
 
 def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
-    """Return the gradients of what the rule took, of these sizes."""
+    """Return the gradients of the rule's inputs. sizes: of these."""
     heads, number = of.inside, of.fragments
     out = of.bytes(heads.values * heads.value_dim)
     again = [tape.new(out), tape.new(number * of.state)]
@@ -211,7 +208,7 @@ def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> G
 
 
 def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
-    """Return what the rule takes of some heads and all tokens of a Ulysses group."""
+    """Return the rule's inputs for some heads and all tokens of a Ulysses group."""
     heads = of.inside
     inside = scattered(tape, parts, of.taken(heads), of.element)
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
@@ -221,14 +218,14 @@ def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[T
 
 
 def at_home(tape: LayerTape, out: Tensor, of: StateHeads) -> Tensor:
-    """Return the rule's output of all heads of this rank's tokens."""
+    """Return the rule's output of all heads for this rank's tokens."""
     return tape.remade(out, of.bytes(of.values), beside=out.size, back=out.size)
 
 
 def _over_heads(
     tape: LayerTape, parts: list[Tensor], of: StateHeads, inner: InnerAttention
 ) -> Tensor:
-    """Return the rule's output between two exchanges of heads. inner: the rule between them."""
+    """Return the rule's output with all-to-alls of heads around it. inner: the rule itself."""
     if of.ulysses == 1:
         return inner(parts)
     inside = inside_heads(tape, parts, of)
