@@ -19,7 +19,6 @@ from uspft.config.recipe import PLANNED
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
-from uspft.planner.machine import Hardware
 from uspft.planner.mesh import tuned
 from uspft.planner.options import schedule_of, slices_of, stage_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
@@ -228,13 +227,11 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
     return why_not
 
 
-def wrong_in(
-    recipe: Recipe, shape: ModelShape, hardware: Hardware, asked: Collection[str]
-) -> WhyNot:
+def wrong_in(recipe: Recipe, shape: ModelShape, asked: Collection[str]) -> WhyNot:
     """Return a check of why a recipe cannot run as a candidate, or None where it can.
 
-    asked: the open keys. If memory cannot be predicted, they get the values that need the least;
-    MeshSlice is checked with one slice, which is legal on every mesh where others are.
+    asked: the open keys. MeshSlice is checked with one slice, which is legal on every mesh where
+    others are.
     """
     known = dict[tuple[object, ...], str | None]()
     if _on_a_mesh(recipe.parallel_config):
@@ -294,7 +291,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     step = step_shape(alone, model)
     seen = known.rows if alone is recipe else ()
     tiled = settled_memory(alone, model)
-    wrong, other = wrong_in(tiled, model, hardware, asked), other_than_asked(alone)
+    wrong, other = wrong_in(tiled, model, asked), other_than_asked(alone)
 
     def why_not(way: Way) -> str | None:
         return other(way) or wrong(way)
