@@ -26,18 +26,6 @@ class Norms(NamedTuple):
 _FRONT = Norms()
 
 
-class NormsBeside(NamedTuple):
-    """The names of the norms of a layer with experts beside its MLP; empty: there is none."""
-
-    behind_mlp: str = ""
-    before: str = ""
-    """Before the experts, whose input is the MLP's residual."""
-    behind: str = ""
-
-
-_NONE_BESIDE = NormsBeside()
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """How a layer differs from LLaMA's."""
@@ -47,7 +35,7 @@ class LayerKind:
     """Whether norms multiply by their weight in float32."""
     powered_norms: bool = False
     """Whether norms take the mean square to a power, and not its root's reciprocal."""
-    turned: Callable[[LayerTape, Tensor, Angles], Tensor] | None = LayerTape.turned_plainly
+    turned: Callable[[LayerTape, Tensor, Angles], Tensor] | None = LayerTape.turned
     """How rotary position embeddings are applied to queries and keys; None: the layer has none."""
     turned_share: float = 1.0
     """The share of a head's features that rotary embeddings rotate."""
@@ -79,7 +67,8 @@ class LayerKind:
     """Whether experts have biases, and clamp their gate and up features (gpt-oss)."""
     shared: str = SHARED_EXPERT
     """The name of the shared expert or experts; a single one has a gate."""
-    norms_beside: NormsBeside = _NONE_BESIDE
+    norms_beside: tuple[str, str, str] = ("", "", "")
+    """The names of the norms after the MLP, before experts beside it, and after these."""
     shared_last: bool = False
     """Whether the shared experts run after the routed ones."""
     sinks: bool = False
@@ -124,7 +113,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
         router="router.proj",
         wide_scores=True,
         shared="mlp",
-        norms_beside=NormsBeside(
+        norms_beside=(
             "post_feedforward_layernorm_1",
             "pre_feedforward_layernorm_2",
             "post_feedforward_layernorm_2",

@@ -21,7 +21,7 @@ def chosen(tape: LayerTape, x: Tensor, s: LayerSizes) -> tuple[Tensor, Tensor]:
     """Return each token's experts and their router weights. x: a rank's hidden states between
     blocks."""
     assert s.experts
-    if s.kind.norms_beside.before:
+    if any(s.kind.norms_beside):
         how = NormKind(weighs=False, powered=s.kind.powered_norms)
         normed = tape.rms_norm(x, s.wide * x.size, s.between, how, trains=False)
         x = tape.multiplied(normed, tape.parameter("router.scale" in s.trained))

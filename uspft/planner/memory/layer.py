@@ -45,7 +45,7 @@ class Layer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         s = self.sizes
-        if s.experts and s.kind.norms_beside.before:
+        if s.experts and any(s.kind.norms_beside):
             hidden = self._with_gradient(hidden, trains=s.trains)
         size = s.between_bytes(s.embedding)
         own = self.tape.parted(self.embeddings, [size]) if s.embedding else []

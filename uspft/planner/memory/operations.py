@@ -179,19 +179,16 @@ class LayerTape(Tape):
         del squares
         return self.record((x,), (size,), backward, saves=True, keeps=keeps, made=made)[0]
 
-    def turned(self, x: Tensor, size: float | None = None) -> Tensor:
-        """Return queries or keys with rotary embeddings, x · cos + rotate_half(x) · sin. size: in
-        the angles' dtype."""
+    def turned(self, x: Tensor, by: Angles, wide: float = 1.0) -> Tensor:
+        """Apply rotary embeddings to queries or keys, x · cos + rotate_half(x) · sin. wide: the
+        size of the angles' dtype divided by that of x's."""
+        size = wide * x.size
         straight = self.multiplied(x, ANGLES, size)
         return self.added(straight, self.multiplied(self._half_turned(x), ANGLES, size))
 
-    def turned_plainly(self, x: Tensor, by: Angles) -> Tensor:
-        """Apply rotary embeddings in x's dtype."""
-        return self.turned(x)
-
     def turned_wide(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings in float32, and return x's dtype (OLMo 2)."""
-        return self._as(self.turned(x, by.wide * x.size), x.size)
+        return self._as(self.turned(x, by, by.wide), x.size)
 
     def turned_in_pairs(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings in float32 to pairs of neighbouring features, with angles that
@@ -211,7 +208,7 @@ class LayerTape(Tape):
         """Apply rotary embeddings to the first features, and concatenate the rest (Phi-3)."""
         part = self.sliced(x, by.share * x.size)
         rest = self.sliced(x, x.size - part.size)
-        return self.joined([self.turned(part), rest])
+        return self.joined([self.turned(part, by), rest])
 
     def turned_by_halves(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings to the two halves of a head, and concatenate these (gpt-oss)."""
