@@ -130,18 +130,17 @@ def memory_of_ranks(
 
 
 def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those that wait on the host. one,
-    batch: what one micro-batch takes, and its batch, where all layers are one stage. state: what
-    that takes at a layer, and beyond that of layers while the loss is made, are parts too, where
-    the peak is."""
-    layers = list(zip(one.layers, one.routers, strict=True))
+    """Return the bytes of activations by part at their peak, and those on the host, if all layers
+    are one stage.
+
+    one, batch: of one micro-batch. state: of the model. The gradients that are there at the peak,
+    or what the state takes beside layers during the loss, are parts too.
+    """
+    layers = list(zip((one.embedded, *one.layers), (0.0, *one.routers), strict=True))
     waiting = [(each.held if one.offloads else each.kept) + own for each, own in layers]
-    come = state.coming or (0.0,) * len(layers)
-    if one.entry:
-        layers, waiting = [(one.entry, 0.0), *layers], [one.entry.kept, *waiting]
-        come = come[:1] + come
-    below = [*accumulate(waiting, initial=one.embedded)]
-    every = zip(below, layers, come, strict=False)
+    come = state.coming or (0.0,) * len(one.layers)
+    below = [*accumulate(waiting, initial=0.0)]
+    every = zip(below, layers, (*come[:1], *come), strict=False)
     peak, kept, made = max((kept + own + each.most + g, kept, g) for kept, (each, own), g in every)
     loss, beside = below[-1] + one.head.most, {"gradients": made} if made else dict[str, float]()
     if loss + sum(state.at_loss.values()) > peak:

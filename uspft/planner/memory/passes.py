@@ -261,48 +261,44 @@ def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
 
 
 class ChunkKeys(NamedTuple):
-    """The bytes of a chunk's keys and values in a layer, for later chunks."""
+    """The bytes of a chunk's keys and values in a layer, which later chunks use."""
 
     kept: float
-    """Beside what the layer keeps anyway."""
+    """What is saved for them in addition to what the layer saves anyway."""
     first: float
-    """Of what the next chunk finds for their gradients."""
+    """Their gradients from the next chunk."""
     summed: float
-    """Of the sum with what further ones find, in float32."""
+    """The sum of these with gradients from further chunks, in float32."""
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """What one micro-batch, or its largest chunk, takes on a rank that has every layer, by
+    """The activation memory of one micro-batch, or of its largest chunk, on a rank that has every
     layer."""
 
     layers: tuple[LayerBytes, ...]
     head: LayerBytes
-    """From behind the last layer, with the loss."""
+    """Of the last norm, the head and the loss."""
     any_head: LayerBytes
-    """Of that what a chunk takes whatever its size, as the gradient of the head's weight."""
+    """The part of that which a chunk of any size takes, such as the head's weight gradient."""
     hidden: float
-    """Between layers, which is what stages send one another."""
+    """Of the hidden states between layers, which stages send one another."""
     angles: float
-    """Of the rotary positions that each forward of a stage makes."""
-    embedded: float = 0.0
-    """Of the embedding's output, where it stays beside what the first layer keeps."""
+    """Of the cosines and sines of rotary embeddings, which each forward of a stage computes."""
+    embedded: LayerBytes = LayerBytes(0.0, 0.0)
+    """Of the embedding's output, if the first layer does not save it, and of what makes the
+    embeddings of each layer (Gemma 4)."""
     offloads: bool = False
-    """Whether what layers keep waits on the host."""
+    """Whether what layers save is offloaded to the host."""
     keeps_input: tuple[bool, ...] = ()
-    """Of each layer whether what it keeps has its input."""
+    """For each layer whether it saves its input."""
     bare: tuple[LayerBytes, ...] = ()
-    """The same of the first layers where they are no stage's that has the embedding, and what
-    enters needs no gradient: those that do not train, and the first that does."""
-
+    """The first layers in a stage without the embedding, where their input needs no gradient: those
+    that do not train, and the first that does."""
     routers: tuple[float, ...] = ()
-    """Of the logits of each layer's router, which are kept where their loss is asked for; stages
-    have none."""
+    """Of the logits of each layer's router, which stay for the routers' loss; 0 in stages."""
     keys: tuple[ChunkKeys, ...] = ()
-    """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
-
-    entry: LayerBytes | None = None
-    """Of what makes the embeddings of all layers (Gemma 4)."""
+    """For each layer, if micro-batches go through stages in chunks."""
 
     @property
     def first(self) -> int:
@@ -323,11 +319,11 @@ def pass_bytes(
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
     leaf = options.checkpointing and not outside[EMBEDDING] and copied
-    embedded = kinds[0].inside_bytes() if leaf else 0.0
+    stays, entry = kinds[0].inside_bytes() if leaf else 0.0, LayerBytes(0.0, 0.0)
     if offloads and all(one is not kinds[0] for one in kinds[1:]):
         kinds[0] = replace(kinds[0], first=True)
     of_embeddings = trained_outside(shape, options.lora, options.freeze)
-    embeddings, entry = bool(kinds[0].embedding) and (reached or bool(of_embeddings)), None
+    embeddings = bool(kinds[0].embedding) and (reached or bool(of_embeddings))
     if kinds[0].embedding:
         table = float(next(iter(outside_modules(shape).values())).parameters)
         made_by = replace(kinds[0], trained=of_embeddings.weights, adapted=of_embeddings.adapters)
@@ -373,12 +369,11 @@ def pass_bytes(
         any_head,
         kinds[0].between_bytes(),
         float(angles),
-        embedded,
+        LayerBytes(stays + entry.kept, stays + entry.most, held=stays + entry.kept),
         offloads,
         tuple(map(bool, keeps)),
         tuple(layer_bytes(sizes, reached=False, beside=not sizes.recompute) for sizes in alone),
         routers,
-        entry=entry,
     )
     return one, float(BATCH_BYTES * tokens)
 

@@ -146,7 +146,7 @@ def _stage_bytes(
         return [(*alone, *layers[len(alone) :])[layer] for layer in mine]
 
     layers, keys = of_mine(one.layers), [one.keys[layer] for layer in mine] if one.keys else []
-    entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded
+    entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded.kept
     waiting = (layer.held if one.offloads else layer.kept for layer in layers)
     below = [*accumulate(waiting, initial=entered)]
     made = 0.0 if last else one.hidden
