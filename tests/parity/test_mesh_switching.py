@@ -57,11 +57,10 @@ CASES = [
     Case("mesh: divided", "zero1", "qwen2", packing="none"),
     Case("mesh: divided", "zero3", "llama", checkpointed=True),
     Case("mesh: the same", "zero2", "gemma2"),
-    Case("mesh: the same", "zero2", packing="none"),
     Case("mesh: whole", "zero1", "llama", adapter=True),
     Case("mesh: divided", "zero2", "phi3", adapter=True),
 ]
-RESUMED = Case("mesh: whole", "zero3"), Case("mesh: divided", "zero1")
+RESUMED = Case("mesh: whole", "zero3"), Case("mesh: the same", "zero1")
 DROPPED = Case("mesh: divided", "zero1", "llama"), Case("alike", "zero1", "llama")
 """A mix, and one without a mesh, of the same rows: dropout is the same in both."""
 

@@ -46,10 +46,8 @@ class TheirDegrees:
         return self.data * self.tensor * self.context * self.stages
 
     def told(self, batch: int, micro: int) -> str:
-        """Return the layout as a phrase.
-
-        batch: rows per optimizer step. micro: rows per micro-batch.
-        """
+        """Return the layout as a phrase. batch: rows per optimizer step. micro: rows per
+        micro-batch."""
         names = {"data": self.data, "tensor": self.tensor, "context": self.context}
         shown = [f"{name} {degree}" for name, degree in names.items() if degree > 1]
         shown += [f"{self.stages} stages"] * (self.stages > 1)
@@ -268,7 +266,7 @@ def their_errors(run: Conversion, degrees: TheirDegrees) -> None:
 def _devices(run: Conversion, degrees: TheirDegrees) -> Wrong:
     for key in run.theirs.values:
         if len(re.split(r"(?<!\\)\.", key)) > DEEPEST:
-            yield key, f"stands deeper than {DEEPEST} blocks", "write it further out"
+            yield key, f"is nested deeper than {DEEPEST} blocks", "write it further out"
     key = "parallel.device_num"
     if run.written(key) and not degrees.alone and run.whole(key) != degrees.product:
         what = f"is {run.value(key)}, and the degrees multiply to {degrees.product}"
@@ -287,7 +285,7 @@ def _flash(run: Conversion, degrees: TheirDegrees) -> Wrong:
         (run.flag(MESH), "use_3d_tensor_parallel"),
     ):
         if asked:
-            yield _FLASH, f"is false, or left out, beside {name}", "write true"
+            yield _FLASH, f"is false, or left out, with {name}", "write true"
 
 
 def _heads(run: Conversion, degrees: TheirDegrees) -> Wrong:
@@ -326,7 +324,11 @@ def _chunks(run: Conversion, degrees: TheirDegrees) -> Wrong:
         yield CHUNKS, what, "write pipeline_config.pipeline_scheduler: seqpipe"
     for key in (_RING, _EOD):
         if run.flag(key):
-            yield key, f"is true beside seq_split_num {chunks}", "write false, or seq_split_num: 1"
+            yield (
+                key,
+                f"is true together with seq_split_num {chunks}",
+                "write false, or seq_split_num: 1",
+            )
     length = run.whole(f"{CONFIG}.seq_length", default=2048)
     if chunks < 1 or length % chunks:
         yield CHUNKS, f"is {chunks}, which does not divide seq_length {length}", "write a divisor"
@@ -338,7 +340,7 @@ def _masks(run: Conversion, degrees: TheirDegrees) -> Wrong:
         what = f"is true on rows of {length} tokens, not more than {LEAST_MASKED}"
         yield _MASKS, what, "write false"
     if run.flag(_EOD) and run.flag(_RING):
-        yield _EOD, "is true beside use_ring_attention", "write one of them false"
+        yield _EOD, "is true together with use_ring_attention", "write one of them false"
 
 
 def _stage_layers(run: Conversion, degrees: TheirDegrees) -> Wrong:
@@ -370,9 +372,9 @@ def _mesh(run: Conversion, degrees: TheirDegrees) -> Wrong:
         yield MESH, "is true without use_seq_parallel", "write use_seq_parallel: true"
     row = algorithm_of(run)
     if row is not None and row.splits is Splits.HEADS and degrees.context > 1:
-        yield MESH, f"is true beside {row.name}", "write colossalai_cp"
+        yield MESH, f"is true together with {row.name}", "write colossalai_cp"
     if run.whole(f"{CONFIG}.fine_grain_interleave") > 1:
-        yield MESH, "is true beside fine_grain_interleave", "write fine_grain_interleave: 1"
+        yield MESH, "is true together with fine_grain_interleave", "write fine_grain_interleave: 1"
 
 
 def _expert_ranks(run: Conversion, degrees: TheirDegrees) -> Wrong:

@@ -94,11 +94,8 @@ class ZeroEngine(Engine):
         passes: int,
         pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine.
-
-        passes: micro-batches per step, or the most if steps differ. pipeline: the runner of the
-        module's stages, if it has only some.
-        """
+        """Build the engine. passes: micro-batches per step, or the most if steps differ. pipeline:
+        the runner of the module's stages, if it has only some."""
         self.module, self.holders, self.device = module, holders, device
         self.averaged = counting.averaged(holders)
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)

@@ -131,10 +131,8 @@ def heads_of_layers(config: Any) -> tuple[Heads, ...]:
 
 
 def heads_of(config: Any) -> Heads:
-    """Return the heads of attention of a model's layers, or of one.
-
-    config: the layer's, if layers have heads of different sizes.
-    """
+    """Return the heads of attention of a model's layers, or of one. config: the layer's, if layers
+    have heads of different sizes."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Heads(config.num_attention_heads, config.num_key_value_heads, dim)
 
@@ -173,10 +171,7 @@ def refused_field(
     block: ModelBlock, make: Callable[[ModelBlock], object], why: str
 ) -> Finding | None:
     """Return the finding for the single field, in overrides or in model.config, without which
-    `make` succeeds; None if there is none.
-
-    why: the error of `make`.
-    """
+    `make` succeeds; None if there is none. why: the error of `make`."""
     for place in ("overrides", "config"):
         written = getattr(block, place)
         for field in written if isinstance(written, dict) else ():

@@ -145,7 +145,8 @@ def _of_a_token(found: BytesFound, walk: Walk, how: RowSharing, token: BytesPerT
         return found(how._replace(ulysses=1), token)
     if ring > SHORT[1] and (how.stages or 0) < SHORT[0]:
         each = window.row_tokens // ring if window else 0
-        if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
+        # the window covers nearly the whole row of a short ring
+        if window and window.keys > SHORT[0] * each:
             how = how._replace(window=None)
         less, more = (found(how._replace(ring=n).of_row(each * n), token) for n in SHORT)
         return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
@@ -203,7 +204,7 @@ def _up_to_end(tape: Tape, share: Share, token: BytesPerToken) -> Storage:
 
 
 def _exchange_of(share: Share, how: RowSharing) -> Exchange:
-    assert how.stages is not None  # else keys go round a ring
+    assert how.stages is not None  # otherwise keys go round a ring
     least = None if how.stages else 1 if how.window is None else PIECE_TOKENS
     return Exchange(share, how.stages, trimmed=how.trimmed, keep=False, least=least)
 
@@ -316,11 +317,11 @@ def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -
 
 
 Parcels = dict[object, list[tuple[Storage, Storage]]]
-"""For each leg of an exchange, pairs of a sent tensor and its receive buffer."""
+"""For each leg of an exchange: (what is sent, what is received)."""
 
 
 def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
-    """Return the tensors of all transfers of an exchange, which are posted at once."""
+    """Return the transfers once all are posted."""
     copies: dict[object, Storage] = {}
     parcels: Parcels = {}
     for arrival in exchange.arrivals:
@@ -366,8 +367,8 @@ def _exchange(
 def _sent(
     tape: Tape, exchange: Exchange, arrival: Arrival, parts: list[Storage], token: BytesPerToken
 ) -> list[tuple[Storage, Storage]]:
-    """Return the gradients of an arrival's keys, which are sent to the keys' ranks, with the
-    receive buffers of those that come back. parts: these gradients as one tensor; it is changed."""
+    """Return the gradients of an arrival's keys that are sent, and the buffers of those received.
+    parts: the keys' gradients as one tensor; changed in place."""
     if len(arrival.sizes) > 1:
         parts[:] = [tape.new(token.pair * size) for size in arrival.sizes]
     homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]

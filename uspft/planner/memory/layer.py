@@ -240,8 +240,7 @@ class Layer:
         return [query, key, value]
 
     def _each_turned(self, x: Tensor) -> list[Tensor]:
-        """Return queries, keys and values where rotary embeddings are applied to each before the
-        next is projected (Gemma 4)."""
+        """Return queries, keys and values, each transposed as soon as it is computed (Gemma 4)."""
         tape, s = self.tape, self.sizes
         assert s.kind.turned
         heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
@@ -265,7 +264,7 @@ class Layer:
     def _normed(
         self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
     ) -> Tensor:
-        """Return projected queries or keys, normed if the family norms them. gate: as of `_qkv`."""
+        """Return projected queries or keys, normed if the layer norms them. gate: as in _qkv."""
         tape, s = self.tape, self.sizes
         name = f"self_attn.{kind}_norm"
         trains, tokens = self._trains(name), s.sharing.tokens
@@ -314,11 +313,11 @@ class Layer:
         return self.tape.leaf(x.size, x.storage) if leaf else x
 
     def _of_every(self, x: Tensor) -> Tensor:
-        """Return the output of the MLP or of the shared experts, which every token goes through."""
+        """Return the output of the MLP that every token uses."""
         return self._leave(self.in_tiles(self._enter(x)))
 
     def in_tiles(self, x: Tensor) -> Tensor:
-        """Return the MLP's output for x, computed in tiles if the recipe asks for it."""
+        """Return the MLP's output, computed in tiles if the options say so."""
         s = self.sizes
         if not s.tile:
             return self._dense(x)
@@ -343,8 +342,8 @@ class Layer:
 
 
 def enter(tape: LayerTape, sizes: LayerSizes, x: Tensor) -> Tensor:
-    """Return the input of a block or of the head: hidden states, gathered over tensor ranks under
-    use_seq_parallel (tensor/megatron.py)."""
+    """Return the input of a block or of the head from hidden states between blocks
+    (tensor/megatron.py)."""
     if sizes.tensor == 1:
         return x
     if not sizes.splits_tokens:
@@ -362,9 +361,9 @@ def norm(
     split: bool | None = None,
     weighs: bool = True,
 ) -> Tensor:
-    """Return the norm of x, computed in tiles if the recipe asks for it. number: how many vectors
-    are normed. split: whether this rank has only some of a vector's features; None: the vectors are
-    hidden states. weighs: whether the norm has a weight."""
+    """Return the norm of x, in tiles if the options say so. number: how many norms that is. split:
+    whether its features are split over ranks; None: hidden features. weighs: whether it has a
+    weight."""
     wide, tile = sizes.wide, sizes.tile
     tokens = sizes.between if split is None else sizes.sharing.tokens
     some = bool(sizes.mesh_rows) if split is None else split

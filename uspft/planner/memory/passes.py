@@ -163,7 +163,7 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = tape.remade(hidden, back=hidden.size)  # those that have a target
+    rows = tape.remade(hidden, back=hidden.size)  # the rows with a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
@@ -172,7 +172,7 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     of_weight = tape.new(WIDE * weight) if sizes.trains else None
     logits: object = None
     bend: object = None
-    scaled: object = None  # a tile's logits, until those of the next have been bent
+    scaled: object = None  # a tile's logits, alive until the next tile's are scaled
     for _ in range(1 if tile == tokens else 2):
         number = float(tile * sizes.vocabulary)
         narrow = tape.new(e * number)
@@ -251,9 +251,9 @@ def later_layers(kinds: Sequence[LayerSizes]) -> list[LaterLayers]:
 
 
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
-    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
-    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
-    and its logits in float32."""
+    """Return the peak bytes of the routers' loss (model/router.py), in addition to their logits:
+    the gradients from the loss, probabilities, and for one layer its choices and its logits in
+    float32."""
     s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
     wide = WIDE / s.element
     gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
@@ -264,11 +264,11 @@ class ChunkKeys(NamedTuple):
     """The bytes of a chunk's keys and values in a layer, which later chunks use."""
 
     kept: float
-    """What is saved for them in addition to what the layer saves anyway."""
+    """The bytes saved in addition to what the layer saves anyway."""
     first: float
-    """Their gradients from the next chunk."""
+    """The bytes of the gradients from the next chunk alone."""
     summed: float
-    """The sum of these with gradients from further chunks, in float32."""
+    """The bytes of the float32 sum of gradients from all later chunks."""
 
 
 @dataclass(frozen=True)
@@ -302,21 +302,21 @@ class PassBytes:
 
     @property
     def first(self) -> int:
-        """The first layer that trains; a stage before it keeps nothing: it has no backward."""
+        """The first layer that trains; earlier stages save nothing, since they have no backward."""
         return max(0, len(self.bare) - 1)
 
 
 def pass_bytes(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
-    """Return what one micro-batch takes by layer, and its batch. behind: as of RowSharing."""
+    """Return the bytes of one micro-batch by layer, and of its batch. behind: as in RowSharing."""
     kinds = layers_of(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
-    # With checkpointing transformers makes the embedding's output ask for a gradient.
+    # With checkpointing transformers makes the embedding's output require a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
     known: dict[tuple[object, ...], LayerBytes] = {}
     offloads = kinds[0].offloads
-    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
+    # A frozen embedding's output is a leaf, which stays alive as long as the graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
     leaf = options.checkpointing and not outside[EMBEDDING] and copied
     stays, entry = kinds[0].inside_bytes() if leaf else 0.0, LayerBytes(0.0, 0.0)
@@ -350,12 +350,12 @@ def pass_bytes(
     )
     loss = head_bytes(head, reached=reached)
     any_head = LayerBytes(0.0, 0.0)
-    if layout.pipeline > 1:  # of a token, beside which that is nothing
+    if layout.pipeline > 1:  # negligible for a single token
         one_token = replace(head.layer, sharing=replace(head.layer.sharing, tokens=1))
         any_head = head_bytes(replace(head, layer=one_token), reached=reached)
     tokens = kinds[0].sharing.tokens
     angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
-    # Without checkpointing a norm keeps its input where that is in float32 anyway.
+    # Without checkpointing a norm saves its input if that is float32 anyway.
     keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
@@ -380,7 +380,7 @@ def pass_bytes(
 
 def chunk_keys(layer: LayerSizes) -> ChunkKeys:
     """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
-    hands on, whose gradient comes once that is done. layer: of that chunk."""
+    passes to the next chunk; the state's gradient is not counted. layer: of that chunk."""
     if layer.state:
         of = layer.state.sizes
         return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
@@ -388,6 +388,6 @@ def chunk_keys(layer: LayerSizes) -> ChunkKeys:
     if how.row.window:
         seen = min(1.0, how.row.window.keys / (how.tokens * how.row.ulysses))
     pair = seen * how.bytes(2 * how.row.ulysses * how.widest[1])
-    # They are the attention's own, unless it keeps none, or an exchange has brought them together.
+    # They are attention's saved ones, unless it saves none, or an exchange has copied them.
     kept, wide = pair if layer.recompute or how.row.ulysses > 1 else 0.0, pair * WIDE / how.element
     return ChunkKeys(kept, pair if how.row.ring == 1 else wide, wide)

@@ -1,6 +1,5 @@
-"""The activation memory of a rank of a pipeline, from that of its layers: what micro-batches save
-between forward and backward, what a running backward allocates, and messages between ranks
-(engine/pipelined.py). Sizes are bytes."""
+"""The bytes of activations on a pipeline rank: what micro-batches in flight save, what a running
+backward needs in addition, and messages (engine/pipelined.py)."""
 
 from __future__ import annotations
 
@@ -15,35 +14,33 @@ from uspft.pipeline.stages import Stages
 from uspft.planner.memory.passes import ChunkKeys, LayerBytes, PassBytes
 
 SENT = 2
-"""The sent tensors that a connection to another rank keeps alive until the next ones are sent."""
+"""Sent tensors that stay alive per connection until later ones are sent."""
 ROUNDS = 3
-"""The rounds, each of as many micro-batches as there are ranks, after which 1F1B has had as many
-micro-batches in memory as it ever has."""
+"""After this many rounds of as many micro-batches as ranks, 1F1B has its maximum in flight."""
 
 
 class Moment(NamedTuple):
     """A time at which a rank begins a backward."""
 
     stage: int
-    """The index of its stage among the rank's own."""
+    """Which of the rank's stages, from 0."""
     chunk: int
     under_way: tuple[tuple[int, ...], ...]
-    """For each of the rank's stages, by chunk, the number of other micro-batches whose forward has
-    run and whose backward has not."""
+    """For each stage of the rank and each chunk, the micro-batches in flight, without the one whose
+    backward begins."""
     messages: int
-    """The number of tensors that are being received, and of sent ones that are still alive."""
+    """Tensors of messages to be received or being sent."""
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
-    """Return the bytes of the keys and values that a row's chunks have saved in a stage, and of the
-    sums of their gradients, during the backward of one chunk: one number for each layer whose
-    backward runs, and one for the moment before the first of these. sizes: the tokens of each chunk
-    relative to the largest one's."""
+    """Return the bytes of gradients of a row's keys, and of this chunk's saved keys in lower
+    layers, during the chunk's backward in each layer of a stage, and (last) before it begins.
+    sizes: of the chunks."""
     last, before = len(sizes) - 1, sum(sizes[:chunk])
     with_this = (before + sizes[chunk]) * (chunk < last)
     found = []
     for layer in range(len(keys) + 1):
-        # In layers above there is what this one found for others, else what later ones did.
+        # In layers above there are gradients from this chunk alone, or else the float32 sums.
         above = sum(one.first if chunk == last else one.summed for one in keys[layer + 1 :])
         below = sum(one.first if chunk == last - 1 else one.summed for one in keys[: layer + 1])
         kept = sizes[chunk] * (chunk < last) * sum(one.kept for one in keys[:layer])
@@ -52,7 +49,7 @@ def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list
 
 
 class RankBytes(NamedTuple):
-    """The activation memory of a rank at its peak."""
+    """The bytes of activations on a rank at its peak."""
 
     kept: float
     """What other micro-batches save."""
@@ -60,22 +57,21 @@ class RankBytes(NamedTuple):
     """What the running forward or backward takes, with messages."""
     on_host: float
     inputs: int
-    """The largest number of stages' inputs that are saved at a time."""
+    """The most stage inputs stored at a time."""
 
 
 class StageBytes(NamedTuple):
-    """The activation memory of one micro-batch in one stage."""
+    """The bytes of a micro-batch in one stage."""
 
     kept: float
-    """What the largest chunk saves on the device between forward and backward; others save as much
-    per token."""
+    """Saved on the device between forward and backward, for the tokens of its largest chunk."""
     keys: float
-    """What it saves beside that for the attention of later chunks."""
+    """Of keys for later chunks, for a chunk that is not the last, in the same way."""
     whole: float
-    """What a chunk saves however many tokens it has."""
+    """Of a chunk regardless of its tokens."""
     on_host: float
     peaks: tuple[float, ...]
-    """The peak of each chunk's backward."""
+    """The peak in the backward of each chunk."""
 
 
 def rank_bytes(
@@ -137,8 +133,7 @@ def _stage_bytes(
     sizes: Sequence[float],
     chunks: Sequence[PassBytes],
 ) -> StageBytes:
-    """Return the activation memory of a micro-batch in a stage; the arguments are those of
-    `rank_bytes`."""
+    """Return the bytes of a micro-batch in a stage; other arguments are as in rank_bytes."""
     trains, last = _trains(one, stages, stage), stage == stages.count - 1
     alone, mine = one.bare if stage or not trains else (), stages.layers(stage)
 
@@ -173,12 +168,12 @@ def _stage_bytes(
 def moments(
     ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
 ) -> tuple[Moment, ...]:
-    """Return the distinct moments at which a rank begins a backward. begun: the first of its stages
-    that has a backward."""
+    """Return the distinct times at which a rank begins a backward. begun: the first of its stages
+    that has one."""
     virtual, last = schedule.virtual, ranks * schedule.virtual - 1
     actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
     under_way = [[0] * schedule.chunks for _ in range(virtual)]
-    # What is received for its stages is posted one ahead for each rank that sends it.
+    # From each sending rank one receive is posted ahead.
     coming: Counter[int] = Counter()
     for action in actions:
         coming[_source(action.kind, action.stage, last, ranks)] += 1
@@ -203,14 +198,14 @@ def moments(
 
 
 def _source(kind: str, stage: int, last: int, ranks: int) -> int:
-    """Return the rank that sends an action's input; -1 if none does."""
+    """Return the rank that sends the input of an action; -1 if nothing is sent."""
     other = stage - 1 if kind == "forward" else stage + 1
     return other % ranks if 0 <= other <= last else -1
 
 
 def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
-    """Record a tensor sent to a rank. alone: whether only the connection keeps it alive; a stage's
-    output is saved for its backward anyway."""
+    """Count a tensor that a connection keeps alive. alone: whether nothing else does; a forward's
+    output is needed by the backward anyway."""
     lines[to] = [*lines.get(to, []), alone][-SENT:]
 
 
