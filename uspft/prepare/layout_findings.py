@@ -11,9 +11,8 @@ from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of
 from uspft.pipeline.stages import Stages, fits, offset, stated
-from uspft.planner.stages import chunk_multiple
 from uspft.prepare.known import shares_rows
-from uspft.sequence import Heads, of_recipe
+from uspft.sequence import Heads, chunk_multiple, of_recipe
 from uspft.tensor import tensor_algorithm
 
 EXPERTS = "parallel_config.expert_parallel"

@@ -19,8 +19,9 @@ from uspft.config.recipe import PLANNED
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
+from uspft.pipeline.stages import schedule_of
 from uspft.planner.mesh import tuned
-from uspft.planner.options import schedule_of, slices_of, stage_of
+from uspft.planner.options import slices_of, stage_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
 from uspft.prepare.known import Known, recomputes_of, settled_memory, step_shape

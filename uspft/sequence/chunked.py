@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from uspft.blocks import Block
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Algorithm, Passes
+from uspft.sequence.rows.heads import Heads
 from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs_before
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards
 
 if TYPE_CHECKING:
     pass

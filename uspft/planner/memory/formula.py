@@ -15,8 +15,9 @@ from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.memory.sizes import layers_of
 from uspft.planner.memory.zero import State, state_of
 from uspft.planner.options import Options
-from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
+from uspft.planner.stages import cut_by_flops, stage_layers, stages_of
 from uspft.planner.step_shape import DrawnRows
+from uspft.sequence import chunk_multiple
 
 if TYPE_CHECKING:
     from uspft.families import ModelShape

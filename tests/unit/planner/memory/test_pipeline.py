@@ -24,9 +24,10 @@ from uspft.pipeline.stages import Stages
 from uspft.planner.memory.passes import pass_bytes
 from uspft.planner.memory.pipeline import moments, rank_bytes
 from uspft.planner.options import Options
-from uspft.planner.stages import chunk_multiple, cut_by_flops
+from uspft.planner.stages import cut_by_flops
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
+from uspft.sequence import chunk_multiple
 from uspft.sequence.chunked import Cut
 
 
