@@ -14,13 +14,12 @@ from functools import partial
 from typing import NamedTuple
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.memory.attention import attended, work_bytes
+from uspft.planner.memory.attention import at_home, attended, work_bytes
 from uspft.planner.memory.layer import Layer, enter
 from uspft.planner.memory.operations import WIDE, LayerTape
 from uspft.planner.memory.sizes import LayerSizes, Sharing, StateHeads
 from uspft.planner.memory.states import (
     StateLayer,
-    at_home,
     convolved,
     inside_heads,
     kept_bytes,
@@ -480,7 +479,7 @@ class StateGroupMemory(GroupMemory):
                 kept = tape.new(kept_bytes(some))
                 inside.clear()
                 if some.ulysses > 1:
-                    own = at_home(tape, own, some)
+                    own = at_home(tape, own, some.bytes(some.values))
                 found.append(kept)
             del own, kept
         return found

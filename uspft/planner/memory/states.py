@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from uspft.families.projections import STATE_LAYER
-from uspft.planner.memory.attention import InnerAttention, scattered
+from uspft.planner.memory.attention import InnerAttention, at_home, scattered
 from uspft.planner.memory.layer import Layer
 from uspft.planner.memory.operations import WIDE, LayerTape, NormKind
 from uspft.planner.memory.sizes import LayerSizes, StateHeads
@@ -223,11 +223,6 @@ def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[T
     return inside
 
 
-def at_home(tape: LayerTape, out: Tensor, of: StateHeads) -> Tensor:
-    """Return the rule's output with all heads of this rank's tokens."""
-    return tape.remade(out, of.bytes(of.values), beside=out.size, back=out.size)
-
-
 def _over_heads(
     tape: LayerTape, parts: list[Tensor], of: StateHeads, inner: InnerAttention
 ) -> Tensor:
@@ -240,4 +235,4 @@ def _over_heads(
     inside = inside_heads(tape, parts, of)
     made = inner(inside)
     del inside
-    return at_home(tape, made, of)
+    return at_home(tape, made, of.bytes(of.values))
