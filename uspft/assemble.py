@@ -64,14 +64,12 @@ def assemble(
     groups: Groups,
     weights: WeightsOf = weights_of,
     *,
-    tensor_of_rows: int = 1,
     orders: Orders | None = None,
 ) -> Run:
     """Build every part of a job's run on this rank; collective.
 
     torch.distributed and DeepSpeed must be initialised. groups: the process groups of this process,
     to which the run adds those that it needs. weights: returns the source of the model's weights.
-    tensor_of_rows: the largest tensor degree of any rows, where some have more than the recipe's.
     orders: the cache of token orders; None: one in this process. Raises RunFailed where another
     rank has another job.
     """
@@ -86,7 +84,7 @@ def assemble(
     world = worlds[-1]  # of the longest rows
     by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # weights are stored in each of these layouts
-    most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
+    most = 1 if moves else by_degree[-1].layout.tensor  # of any rows
 
     # Rows: those of the first step are prepared in the background while the model is built.
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
