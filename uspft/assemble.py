@@ -99,8 +99,9 @@ def assemble(
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     choose_trained(model, recipe.model, recipe.seed)
     believe_linear_layers(model, dtype, device)
-    shards = [shards_under(model, one, tensor_of_rows=most, moves=moves) for one in under]
-    holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
+    shapes = shapes_of(model)
+    shards = [shards_under(model, shapes, one, tensor_of_rows=most, moves=moves) for one in under]
+    holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes)
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism

@@ -331,7 +331,7 @@ def module_of(
     held = Layout()
     if world and groups:
         held = world.layout
-        shards = shards_under(model, replace(world, stages=stages))
+        shards = shards_under(model, shapes_of(model), replace(world, stages=stages))
         holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))
         _split(model, world, holders)
     recompute, offload = save_memory(model, memory, stages)

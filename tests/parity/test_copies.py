@@ -90,7 +90,7 @@ def _step(
     world = World(
         make_mesh(Layout(TENSOR), GROUPS, Books()), *named, TorchCpu(), torch.device("cpu")
     )
-    shards = shards_under(model, world, tensor_of_rows=1)
+    shards = shards_under(model, shapes_of(model), world, tensor_of_rows=1)
     holders = Holders.of(shards, dist.get_rank(), GROUPS, shapes_of(model))
     block = LORA if lora else ModelBlock()
     source = weights_of(block.model_copy(update={"name_or_path": str(folder)}), 0, model)

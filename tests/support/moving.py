@@ -161,7 +161,10 @@ def started(
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     model = empty_model(config, dtype)
     choose_trained(model, block, job.recipe.seed)
-    every = [shards_of(model, world.layout, splits_tokens=case.tokens) for world, _ in worlds]
+    every = [
+        shards_of(model, shapes_of(model), world.layout, splits_tokens=case.tokens)
+        for world, _ in worlds
+    ]
     home = max(every, key=lambda shards: shards.layout.tensor)
     rank = worlds[0][0].mesh.rank
     holders = Holders.of(home, rank, GROUPS, shapes_of(model))

@@ -148,7 +148,7 @@ def model_of(shape: ModelShape, layout: Layout, groups: Groups, *, copies: bool 
     )
     model = empty_model(config, torch.float32)
     on_mesh = layout.is_mesh
-    shards = parallel.shards_of(model, layout, splits_tokens=True)
+    shards = parallel.shards_of(model, shapes_of(model), layout, splits_tokens=True)
     holders = Holders.of(shards, dist.get_rank(), groups, shapes_of(model))
     fill(model, torch.float32, RandomWeights(model, 1, config.initializer_range), holders)
     if on_mesh:
