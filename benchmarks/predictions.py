@@ -125,8 +125,7 @@ def states() -> str:
 
 def own_layout(found: Examined) -> Ranked:
     """This returns what a step takes and needs under the recipe's own layout and algorithm."""
-    options, hardware = options_of(found.recipe, found.layout), hardware_of(found)
-    return ranked(step_of(found), own_way(found), hardware, options, own=True)
+    return ranked(step_of(found), own_way(found), hardware_of(found), own=True)
 
 
 def _steps_of(card: str) -> dict[tuple[str, int, int], float]:

@@ -1,8 +1,8 @@
-"""Process groups as values that functions are given, collectives and messages between their ranks,
-and the books that count what is sent: all but the few numbers that `total` and `largest` reduce.
+"""Process groups as explicit arguments, collectives and messages between their ranks, and counters
+of what is sent, except the few numbers that `total` and `largest` reduce.
 
-Collectives have no gradients; algorithms that use them define these by `with_backward`. How long a
-collective waits for other ranks is set here too; torch 2.11 to 2.13 have no public name for it.
+Collectives have no gradients; algorithms define these by `with_backward`. The time-out of
+collectives is set here too; torch 2.11 to 2.13 have no public name for it.
 
 Shapes, as suffixes: s elements that this rank sends, r those that it receives. Tensors without a
 suffix may have any shape.
@@ -32,8 +32,8 @@ KINDS = (
 class Books:
     """Bytes and messages sent by this rank to other ranks, by kind, since the last `close`.
 
-    They also hold what is under way until it has been waited for: gloo drops the connection of a
-    transfer that nothing holds any more, and then ranks would wait for one another.
+    They also keep transfers alive until they have been waited for: gloo drops the connection of a
+    transfer that nothing references, and ranks would then hang.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,23 @@ class Books:
         self._under_way: dict[object, tuple[str, object]] = {}
 
     def add(self, kind: str, sent_bytes: int, messages: int = 1) -> None:
-        """Enter bytes that went out, to as many ranks as there are messages."""
+        """Count bytes that were sent, in this many messages to one receiver each."""
         self.bytes[kind] += sent_bytes
         self.messages[kind] += messages
 
     def begin(self, transfer: object, what: str, tensors: object) -> None:
-        """Enter a transfer that must be waited for, and keep it and its tensors until `end`."""
+        """Record a transfer that must be waited for, and keep it and its tensors alive
+        until `end`."""
         self._under_way[transfer] = what, tensors
 
     def end(self, transfer: object) -> None:
-        """Cross out a transfer that has been waited for."""
+        """Remove a transfer that has been waited for."""
         self._under_way.pop(transfer, None)
 
     def close(self) -> dict[str, int]:
-        """Return the bytes sent by kind, and start a fresh page.
+        """Return the bytes sent by kind, and reset the counts.
 
-        Raises RuntimeError where a transfer has not been waited for: what it was to bring, or what
-        it sent, may be wrong.
+        Raises RuntimeError where a transfer has not been waited for: its data may be wrong.
         """
         if self._under_way:
             names = Counter(what for what, _ in self._under_way.values())
@@ -73,7 +73,8 @@ class Books:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange data, this rank's place among them, and the books that count it."""
+    """A process group: ranks that exchange data, this rank's index among them, and the counters of
+    what it sends."""
 
     handle: dist.ProcessGroup | None = None
     """torch's process group; None for a group of one."""
@@ -81,8 +82,9 @@ class Group:
     index: int = 0
     books: Books = field(default_factory=Books)
     hosts: tuple[Group, Group] | None = None
-    """Where the group has several members on each of several hosts, and what is collected goes by
-    hosts: its members on this rank's host, and those in this rank's place on every host."""
+    """Set where the group has several members on each of several hosts, so that collectives are
+    hierarchical: its members on this rank's host, and the members with this rank's position on
+    every host."""
 
     @property
     def size(self) -> int:
@@ -197,10 +199,10 @@ def shift(
 
     expected: the receives, if they are already posted.
 
-    gloo announces a receive on the connection by which its own data leaves. There all receives are
-    started first; else what another rank has for this one waits until this one has sent, and a
-    connection works one way at a time. With NCCL, where what is started first must end first, the
-    two ways of a move are started at once.
+    gloo announces a receive on the connection by which its own data leaves, so there all receives
+    are started first; otherwise another rank's data would wait until this rank has sent, and a
+    connection would work in one direction at a time. NCCL completes operations in the order of
+    their start, so there a move's send and receive are started together.
     """
     receives, sends, names = [], [], []
     for x, out, offset in moves:
@@ -405,8 +407,8 @@ def _reduce(
 
 
 FIRST_STEP = 3
-"""How many times as long collectives may wait before the first step has ended: ranks load weights,
-choose kernels and compile at speeds of their own."""
+"""Factor on the time-out of collectives during the first step: ranks load weights, choose kernels
+and compile at different speeds."""
 
 
 def deadline(minutes: float, *, first_step: bool = False) -> timedelta:
@@ -415,15 +417,15 @@ def deadline(minutes: float, *, first_step: bool = False) -> timedelta:
 
 
 def set_deadline(limit: timedelta) -> None:
-    """Let collectives wait so long at most, in every process group that this process has now.
+    """Set the time-out of collectives in every process group that this process has now.
 
-    DeepSpeed's groups are among them. A wait that has begun keeps the limit that it began with.
+    DeepSpeed's groups are among them. A wait that has begun keeps its earlier time-out.
     """
     for handle in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(limit, handle)
 
 
 def limit_of(handle: ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long a wait of a process group lasts at most, for tensors of a device."""
+    """Return the time-out of a process group for tensors of a device."""
     limit: timedelta = handle._get_backend(device).options._timeout
     return limit

@@ -1,6 +1,6 @@
-"""A world is a layout made live: its process groups, its algorithm and its kernel.
+"""A world is a layout at run time: its process groups, its algorithm and its kernel.
 
-Several may be alive at once, and the one that a row is split by travels with its batch.
+Several may exist at once; a batch has the one that splits its rows.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """What a layout needs at run time, all of it as values: nothing is looked up elsewhere."""
+    """What a layout needs at run time."""
 
     mesh: Mesh
     row: AlgorithmRow
     """The algorithm's row in the table of algorithms."""
     algorithm: Algorithm
     tensor: TensorAlgorithm
-    """How matrices are split over the mesh's tensor ranks."""
+    """The algorithm that splits matrices over tensor ranks."""
     kernel: Kernel
     device: torch.device
     stages: Stages | None = None
@@ -57,7 +57,7 @@ class World:
 
     @property
     def books(self) -> Books:
-        """The books in which this layout's transfers enter what they send."""
+        """The counters of what this layout's transfers send."""
         return self.mesh.context.books
 
     @property
@@ -66,12 +66,12 @@ class World:
 
     @property
     def replica(self) -> int:
-        """The index of the data-parallel replica that this rank belongs to."""
+        """The index of this rank's data-parallel replica."""
         return self.layout.coordinates(self.mesh.rank)["data"]
 
     @property
     def name(self) -> str:
-        """The layout's short name, as metrics.jsonl has it."""
+        """The layout's short name, as in metrics.jsonl."""
         return self.layout.name(self.row.name)
 
     def layers_here(self, every: int) -> list[int]:
@@ -83,9 +83,9 @@ class World:
     def share(self, rows: Sequence[Segments], orders: Sequence[Order] | None = None) -> Share:
         """Return this rank's share of a micro-batch.
 
-        Rows are laid end to end: position p of row i counts as p + the length of the rows before
-        it. Every rank derives everybody's part from the same document bounds, so nothing is
-        negotiated. orders: the rows' token orders, where they are at hand.
+        Rows are concatenated: position p of row i counts as p + the length of the rows before it.
+        Every rank derives everybody's part from the same document bounds, without communication.
+        orders: the rows' token orders, if they are known.
         """
         if orders is None:
             orders = [self.algorithm.token_order(row) for row in rows]
@@ -105,7 +105,7 @@ class World:
     ) -> Tensor:
         """Return attention's output [T, H, D] for this rank's tokens, differentiable.
 
-        qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside, earlier: as of Split.
+        qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside, earlier: as in Split.
         """
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside, earlier)
         share = share.with_window(rule.window)
@@ -120,8 +120,11 @@ class World:
         inside: Inside | None = None,
         earlier: LayerStates | None = None,
     ) -> Tensor:
-        """Return a rule's out [T, H, V] for this rank's tokens, differentiable. inside: as of
-        Split. earlier: what chunks hand on in this layer, where the share is of one."""
+        """Return a recurrent layer's output [T, H, V] for this rank's tokens, differentiable.
+
+        inside: as in Split. earlier: the states that chunks pass on in this layer, if the share is
+        of a chunk.
+        """
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return mix_over_chunks(x, share, rule, earlier)
@@ -135,8 +138,10 @@ class World:
         convolution: Convolution,
         earlier: LayerStates | None = None,
     ) -> Tensor:
-        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable. earlier: as
-        of mix."""
+        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable.
+
+        earlier: as in `mix`.
+        """
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return convolve_chunk(x, share, taps, convolution, earlier)
@@ -152,13 +157,13 @@ def live_worlds(
     groups: Groups,
     prices: ChunkPrices | None = None,
 ) -> tuple[list[World], list[str]]:
-    """Make the layout of each of a recipe's strategies live, or the one that there is; collective.
+    """Create the world of each of a recipe's strategies, or the only one; collective.
 
     heads: those of the model's layers. window: the sliding window that all its layers have, if any.
-    softcap: the bound of its attention's scores, if any. prices: by which rows are cut into chunks
-    that take equal time. Every rank tries kernels on the heads of all ranks' attention calls, so
+    softcap: the bound of its attention scores, if any. prices: by which rows are cut into chunks
+    that take equal time. Every rank tests kernels on the heads of all ranks' attention calls, so
     that all choose the same. Returns the worlds, that of the longest rows last, with a line for
-    each attention kernel that was tried first, and refused.
+    each attention kernel that was tried first and failed.
     """
     every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
     wish, dtype = recipe.model.attention, getattr(torch, recipe.model.dtype)

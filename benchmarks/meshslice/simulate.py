@@ -19,6 +19,7 @@ from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, mesh_produ
 from benchmarks.meshslice.torus import MEMORY_BYTES_PER_SECOND, Axis, Torus, Waited
 from uspft.families import ModelShape
 from uspft.planner.mesh import MeshProduct, Stationary, best_slices, product_part
+from uspft.planner.options import Options
 from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.segments import Segments
 
@@ -99,7 +100,8 @@ class Run:
         sizes = (4 * model.hidden, 1, SEQUENCE)
         shape = ModelShape("llama", model.hidden, 1, *heads, *sizes, None, False, False, {})
         row = Segments.single(SEQUENCE)
-        return StepShape(shape, row, (None,), self.batch, self.batch, recompute=False)
+        options = Options(step_rows=self.batch, micro_batch=self.batch, checkpointing=False)
+        return StepShape(shape, row, (None,), options)
 
     def on(self, torus: Torus) -> PlacedStep:
         """Return the layer's step on the chips, as the planner has it."""

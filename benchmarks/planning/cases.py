@@ -14,6 +14,7 @@ from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.attention_step import attention_one_way
 from uspft.planner.machine import Hardware
+from uspft.planner.options import Options
 from uspft.planner.step import step_time
 from uspft.planner.step_shape import PlacedStep, StepShape, seconds_of
 from uspft.segments import Segments
@@ -73,9 +74,7 @@ def _steps(name: str, table: Mapping[str, Any]) -> Iterator[Run]:
             model,
             Segments.single(row["tokens"]),
             (None,) * model.layers,
-            row["rows"],
-            recompute=False,
-            use_seq_parallel=row["tensor"] > 1,
+            Options(step_rows=row["rows"], checkpointing=False, use_seq_parallel=row["tensor"] > 1),
             scatters=True,
         )
         layout = Layout(row["tensor"], row["ulysses"], row["ring"], row["data"])
@@ -86,9 +85,8 @@ def _forwards(name: str, table: Mapping[str, Any]) -> Iterator[Run]:
     for row in table["rows"]:
         sizes = (row["heads"], row["kv_heads"], row["head_dim"])
         model = _model(row["heads"] * row["head_dim"], 1, sizes, 1, 1)
-        step = StepShape(
-            model, Segments.single(row["tokens"]), (None,), row["rows"], rows=row["rows"]
-        )
+        options = Options(step_rows=row["rows"], micro_batch=row["rows"])
+        step = StepShape(model, Segments.single(row["tokens"]), (None,), options)
         layout = Layout(1, row["ulysses"], row["ring"])
         yield Run(Block(name, row["tokens"], row["rows"]), step, layout, 1 / row["a_second"], False)
 

@@ -12,9 +12,9 @@ from uspft.config.strategies import row_lengths, strategies_of, under
 from uspft.layout import Layout, layout_of
 from uspft.planner.machine import read_hardware
 from uspft.planner.memory.formula import USABLE_SHARE
+from uspft.planner.options import options_of
 from uspft.planner.ways import way_of
 from uspft.prepare.examine import Examined
-from uspft.prepare.known import matrices_of
 from uspft.prepare.make_plan import step_of
 from uspft.switching.choose.choice import SwitchingChoice, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps
@@ -74,6 +74,5 @@ def _priced(given: Given, found: Examined, number: int, drawn: DrawnSteps) -> Pr
     alone, length = under(found.recipe, number), row_lengths(found.recipe)[number]
     layout = layout_of(alone.parallel_config, found.layout.ranks)
     assert isinstance(layout, Layout)  # or the recipe would have been refused
-    shape = replace(given.step, **matrices_of(alone.parallel_config))
-    setting = replace(given, step=shape)
+    setting = replace(given, step=replace(given.step, options=options_of(alone, layout)))
     return priced(setting, way_of(alone, layout), length, drawn.typical(length))

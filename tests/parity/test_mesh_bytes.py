@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.mesh import mesh_parts
+from uspft.planner.options import Options
 from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.segments import Segments
 
@@ -54,9 +54,10 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Data]:
 def moved(shape: ModelShape, mesh: tuple[int, int], recompute: bool) -> float:
     """What the model says that one rank sends, of rings of as many ranks as the larger axis has."""
     rows, columns = mesh
-    step = StepShape(shape, Segments.single(LENGTH), (), 1, element_bytes=4, recompute=recompute)
+    options = Options(dtype="float32", checkpointing=recompute, slices=(2,) * 4)
+    step = StepShape(shape, Segments.single(LENGTH), (), options)
     layout = Layout(columns, ring=rows, mesh_rows=rows)
-    parts = mesh_parts(PlacedStep(replace(step, slices=(2,) * 4), layout, H100))
+    parts = mesh_parts(PlacedStep(step, layout, H100))
     share = 1 - 1 / max(mesh)
     twice = {"norms": 2, "loss": 2}  # there and back
     return sum(share * twice.get(part.name, 1) * part.bytes for part in parts)

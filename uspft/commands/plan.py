@@ -30,13 +30,14 @@ from uspft.config.problems import UsageError, counted, writing
 from uspft.data.corpus.prepare import first_look
 from uspft.launcher.hosts import planned_hosts
 from uspft.planner.mesh import TunedMesh, mesh_products, tuned, why_not_kept
+from uspft.planner.options import slices_of
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.planner.ways import Way, in_recipe
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
-from uspft.prepare.known import Weighed, slices_of
+from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import (
     examine_for_plan,
@@ -216,7 +217,7 @@ def _several(weighed: Weighed | None) -> str:
 
 
 def _step(step: StepShape) -> str:
-    again = ", layers recomputed" if step.recompute else ""
+    again = ", layers recomputed" if step.options.checkpointing else ""
     documents = "each priced as one document, since the data is not here"
     if drawn := step.sample:
         rows = counted(len(drawn.rows), "row")
@@ -241,5 +242,7 @@ def _meshes(found: Examined, step: StepShape, order: Ranking) -> str:
         name = f"{down} × {across}" + " (the recipe's)" * ((down, across) == mine)
         times = shown_seconds(one.seconds), shown_seconds(one.whole_seconds)
         rows.append([name, *times, *map(str, one.slices)])
-    others = why_not_kept(mesh_products(step.model), step.rows * step.row.length / shared)
+    others = why_not_kept(
+        mesh_products(step.model), step.options.micro_batch * step.row.length / shared
+    )
     return "\n".join([aligned(rows), MESH_LEGEND, *(f"not by the rule: {one}" for one in others)])

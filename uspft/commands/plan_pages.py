@@ -284,7 +284,7 @@ def timeline_of(one: Ranked) -> PipelineTimeline:
     passes = one.placed.passes
     few = min(passes, DRAWN * layout.pipeline)
     found = timeline(costs, schedule, few)
-    needs = memory_of_ranks(step.model, layout, step.row.length, options=one.options)
+    needs = memory_of_ranks(step.model, layout, step.row.length, options=one.step.options)
     tokens, ranks = one.placed.tokens / schedule.chunks, []
     for timed, busy, memory in zip(found.ranks, found.busy, needs, strict=True):
         kept = f"{int(memory.stage_inputs * tokens):,}"

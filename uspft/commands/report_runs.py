@@ -17,7 +17,6 @@ from uspft.config.problems import InputError, UsageError
 from uspft.config.strategies import strategies_of
 from uspft.layout import Layout
 from uspft.metrics.trackers import numbers
-from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
@@ -231,8 +230,7 @@ def predicted(found: Examined, place: Invocation) -> Predicted:
         return Predicted(lines=(*told, *unknown))
     step, hardware = step_of(found), hardware_of(found)
     step = replace(step, sample=sample_of(found, place))
-    options = options_of(found.recipe, found.layout)
-    one = ranked(step, own_way(found), hardware, options, own=True)
+    one = ranked(step, own_way(found), hardware, own=True)
     numbers, why_not = _numbers(one)
     lines = (*told, machine_line(hardware, found.layout.ranks))
     return Predicted(numbers, why_not, lines, parts_table(one), found.layout, step.model.experts)

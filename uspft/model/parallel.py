@@ -63,10 +63,11 @@ def shards_under(
     tensor_of_rows: int = 1,
     moves: bool = False,
 ) -> Shards:
-    """Return the shards of a model on meta in a live layout, with the stages that it has.
+    """Return which ranks store which parts of a model on the meta device under a world's layout.
 
-    shapes: of its parameters, by their names in files. moves: whether weights move between layouts: then a table of embeddings that is the head's too
-    is held, and its gradient made, at both ends of a pipeline. tensor_of_rows: as of `shards_of`.
+    shapes: of its parameters, by their names in files. tensor_of_rows: the largest tensor degree of
+    rows, if higher than the layout's. moves: whether weights move between layouts: then tied
+    embeddings are stored, and get gradients, in both the first and the last stage.
     """
     how: Any = {"splits_tokens": world.tensor.splits_tokens, "tensor_of_rows": tensor_of_rows}
     found, stages = shards_of(model, shapes, world.layout, **how), world.stages
@@ -132,7 +133,7 @@ def splits_of(
         owner, _, adapter = owner.partition(".lora_")
         found, is_norm = projection_of(model, owner), "norm" in owner.rpartition(".")[2]
         found = found or projection_of(model, name)
-        # Megatron's ranks have whole what is outside blocks, a mesh divides norms there too.
+        # Megatron replicates what is outside blocks; a mesh splits norms there too.
         known = is_norm if on_mesh else not blocks & set(owner.split("."))
         if found is None and not known:
             family = model.config.model_type

@@ -1,4 +1,5 @@
-"""What is done to a model before its engine is made: its matrices divided, and its memory saved."""
+"""The preparation of a model before its engine is built: splitting its matrices, and saving
+memory."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 def divide_matrices(
     model: Any, worlds: Sequence[World], holders: Holders, *, moves: bool = False
 ) -> None:
-    """Make a model that is filled with this rank's parts compute with them.
+    """Make a model, loaded with this rank's shards, compute with them.
 
-    worlds: the layouts of its rows. moves: whether what is held changes, to be what each call's
-    rows use.
+    worlds: the layouts of its rows. moves: whether weights move between layouts, so that a rank
+    always stores what each call's rows use.
     """
     if any(world.layout.is_mesh for world in worlds):
         calls = grid.split_model(model, holders)
@@ -40,10 +41,10 @@ def divide_matrices(
 def save_memory(
     model: Any, block: MemoryBlock, stages: Stages | None = None
 ) -> tuple[Recompute | None, bool]:
-    """Make a model's layers keep less, as the recipe says.
+    """Apply the recipe's memory savings to a model's layers.
 
-    stages: which layers each has; None: one has all. Returns what of attention checkpointed layers
-    make again, and whether what they keep waits on the host.
+    stages: the layers of each; None: a single one. Returns what of attention checkpointed layers
+    recompute, and whether what they save is offloaded to the host.
     """
     stages = stages or Stages.of_sizes([model.config.num_hidden_layers], 1)
     layers = first_layers(block.gradient_checkpointing, stages)

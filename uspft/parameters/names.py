@@ -1,5 +1,5 @@
-"""The parameters of a module by their names in files, which do without the words that peft inserts
-for an adapter; and the pipeline stage that has a parameter, by its name."""
+"""The parameters of a module by their names in files, without the words that peft inserts for an
+adapter; and the pipeline stage that has a parameter, by its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """The name that peft gives a model's only adapter."""
 BESIDE = "_adapter"
-"""The end of the name of a module that is the adapter of the parameter that it is named after."""
+"""The suffix of the module of a parameter's adapter, after the parameter's own name."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 """The number of a layer in the names of its parameters."""
 _TABLE = "embed_tokens."
@@ -46,14 +46,15 @@ def stage_of(name: str, stages: Stages) -> int:
 
 
 def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:
-    """Return by name the place along the pipeline of the ranks that hold a parameter."""
+    """Return by name, the pipeline index of the rank that stores a parameter."""
     return {name: stages.rank_of(stage_of(name, stages)) for name in names}
 
 
 def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Return every parameter by its first name in files, with all its (module, attribute) places.
+    """Return every parameter by its first name in files, with all (module, attribute) pairs that
+    refer to it.
 
-    Tied parameters have several places.
+    Tied parameters have several pairs.
     """
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():

@@ -37,7 +37,7 @@ EXCHANGES = 2
 
 def wire_of(cost: Cost, placed: PlacedStep) -> dict[str, StepPart]:
     """Return the transfers of one layer in one direction, by kind. cost: what one row sends."""
-    rows = placed.step.rows
+    rows = placed.options.micro_batch
 
     def messages(name: str, each: Traffic, *axes: str, to_next: bool = False) -> StepPart:
         of = rows * each.bytes, each.messages, placed.spread(*axes)
@@ -60,7 +60,7 @@ merged: of the output forward (kernels/merge.py), and of the query's gradient ba
 
 def attention_parts(placed: PlacedStep, window: int | None) -> Iterator[StepPart]:
     """Yield the attention of a layer with this window, forward and backward, and its transfers."""
-    often = placed.step.attention
+    often = placed.options.attention
     for part in attention_one_way(placed, window):
         yield part.times(often.heads if part.name == "all_to_all" else often.keys)
     yield from attention_one_way(placed, window, backward=True)
@@ -81,9 +81,10 @@ def attention_one_way(
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
     shares = split_heads(heads.query, heads.kv, layout.ulysses).query
     most = max(last - first for first, last in shares)
-    pairs, arrivals = step.rows * work.pairs, work.forward.arrivals
+    rows = placed.options.micro_batch
+    pairs, arrivals = rows * work.pairs, work.forward.arrivals
     computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
-    joined = JOIN_BYTES[backward] * step.rows * work.joined * most * heads.dim
+    joined = JOIN_BYTES[backward] * rows * work.joined * most * heads.dim
     beside = arrivals * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
     moved = wire_of(work.backward if backward else work.forward, placed)
     waits = (layout.ring - 1) / (layout.ring * max(1, arrivals))
@@ -97,27 +98,28 @@ def attention_one_way(
 
 def _work(placed: PlacedStep, window: int | None) -> AttentionWork:
     step, layout, algorithm = placed.step, placed.layout, placed.algorithm
+    element, at_once = step.options.element, step.options.at_once
+    chunks = step.options.schedule.chunks if layout.pipeline > 1 else 1
     assert algorithm
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
-    of = heads, step.element_bytes, window
+    of = heads, element, window
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
         found = attention_of_row(algorithm, step.row, *of)
     else:
-        rows = step.sample or DrawnRows((step.row,))
-        found = attention_of_sample(algorithm, rows, *of, dealt=step.dealt)
-    if layout.pipeline > 1 and step.schedule.chunks > 1 and layout.ring > 1:
-        found = in_chunks(found, step.schedule.chunks, _brought(step, window))
-    if step.attention.at_once is None:
+        found = attention_of_sample(algorithm, step.drawn, *of, dealt=step.dealt)
+    if chunks > 1 and layout.ring > 1:
+        found = in_chunks(found, chunks, _brought(step, window))
+    if at_once is None:
         return found
     tokens = step.row.length // (algorithm.ring * algorithm.ulysses)
-    return in_groups(found, algorithm, heads, tokens * step.element_bytes, step.attention.at_once)
+    return in_groups(found, algorithm, heads, tokens * element, at_once)
 
 
 def _brought(step: StepShape, window: int | None) -> float:
     """Return by how much a layer with this window sends more keys when rows are cut into chunks, as
     a factor: the mean over rows."""
-    cut = cut_by_flops(step.model, step.windows, step.schedule.chunks, 1)
-    rows = step.sample.rows if step.sample else (step.row,)
+    cut = cut_by_flops(step.model, step.windows, step.options.schedule.chunks, 1)
+    rows = step.drawn.rows
     return sum(cut.brought(row, window) for row in rows) / len(rows)
 
 
@@ -145,14 +147,14 @@ def state_parts(placed: PlacedStep) -> Iterator[StepPart]:
     """
     step, layout, hardware = placed.step, placed.layout, placed.hardware
     sizes = state_sizes(step.model)
-    if sizes is None or not step.rows:
+    if sizes is None or not step.options.micro_batch:
         return
-    mine, again = sizes.on(layout.mesh_columns), step.attention
+    mine, again = sizes.on(layout.mesh_columns), step.options.attention
     values = split_heads(mine.values, mine.keys, layout.ulysses).query
     most = max(last - first for first, last in values)
     heads, key, chunk = placed.tokens * layout.ulysses * most, mine.key_dim, CHUNK_TOKENS
     width = 2 * chunk + chunk * (key + 2 * mine.value_dim) / key + 3 * mine.value_dim
-    one = hardware.product_seconds(heads, key, width, step.element_bytes)
+    one = hardware.product_seconds(heads, key, width, step.options.element)
     summary = SUMMARY_WORK if layout.ring > 1 else 0.0
     rule = (again.keys * (1 + summary) + BACKWARD_WORK) * one
     yield StepPart("states", rule)
@@ -165,7 +167,7 @@ def state_parts(placed: PlacedStep) -> Iterator[StepPart]:
 
 
 def _state_work(step: StepShape, algorithm: Algorithm, sizes: StateSizes) -> tuple[Cost, Cost]:
-    of = sizes, step.element_bytes, step.attention.at_once
+    of = sizes, step.options.element, step.options.at_once
     if step.sample is None and (step.dealt or is_whole(step.row, None)):
         return state_work(algorithm, step.row, *of)
     whole = state_work(algorithm, Segments.single(step.row.length), *of)

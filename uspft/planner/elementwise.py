@@ -50,20 +50,20 @@ def layer_moved(step: StepShape, blocks: Blocks, columns: int) -> Moved:
     """Return the bytes of a layer's forward, recomputation and backward on one rank. columns: the
     degree of tensor parallelism."""
     parts = _by_part(step, blocks, columns)
-    each = sum(step.forwards * one.forward + one.backward for one in parts.values())
-    if step.recompute and not layer_kind(step.model).norms.behind_mlp:
+    each = sum(step.options.forwards * one.forward + one.backward for one in parts.values())
+    if step.options.checkpointing and not layer_kind(step.model).norms.behind_mlp:
         # Recomputation stops before the last residual sum, which saves nothing.
-        each -= 3 * step.element_bytes * _between(step, columns)
-    if not step.tiles:
+        each -= 3 * step.options.element * _between(step, columns)
+    if not (tile := step.options.mlp_tile):
         return Moved(each)
-    tiled = _tiled(step, blocks, columns, parts)
+    tiled = _tiled(step, blocks, columns, parts, tile)
     return Moved(each + tiled.per_token, tiled.per_pass)
 
 
 def _between(step: StepShape, columns: int) -> float:
     """Return a rank's share of a token's hidden features between blocks: all of them under
     Megatron's tensor parallelism without use_seq_parallel."""
-    divided = step.use_seq_parallel or step.slices is not None
+    divided = step.options.use_seq_parallel or step.options.slices is not None
     return step.model.hidden_size / (columns if divided else 1)
 
 
@@ -79,9 +79,9 @@ def norm_bytes(element: int, *, wide: bool, trains: bool) -> BothWays:
 def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWays]:
     """Return the bytes per token of each part of a layer with these blocks, on one tensor rank. All
     choices of experts are taken to be equally likely. columns: as in `layer_moved`."""
-    e, of, kind = step.element_bytes, blocks.sizes(step.model), layer_kind(step.model)
+    e, of, kind = step.options.element, blocks.sizes(step.model), layer_kind(step.model)
     between, entered = _between(step, columns), step.model.hidden_size
-    trains = step.lora is None
+    trains = step.options.lora is None
     every = layer_projections(of, experts=blocks.experts)
     query, key, value = (one.on(columns).outputs for one in every[:3])
     query //= 2 if kind.gated else 1
@@ -113,10 +113,10 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
     else:
         inner = every[-1].on(columns).inputs
         found["mlp"] = BothWays(5 * e * inner, (9 + 4 * kind.fused) * e * inner)
-    if step.lora:
+    if step.options.lora:
         words = EXPERT_WORDS if blocks.experts else ()
         for name, one in layer_modules(of, blocks).items():
-            if step.lora.adapts(name, words):
+            if step.options.lora.adapts(name, words):
                 part, before = one.on(columns), found.get("adapters", BothWays(0.0, 0.0))
                 more = 5 * part.outputs, 2 * part.outputs + 3 * part.inputs
                 found["adapters"] = BothWays(
@@ -128,7 +128,7 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
 def _experts(step: StepShape, of: ModelShape, columns: int) -> dict[str, BothWays]:
     """Return the bytes of a token in its experts, on their way there and back, and in what every
     token meets beside them."""
-    e, kind, hidden = step.element_bytes, layer_kind(step.model), of.hidden_size
+    e, kind, hidden = step.options.element, layer_kind(step.model), of.hidden_size
     down = layer_projections(of, experts=True)[-1].on(columns)
     rows, inner = down.per_token * hidden, down.per_token * down.inputs
     s = WIDE if kind.wide_scores else e  # in which rows are weighted and summed
@@ -146,27 +146,29 @@ def _experts(step: StepShape, of: ModelShape, columns: int) -> dict[str, BothWay
     return found
 
 
-def _tiled(step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, BothWays]) -> Moved:
+def _tiled(
+    step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, BothWays], tile: int
+) -> Moved:
     """Return the bytes that a layer's tiles of tokens add: norms and MLP are run again for each
     tile's gradients, outputs are put in place, and weights' gradients are summed in float32."""
-    e, between = step.element_bytes, _between(step, columns)
-    again = parts["norms"].forward + (0.0 if step.recompute else parts["mlp"].forward)
-    copies = 2 * e * between * (3 + 3 + 2 * step.recompute)
-    if step.lora:
+    e, between = step.options.element, _between(step, columns)
+    again = parts["norms"].forward + (0.0 if step.options.checkpointing else parts["mlp"].forward)
+    copies = 2 * e * between * (3 + 3 + 2 * step.options.checkpointing)
+    if step.options.lora:
         return Moved(again + copies)
     matrices = layer_projections(blocks.sizes(step.model), experts=blocks.experts)[-3:]
     weights = sum(one.on(columns).parameters for one in matrices)
     added = weights * (2 * WIDE + e)
     # The first tile's are cast, not added, and in the end the sum is.
-    return Moved(again + copies + added / step.tiles, 2 * (WIDE + e) * weights - added)
+    return Moved(again + copies + added / tile, 2 * (WIDE + e) * weights - added)
 
 
 def outside_moved(step: StepShape, columns: int) -> Moved:
     """Return the bytes of a pass outside of the layers, on one tensor rank: of the embedding, the
     last norm, and the loss with its head. columns: as in `layer_moved`."""
-    model, e, hidden = step.model, step.element_bytes, step.model.hidden_size
+    model, e, hidden = step.model, step.options.element, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
-    cast, trains = (e + WIDE if e < WIDE else 0), step.lora is None
+    cast, trains = (e + WIDE if e < WIDE else 0), step.options.lora is None
     norm = norm_bytes(e, wide=layer_kind(model).wide_norms, trains=trains)
     # A tile's logits: maximum, difference from it, exponentials, their sum, probabilities.
     logits = 2 * cast + 8 * WIDE
@@ -225,10 +227,10 @@ def update_bytes(step: StepShape, held: float, ranks: int, passes: int) -> float
     """
     if step.scatters:  # not DeepSpeed: products add to the float32 sums themselves
         return ADAMW_BYTES * held / ranks
-    of = GRADIENT_BYTES_OF[step.stage, step.element_bytes == WIDE]
+    of = GRADIENT_BYTES_OF[step.options.zero_stage, step.options.element == WIDE]
     each = [
         first + (passes - 1) * later + once
         for first, later, once in zip(of.first, of.later, of.once, strict=True)
     ]
     whole = each[0] + of.averaged * (ranks > 1)
-    return held * (whole + each[1] / (ranks if step.stage else 1))
+    return held * (whole + each[1] / (ranks if step.options.zero_stage else 1))

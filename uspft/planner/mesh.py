@@ -18,13 +18,14 @@ from typing import Literal, NamedTuple
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Collective, Hardware, Spread
+from uspft.planner.options import GRADIENT_BYTES
 from uspft.planner.products import (
     ProductShape,
     gathered_elements,
     head_projection,
     layer_projections,
 )
-from uspft.planner.step_shape import GRADIENT_BYTES, PlacedStep
+from uspft.planner.step_shape import PlacedStep
 
 Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]
@@ -235,18 +236,18 @@ def mesh_parts(placed: PlacedStep) -> list[MeshPart]:
 def mesh_layer(placed: PlacedStep) -> list[MeshPart]:
     """Return the parts of one layer, forward and backward: its products with the step's slices, the
     sums of its norms, and the gathering of replicated heads."""
-    step = placed.step
-    each = zip(mesh_products(step.model), step.slices or (), strict=True)
+    options = placed.options
+    each = zip(mesh_products(placed.step.model), options.slices or (), strict=True)
     products = [product_part(placed, product, count) for product, count in each]
-    norms = number_sums(placed, "norms", NORMS * (step.forwards + 1))
+    norms = number_sums(placed, "norms", NORMS * (options.forwards + 1))
     return [*products, norms, *gathered_heads(placed)]
 
 
 def product_part(placed: PlacedStep, product: MeshProduct, slices: int) -> MeshPart:
     """Return one of a layer's products, forward and backward, recomputation included."""
     step = placed.step
-    of = placed.layout, placed.hardware, step.element_bytes
-    often = (step.forwards, 1, step.trained)  # a frozen weight has no gradient
+    of = placed.layout, placed.hardware, step.options.element
+    often = (step.options.forwards, 1, step.trained)  # a frozen weight has no gradient
     found = MeshPart(product.name, 0.0)
     for count, one in zip(often, product.times(placed.tokens, slices, *of), strict=True):
         found = found.plus(one.times(count))
@@ -262,10 +263,10 @@ def number_sums(placed: PlacedStep, name: str, count: int) -> MeshPart:
 
 def gathered_heads(placed: PlacedStep) -> Iterator[MeshPart]:
     """Yield the exchange between ranks that share a KV head of a fused projection, if any."""
-    step = placed.step
-    elements = gathered_elements(step.model, placed.layout.mesh_columns)
-    if heads := step.element_bytes * placed.tokens * elements:
-        one = placed.sent("heads", "all_to_all", heads, ("mesh_columns",), step.forwards + 1)
+    options = placed.options
+    elements = gathered_elements(placed.step.model, placed.layout.mesh_columns)
+    if heads := options.element * placed.tokens * elements:
+        one = placed.sent("heads", "all_to_all", heads, ("mesh_columns",), options.forwards + 1)
         yield MeshPart("heads", one.seconds, bytes=one.bytes)
 
 
@@ -281,8 +282,8 @@ def mesh_outside(placed: PlacedStep) -> Iterator[MeshPart]:
     step, tokens = placed.step, placed.tokens
     part = head_projection(step.model).on(placed.layout.mesh_columns)
     whole = {
-        "mesh_rows": step.element_bytes * part.parameters,
-        "mesh_columns": step.element_bytes * tokens * part.inputs,
+        "mesh_rows": step.options.element * part.parameters,
+        "mesh_columns": step.options.element * tokens * part.inputs,
     }
 
     def moving(name: str, computed: float, *transfers: tuple[Collective, str, float]) -> MeshPart:
@@ -337,7 +338,7 @@ def tuned(placed: PlacedStep, asked: Sequence[int] | None = None) -> TunedMesh:
     slices = tuple(asked or slices_on(placed))
 
     def seconds(counts: tuple[int, ...]) -> float:
-        return sum(part.seconds for part in mesh_parts(placed.of(slices=counts)))
+        return sum(part.seconds for part in mesh_parts(placed.of(placed.step.under(slices=counts))))
 
     return TunedMesh(slices, seconds(slices), seconds((1,) * len(slices)))
 

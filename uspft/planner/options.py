@@ -1,4 +1,5 @@
-"""What decides the memory of a rank beside the model, the layout and the row's length."""
+"""How a step runs: the choices on which its time and the memory of its ranks depend, beside the
+model, the layout and the rows."""
 
 from __future__ import annotations
 
@@ -10,23 +11,25 @@ from uspft.config.deepspeed_fields import (
     ELEMENTS,
     elements,
 )
-from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
-from uspft.pipeline.schedules import Schedule
+from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Each, schedule_of
 from uspft.planner.trained import Lora
+from uspft.sequence import FORWARDS, ONCE, Forwards
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
+    from uspft.config import ParallelBlock, Recipe
     from uspft.config.inputs import ModelBlock
     from uspft.layout import Layout
 
+GRADIENT_BYTES = 4
+"""The bytes of an element of a weight's gradient, which is summed in float32."""
 RECOMPUTES = ("nothing", "exchange", "attention")
 """What of attention may be made again, the least work first."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What decides the memory of a rank beside the model, the layout and the row's length."""
+    """How a step runs, as far as its time or memory depends on it."""
 
     algorithm: AlgorithmRow = WHOLE
     """The row of the algorithm that shares rows."""
@@ -48,6 +51,10 @@ class Options:
     reuse: int = ELEMENTS["stage3_max_reuse_distance"]
     """The elements of weights within which ZeRO-3 keeps those that come again."""
     two_buckets: bool = False
+    """Whether DeepSpeed has two buckets of gradients (overlap_comm)."""
+    overlaps: bool | None = False
+    """DeepSpeed's overlap_comm where the device has streams; None: DeepSpeed's default, which
+    overlaps at stage 3."""
     offload_optimizer: bool = False
     offload_weights: bool = False
     saves_beside: bool = False
@@ -66,12 +73,13 @@ class Options:
     loss_tile: int | None = 1024
     """Tokens; None for all at once."""
     mlp_tile: int | None = None
-    slices: tuple[int, ...] = (1, 1, 1, 1)
-    """Of each product on a mesh."""
+    slices: tuple[int, ...] | None = None
+    """MeshSlice's slices of each product of a layer; None: Megatron's tensor parallelism, or the
+    fastest ones."""
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
     """Regular expressions over parameter names."""
-    schedule: Schedule = PLAIN_SCHEDULE
+    schedule: Schedule = PLAIN
     """Of a pipeline's ranks."""
     equal_tokens: bool = False
     """Whether chunks of a row have equal tokens; else they take equal time."""
@@ -82,6 +90,27 @@ class Options:
     def element(self) -> int:
         """The bytes of a weight."""
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def hides(self) -> bool:
+        """Whether ZeRO's transfers overlap with products."""
+        return self.zero_stage == 3 if self.overlaps is None else self.overlaps
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes per element in which gradients are reduced."""
+        return 2 if self.gradient_reduction == "bfloat16" else GRADIENT_BYTES
+
+    @property
+    def forwards(self) -> int:
+        """How often a layer runs forward in a step's pass, recomputation included."""
+        return 2 if self.checkpointing else 1
+
+    @property
+    def attention(self) -> Forwards:
+        """How often a layer makes its attention's forward transfers, recomputation included."""
+        found = FORWARDS[self.recompute] if self.checkpointing else ONCE
+        return found._replace(at_once=self.at_once)
 
     def several(self, layout: Layout) -> bool:
         """Tell whether a step has more than one forward and backward."""
@@ -94,8 +123,8 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
     `auto` counts as what it is without a need to save memory.
     """
     zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
-    parallel, slices = recipe.parallel_config, recipe.parallel_config.tensor_slices
-    again = memory.gradient_checkpointing
+    parallel, again = recipe.parallel_config, memory.gradient_checkpointing
+    on_gpu, overlaps = recipe.launch.device == "cuda", zero.get("overlap_comm")
 
     def away(key: str) -> bool:
         return bool((zero.get(key) or {}).get("device", "none") != "none")
@@ -110,25 +139,26 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         copies=parallel.fine_grain_interleave,
         micro_batch=recipe.training.micro_batch_size,
         dtype=model.dtype,
-        zero_stage=int(zero.get("stage", 1)),
+        zero_stage=stage_of(recipe),
         bucket=elements(zero, "reduce_bucket_size"),
         live=elements(zero, "stage3_max_live_parameters"),
         prefetch=elements(zero, "stage3_prefetch_bucket_size"),
         reuse=elements(zero, "stage3_max_reuse_distance"),
-        two_buckets=bool(zero.get("overlap_comm")),
+        two_buckets=bool(overlaps),
+        overlaps=(None if overlaps is None else bool(overlaps)) if on_gpu else False,
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
         saves_beside=recipe.checkpoint.overlap,
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
-        flash=recipe.launch.device == "cuda",
+        flash=on_gpu,
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         at_once=memory.heads_at_once,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),
-        slices=slices if isinstance(slices, tuple) else (number(slices) or 1,) * 4,
+        slices=slices_of(parallel),
         lora=lora_of(model),
         freeze=tuple(model.freeze),
         schedule=schedule_of(parallel),
@@ -144,3 +174,14 @@ def lora_of(model: ModelBlock) -> Lora | None:
     block = model.adapter
     lora = Lora(block.rank, block.target_modules, dropout=block.dropout > 0)
     return replace(lora, parameters=block.target_parameters)
+
+
+def stage_of(recipe: Recipe) -> int:
+    return int(recipe.deepspeed.zero_optimization.get("stage", 1))
+
+
+def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
+    """Return the slices of each product that a recipe sets; None where they are `auto`."""
+    asked = parallel.tensor_slices
+    every = (asked,) * 4 if isinstance(asked, int) else asked
+    return every if isinstance(every, tuple) else None

@@ -35,12 +35,11 @@ from uspft.planner.memory.passes import PassBytes, pass_bytes
 from uspft.planner.memory.zero import State, state_of
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
-from uspft.planner.stages import as_many, estimated, simulated
+from uspft.planner.stages import estimated, simulated
 from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 
-PLAIN = Options()
 SHORTLIST = 8
 """The number of layouts that are priced exactly, after a search by closed forms."""
 SAID = 3
@@ -62,8 +61,6 @@ class Ranked:
     """The step as it runs in this way."""
     hardware: Hardware = field(repr=False, compare=False)
     needs: Needs = field(repr=False, compare=False)
-    options: Options
-    """The options on which memory depends."""
     own: bool = False
     """Whether it is the recipe's own way."""
     closely: bool = False
@@ -97,7 +94,7 @@ class Ranked:
     @cached_property
     def memory(self) -> Memory:
         """The memory that a rank needs."""
-        return self.needs.of(self.layout, self.options)
+        return self.needs.of(self.layout, self.step.options)
 
     @cached_property
     def room(self) -> bool | None:
@@ -120,14 +117,14 @@ class Ranked:
         GPU's."""
         if self.card is None:
             return False
-        return self.needs.least(self.layout, self.options) > USABLE_SHARE * self.card
+        return self.needs.least(self.layout, self.step.options) > USABLE_SHARE * self.card
 
     @cached_property
     def longest_row(self) -> int | None:
         """The longest row in tokens that fits on a GPU; None on CPUs, or if it is not known."""
         if self.card is None:
             return None
-        return self.needs.longest_row(self.layout, self.options, self.card)
+        return self.needs.longest_row(self.layout, self.step.options, self.card)
 
     @property
     def layout(self) -> Layout:
@@ -188,7 +185,6 @@ def ranked(
     step: StepShape,
     way: Way,
     hardware: Hardware,
-    options: Options = PLAIN,
     *,
     own: bool = False,
     needs_of: Needs | None = None,
@@ -196,17 +192,14 @@ def ranked(
 ) -> Ranked:
     """Return a way with its prices. needs_of: shares its cache between ways; None: a new one."""
     shape = way.step(step)
-    if way.layout.is_mesh and shape.slices is None:
-        shape = replace(shape, slices=slices_on(PlacedStep(shape, way.layout, hardware)))
+    if way.layout.is_mesh and shape.options.slices is None:
+        shape = shape.under(slices=slices_on(PlacedStep(shape, way.layout, hardware)))
     needs = needs_of or Needs(step.model, step.row.length)
     if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
-        again = options.checkpointing and options.first_layers is None
+        again = shape.options.checkpointing and shape.options.first_layers is None
         dealt = price.dealt_stages(shape, way.layout, again, needs.memo)
-        shape = replace(shape, schedule=way.schedule._replace(sizes=dealt.sizes))
-    asked = replace(options_under(way, options), step_rows=step.step_rows, schedule=shape.schedule)
-    if shape.slices is not None:
-        asked = replace(asked, slices=tuple(shape.slices))
-    return Ranked(way, shape, hardware, needs, asked, own, closely)
+        shape = shape.under(schedule=way.schedule._replace(sizes=dealt.sizes))
+    return Ranked(way, shape, hardware, needs, own, closely)
 
 
 def ranking(
@@ -214,7 +207,6 @@ def ranking(
     ranks: int,
     space: Space,
     hardware: Hardware,
-    options: Options = PLAIN,
     *,
     own: Way | None = None,
     why_not: WhyNot | None = None,
@@ -234,7 +226,7 @@ def ranking(
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
         asked = {"own": way == own, "closely": closely or way == own}
-        return ranked(given, way, hardware, options, needs_of=needs, **asked)
+        return ranked(given, way, hardware, needs_of=needs, **asked)
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
@@ -385,23 +377,6 @@ class Needs:
         return self.memo.once(key, lambda: pass_bytes(self._model, layout, tokens, options))
 
 
-def options_under(way: Way, options: Options) -> Options:
-    """Return the options on which memory depends, in a way."""
-    first = options.first_layers
-    if not isinstance(first, int | None) and not as_many(first, way.layout.pipeline, way.schedule):
-        first = None  # it has a number per stage, of another number of stages
-    return replace(
-        options,
-        first_layers=first,
-        schedule=way.schedule,
-        algorithm=way.row,
-        use_seq_parallel=way.splits_tokens,
-        micro_batch=way.rows,
-        zero_stage=way.stage,
-        recompute=way.recompute,
-    )
-
-
 LOOKED = 256
 """The number of best layouts that are searched for one with another value of a key."""
 NAMED = 2
@@ -434,7 +409,6 @@ def recommend(
     space: Space,
     hardware: Hardware,
     rows: Sequence[Segments],
-    options: Options = PLAIN,
     *,
     why_not: WhyNot | None = None,
     asked: Collection[str] = (),
@@ -447,7 +421,7 @@ def recommend(
     if not rows:
         return None
     given = replace(step, row=rows[0], sample=DrawnRows(tuple(rows)))
-    order = ranking(given, ranks, space, hardware, options, why_not=why_not)
+    order = ranking(given, ranks, space, hardware, why_not=why_not)
     if not (found := order.layouts):
         return None
     # For a key's reason, the best way with another value may be far down the ranking.
@@ -459,7 +433,7 @@ def recommend(
     ]
     why = f"{first.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
     alike = [way for way in order.ways if way.name == first.name] if asked else []
-    others += [ranked(given, way, hardware, options) for way in alike if way != first.way]
+    others += [ranked(given, way, hardware) for way in alike if way != first.way]
     more = len(found) > LOOKED
     closed = {"parallel_config.expert_parallel"} if space.experts == {1} else set[str]()
     reasons = {key: _reason(key, first, others, more and key not in closed) for key in asked}

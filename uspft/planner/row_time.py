@@ -39,7 +39,7 @@ from uspft.sequence.rows.spans import pairs
 
 
 def forward_and_backward(placed: PlacedStep) -> list[StepPart]:
-    """Return the parts of one forward and backward of `step.rows` rows, without ZeRO's transfers.
+    """Return the parts of one forward and backward of `micro_batch` rows, without ZeRO's transfers.
 
     Attention is that of the row's documents. With 0 rows the result is what a pass takes whatever
     its rows, such as kernel launches and reading every weight.
@@ -55,12 +55,11 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], li
 
     The result is cached by the degrees on which it depends.
     """
-    step, layout = placed.step, placed.layout
+    step, layout, how = placed.step, placed.layout, placed.options
     degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
     ranks = layout.data * layout.pipeline, layout.experts, placed.algorithm
-    chunks = step.schedule.chunks if layout.pipeline > 1 else 1
-    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt, chunks
-    slices = None if step.slices is None else tuple(step.slices)
+    chunks = how.schedule.chunks if layout.pipeline > 1 else 1
+    runs = how.micro_batch, how.attention, how.use_seq_parallel, how.slices, chunks, step.dealt
 
     def by_name(parts: Iterable[StepPart]) -> list[StepPart]:
         return [*StepTime(tuple(parts)).by_name.values()]
@@ -72,7 +71,7 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], li
         one_of = {one: by_name(_layer_parts(placed, one)) for one in kinds}
         return one_of, by_name(_outside_parts(placed))
 
-    return placed.memo.once(("apart", *degrees, *ranks, *runs, slices), apart)
+    return placed.memo.once(("apart", *degrees, *ranks, *runs), apart)
 
 
 def _layer_parts(placed: PlacedStep, layer: StepLayer) -> Iterator[StepPart]:
@@ -110,10 +109,9 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
 def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return the element-wise operations of a layer with these blocks; None: those outside of
     layers."""
-    step, columns = placed.step, placed.layout.mesh_columns
-    split = step.use_seq_parallel, step.slices is None
+    step, columns, how = placed.step, placed.layout.mesh_columns, placed.options
     moved = placed.memo.once(
-        ("between", blocks, columns, step.recompute, *split),
+        ("between", blocks, columns, how.use_seq_parallel, how.slices is None),
         lambda: layer_moved(step, blocks, columns) if blocks else outside_moved(step, columns),
     )
     return StepPart("elementwise", placed.hardware.memory_seconds(moved.of(placed.tokens)))
@@ -128,7 +126,7 @@ def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
 def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:
     """Return the seconds of the matrix products of one layer forward and backward."""
     step, layout = placed.step, placed.layout
-    copies = step.copies if layout.tensor > 1 else 1
+    copies = step.options.copies if layout.tensor > 1 else 1
     forward = backward = 0.0
     for one in block_projections(step.model, blocks):
         part = one.on(layout.tensor)
@@ -140,16 +138,16 @@ def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:
         spared = (here - 1) * placed.hardware.products.launch_seconds
         forward += here * there - spared
         backward += here * back - (1 + step.trained) * spared
-    return step.forwards * forward + backward
+    return step.options.forwards * forward + backward
 
 
 def _dispatch(placed: PlacedStep) -> Iterator[StepPart]:
     """Yield the transfers of tokens to the ranks that hold a layer's experts, and back. They
     overlap with nothing, and all choices of experts are taken to be equally likely."""
-    step, ranks = placed.step, placed.layout.experts
-    rows = RoutedRows.likely(step.model, placed.tokens, ranks)
-    sizes = RowSizes.of(step.model, step.element_bytes)
-    for one in exchanges(rows, sizes, ranks, step.forwards):
+    options, model, ranks = placed.options, placed.step.model, placed.layout.experts
+    rows = RoutedRows.likely(model, placed.tokens, ranks)
+    sizes = RowSizes.of(model, options.element)
+    for one in exchanges(rows, sizes, ranks, options.forwards):
         yield placed.sent("experts", "all_to_all", one.bytes, EXPERTS)
 
 
@@ -164,10 +162,10 @@ def _sums(placed: PlacedStep, blocks: Blocks, behind: float) -> Iterator[StepPar
     """
     if placed.layout.tensor == 1:
         return
-    step = placed.step
-    part = _sum(placed, _sums_of(step, blocks), step.copies)
-    apart = not (step.use_seq_parallel and placed.spread("mesh_columns").by_host)
-    hides = apart * placed.hardware.hide * (1 - 1 / step.copies)
+    options = placed.options
+    part = _sum(placed, _sums_of(placed.step, blocks), options.copies)
+    apart = not (options.use_seq_parallel and placed.spread("mesh_columns").by_host)
+    hides = apart * placed.hardware.hide * (1 - 1 / options.copies)
     yield part._replace(hidden=hides * min(part.seconds, behind))
     yield from _on_mesh(gathered_heads(placed))
 
@@ -176,13 +174,10 @@ def _sum(placed: PlacedStep, count: float, copies: int = 1) -> StepPart:
     """Return `count` all-reduces of the hidden states of a rank's tokens over tensor ranks, each in
     `copies` transfers; under use_seq_parallel an all-reduce is a reduce-scatter and an all-gather
     of the same bytes."""
-    step, hardware = placed.step, placed.hardware
-    whole, spread = (
-        placed.tokens * step.model.hidden_size * step.element_bytes,
-        placed.spread("mesh_columns"),
-    )
+    options, hardware, spread = placed.options, placed.hardware, placed.spread("mesh_columns")
+    whole = placed.tokens * placed.step.model.hidden_size * options.element
     ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
-    if step.use_seq_parallel:
+    if options.use_seq_parallel:
         one = sum(hardware.by_host_seconds(kind, whole / copies, spread) for kind in ways)
     else:
         one = hardware.collective_seconds("all_reduce", whole / copies, spread)
@@ -199,14 +194,15 @@ def _sums_of(step: StepShape, blocks: Blocks) -> float:
     With groups of heads (model/head_groups.py) attention's input is gathered once more in the
     backward, and so is that of an MLP in tiles if the layer is not recomputed.
     """
-    kind, shared = layer_kind(step.model), blocks.experts and step.model.shared_features > 0
-    halves = step.attention.at_once and step.use_seq_parallel and not kind.norms.behind_attention
-    in_tiles = step.tiles and not blocks.experts and not step.recompute
+    options, kind = step.options, layer_kind(step.model)
+    shared = blocks.experts and step.model.shared_features > 0
+    halves = options.at_once and options.use_seq_parallel and not kind.norms.behind_attention
+    in_tiles = bool(options.mlp_tile) and not blocks.experts and not options.checkpointing
     gathers = (not (kind.gated or blocks.state)) + in_tiles if halves else 0
     every = 3 if shared else 2
     ends = kind.norms.behind_mlp or (shared and kind.shared == SHARED_EXPERT)
-    spared = 0.0 if ends else 0.5 if step.use_seq_parallel else 1.0
-    return every * (step.forwards + 1) - spared * (step.forwards - 1) + 0.5 * gathers
+    spared = 0.0 if ends else 0.5 if options.use_seq_parallel else 1.0
+    return every * (options.forwards + 1) - spared * (options.forwards - 1) + 0.5 * gathers
 
 
 class RowTime(NamedTuple):
@@ -228,8 +224,9 @@ def row_time(placed: PlacedStep, row: Segments) -> RowTime:
 
     In a pipeline they are the mean over stages, without the bubble.
     """
+    alone = replace(placed.step, row=row, sample=None)
     one, two = (
-        seconds_of(forward_and_backward(placed.of(row=row, rows=n, sample=None)))
+        seconds_of(forward_and_backward(placed.of(alone.under(micro_batch=n))))
         / placed.layout.pipeline
         for n in (1, 2)
     )
@@ -240,7 +237,7 @@ def row_time(placed: PlacedStep, row: Segments) -> RowTime:
 def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     """Return the predicted seconds of a token and of a (query, key) pair, by which rows are cut
     into chunks of equal time."""
-    whole = placed.of(schedule=PLAIN)  # of whole rows
+    whole = placed.of(placed.step.under(schedule=PLAIN))  # of whole rows
     step, length = whole.step, whole.step.row.length
     empty, full = Segments((0,), length), Segments.single(length)
 
@@ -248,7 +245,7 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
         for window, layers in Counter(step.windows).items():
             if window == NO_KEYS:
                 continue
-            one = whole.of(model=replace(step.model, layers=1), windows=(window,))
+            one = whole.of(replace(step, model=replace(step.model, layers=1), windows=(window,)))
             more = row_time(one, full).row - row_time(one, empty).row
             yield window, layers * max(more, 0.0) / int(pairs(length, window))
 

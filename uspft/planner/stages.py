@@ -73,9 +73,9 @@ def stage_layers(stages: Stages, rank: int) -> StageLayers:
 def message_bytes(placed: PlacedStep) -> float:
     """Return the bytes that a rank sends to the next stage for a micro-batch: the hidden states of
     its tokens, or a tensor rank's part of them under use_seq_parallel or on a mesh."""
-    step, layout = placed.step, placed.layout
-    size = placed.tokens * step.model.hidden_size * step.element_bytes
-    divided = step.use_seq_parallel or layout.is_mesh
+    options, layout = placed.options, placed.layout
+    size = placed.tokens * placed.step.model.hidden_size * options.element
+    divided = options.use_seq_parallel or layout.is_mesh
     return size / layout.mesh_columns if divided else size
 
 

@@ -34,7 +34,6 @@ from uspft.planner.stages import (
     stages_of,
 )
 from uspft.planner.step_shape import (
-    DrawnRows,
     Memo,
     PlacedStep,
     StepLayer,
@@ -85,9 +84,8 @@ def _often(placed: PlacedStep, parts: Sequence[StepPart]) -> Iterator[StepPart]:
 def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
-    rows = step.sample or DrawnRows((step.row,))
     pairs = sum(
-        count * rows.pairs(window) * model.of_window(window).head_dim
+        count * step.drawn.pairs(window) * model.of_window(window).head_dim
         for window, count in layers.items()
         if window != NO_KEYS
     )
@@ -101,7 +99,7 @@ def _pipeline_time(placed: PlacedStep, waits_of: WaitsOf) -> StepTime:
     """Return the time of a step in a pipeline: the passes of the slowest rank, what it waits for,
     and once a step the update of the rank with most parameters."""
     costs, most, stored = pipeline_costs(placed)
-    waits = waits_of(costs, placed.step.schedule, placed.passes)
+    waits = waits_of(costs, placed.options.schedule, placed.passes)
     sent = 2 * placed.passes * costs.virtual
     seconds = max(sent * max(costs.links), waits.messages)
     return StepTime(
@@ -124,7 +122,7 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     each step.
     """
     step, layout, memo = placed.step, placed.layout, placed.memo
-    stages = dealt_stages(step, layout, step.recompute, memo)
+    stages = dealt_stages(step, layout, step.options.checkpointing, memo)
     one_of, outside = parts_apart(placed)
     by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
@@ -149,7 +147,7 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     costs = PipelineCosts(
         tuple(each * scale[stage % stages.ranks] for stage, each in enumerate(plain)),
         links_of(placed, stages),
-        1 / (2 + step.forwards),
+        1 / (2 + step.options.forwards),
         stages.ranks,
     )
     most, _ = ranks[by_rank[whole.index(max(whole))]]
@@ -163,10 +161,10 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
 def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
     """Return the layers of each stage: as the schedule says, else balanced by FLOPs for the step's
     rows. again: whether layers are recomputed."""
-    rows = step.sample or DrawnRows((step.row,))
-    asked = step.windows, rows, layout.pipeline, step.schedule
+    schedule = step.options.schedule
+    asked = step.windows, step.drawn, layout.pipeline, schedule
     return memo.once(
-        ("stages", layout.pipeline, step.schedule, again),
+        ("stages", layout.pipeline, schedule, again),
         lambda: stages_of(step.model, *asked, again=again),
     )
 
@@ -195,17 +193,17 @@ def least_seconds(placed: PlacedStep) -> float:
     The slowest rank has at least the mean work of all ranks, and waits while one micro-batch passes
     through the others.
     """
-    step, stages = placed.step, placed.layout.pipeline
+    options, stages = placed.options, placed.layout.pipeline
     one_of, outside = parts_apart(placed)
 
     def every() -> float:
-        return sum(seconds_of(one_of[layer]) for layer in step.layers) + seconds_of(outside)
+        return sum(seconds_of(one_of[layer]) for layer in placed.step.layers) + seconds_of(outside)
 
     whole = placed.memo.once(("whole", id(one_of)), every)
-    if step.stage == 3:  # gathering the weights overlaps with nothing
+    if options.zero_stage == 3:  # gathering the weights overlaps with nothing
         moved = zero_in_each_pass(placed)
         whole += sum(part.seconds for part in moved if part.name == "weights")
-    mean, parts = whole / stages, step.schedule.virtual * step.schedule.chunks
+    mean, parts = whole / stages, options.schedule.virtual * options.schedule.chunks
     return (placed.passes * mean + (whole - mean) / parts) * (1 - ROUNDING)
 
 
@@ -236,11 +234,11 @@ def zero_in_each_pass(placed: PlacedStep, stored: StoredParts = ()) -> list[Step
     layer's weights forward and backward, and reduce-scatters its gradients. stored: what a rank of
     a pipeline stores; empty: all layers.
     """
-    step, found = placed.step, list[StepPart]()
+    stage, found = placed.options.zero_stage, list[StepPart]()
     for gradients, weights, n, axes in stored or _stored(placed):
-        if placed.spread(*axes).ranks == 1 or step.stage < 2:
+        if placed.spread(*axes).ranks == 1 or stage < 2:
             continue
-        if step.stage == 2:
+        if stage == 2:
             found.append(placed.sent("gradients", "all_reduce", gradients, axes))
             continue
         found += [
@@ -265,15 +263,16 @@ def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) 
     Then come the update, which includes summing the passes' gradients in memory, and the all-gather
     of updated weights (stages 1 and 2). stored: as in `zero_in_each_pass`. passes: of a step.
     """
-    step, summed, update, gathered = placed.step, StepPart("gradients", 0.0), 0.0, list[StepPart]()
+    step, stage = placed.step, placed.options.zero_stage
+    summed, update, gathered = StepPart("gradients", 0.0), 0.0, list[StepPart]()
     kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
     for own in stored or _stored(placed):
         ranks = placed.spread(*own.axes).ranks
-        if ranks > 1 and step.stage < 2:
+        if ranks > 1 and stage < 2:
             summed = summed.plus(placed.sent("gradients", kind, own.gradients, own.axes))
-        moved = update_bytes(step, own.gradients / step.gradient_bytes, ranks, passes)
+        moved = update_bytes(step, own.gradients / step.options.gradient_bytes, ranks, passes)
         update += placed.hardware.memory_seconds(moved)
-        if ranks > 1 and step.stage in (1, 2):
+        if ranks > 1 and stage in (1, 2):
             new = own.weights * step.trained
             gathered.append(placed.sent("weights", "all_gather", new, own.axes))
     return [summed, StepPart("update", update), *gathered]
@@ -306,8 +305,8 @@ def stored_bytes(
     whole, own = ((rest - less) / layout.mesh_rows for less in (0, copied))
 
     def stored(weights: float, trained: float, *how: Any) -> StoredBytes:
-        gradients = step.gradient_bytes * trained * step.trained
-        return StoredBytes(gradients, step.element_bytes * weights, *how)
+        gradients = step.options.gradient_bytes * trained * step.trained
+        return StoredBytes(gradients, step.options.element * weights, *how)
 
     found = stored(whole, own, layers + bool(outside), COPIES)
     here = divided / layout.experts
@@ -319,6 +318,6 @@ def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> 
     overlap_comm all but one layer's, as far as `behind` seconds of products reach."""
     pieces = step.model.layers + 1
     for part in parts:
-        hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.hides else 0.0
+        hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.options.hides else 0.0
         behind -= hidden
         yield part._replace(hidden=hidden)

@@ -6,22 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.layout import Layout
-from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.planner.machine import Collective, Hardware, Spread
+from uspft.planner.options import Options
+from uspft.planner.trained import counts_of
 from uspft.segments import Segments
-from uspft.sequence import ONCE, Algorithm, Forwards
+from uspft.sequence import Algorithm
 from uspft.sequence.rows.spans import work_of
-
-if TYPE_CHECKING:
-    from uspft.planner.trained import Lora
-
-GRADIENT_BYTES = 4
-"""The size of an element of a weight's gradient, which is summed in float32 and sent as such unless
-a step says otherwise."""
 
 
 class StepPart(NamedTuple):
@@ -155,34 +149,9 @@ class StepShape:
     """The row that every row is priced as, unless there is a sample."""
     windows: Sequence[int | None]
     """The sliding window of each layer, as in `StepLayer`."""
-    step_rows: int
-    """Rows of a step, over all replicas."""
-    rows: int = 1
-    """Rows of one replica in one forward."""
-    stage: int = 1
-    element_bytes: int = 2
-    recompute: bool = True
-    tiles: int = 0
-    """The tokens of a tile, if MLPs run tile by tile; 0: they do not."""
-    attention: Forwards = ONCE
-    """How often a layer makes its attention's forward transfers, recomputation included."""
-    use_seq_parallel: bool = False
-    overlaps: bool | None = False
-    """DeepSpeed's overlap_comm; None: DeepSpeed's default, which overlaps at stage 3."""
-    lora: Lora | None = None
-    """The LoRA adapters; None: no LoRA."""
-    trained: float = 1.0
-    """The share of the parameters that train."""
-    gradient_bytes: int = GRADIENT_BYTES
-    """The size of an element of the gradients that ZeRO sums over ranks."""
+    options: Options
     scatters: bool = False
     """Whether ZeRO-1 reduce-scatters gradients, where DeepSpeed all-reduces them."""
-    slices: Sequence[int] | None = None
-    """MeshSlice's slices of each product of a layer; None: Megatron's tensor parallelism."""
-    copies: int = 1
-    """The copies of a rank's tokens that take turns (`fine_grain_interleave`)."""
-    schedule: Schedule = PLAIN
-    """The schedule of a pipeline."""
     sample: DrawnRows | None = None
     """Rows of the data over which attention is averaged; None: every row is `row`."""
     dealt: bool = True
@@ -200,21 +169,35 @@ class StepShape:
         return tuple(map(StepLayer, self.windows, layer_blocks(self.model, self.windows)))
 
     @property
-    def hides(self) -> bool:
-        """Whether ZeRO's transfers overlap with products."""
-        return self.stage == 3 if self.overlaps is None else self.overlaps
+    def step_rows(self) -> int:
+        """Rows of a step, over all replicas."""
+        assert self.options.step_rows  # or there is no step to price
+        return self.options.step_rows
+
+    @cached_property
+    def trained(self) -> float:
+        """The share of the parameters that train."""
+        lora, freeze = self.options.lora, self.options.freeze
+        if not lora and not freeze:
+            return 1.0
+        counts = counts_of(self.model, 1, lora, freeze)
+        return counts.trained / counts.every
 
     @property
-    def forwards(self) -> int:
-        """How often a layer runs forward in a step's pass, recomputation included."""
-        return 2 if self.recompute else 1
+    def drawn(self) -> DrawnRows:
+        """The rows over which work is averaged: the sample, or the one row that stands for all."""
+        return self.sample or DrawnRows((self.row,))
+
+    def under(self, **options: Any) -> StepShape:
+        """Return the step with other values of these options."""
+        return replace(self, options=replace(self.options, **options))
 
     def passes(self, layout: Layout) -> int:
-        return -(-self.step_rows // (self.rows * layout.data))
+        return -(-self.step_rows // (self.options.micro_batch * layout.data))
 
     def tokens(self, layout: Layout) -> float:
         """Return the tokens of a rank in one forward."""
-        return self.rows * self.row.length / layout.context
+        return self.options.micro_batch * self.row.length / layout.context
 
 
 Priced = TypeVar("Priced")
@@ -243,9 +226,13 @@ class PlacedStep:
     memo: Memo = field(default_factory=Memo)
     """The cache, shared with other layouts of the same step on the same machine."""
 
-    def of(self, **changes: Any) -> PlacedStep:
-        """Return this with other fields of the step, and an empty cache."""
-        return replace(self, step=replace(self.step, **changes), memo=Memo())
+    def of(self, step: StepShape) -> PlacedStep:
+        """Return another step in this layout, with an empty cache."""
+        return replace(self, step=step, memo=Memo())
+
+    @property
+    def options(self) -> Options:
+        return self.step.options
 
     @cached_property
     def tokens(self) -> float:
@@ -260,7 +247,7 @@ class PlacedStep:
     @property
     def on_mesh(self) -> bool:
         """Whether matrices are split by MeshSlice instead of Megatron's tensor parallelism."""
-        return self.step.slices is not None and self.layout.tensor > 1
+        return self.options.slices is not None and self.layout.tensor > 1
 
     def spread(self, *axes: str) -> Spread:
         """Return how the groups of ranks along these axes are spread over hosts."""
@@ -277,7 +264,7 @@ class PlacedStep:
     def product_seconds(self, m: float, k: float, n: float) -> tuple[float, float]:
         """Return the seconds of a product [m, k] × [k, n], and of the products of its gradients.
         [k, n] is a weight, which has no gradient if it is frozen."""
-        step, seconds = self.step, self.hardware.product_seconds
-        by_input = seconds(m, n, k, step.element_bytes)
-        by_weight = step.trained * seconds(k, m, n, step.element_bytes)
-        return seconds(m, k, n, step.element_bytes), by_input + by_weight
+        seconds, element = self.hardware.product_seconds, self.options.element
+        by_input = seconds(m, n, k, element)
+        by_weight = self.step.trained * seconds(k, m, n, element)
+        return seconds(m, k, n, element), by_input + by_weight

@@ -34,9 +34,10 @@ from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.pipeline.stages import schedule_of
 from uspft.planner.attention_step import local_heads
 from uspft.planner.machine import Hardware
+from uspft.planner.options import stage_of
 from uspft.planner.stages import as_many
 from uspft.planner.step_shape import Memo, PlacedStep, StepShape
-from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm, ring_ranks_of_a_host
+from uspft.sequence import FORWARDS, Algorithm, make_algorithm, ring_ranks_of_a_host
 from uspft.tensor.parts import divide_heads
 
 
@@ -101,16 +102,20 @@ class Way:
 
     def step(self, step: StepShape) -> StepShape:
         """Return a step as it runs in this way."""
-        forwards, layout = FORWARDS[self.recompute] if step.recompute else ONCE, self.layout
-        by_turns = self.splits_tokens or layout.context > 1
-        return replace(
-            step,
-            rows=self.rows,
-            stage=self.stage,
-            attention=forwards._replace(at_once=step.attention.at_once),
+        layout, options = self.layout, step.options
+        by_turns = (self.splits_tokens or layout.context > 1) and not layout.is_mesh
+        first = options.first_layers
+        if not isinstance(first, int | None) and not as_many(first, layout.pipeline, self.schedule):
+            first = None  # it has a number per stage, of another number of stages
+        return step.under(
+            algorithm=self.row,
             use_seq_parallel=self.splits_tokens,
-            slices=step.slices if layout.is_mesh else None,
-            copies=step.copies if by_turns and not layout.is_mesh else 1,
+            slices=options.slices if layout.is_mesh else None,
+            copies=options.copies if by_turns else 1,
+            micro_batch=self.rows,
+            zero_stage=self.stage,
+            recompute=self.recompute,
+            first_layers=first,
             schedule=self.schedule,
         )
 
@@ -121,7 +126,7 @@ class Way:
             self.row,
             self.layout.ulysses,
             self.layout.ring,
-            keep=not step.recompute and step.attention.at_once is None,
+            keep=not step.options.checkpointing and step.options.at_once is None,
             window=next(iter(windows)) if len(windows) == 1 else None,
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **dict(self.options),
@@ -425,7 +430,7 @@ def way_of(recipe: Recipe, layout: Layout) -> Way:
     again = recipe.memory.recompute
     return replace(
         _asked(recipe.parallel_config, layout),
-        stage=int(recipe.deepspeed.zero_optimization.get("stage", 1)),
+        stage=stage_of(recipe),
         rows=recipe.training.micro_batch_size,
         recompute=again if again in FORWARDS else "nothing",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from uspft.config import Finding, ParallelBlock, Recipe, RecipeError
+from uspft.config import Finding, Recipe, RecipeError
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
 from uspft.config.recipe import MemoryBlock
@@ -17,13 +17,11 @@ from uspft.families import FAMILIES, ModelShape, layer_windows
 from uspft.layout import Layout
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.machine import Hardware, device_of, read_hardware
-from uspft.planner.options import RECOMPUTES, Options, lora_of
+from uspft.planner.options import RECOMPUTES, Options, options_of
 from uspft.planner.products import layer_projections
-from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
-from uspft.planner.trained import counts_of
+from uspft.planner.step_shape import StepShape
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
-from uspft.sequence import forwards_of
 from uspft.switching.choose.choice import SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
 
@@ -131,50 +129,9 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
     # Keys that config.json omits have transformers' defaults, such as the number of experts per
     # token.
     whole = replace(model, raw=model.full)
-    counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
-    asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
-    # DeepSpeed overlaps with CUDA streams, which CPUs do not have
-    if recipe.launch.device == "cpu":
-        asked = False
-    return StepShape(
-        whole,
-        Segments.single(recipe.data.sequence_length),
-        layer_windows(whole),
-        recipe.training.global_batch_size,
-        recipe.training.micro_batch_size,
-        stage=stage_of(recipe),
-        element_bytes=4 if recipe.model.dtype == "float32" else 2,
-        recompute=bool(recipe.memory.gradient_checkpointing),
-        tiles=_mlp_tile(recipe.memory.mlp_tile_tokens, whole) or 0,
-        lora=lora_of(recipe.model),
-        attention=forwards_of(recipe),
-        overlaps=None if asked is None else bool(asked),
-        trained=counts.trained / counts.every,
-        gradient_bytes=gradient_bytes(recipe),
-        **matrices_of(recipe.parallel_config),
-    )
-
-
-def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
-    """Return the fields of StepShape on how a layout splits matrices, and the tokens
-    between them."""
-    return {
-        "use_seq_parallel": parallel.use_seq_parallel,
-        "slices": slices_of(parallel),
-        "copies": parallel.fine_grain_interleave,
-    }
-
-
-def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
-    """Return the slices of each product that a recipe sets; None where they are `auto`."""
-    asked = parallel.tensor_slices
-    every = (asked,) * 4 if isinstance(asked, int) else asked
-    return every if isinstance(every, tuple) else None
-
-
-def gradient_bytes(recipe: Recipe) -> int:
-    """Return the bytes per element in which gradients are reduced."""
-    return 2 if recipe.memory.gradient_reduction == "bfloat16" else GRADIENT_BYTES
+    options = options_of(settled_memory(recipe, whole), Layout())
+    row = Segments.single(recipe.data.sequence_length)
+    return StepShape(whole, row, layer_windows(whole), options)
 
 
 def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
@@ -184,10 +141,6 @@ def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
     if asked == AUTO and again and device != "cpu":
         return RECOMPUTES
     return {asked if asked in RECOMPUTES else RECOMPUTES[0]}
-
-
-def stage_of(recipe: Recipe) -> int:
-    return int(recipe.deepspeed.zero_optimization.get("stage", 1))
 
 
 def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:

@@ -19,22 +19,14 @@ from uspft.config.recipe import PLANNED
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
-from uspft.layout import Layout
 from uspft.pipeline.stages import schedule_of
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import unpredicted
 from uspft.planner.mesh import tuned
-from uspft.planner.options import options_of
+from uspft.planner.options import slices_of, stage_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
-from uspft.prepare.known import (
-    Known,
-    recomputes_of,
-    settled_memory,
-    slices_of,
-    stage_of,
-    step_shape,
-)
+from uspft.prepare.known import Known, recomputes_of, settled_memory, step_shape
 from uspft.prepare.layout_findings import layout_findings
 
 BLOCK = "parallel_config"
@@ -312,9 +304,8 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     def why_not(way: Way) -> str | None:
         return other(way) or wrong(way)
 
-    options = options_of(tiled, Layout())
     rows = seen or [step.row]
-    found = recommend(step, ranks, space, hardware, rows, options, why_not=why_not, asked=asked)
+    found = recommend(step, ranks, space, hardware, rows, why_not=why_not, asked=asked)
     if found is None:
         return _likely(alone, ranks, space, asked, "no way that is left open is legal")
     by = BY_ROWS if seen else BY_MODEL

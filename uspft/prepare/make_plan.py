@@ -18,7 +18,6 @@ from uspft.data.rows.stream import training_rows
 from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
-from uspft.pipeline.stages import schedule_of
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import row_memory
 from uspft.planner.options import options_of
@@ -30,7 +29,7 @@ from uspft.planner.ways import Space, Way, WhyNot, way_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
 from uspft.prepare.host import Invocation
-from uspft.prepare.known import Weighed, cluster_of, matrices_of, saving_most, step_shape
+from uspft.prepare.known import Weighed, cluster_of, saving_most, step_shape
 from uspft.prepare.layout_findings import exchange_findings, run_findings
 from uspft.prepare.left_open import SLICES, open_keys, space_of, wrong_in
 from uspft.prepare.model import tokenizer_here, tokenizer_of
@@ -105,16 +104,15 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
     )
     opened = open_keys(asked)
     if SLICES in opened:  # each mesh has its own best slices
-        step = replace(step, slices=None)
+        step = step.under(slices=None)
     wrong = wrong_in(recipe, step.model, hardware, opened)
 
     def why_not(way: Way) -> str | None:
         return among(way) or wrong(way)
 
-    options = options_of(recipe, found.layout)
     saving = partial(saving_most, asked.memory, step.model)
     how: dict[str, Any] = {"own": own, "why_not": why_not, "saving": saving}
-    return ranking(step, found.layout.ranks, space, hardware, options, **how)
+    return ranking(step, found.layout.ranks, space, hardware, **how)
 
 
 def chunk_prices_of(found: Examined) -> ChunkPrices | None:
@@ -140,7 +138,8 @@ def prices_of(found: Examined) -> Prices | None:
     rows, pairs, beside, layouts, taken = [], [], [], [], []
     for alone, layout in found.each_layout:
         length, way = alone.data.sequence_length, way_of(alone, layout)
-        placed = way.placed(replace(step, **matrices_of(alone.parallel_config)), hardware)
+        options = options_of(alone, layout)
+        placed = way.placed(replace(step, options=options), hardware)
         empty, full = (
             row_time(placed, row) for row in (Segments((0,), length), Segments.single(length))
         )
@@ -148,7 +147,6 @@ def prices_of(found: Examined) -> Prices | None:
         rows.append(empty.row)
         pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
         beside.append(full.beside)
-        options = options_of(alone, layout)
         taken.append(row_memory(options, step.model, way.row, layout, length)[0])
     stored = min(layouts, key=lambda layout: layout.tensor)
     together = micro_step_seconds(PlacedStep(step, stored, hardware))
@@ -262,7 +260,6 @@ def _setting(found: Examined) -> Setting:
         hardware,
         found.layout.ranks,
         memory,
-        options_of(recipe, found.layout),
         rows_at_once=recipe.training.micro_batch_size,
         in_place=asked != "move",
         moves=asked != "in_place" and ours,
@@ -285,10 +282,8 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> LayoutSet:
     """Return the layouts that a recipe lists, with their costs."""
     buckets = []
     for alone, layout in found.each_layout:
-        parallel, length = alone.parallel_config, alone.data.sequence_length
-        shape = replace(setting.step, **matrices_of(parallel))
-        options = replace(setting.options, schedule=schedule_of(parallel))
-        here = replace(setting, step=shape, options=options)
+        length, step = alone.data.sequence_length, setting.step
+        here = replace(setting, step=replace(step, options=options_of(alone, layout)))
         buckets.append(priced(here, way_of(alone, layout), length, drawn.typical(length)))
     moves = found.recipe.parallel_config.switching == "move"
     stored = min(one.layout.tensor for one in buckets)

@@ -25,12 +25,12 @@ from uspft.pipeline.simulator import simulate
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import fits, longest_row, memory_of
-from uspft.planner.options import lora_of, options_of
+from uspft.planner.options import options_of, stage_of
 from uspft.planner.products import EXPERTS
 from uspft.planner.stages import cut_by_flops
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import trained_layers
-from uspft.prepare.known import Known, saving_most, stage_of, step_shape
+from uspft.prepare.known import Known, saving_most, step_shape
 from uspft.segments import Segments
 from uspft.sequence import chunk_multiple
 from uspft.sequence.chunked import Cut
@@ -54,38 +54,41 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
     tokens = step.tokens(layout)
     said = f"{every // degree} of a layer's {every} on a rank, {tokens:,.0f} tokens in a forward"
     if degree > 1:
-        most = _crossover(recipe, step, layout, degree)
+        most = _crossover(step, layout, degree)
         side, sends = ("below", "less") if tokens < most else ("above", "more")
         return f"{said}, {side} the crossover of {most:,.0f}: dispatch sends {sends} than it saves"
     able = [d for d in range(2, copies + 1) if copies % d == every % d == 0][:NAMED]
     if not able:
         return said
-    each = {d: _crossover(recipe, step, layout, d) for d in able}
+    each = {d: _crossover(step, layout, d) for d in able}
     lines = ", ".join(f"{most:,.0f} over {d} ranks" for d, most in each.items())
     less = [f"{d}" for d, most in each.items() if tokens < most]
     what = f"expert_parallel {' or '.join(less)} sends less" if less else "none of these sends less"
-    if less and step.hides:
+    if less and step.options.hides:
         what += ", though nothing hides it, and what ZeRO moves passes behind products"
     return f"{said}; dispatch sends less than it saves below {lines}: {what}"
 
 
-def _crossover(recipe: Recipe, step: StepShape, layout: Layout, ranks: int) -> float:
+def _crossover(step: StepShape, layout: Layout, ranks: int) -> float:
     """Return the tokens per rank below which expert parallelism of this degree sends less."""
-    token = token_cost(step.model, step.element_bytes, ranks, step.forwards)
-    return crossover_tokens(step.model, ranks, _zero_bytes(recipe, step, layout), token)
+    token = token_cost(step.model, step.options.element, ranks, step.options.forwards)
+    return crossover_tokens(step.model, ranks, _zero_bytes(step, layout), token)
 
 
-def _zero_bytes(recipe: Recipe, step: StepShape, layout: Layout) -> float:
+def _zero_bytes(step: StepShape, layout: Layout) -> float:
     """Return the bytes that ZeRO moves per expert parameter in a forward and backward; an
     all-reduce moves a gradient twice."""
-    layers = trained_layers(step.model, lora_of(recipe.model), tuple(recipe.model.freeze))
+    options = step.options
+    layers = trained_layers(step.model, options.lora, options.freeze)
     matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
-    gradient, weight, passes = step.gradient_bytes, step.element_bytes, step.passes(layout)
-    if step.stage == 3:
+    gradient, weight, passes = options.gradient_bytes, options.element, step.passes(layout)
+    if options.zero_stage == 3:
         return 2 * weight + gradient * trained
     once = weight / passes
-    return (2 * gradient + once if step.stage == 2 else 2 * gradient / passes + once) * trained
+    return (
+        2 * gradient + once if options.zero_stage == 2 else 2 * gradient / passes + once
+    ) * trained
 
 
 def wasted(

@@ -32,7 +32,7 @@ from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import fits, memory_of
-from uspft.planner.options import options_of
+from uspft.planner.options import options_of, slices_of
 from uspft.planner.rank import RECOMPUTE
 from uspft.planner.step import dealt_stages
 from uspft.planner.step_shape import DrawnRows, Memo
@@ -42,7 +42,6 @@ from uspft.prepare.known import (
     has_groups,
     recomputes_of,
     settled_memory,
-    slices_of,
     step_shape,
 )
 from uspft.prepare.layout_findings import stages_said
@@ -273,11 +272,8 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
         found = stages_said(recipe, known.shape)
         if found is None:  # balanced by the FLOPs of layers and head
             sample = DrawnRows(tuple(known.rows)) if known.rows else None
-            step = replace(
-                step_shape(recipe, known.shape),
-                schedule=Schedule(virtual=parallel.pp_interleave_num),
-                sample=sample,
-            )
+            step = replace(step_shape(recipe, known.shape), sample=sample)
+            step = step.under(schedule=Schedule(virtual=parallel.pp_interleave_num))
             again, stages = recipe.memory.gradient_checkpointing is True, parallel.pipeline_stage
             found = dealt_stages(step, Layout(pipeline=stages), again, Memo())
         if isinstance(found, Stages):

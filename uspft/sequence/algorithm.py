@@ -34,7 +34,7 @@ class Rule:
     has no value; at least float32."""
 
     def of_heads(self, heads: tuple[int, int]) -> Rule:
-        """Return the same rule for query heads [first, last) alone."""
+        """Return the same rule for query heads [first, last)."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[slice(*heads)])
 
 
@@ -46,7 +46,7 @@ Inside: TypeAlias = "Callable[[Attend, tuple[Tensor, ...]], Tensor]"
 
 @dataclass(frozen=True)
 class Split:
-    """This rank's process groups and its kernel, which attention needs besides tensors."""
+    """This rank's process groups and its kernel, which attention needs in addition to tensors."""
 
     ulysses: Group
     ring: Group
@@ -94,7 +94,8 @@ class Algorithm(Protocol):
     @property
     def ring(self) -> int: ...
 
-    def __hash__(self) -> int:  # which a dataclass has of its own: costs are kept by algorithm
+    # dataclasses provide it; costs are cached by algorithm
+    def __hash__(self) -> int:
         return id(self)
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:

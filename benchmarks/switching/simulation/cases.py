@@ -72,12 +72,15 @@ class Case:
     @property
     def setting(self) -> Setting:
         model, row = MODELS[self.model], Segments.single(self.row_tokens)
-        step = StepShape(model, row, (None,) * model.layers, step_rows=SAMPLES, stage=self.stage)
-        step = replace(
-            step, overlaps=self.stage == 3, recompute=self.recompute, use_seq_parallel=True
+        options = Options(
+            step_rows=SAMPLES,
+            zero_stage=self.stage,
+            overlaps=self.stage == 3,
+            checkpointing=self.recompute,
+            use_seq_parallel=True,
         )
-        options = Options(zero_stage=self.stage, checkpointing=self.recompute)
-        return Setting(step, self.hardware, self.ranks, self.memory_bytes, options)
+        step = StepShape(model, row, (None,) * model.layers, options)
+        return Setting(step, self.hardware, self.ranks, self.memory_bytes)
 
     @property
     def drawn(self) -> DrawnSteps:

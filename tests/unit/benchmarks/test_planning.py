@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,11 +13,11 @@ from benchmarks.planning.judge import score
 from benchmarks.planning.ran import CARD_BYTES, USABLE_SHARE, bytes_of, verdicts
 from benchmarks.planning.trials import Outcome, outcomes, shipped
 from tests.support.algorithms import named
+from tests.support.steps import changed, step_of
 from uspft.layout import AXES, Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.step import step_time
-from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
-from uspft.segments import Segments
+from uspft.planner.step_shape import PlacedStep, StepTime
 
 KIB = 1 << 10
 LLAMA_2, LLAMA_3 = model_of("llama2-7b"), model_of("llama3-8b")
@@ -81,16 +80,8 @@ def timed(
     times = {}
     for degrees in layouts:
         layout = Layout(*degrees)
-        step = StepShape(
-            model,
-            Segments.single(tokens),
-            (None,) * model.layers,
-            changes.get("rows", 1),
-            recompute=False,
-            use_seq_parallel=degrees[0] > 1,
-            scatters=True,
-        )
-        step = replace(step, **{key: value for key, value in changes.items() if key != "rows"})
+        how = {"checkpointing": False, "use_seq_parallel": degrees[0] > 1, "step_rows": 1}
+        step = changed(step_of(model, tokens), scatters=True, **{**how, **changes})
         algorithm = named("hybrid_cp" if layout.context > 1 else "whole", *degrees[1:3])
         times[degrees] = step_time(PlacedStep(step, layout, hardware, algorithm))
     return times
@@ -112,13 +103,13 @@ def test_tip_1_both_splits_together_over_one_of_them() -> None:
 def test_tip_2_data_before_the_sequence() -> None:
     for tokens in (4 * KIB, 8 * KIB, 16 * KIB):
         layouts = [(1, 1, 1, 8), (1, 8, 1, 1), (1, 4, 2, 1), (1, 2, 4, 1), (1, 1, 8, 1)]
-        assert fastest(timed(LLAMA_2, tokens=tokens, rows=8, layouts=layouts)) == layouts[0]
+        assert fastest(timed(LLAMA_2, tokens=tokens, step_rows=8, layouts=layouts)) == layouts[0]
 
 
 def test_tip_3_zero_1_moves_least() -> None:
     for rows in (1, 4):
         first, *others = (
-            timed(layouts=[(1, 8, 2, 1)], rows=rows, stage=stage)[1, 8, 2, 1].seconds
+            timed(layouts=[(1, 8, 2, 1)], step_rows=rows, zero_stage=stage)[1, 8, 2, 1].seconds
             for stage in (1, 2, 3)
         )
         assert first < min(others)
@@ -160,7 +151,7 @@ def test_tip_7_tensor_lies_innermost_and_data_outermost() -> None:
     """Of all axes matrices suffer most between hosts, and replicas exchange no activations."""
     apart = A800.model_copy(update={"ranks_per_host": 1})
     layouts = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8)]
-    near, far = (timed(hardware=one, rows=8, layouts=layouts) for one in (A800, apart))
+    near, far = (timed(hardware=one, step_rows=8, layouts=layouts) for one in (A800, apart))
     names = ("tensor", "all_to_all", "ring")
     lost = []
     for degrees in layouts:

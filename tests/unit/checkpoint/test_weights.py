@@ -215,16 +215,14 @@ def test_corrections_are_read_with_the_weights_also_of_a_run_that_goes_on(
         init(own, place)
 
     monkeypatch.setattr(FolderWeights, "__init__", counted)
-    write_checkpoint(tmp_path / "out", base, {"model.norm.weight": torch.ones(16)})
+    shapes = shapes_of(empty_model(model_config(block, 64), torch.float32))
+    trained = {name: torch.ones(shape) for name, shape in shapes.items()}
+    write_checkpoint(tmp_path / "out", base, trained)
+    holders = Holders.of(Shards(Layout()), 0, Groups(), shapes)
     for checkpoint in (None, Checkpoint.known(tmp_path / "out/checkpoints/step-00000001")):
         model = empty_model(model_config(block, 64), torch.float32)
         source = weights_of(block, SEED, model, checkpoint)
-        fill(
-            model,
-            torch.float32,
-            source,
-            Holders.of(Shards(Layout()), 0, Groups(), shapes_of(model)),
-        )
+        fill(model, torch.float32, source, holders)
         found = corrections(model)
         assert found and all(torch.equal(one, files[name]) for name, one in found.items())
         assert all(one.any() for one in found.values())

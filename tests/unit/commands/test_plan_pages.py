@@ -6,16 +6,15 @@ from dataclasses import replace
 
 from tests.support.hardware import H100
 from tests.support.shapes import hub
+from tests.support.steps import step_of
 from uspft.commands.plan_pages import STATIC_LINES, switching_lines
-from uspft.planner.step_shape import StepShape
-from uspft.segments import Segments
 from uspft.switching.choose.choice import StaticTime, SwitchingChoice
 from uspft.switching.choose.drawn_steps import DrawnSteps
 from uspft.switching.choose.layout_set import LayoutSet
 from uspft.switching.choose.priced import PricedLayout, Setting, priced_layouts
 
 LLAMA, ROW = hub("meta-llama/Llama-3.1-8B"), 8192
-SETTING = Setting(StepShape(LLAMA, Segments.single(ROW), (None,) * 32, step_rows=8), H100, 4, 400e9)
+SETTING = Setting(step_of(LLAMA, ROW, step_rows=8), H100, 4, 400e9)
 DRAWN = DrawnSteps([500, 900, ROW], 32, ROW)
 PARAMETERS = 8_030_261_248
 

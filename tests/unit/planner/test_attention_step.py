@@ -15,6 +15,7 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from tests.support.steps import changed, step_of
 from uspft.families import NO_KEYS, layer_windows
 from uspft.layout import Layout
 from uspft.planner.attention_step import (
@@ -25,6 +26,7 @@ from uspft.planner.attention_step import (
     wire_of,
 )
 from uspft.planner.machine import Hardware
+from uspft.planner.options import Options
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import (
     DEALT_ROWS,
@@ -35,7 +37,7 @@ from uspft.planner.step_shape import (
     StepTime,
 )
 from uspft.segments import Segments
-from uspft.sequence import Cost, Heads, Traffic
+from uspft.sequence import FORWARDS, Cost, Heads, Traffic
 from uspft.sequence.rows.share import everyones
 from uspft.switching.choose.drawn_steps import segments_of
 from uspft.switching.deal.micro_steps import rows_of_samples
@@ -45,7 +47,7 @@ ROW = Segments.single(1 << 12)
 
 
 def wired(cost: Cost, layout: Layout, hardware: Hardware, rows: int = 1) -> dict[str, StepPart]:
-    step = StepShape(NINE, ROW, WINDOWS, step_rows=1, rows=rows)
+    step = StepShape(NINE, ROW, WINDOWS, Options(micro_batch=rows))
     return wire_of(cost, PlacedStep(step, layout, hardware))
 
 
@@ -97,9 +99,9 @@ STATES = 24
 
 
 def timed(layout: Layout, tokens: int, algorithm: str, **changes: Any) -> StepTime:
-    step = StepShape(NINE, Segments.single(tokens), WINDOWS, step_rows=1, recompute=False)
+    step = replace(step_of(NINE, tokens, step_rows=1, checkpointing=False), windows=WINDOWS)
     made = named(algorithm, layout.ulysses, layout.ring)
-    return step_time(PlacedStep(replace(step, **changes), layout, H100, made))
+    return step_time(PlacedStep(changed(step, **changes), layout, H100, made))
 
 
 def test_layers_with_a_state_have_no_keys() -> None:
@@ -126,12 +128,10 @@ def test_heads_send_less_for_short_rows_and_states_for_long_ones() -> None:
 
 
 def test_what_is_made_again_is_priced_again() -> None:
-    from uspft.sequence import FORWARDS
-
     both = Layout(ulysses=2, ring=4)
     found = {
-        what: timed(both, 1 << 15, "hybrid_cp", recompute=True, attention=made)
-        for what, made in FORWARDS.items()
+        what: timed(both, 1 << 15, "hybrid_cp", checkpointing=True, recompute=what)
+        for what in FORWARDS
     }
     assert found["nothing"].of("states") == found["exchange"].of("states")
     assert found["exchange"].of("states") < found["attention"].of("states")
@@ -151,7 +151,7 @@ def test_documents_of_a_sample_keep_states_near() -> None:
 
 
 def test_flops_are_those_of_the_projections_that_a_layer_has() -> None:
-    step = StepShape(NINE, Segments.single(4096), WINDOWS, step_rows=1)
+    step = StepShape(NINE, Segments.single(4096), WINDOWS, Options(step_rows=1))
     hidden, inner = 4096, 12288
     mlp = 3 * hidden * inner
     state = hidden * (8192 + 4096 + 64) + 4096 * hidden

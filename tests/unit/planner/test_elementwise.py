@@ -25,13 +25,14 @@ from tests.support import known
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
 from tests.support.shapes import TWO_LAYERS, hub
+from tests.support.steps import step_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.planner.elementwise import layer_moved, outside_moved, update_bytes
-from uspft.planner.options import lora_of
+from uspft.planner.options import Options, lora_of
 from uspft.planner.step_shape import StepShape
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
@@ -102,17 +103,14 @@ def counted(rank: int) -> list[int]:
 
 
 def predicted(shape: ModelShape, saving: str, trained: str, dtype: str, **other: Any) -> float:
-    step = StepShape(
-        shape,
-        Segments.single(TOKENS),
-        layer_windows(shape),
-        1,
-        element_bytes=4 if dtype == "float32" else 2,
-        recompute=SAVING[saving].get("gradient_checkpointing", True),
-        tiles=SAVING[saving].get("mlp_tile_tokens", 0),
+    options = Options(
+        dtype=dtype,
+        checkpointing=SAVING[saving].get("gradient_checkpointing", True),
+        mlp_tile=SAVING[saving].get("mlp_tile_tokens"),
         lora=lora_of(ModelBlock(config=Path("none"), **TRAINED[trained])),
         **other,
     )
+    step = StepShape(shape, Segments.single(TOKENS), layer_windows(shape), options)
     every = [layer_moved(step, one.blocks, 1) for one in step.layers] + [outside_moved(step, 1)]
     return sum(one.of(TOKENS) for one in every)
 
@@ -183,9 +181,7 @@ def test_deepspeed_sums_and_updates_what_is_counted() -> None:
     for ranks, every in zip(RANKS, spawn(len(RANKS), stepped), strict=True):
         for case, have in zip(STEPS, every, strict=True):
             stage, dtype, passes = case
-            element = 4 if dtype == "float32" else 2
-            row = Segments.single(1)
-            step = StepShape(model, row, (None,) * 32, 1, stage=stage, element_bytes=element)
+            step = step_of(model, 1, zero_stage=stage, dtype=dtype)
             ratio = update_bytes(step, ELEMENTS, ranks, passes) / have
             other = update_bytes(step, ELEMENTS, 5 - ranks, passes) / have
             if abs(ratio - 1) > 0.1 or (stage and abs(other - 1) < 0.1):

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.hardware import H100, made, round_figures
 from tests.support.shapes import hub
+from tests.support.steps import step_of
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
@@ -255,7 +256,7 @@ def test_a_weight_that_stays_has_features_over_rows_and_tokens_over_columns(
 
 
 LENGTH, WHOLE = 1 << 15, (1, 1, 1, 1)
-PLAIN_STEP = StepShape(LLAMA, Segments.single(LENGTH), (None,) * 32, step_rows=8, recompute=False)
+PLAIN_STEP = step_of(LLAMA, LENGTH, step_rows=8, checkpointing=False)
 MESH = Layout(4, ring=2, mesh_rows=2)
 
 
@@ -263,7 +264,7 @@ def parts(
     step: StepShape = PLAIN_STEP, layout: Layout = MESH, slices: tuple[int, ...] = WHOLE
 ) -> dict[str, MeshPart]:
     found: dict[str, MeshPart] = {}
-    for part in mesh_parts(PlacedStep(replace(step, slices=slices), layout, H100)):
+    for part in mesh_parts(PlacedStep(step.under(slices=slices), layout, H100)):
         found[part.name] = found[part.name].plus(part) if part.name in found else part
     return found
 
@@ -288,7 +289,7 @@ def test_bytes_of_norms_loss_and_tables() -> None:
     table, activations = 2 * 128256 * 4096 / 4, 2 * tokens * 4096
     for name in ("embedding", "head"):
         assert found[name].bytes == 2 * table + 2 * activations
-    frozen = parts(replace(PLAIN_STEP, trained=0.0))
+    frozen = parts(PLAIN_STEP.under(freeze=("",)))
     assert frozen["embedding"].bytes == table + activations
     assert frozen["head"].bytes == table + 2 * activations
 
@@ -305,7 +306,7 @@ def test_products_take_what_their_flops_take() -> None:
     computed = sum(part.computed for part in parts().values())
     flops = 6 * met_parameters(LLAMA) * LENGTH / 8
     assert computed == pytest.approx(flops / (0.803 * 989e12), rel=0.02)
-    again = sum(part.computed for part in parts(replace(PLAIN_STEP, recompute=True)).values())
+    again = sum(part.computed for part in parts(PLAIN_STEP.under(checkpointing=True)).values())
     layers = met_parameters(LLAMA) - 128256 * 4096
     assert again - computed == pytest.approx(2 * layers * LENGTH / 8 / (0.803 * 989e12), rel=0.02)
 
@@ -317,10 +318,10 @@ def test_slices_hide_and_nothing_hides_more_than_there_is() -> None:
 
 
 def test_a_frozen_weight_has_no_gradient_to_move(tmp_path: Path) -> None:
-    frozen = replace(PLAIN_STEP, trained=0.0)
+    frozen = PLAIN_STEP.under(freeze=("",))
     cluster = made(tmp_path)
     two, three = (
-        mesh_parts(PlacedStep(replace(step, slices=WHOLE), MESH, cluster))[3]
+        mesh_parts(PlacedStep(step.under(slices=WHOLE), MESH, cluster))[3]
         for step in (frozen, PLAIN_STEP)
     )
     assert two.bytes == pytest.approx(32 * 2 * (2 * LENGTH / 2 * 4096 + 2 * 4096 * 14336 / 4))
@@ -329,12 +330,12 @@ def test_a_frozen_weight_has_no_gradient_to_move(tmp_path: Path) -> None:
 
 QWEN = hub("Qwen/Qwen2.5-7B")
 PHI, MIXTRAL = replace(LLAMA, model_type="phi3"), replace(LLAMA, model_type="mixtral")
-STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=8)
+STEP = step_of(LLAMA, 1 << 15, step_rows=8)
 
 
 def total(step: StepShape, layout: Layout, slices: tuple[int, ...]) -> float:
     return sum(
-        part.seconds for part in mesh_parts(PlacedStep(replace(step, slices=slices), layout, H100))
+        part.seconds for part in mesh_parts(PlacedStep(step.under(slices=slices), layout, H100))
     )
 
 

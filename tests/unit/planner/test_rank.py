@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from tests.support.steps import changed, step_of
 from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.families import ModelShape, layer_windows
 from uspft.layout import Layout
@@ -22,7 +23,7 @@ from uspft.planner.machine import FIGURES, Hardware, Link, Measurement
 from uspft.planner.memory import formula
 from uspft.planner.memory.formula import memory_of, memory_of_ranks
 from uspft.planner.options import RECOMPUTES, Options
-from uspft.planner.rank import Choice, options_under, ranked, ranking, recommend
+from uspft.planner.rank import Choice, ranked, ranking, recommend
 from uspft.planner.step_shape import DrawnRows, StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways
 from uspft.prepare.examine import examine
@@ -30,7 +31,7 @@ from uspft.prepare.left_open import BY_RECIPE, BY_ROWS
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
-STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=8)
+STEP = step_of(LLAMA, 1 << 15, step_rows=8)
 
 
 def test_those_that_fit_stand_first_then_the_fastest() -> None:
@@ -100,7 +101,8 @@ def test_no_part_of_any_price_is_negative() -> None:
             chunks=chunks,
             experts=None,
         )
-        step = StepShape(model, row, layer_windows(model), step_rows=draw.choice((5, 24, 70)))
+        options = Options(step_rows=draw.choice((5, 24, 70)))
+        step = StepShape(model, row, layer_windows(model), options)
         legal = legal_for(step, H100.ranks_per_host)
         every = ways(ranks, space, legal).legal
         for way in draw.sample(every, min(24, len(every))):
@@ -122,7 +124,7 @@ def test_a_cpu_has_no_card_and_no_peak(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_the_way() -> None:
     ways = list(every_way(8, Space(tensor={1}, stages=(1, 3), rows=(1, 2), context={8})))
-    needs = {way: ranked(STEP, way, H100, Options()).memory.peak_bytes for way in ways}
+    needs = {way: ranked(STEP, way, H100).memory.peak_bytes for way in ways}
     for way in ways:
         if way.stage == 1:
             assert needs[replace(way, stage=3)] < needs[way]
@@ -152,7 +154,7 @@ def test_memory_on_a_long_ring_is_drawn_out() -> None:
         for ring in (12, 16):
             way = Way(Layout(ring=ring), CONTEXT[name], stage=3)
             found = ranked(STEP, way, H100).memory.parts
-            options = options_under(way, Options())
+            options = way.step(STEP).options
             exact = memory_of(LLAMA, way.layout, STEP.row.length, options=options).parts
             assert found == pytest.approx(exact, rel=0.02), (name, ring)
 
@@ -193,7 +195,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 def test_thousands_of_ranks_take_seconds(counted: Counted) -> None:
     """Counted, not timed: no way is priced twice, a row is dealt out to few ranks alone and once an
     algorithm, and memory is worked out of what comes first."""
-    wide = replace(STEP, row=Segments.single(1 << 20), step_rows=64)
+    wide = changed(STEP, row=Segments.single(1 << 20), step_rows=64)
     found = ranking(wide, 4096, Space(tokens=(True,), recomputes=RECOMPUTES), H100)
     first = found.layouts[:24]
     assert counted.listed > 2 * len(found.layouts) > 400
@@ -207,7 +209,7 @@ STAGED = Space(tensor={1, 8}, tokens=(True,), pipelines=None, recomputes=RECOMPU
 
 
 def test_pipelines_are_priced_where_they_may_come_first(counted: Counted) -> None:
-    wide = replace(STEP, row=Segments.single(1 << 13), step_rows=1024)
+    wide = changed(STEP, row=Segments.single(1 << 13), step_rows=1024)
     found = ranking(wide, 1024, STAGED, H100)
     assert all(one.room for one in found.layouts[:24])
     assert any(one.layout.pipeline > 1 for one in found.layouts[:24])
@@ -223,7 +225,7 @@ def test_the_least_is_no_more_than_what_a_step_takes(stage: int) -> None:
             if way.layout.pipeline * way.schedule.virtual > LLAMA.layers:
                 continue
             for rows in (4, 64):
-                step = replace(STEP, step_rows=rows * way.layout.data, dealt=False)
+                step = changed(STEP, step_rows=rows * way.layout.data, dealt=False)
                 one = ranked(step, way, H100, closely=False)
                 assert one.least_seconds <= one.seconds, way.name
                 shares.append(one.least_seconds / one.seconds)
@@ -232,7 +234,7 @@ def test_the_least_is_no_more_than_what_a_step_takes(stage: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1 << 13, 1 << 17, 1 << 20])
 def test_what_is_not_priced_stands_where_its_price_would(tokens: int) -> None:
-    step = replace(STEP, row=Segments.single(tokens), step_rows=32)
+    step = changed(STEP, row=Segments.single(tokens), step_rows=32)
     space = replace(STAGED, recomputes=("nothing", "attention"))
     found = ranking(step, 32, space, H100).layouts
     search, best = replace(step, dealt=False), dict[str, list[rank.Ranked]]()
@@ -295,15 +297,15 @@ def test_stages_are_dealt_out_once_by_the_documents_for_time_and_memory() -> Non
     step, way = replace(STEP, row=Segments.single(1 << 17)), Way(Layout(pipeline=4), WHOLE)
     packed_step = replace(step, sample=DrawnRows((few,)))
     whole, short = ranked(step, way, H100), ranked(packed_step, way, H100)
-    sizes = [one.step.schedule.sizes for one in (whole, short)]
+    sizes = [one.step.options.schedule.sizes for one in (whole, short)]
     assert sizes == [(8, 8, 8, 8), (8, 8, 9, 7)]
     for one, each in zip((whole, short), sizes, strict=True):
-        assert one.options.schedule.sizes == each and one.way.schedule.sizes == ()
+        assert one.step.options.schedule.sizes == each and one.way.schedule.sizes == ()
         said = replace(way, schedule=Schedule(sizes=each))
         assert ranked(one.step, said, H100).time == one.time
         assert ranked(one.step, said, H100).memory == one.memory
     weights = [
-        memory_of_ranks(LLAMA, way.layout, 1 << 17, options=one.options)[2].parts["weights"]
+        memory_of_ranks(LLAMA, way.layout, 1 << 17, options=one.step.options)[2].parts["weights"]
         for one in (whole, short)
     ]
     assert weights[1] / weights[0] == pytest.approx(9 / 8), "of the third rank"
@@ -311,7 +313,7 @@ def test_stages_are_dealt_out_once_by_the_documents_for_time_and_memory() -> Non
 
 def test_the_first_pipelines_are_run_action_by_action() -> None:
     space = Space(pipelines=None, tokens=(True,))
-    found = ranking(replace(STEP, step_rows=64), 16, space, H100)
+    found = ranking(STEP.under(step_rows=64), 16, space, H100)
     first = [one for one in found.layouts[: rank.SHORTLIST] if one.layout.pipeline > 1]
     others = [one for one in found.layouts if one.layout.pipeline > 1 and not one.closely]
     assert first and all(one.closely for one in first) and others
@@ -330,7 +332,7 @@ def test_memory_of_a_pipeline_is_that_of_the_rank_that_needs_most() -> None:
             layout = Layout(ring=ring, data=2, pipeline=4)
             way = Way(layout, CONTEXT["ring_cp"], stage=1, schedule=Schedule(virtual=virtual))
             found = ranked(STEP, way, H100).memory
-            options = replace(options_under(way, Options()), step_rows=STEP.step_rows)
+            options = way.step(STEP).options
             every = memory_of_ranks(LLAMA, layout, STEP.row.length, options=options)
             assert len(every) == 4
             most = max(one.peak_bytes for one in every)
@@ -347,10 +349,8 @@ def test_memory_on_a_mesh_is_that_of_the_slices_that_the_step_has() -> None:
     cut = 0
     for way in ways:
         one = ranked(STEP, way, H100)
-        slices = tuple(one.step.slices or ())
-        assert one.options.slices == slices and len(slices) == 4
-        asked = replace(options_under(way, Options()), step_rows=STEP.step_rows)
-        options = replace(asked, slices=slices)
+        options, asked = one.step.options, way.step(STEP).options
+        assert options.slices and len(options.slices) == 4
         exact = memory_of(LLAMA, way.layout, STEP.row.length, options=options)
         assert one.memory.peak_bytes == pytest.approx(exact.peak_bytes, rel=1e-6)
         whole = memory_of(LLAMA, way.layout, STEP.row.length, options=asked)
@@ -370,7 +370,7 @@ def chosen(
     hardware: Hardware = H100,
     window: int | None = None,
 ) -> Choice:
-    step = StepShape(model, rows[0], (window,) * model.layers, step_rows=1)
+    step = StepShape(model, rows[0], (window,) * model.layers, Options(step_rows=1))
     space = Space(tensor={1}, context={ranks})
     found = recommend(step, ranks, space, hardware, rows)
     assert found and "\n" not in found.why and found.why.startswith(found.way.name)
@@ -379,7 +379,7 @@ def chosen(
 
 def test_no_other_number_of_ranks_divides_experts_that_a_model_lacks() -> None:
     """Of more layouts than are looked at, none of the first has another value of a key."""
-    step = StepShape(LLAMA, FULL[0], (None,) * 32, step_rows=64)
+    step = step_of(LLAMA, 1 << 15, step_rows=64)
     key, reasons = "parallel_config.expert_parallel", []
     for experts in ({1}, None):
         space = Space(experts=experts, pipelines=None)
@@ -426,7 +426,7 @@ def test_a_window_is_part_of_the_price() -> None:
 
 
 def test_what_fits_is_taken_before_what_is_faster() -> None:
-    step = StepShape(LLAMA, Segments.single(1 << 17), (None,) * 32, step_rows=8)
+    step = step_of(LLAMA, 1 << 17, step_rows=8)
     found = recommend(step, 8, Space(), H100, [step.row])
     order = ranking(step, 8, Space(), H100).layouts
     assert found and found.way == order[0].way and order[0].room
@@ -437,12 +437,12 @@ def test_what_fits_is_taken_before_what_is_faster() -> None:
 
 
 def test_where_no_way_is_legal_there_is_none() -> None:
-    step = StepShape(LLAMA, Segments.single(33), (None,) * 32, step_rows=1)
+    step = step_of(LLAMA, 33, step_rows=1)
     assert recommend(step, 8, Space(tensor={1}, context={8}), H100, [step.row]) is None
 
 
 def test_rows_count_by_their_mean() -> None:
-    step = StepShape(LLAMA, FULL[0], (None,) * 32, step_rows=1)
+    step = step_of(LLAMA, 1 << 15, step_rows=1)
     space = Space(tensor={1}, context={8})
     both = recommend(step, 8, space, H100, [*FULL, *SHORT])
     totals = dict.fromkeys((one.way for one in ranking(step, 8, space, H100).layouts), 0.0)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.support.algorithms import named
 from tests.support.hardware import H100
 from tests.support.shapes import hub
+from tests.support.steps import step_of
 from uspft.layout import Layout
 from uspft.planner.row_time import RowTime, forward_and_backward, row_time
 from uspft.planner.step import micro_step_seconds, step_time, zero_once
-from uspft.planner.step_shape import PlacedStep, StepShape
+from uspft.planner.step_shape import PlacedStep
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
 ROW = Segments.single(1 << 15)
-STEP = StepShape(LLAMA, ROW, (None,) * 32, step_rows=8)
+STEP = step_of(LLAMA, 1 << 15, step_rows=8)
 LAYOUT = Layout(ulysses=4, ring=2, data=2)
 HYBRID = named("hybrid_cp", 4, 2)
 
@@ -32,7 +31,7 @@ def of(row: Segments, layout: Layout = LAYOUT, algorithm: str = "hybrid_cp") -> 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_rows_passes_and_micro_steps_add_up_to_the_step(stage: int, overlaps: bool) -> None:
     """Eight rows on two replicas are four passes; what is hidden is hidden here too."""
-    step = replace(STEP, stage=stage, overlaps=overlaps)
+    step = STEP.under(zero_stage=stage, overlaps=overlaps)
     placed = PlacedStep(step, LAYOUT, H100, HYBRID)
     once = sum(part.seconds for part in zero_once(placed, passes=4))
     time = row_time(placed, ROW)
@@ -59,7 +58,7 @@ def test_documents_have_less_attention_and_nothing_else() -> None:
 def test_a_long_row_adds_all_but_launches_and_a_short_one_little() -> None:
     long, short = of(ROW, Layout(), "whole"), of(Segments.single(32), Layout(), "whole")
     assert long.beside < 0.01 * long.row
-    empty = replace(STEP, rows=0)
+    empty = STEP.under(micro_batch=0)
     parts = forward_and_backward(PlacedStep(empty, Layout(), H100, named("whole", 1, 1)))
     assert short.beside == pytest.approx(sum(part.seconds for part in parts), rel=0.05)
     assert short.row < 0.2 * short.beside, "weights are read once for all rows of a pass"

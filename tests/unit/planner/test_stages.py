@@ -14,6 +14,7 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from tests.support.steps import changed, step_of
 from uspft.config.algorithms import WHOLE, row_of
 from uspft.families import layer_windows
 from uspft.layout import Layout
@@ -55,8 +56,7 @@ ALONE = named("whole", 1, 1)
 
 
 def step(**changes: Any) -> StepShape:
-    base = StepShape(LLAMA, Segments.single(1 << 13), (None,) * 32, step_rows=16)
-    return replace(base, **changes)
+    return changed(step_of(LLAMA, 1 << 13, step_rows=16), **changes)
 
 
 def timed(layout: Layout, hardware: Hardware = H100, **changes: Any) -> StepTime:
@@ -107,8 +107,8 @@ def test_by_the_price_no_layer_more_or_less_makes_the_dearest_stage_cheaper(
     dealt = stages_of(model, windows, rows, layout.pipeline, PLAIN, again=True).sizes
 
     def dearest(sizes: tuple[int, ...]) -> float:
-        shape = replace(step(), model=model, row=rows.rows[0], windows=windows)
-        shape = replace(shape, schedule=Schedule(sizes=sizes), use_seq_parallel=layout.tensor > 1)
+        how = {"schedule": Schedule(sizes=sizes), "use_seq_parallel": layout.tensor > 1}
+        shape = step(model=model, row=rows.rows[0], windows=windows, **how)
         shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else ALONE
         return pipeline_costs(PlacedStep(shape, layout, H100, shared))[0].most
 
@@ -200,7 +200,9 @@ def test_zero_divides_a_stage_over_its_own_ranks(stage: int) -> None:
     """Of eight ranks two have each stage: the group is a quarter, and so is what it moves."""
     held = {"gradients": 4.0, "weights": 2.0}
     passes = {1: (1, 1), 2: (8, 1), 3: (8, 16)}[stage]
-    found = timed(Layout(data=2, pipeline=4), stage=stage, schedule=Schedule(sizes=(8, 8, 8, 8)))
+    found = timed(
+        Layout(data=2, pipeline=4), zero_stage=stage, schedule=Schedule(sizes=(8, 8, 8, 8))
+    )
     most = 8 * LAYER + TABLE + LLAMA.hidden_size
     for (name, size), often in zip(held.items(), passes, strict=True):
         # In each pass it is what the rank with most to do moves, once a step the largest.
@@ -208,8 +210,8 @@ def test_zero_divides_a_stage_over_its_own_ranks(stage: int) -> None:
 
 
 def test_zero_3_fetches_nothing_ahead_among_stages() -> None:
-    whole = timed(Layout(data=4), stage=3, overlaps=True)
-    staged = timed(Layout(data=4, pipeline=2), stage=3, overlaps=True)
+    whole = timed(Layout(data=4), zero_stage=3, overlaps=True)
+    staged = timed(Layout(data=4, pipeline=2), zero_stage=3, overlaps=True)
 
     def hidden(time: StepTime, name: str) -> float:
         return sum(part.hidden for part in time.parts if part.name == name)
@@ -222,7 +224,7 @@ def test_the_copy_of_a_tied_table_has_no_gradient_of_its_own() -> None:
     tied = replace(LLAMA, tied=True)
     sizes = Schedule(sizes=(1, 31))  # the last stage has most to do
     moved = [
-        timed(Layout(data=2, pipeline=2), stage=2, schedule=sizes, model=model).bytes_of(
+        timed(Layout(data=2, pipeline=2), zero_stage=2, schedule=sizes, model=model).bytes_of(
             "gradients"
         )
         for model in (LLAMA, tied)
@@ -239,7 +241,9 @@ def test_messages_are_the_tensor_ranks_share_where_they_split_tokens() -> None:
     )
     mesh = Layout(2, ring=2, mesh_rows=2, pipeline=2)
     assert message_bytes(PlacedStep(step(), mesh, H100)) == whole / 4
-    assert message_bytes(PlacedStep(step(rows=2), Layout(ulysses=2, pipeline=2), H100)) == whole
+    assert (
+        message_bytes(PlacedStep(step(micro_batch=2), Layout(ulysses=2, pipeline=2), H100)) == whole
+    )
 
 
 def test_links_are_those_inside_a_host_and_between_hosts(tmp_path: Path) -> None:
@@ -455,8 +459,8 @@ def test_each_chunk_has_a_multiple_at_least() -> None:
 
 def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
     row, layout = Segments.single(ROW), Layout(ring=4, pipeline=2)
-    whole = StepShape(LLAMA, row, (None,) * 32, 8)
-    chunks = replace(whole, schedule=Schedule("seqpipe", 1, (), 4))
+    whole = step_of(LLAMA, ROW, step_rows=8)
+    chunks = whole.under(schedule=Schedule("seqpipe", 1, (), 4))
     ring = row_of("ring_cp", 4)
     once, more = (
         {
@@ -475,14 +479,14 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
 
 def test_prices_are_those_of_the_cost_model() -> None:
     windows = (None, 1024) * 16
-    step = StepShape(LLAMA, Segments.single(ROW), windows, 8)
-    placed = PlacedStep(step, Layout(pipeline=2), H100, make_algorithm(WHOLE, 1, 1))
+    given = replace(step_of(LLAMA, ROW, step_rows=8), windows=windows)
+    placed = PlacedStep(given, Layout(pipeline=2), H100, make_algorithm(WHOLE, 1, 1))
     found = chunk_prices(placed)
-    whole = row_time(placed, step.row).row
+    whole = row_time(placed, given.row).row
     of_pairs = {w: price * int(pairs(ROW, w)) for w, price in found.pair_seconds}
     assert found.token_seconds * ROW + sum(of_pairs.values()) == pytest.approx(whole, rel=0.02)
     assert of_pairs.keys() == {None, 1024} and of_pairs[None] > 5 * of_pairs[1024] > 0
     cut = Cut(4, 1, *found)
-    assert np.diff(cut.bounds(step.row))[0] > 1.3 * np.diff(cut.bounds(step.row))[-1]
+    assert np.diff(cut.bounds(given.row))[0] > 1.3 * np.diff(cut.bounds(given.row))[-1]
     by_flops = cut_by_flops(LLAMA, windows, 4, 1)
-    assert by_flops.bounds(step.row) == pytest.approx(cut.bounds(step.row), rel=0.1)
+    assert by_flops.bounds(given.row) == pytest.approx(cut.bounds(given.row), rel=0.1)

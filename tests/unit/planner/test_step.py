@@ -13,6 +13,7 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from tests.support.steps import changed, step_of
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
@@ -23,7 +24,6 @@ from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
 from uspft.prepare.known import shipped
 from uspft.segments import Segments
-from uspft.sequence.rows.traffic import Forwards
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
 PARAMETERS = 8_030_261_248
@@ -31,8 +31,7 @@ ONE = Layout()
 
 
 def step(**changes: Any) -> StepShape:
-    base = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=8, recompute=False)
-    return replace(base, **changes)
+    return changed(step_of(LLAMA, 1 << 15, step_rows=8, checkpointing=False), **changes)
 
 
 def timed(
@@ -47,7 +46,7 @@ def timed(
 
 
 def test_parts_sum_to_the_step() -> None:
-    found = timed(Layout(ulysses=4, ring=2), algorithm="hybrid_cp", stage=3, overlaps=True)
+    found = timed(Layout(ulysses=4, ring=2), algorithm="hybrid_cp", zero_stage=3, overlaps=True)
     names = {part.name for part in found.parts}
     assert names >= {"products", "attention", "elementwise", "update", "all_to_all", "ring"}
     assert found.of(*names) - found.hidden == pytest.approx(found.seconds)
@@ -87,7 +86,7 @@ def test_layers_with_heads_of_two_sizes_cost_what_they_would_apart() -> None:
 
 
 def test_recomputing_adds_a_forward_of_the_layers_and_no_attention() -> None:
-    kept, again = timed(ONE), timed(ONE, recompute=True)
+    kept, again = timed(ONE), timed(ONE, checkpointing=True)
     head = LLAMA.vocab_size * LLAMA.hidden_size
     layers = PARAMETERS - 2 * head
     ratio = (4 * layers + 3 * head) / (3 * layers + 3 * head)
@@ -96,10 +95,13 @@ def test_recomputing_adds_a_forward_of_the_layers_and_no_attention() -> None:
 
 
 def test_frozen_parameters_have_no_gradient_of_their_own() -> None:
-    frozen = timed(Layout(data=2), trained=0.01)
+    frozen = timed(Layout(data=2), freeze=(r"layers\.",))
     whole = timed(Layout(data=2))
-    assert frozen.of("products") / whole.of("products") == pytest.approx(2.01 / 3, rel=0.01)
-    assert frozen.bytes_of("gradients") == pytest.approx(0.01 * whole.bytes_of("gradients"))
+    trained = (2 * LLAMA.vocab_size + 1) * LLAMA.hidden_size / PARAMETERS
+    assert frozen.of("products") / whole.of("products") == pytest.approx(
+        (2 + trained) / 3, rel=0.01
+    )
+    assert frozen.bytes_of("gradients") == pytest.approx(trained * whole.bytes_of("gradients"))
 
 
 @pytest.mark.parametrize(
@@ -109,16 +111,16 @@ def test_frozen_parameters_have_no_gradient_of_their_own() -> None:
 def test_bytes_of_zero(stage: int, gradients: int, weights: int) -> None:
     """Four forwards a step on each of two replicas; for each parameter 4 bytes of gradient and 2 of
     weight, as often as the stage moves them."""
-    found = timed(Layout(data=2), stage=stage)
+    found = timed(Layout(data=2), zero_stage=stage)
     assert found.bytes_of("gradients") == pytest.approx(gradients * PARAMETERS, rel=1e-3)
     assert found.bytes_of("weights") == pytest.approx(weights * PARAMETERS, rel=1e-3)
-    few, many = (timed(Layout(data=n), stage=stage, step_rows=n).of("update") for n in (2, 8))
+    few, many = (timed(Layout(data=n), zero_stage=stage, step_rows=n).of("update") for n in (2, 8))
     assert many < few if stage else many == few, "from stage 1 on ranks share it"
 
 
 def test_zero_divides_over_context_ranks_too() -> None:
-    apart = timed(Layout(ulysses=8), stage=1).bytes_of("gradients")
-    assert apart == timed(Layout(data=8), stage=1).bytes_of("gradients")
+    apart = timed(Layout(ulysses=8), zero_stage=1).bytes_of("gradients")
+    assert apart == timed(Layout(data=8), zero_stage=1).bytes_of("gradients")
 
 
 def test_copies_by_turns_hide_all_but_an_nth_of_the_shorter() -> None:
@@ -146,16 +148,21 @@ def test_bytes_of_tensor_parallelism() -> None:
     of_loss = 3 * 4 * (1 << 15)
     found = timed(Layout(4), step_rows=1)
     assert found.bytes_of("tensor") == pytest.approx((4 * 32 + 2) * activations + of_loss)
-    again = timed(Layout(4), step_rows=1, recompute=True)
+    again = timed(Layout(4), step_rows=1, checkpointing=True)
     assert again.bytes_of("tensor") == pytest.approx((5 * 32 + 2) * activations + of_loss)
-    split = timed(Layout(4), step_rows=1, recompute=True, use_seq_parallel=True)
+    split = timed(Layout(4), step_rows=1, checkpointing=True, use_seq_parallel=True)
     assert split.bytes_of("tensor") == pytest.approx((5.5 * 32 + 2) * activations + of_loss)
-    groups = {"attention": Forwards(2, 2, 1), "recompute": True, "use_seq_parallel": True}
+    groups = {
+        "recompute": "attention",
+        "at_once": 1,
+        "checkpointing": True,
+        "use_seq_parallel": True,
+    }
     gathered = timed(Layout(4), step_rows=1, **groups)
     assert gathered.bytes_of("tensor") == pytest.approx((6 * 32 + 2) * activations + of_loss)
-    once = {"attention": Forwards(1, 1, 1), "use_seq_parallel": True}
+    once = {"at_once": 1, "use_seq_parallel": True}
     for tiles in (0, 1):  # which are made again in the backward
-        found = timed(Layout(4), step_rows=1, tiles=bool(tiles), **once)
+        found = timed(Layout(4), step_rows=1, mlp_tile=tiles, **once)
         sums = (4.5 + tiles / 2) * 32 + 2
         assert found.bytes_of("tensor") == pytest.approx(sums * activations + of_loss)
     found = timed(Layout(4), step_rows=1)
@@ -179,7 +186,7 @@ def test_sums_of_activations_are_those_of_each_layers_blocks(
     model = hub(name)
     activations, of_loss = (1 << 15) * model.hidden_size * 2, 12 * (1 << 15)
     for recompute, sums in ((False, once), (True, again)):
-        of = {"model": model, "windows": (None,) * model.layers, "recompute": recompute}
+        of = {"model": model, "windows": (None,) * model.layers, "checkpointing": recompute}
         found = timed(Layout(2), step_rows=1, **of).bytes_of("tensor")
         assert found == pytest.approx((sums + 2) * activations + of_loss)
 
@@ -270,7 +277,7 @@ def test_keys_that_come_at_once_hide_behind_a_ranks_own() -> None:
 
 def test_stage_3_hides_behind_products_where_it_overlaps() -> None:
     layout = Layout(data=8)
-    alone, behind = (timed(layout, stage=3, overlaps=on) for on in (False, True))
+    alone, behind = (timed(layout, zero_stage=3, overlaps=on) for on in (False, True))
     assert alone.hidden == 0
     moved = behind.of("gradients", "weights")
     assert behind.hidden == pytest.approx(moved * 32 / 33)
@@ -347,8 +354,8 @@ LINE = {"launch_seconds": 0.0, "hop_seconds": 0.0, "bytes_per_second": 1e9}
 
 
 def timed_under_zero(layout: Layout, hardware: Hardware, tokens: int, stage: int = 3) -> StepTime:
-    step = StepShape(QWEN, Segments.single(tokens), (None,) * QWEN.layers, layout.data, stage=stage)
-    return step_time(PlacedStep(step, layout, hardware, named("whole", 1, 1)))
+    given = step_of(QWEN, tokens, step_rows=layout.data, zero_stage=stage)
+    return step_time(PlacedStep(given, layout, hardware, named("whole", 1, 1)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -391,8 +398,8 @@ def test_matrices_of_many_experts_are_read_for_few_tokens() -> None:
     few, dense = 64, replace(QWEN, raw={**QWEN.raw, "num_experts": 8})
     model: ModelShape
     for model, experts in ((QWEN, 128), (dense, 8)):
-        step = StepShape(model, Segments.single(few), (None,) * 48, 1, recompute=False)
-        found = step_time(PlacedStep(step, Layout(), H100, named("whole", 1, 1)))
+        given = step_of(model, few, step_rows=1, checkpointing=False)
+        found = step_time(PlacedStep(given, Layout(), H100, named("whole", 1, 1)))
         read = 3 * 48 * 2 * expert_parameters(model) / H100.memory.bytes_per_second
         assert found.of("products") > read
         assert expert_parameters(model) == 3 * experts * 2048 * 768

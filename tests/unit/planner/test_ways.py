@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from tests.support.shapes import hub
+from tests.support.steps import step_of
 from tests.support.verify import RING, layouts, own, recipe
 from uspft.families import FAMILIES
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN
-from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, chosen, every_way, legal_for, ways, why_no_matrices
-from uspft.segments import Segments
 from uspft.sequence.rows.traffic import Forwards
 
 LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")
-STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=64)
+STEP = step_of(LLAMA, 1 << 15, step_rows=64)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8, 16, 48])
@@ -95,7 +94,7 @@ def test_stages_that_are_not_legal_are_counted_by_their_reason(
 
 
 def test_what_is_left_out_is_counted_by_its_reason() -> None:
-    qwen = replace(STEP, model=QWEN, windows=(None,) * 28, row=Segments.single(96), step_rows=2)
+    qwen = step_of(QWEN, 96, step_rows=2)
     found = ways(16, Space(tokens=(True,)), legal_for(qwen, 8))
     assert sum(found.left_out.values()) + len(found.legal) == len(
         list(every_way(16, Space(tokens=(True,))))
@@ -104,7 +103,7 @@ def test_what_is_left_out_is_counted_by_its_reason() -> None:
         "the heads do not divide by the tensor ranks",
         "more replicas than rows of a step",
     }
-    few = replace(STEP, model=hub("Qwen/Qwen3-0.6B"), row=Segments.single(96), step_rows=2)
+    few = step_of(hub("Qwen/Qwen3-0.6B"), 96, step_rows=2)
     wide = ways(64, Space(tokens=(True,)), legal_for(few, 8)).left_out
     assert wide["the tokens of a row do not divide by the ranks that share it"] > 3
     assert wide["more ranks exchange heads than there are heads"] > 3
@@ -143,10 +142,10 @@ def test_experts_are_divided_by_what_divides_them_and_the_copies() -> None:
 
 def test_a_way_runs_its_own_step() -> None:
     way = Way(Layout(ulysses=2, data=4), next(iter(every_way(2, Space(context={2})))).row)
-    again = replace(way, stage=3, rows=2, recompute="attention").step(STEP)
-    assert (again.stage, again.rows, again.attention) == (3, 2, Forwards(2, 2))
-    assert way.step(replace(STEP, recompute=False)).attention == Forwards(1, 1)
-    assert way.step(replace(STEP, slices=(1, 1, 1, 1))).slices is None, "no mesh"
+    again = replace(way, stage=3, rows=2, recompute="attention").step(STEP).options
+    assert (again.zero_stage, again.micro_batch, again.attention) == (3, 2, Forwards(2, 2))
+    assert way.step(STEP.under(checkpointing=False)).options.attention == Forwards(1, 1)
+    assert way.step(STEP.under(slices=(1, 1, 1, 1))).options.slices is None, "no mesh"
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 9), (4, 33), (8, 87)])

@@ -17,7 +17,6 @@ from uspft.config import RecipeError, read
 from uspft.config.recipe import PLANNED
 from uspft.planner import row_time, step
 from uspft.planner.mesh import MeshPart
-from uspft.planner.options import options_of
 from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import PlacedStep, StepPart, StepTime, seconds_of
 from uspft.planner.ways import Space, Way, every_way
@@ -218,8 +217,8 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         return StepTime((StepPart("products", 1e6 / of_step(*given).seconds),))
 
     def row_backwards(placed: PlacedStep) -> list[StepPart]:
-        seconds = seconds_of(of_row(placed.of(rows=1)))
-        return [StepPart("products", placed.step.rows * 1e6 / seconds)]
+        seconds = seconds_of(of_row(placed.of(placed.step.under(micro_batch=1))))
+        return [StepPart("products", placed.options.micro_batch * 1e6 / seconds)]
 
     def mesh_backwards(part: MeshPart) -> float:
         return 1e6 / (part.moved + part.computed - part.hidden)
@@ -306,8 +305,7 @@ def price_of(folder: Path, key: str, value: Any) -> float | None:
         found = SMALL.examined(folder, *words)
     except RecipeError:
         return None
-    options = options_of(found.recipe, found.layout)
-    one = ranked(step_of(found), own_way(found), hardware_of(found), options, own=True)
+    one = ranked(step_of(found), own_way(found), hardware_of(found), own=True)
     assert one.room is not False
     return one.seconds
 

@@ -375,7 +375,7 @@ def layers_of(
                 columns,
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
-                slices=options.slices,
+                slices=options.slices or (1, 1, 1, 1),
                 experts=experts if kind.router else None,
                 trained=trained.weights,
                 adapted=trained.adapters,

@@ -81,11 +81,6 @@ class ZeroRank:
         return self.options.element
 
     @property
-    def crossing(self) -> int:
-        """The bytes of an element of a gradient in its reduction over ranks."""
-        return 2 if self.options.gradient_reduction == "bfloat16" else WIDE
-
-    @property
     def several(self) -> bool:
         """Whether a step has more than one backward."""
         return self.options.several(self.layout)
@@ -110,7 +105,7 @@ class ZeroRank:
     def cast(self, element: int) -> int:
         """Return the bytes of an element of a gradient's copy in the dtype of the reduction; 0: no
         copy is made. element: the bytes of the gradient's own element."""
-        return self.crossing if self.crossing != element else 0
+        return self.options.gradient_bytes if self.options.gradient_bytes != element else 0
 
     def in_order(self, elements: int) -> int:
         """Return a ZeRO-3 option in elements, or 0 in a pipeline: stages run in another order each
@@ -300,7 +295,7 @@ def _gathered(zero: ZeroRank) -> State:
         "optimizer": (WIDE + ADAM) * own,
         "gathered": in_layers,
         "waiting": waits,
-        "buckets": float(zero.crossing * min(options.bucket, counts.trained)),
+        "buckets": float(zero.options.gradient_bytes * min(options.bucket, counts.trained)),
     }
     host: dict[str, float] = {}
     if options.offload_optimizer:
@@ -328,10 +323,10 @@ def _crossing(zero: ZeroRank, largest: int) -> float:
     options, counts = zero.options, zero.counts
     e, bucket = zero.element, min(options.bucket, counts.trained)
     share, norm = (
-        WIDE * (zero.crossing < WIDE) / zero.layout.copies,
+        WIDE * (zero.options.gradient_bytes < WIDE) / zero.layout.copies,
         NORM * options.offload_optimizer / zero.layout.copies,
     )
-    laid = (zero.crossing + share) * bucket + norm * min(bucket, largest)
+    laid = (zero.options.gradient_bytes + share) * bucket + norm * min(bucket, largest)
     if largest > bucket:
         laid = max(laid, (zero.cast(e) + share + norm) * largest)
     return laid + e * largest * (options.bucket < counts.trained)

@@ -156,7 +156,7 @@ def _kinds(
     """
     tensor = sorted({one.layout.tensor for one in options[max(options)]})
     ways = [(degree, False) for degree in tensor if setting.in_place]
-    if setting.step.stage == 1 and setting.moves:
+    if setting.step.options.zero_stage == 1 and setting.moves:
         ways.append((1, True))
     for degree, moves in ways:
         fitting = {}

@@ -10,10 +10,11 @@ from statistics import fmean
 from uspft.layout import COPIES, Layout, StoredAs
 from uspft.planner.memory.formula import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.memory.zero import moving_state_bytes
+from uspft.planner.options import GRADIENT_BYTES
 from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
 from uspft.planner.step import dealt_stages, micro_step_seconds, zero_once
-from uspft.planner.step_shape import GRADIENT_BYTES, Memo, StepShape, seconds_of
+from uspft.planner.step_shape import Memo, StepShape, seconds_of
 from uspft.planner.trained import StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
@@ -54,7 +55,7 @@ class LayoutSet:
     def memory(self, bucket: PricedLayout) -> float:
         """Return the bytes that a rank has free for the activations of a bucket's rows."""
         setting, tensor = self.setting, bucket.layout.mesh_columns
-        model, options = setting.step.model, setting.options
+        model, options = setting.step.model, setting.step.options
         if self.moves:
             whole, *parts = (
                 counts_of(model, t, options.lora, options.freeze, stage)
@@ -75,8 +76,8 @@ class LayoutSet:
         without a pipeline."""
         if bucket.layout.pipeline == 1:
             return [None]
-        step = replace(self.setting.step, schedule=bucket.way.schedule)
-        every = dealt_stages(step, bucket.layout, step.recompute, Memo())
+        step = self.setting.step.under(schedule=bucket.way.schedule)
+        every = dealt_stages(step, bucket.layout, step.options.checkpointing, Memo())
         return [stage_layers(every, rank) for rank in range(every.ranks)]
 
     @cached_property
@@ -175,7 +176,7 @@ class LayoutSet:
             gradients = GRADIENT_BYTES * mine * step.trained
             sent = [placed.sent("gradients", "reduce_scatter", gradients, COPIES)]
             if number == 0:
-                weights = step.element_bytes * mine
+                weights = step.options.element * mine
                 sent.append(placed.sent("weights", "all_gather", weights, COPIES))
             found.append((away * sum(part.bytes for part in sent), seconds_of(sent)))
         return found

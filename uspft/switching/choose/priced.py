@@ -4,7 +4,7 @@ number of (query, key) pairs in a row's documents."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from uspft.config.algorithms import AlgorithmRow
@@ -12,7 +12,6 @@ from uspft.config.recipe import Degrees
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import row_memory
-from uspft.planner.options import Options
 from uspft.planner.row_time import row_time
 from uspft.planner.step_shape import PlacedStep, StepShape, pairs_of_row
 from uspft.planner.ways import Space, Way, legal_for, ways
@@ -27,8 +26,6 @@ class Setting:
     hardware: Hardware
     ranks: int
     memory_bytes: float
-    options: Options = field(default_factory=Options)
-    """The recipe's other choices on which memory depends."""
     rows_at_once: int | None = None
     """Rows of one replica in one forward, as `training.micro_batch_size` says; None: as many as
     fit. In a set of layouts the layout with the largest rows takes this many, and the others as
@@ -46,7 +43,7 @@ class Setting:
     def lockstep(self) -> bool:
         """Whether all ranks run the same number of passes, since every pass has a collective of all
         ranks (ZeRO-2 and 3)."""
-        return self.step.stage > 1
+        return self.step.options.zero_stage > 1
 
     def placed(self, layout: Layout) -> PlacedStep:
         """Return the step in a layout without its context-parallel algorithm, for costs that do not
@@ -132,7 +129,7 @@ def priced_layouts(
     """
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
-    shape = replace(step, row=whole, rows=1, slices=None, use_seq_parallel=True)
+    shape = replace(step, row=whole).under(micro_batch=1, slices=None, use_seq_parallel=True)
     divided = replace(setting, step=shape)
     legal = legal_for(shape, hardware.ranks_per_host)
 
@@ -157,8 +154,7 @@ def priced(setting: Setting, way: Way, length: int, typical: Segments) -> Priced
     typical: a row whose documents have typical lengths.
     """
     whole = Segments.single(length)
-    shape = replace(setting.step, row=whole, rows=1)
-    options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
+    shape = replace(setting.step, row=whole).under(micro_batch=1)
     placed = way.placed(shape, setting.hardware)
     short, long = (row_time(placed, one) for one in (typical, whole))
     return PricedLayout(
@@ -167,7 +163,7 @@ def priced(setting: Setting, way: Way, length: int, typical: Segments) -> Priced
         (pairs_of_row(typical, None), pairs_of_row(whole, None)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        row_memory(options, setting.step.model, way.row, way.layout, length)[0],
+        row_memory(shape.options, shape.model, way.row, way.layout, length)[0],
     )
 
 

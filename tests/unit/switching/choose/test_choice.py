@@ -12,11 +12,11 @@ import pytest
 
 from tests.support.hardware import H100
 from tests.support.shapes import hub
+from tests.support.steps import step_of
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.planner.machine import Hardware
 from uspft.planner.step import micro_step_seconds
-from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choose.choice import AS_FAST, SwitchingChoice, beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, lower_bounds, pairs_of
@@ -25,7 +25,7 @@ from uspft.switching.choose.priced import PricedLayout, Setting, priced_layouts
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
 ROW = 1 << 15
-STEP = StepShape(LLAMA, Segments.single(ROW), (None,) * 32, step_rows=8)
+STEP = step_of(LLAMA, ROW, step_rows=8)
 
 
 def apart(gigabytes: float) -> Hardware:
@@ -53,12 +53,12 @@ def tail(count: int = 4_000) -> tuple[int, ...]:
 
 
 def setting(memory: float = 105e9, speed: float = 5.0, **changes: Any) -> Setting:
-    return Setting(replace(STEP, **changes), apart(speed), 4, memory)
+    return Setting(STEP.under(**changes), apart(speed), 4, memory)
 
 
 @cache
 def chosen(memory: float = 105e9, speed: float = 5.0, stage: int = 1) -> SwitchingChoice:
-    return choose(setting(memory, speed, stage=stage), DrawnSteps(tail(), 512, ROW))
+    return choose(setting(memory, speed, zero_stage=stage), DrawnSteps(tail(), 512, ROW))
 
 
 def test_a_long_tail_whose_weights_do_not_fit_whole_is_switched_by_moving() -> None:
@@ -127,7 +127,7 @@ def test_more_memory_and_faster_links_are_never_slower() -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_bucket_takes_what_its_static_layout_takes(stage: int) -> None:
     """All rows alike, as many as replicas take in whole passes."""
-    given, drawn = setting(400e9, stage=stage), DrawnSteps([ROW] * 8, 8, ROW)
+    given, drawn = setting(400e9, zero_stage=stage), DrawnSteps([ROW] * 8, 8, ROW)
     for one in priced_layouts(given, ROW, Segments.single(ROW), most=1)[:3]:
         mix = LayoutSet(given, (one,), one.layout.tensor)
         assert mix.seconds(drawn) == pytest.approx(Static(given, one).seconds(drawn), rel=0.02)
@@ -135,7 +135,7 @@ def test_one_bucket_takes_what_its_static_layout_takes(stage: int) -> None:
 
 def test_a_step_of_a_mix_by_hand() -> None:
     """One long row on four ranks while nothing else is there; ZeRO-3's part once for each pass."""
-    given = setting(400e9, stage=3)
+    given = setting(400e9, zero_stage=3)
     four = next(one for one in layouts(given, ROW) if one.layout.context == 4)
     one = next(one for one in layouts(given, 1024) if one.layout.ranks == one.layout.data)
     mix = LayoutSet(given, (one, four), 1)
