@@ -128,7 +128,7 @@ def said(holders: Holders, name: str, gradient: Tensor, rows: Layout, *, tokens:
     group, same = counting.summed_over(holders, name), holders.same[name].size
     assert times == (divisor if group else divisor * same), "who does not sum has others beside it"
     summed = group.size if group else 1
-    counted = counting.is_counted(held, name, holders.rank)
+    counted = counting.is_counted(holders, name)
     return Made(holders.part(name), gradient, times, summed, counted, holders.tensor.ranks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,7 +48,6 @@ from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ra
 if TYPE_CHECKING:
     from uspft.layout import Layout
     from uspft.parameters.shards import Holders
-    from uspft.tensor.parts import Shape
     from uspft.world import World
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -57,7 +56,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 def shards_under(
     model: Any,
-    shapes: Mapping[str, Shape],
+    names: Collection[str],
     world: World,
     *,
     tensor_of_rows: int = 1,
@@ -65,17 +64,17 @@ def shards_under(
 ) -> Shards:
     """Return which ranks store which parts of a model on the meta device under a world's layout.
 
-    shapes: of its parameters, by their names in files. tensor_of_rows: the largest tensor degree of
+    names: of its parameters, in files. tensor_of_rows: the largest tensor degree of
     rows, if higher than the layout's. moves: whether weights move between layouts: then tied
     embeddings are stored, and get gradients, in both the first and the last stage.
     """
     how: Any = {"splits_tokens": world.tensor.splits_tokens, "tensor_of_rows": tensor_of_rows}
-    found, stages = shards_of(model, shapes, world.layout, **how), world.stages
+    found, stages = shards_of(model, names, world.layout, **how), world.stages
     if stages is None:
         return found
     tied = moves and model.config.tie_word_embeddings
-    ends = frozenset(filter(is_table, shapes)) if tied else frozenset[str]()
-    return replace(found, stages=ranks_of(shapes, stages), at_both_ends=ends)
+    ends = frozenset(filter(is_table, names)) if tied else frozenset[str]()
+    return replace(found, stages=ranks_of(names, stages), at_both_ends=ends)
 
 
 def shards_of(

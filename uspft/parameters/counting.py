@@ -84,8 +84,7 @@ def divisor(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> i
     return found // apart
 
 
-def is_counted(shards: Shards, name: str, rank: int) -> bool:
-    """Return whether the norm counts a parameter on a rank: on the first tensor rank that holds
+def is_counted(holders: Holders, name: str) -> bool:
+    """Return whether the norm counts this rank's part of a parameter: on the first tensor rank with
     each part."""
-    first = shards.tensor_index(rank) in {same[0] for same in shards.replicas(name)}
-    return first and shards.holds(name, rank)
+    return holders.same[name].index == 0
