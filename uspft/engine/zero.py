@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.quarantine import (
     compare_traces_within,
+    find_fragments_in_turn,
     forget_mpu,
     judge_norm,
     reduce_in_one_order,
@@ -123,6 +124,7 @@ class ZeroEngine(Engine):
                 config={**config, "zero_optimization": zero},
                 mpu=mpu,
             )
+        find_fragments_in_turn(self.deepspeed.optimizer)
         reduce_in_one_order(self.deepspeed.optimizer, together)
         whole: Any = self.deepspeed.optimizer
         self.adam = getattr(whole, "optimizer", whole)

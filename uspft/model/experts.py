@@ -351,14 +351,14 @@ class SentRows(torch.autograd.Function):
 NAME = "uspft"
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of rows [r, d], the experts that each meets [r, k], counted from the first one here,
-and their weights [r, k]; returns the weighted sum over the experts that are here, [r, d]."""
+"""A function of rows [r, d], their experts [r, k], numbered from the first one on this rank, and
+router weights [r, k]; returns the weighted sum over this rank's experts, [r, d]."""
 
 
 def spread_experts(model: nn.Module, holders: Holders, calls: Sequence[Call]) -> None:
-    """Make a model that is filled with this rank's experts compute with those of all ranks.
+    """Make a model, loaded with this rank's experts, compute with those of all ranks.
 
-    calls: what holds each layer's current call, where tensor ranks divide matrices.
+    calls: each layer's current call, where tensor ranks divide matrices.
     """
     shards, group = holders.shards, holders.experts
     layers: Any = model.base_model.layers  # type: ignore[union-attr]
