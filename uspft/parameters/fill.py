@@ -50,7 +50,7 @@ def fill(
     others. Where they are drawn, routers have no bias. parameters: those of the module. partition:
     None leaves them whole. Raises WeightsError.
     """
-    pending, biases = dict[str, nn.Parameter](), corrections(model)
+    pending: dict[str, nn.Parameter] = {}
     for name, (empty, owners) in parameters.items():
         part = holders.part(name)
         if holders.zero_of(name).index or not part.count:
@@ -67,7 +67,7 @@ def fill(
             pending = {}
     if partition and pending:
         partition(pending)
-    for name, buffer in biases.items():
+    for name, buffer in corrections(model).items():
         if not source.draws(name):
             buffer.copy_(source.read(name, Part.whole(buffer.shape)))
 
