@@ -114,9 +114,9 @@ def assemble(
     recompute, offload = save_memory(model, recipe.memory, world.stages)
 
     # What is trained: embedding, layers and head, and the objective that calls them.
-    tile, stored = recipe.memory.loss_tile_tokens, None if moves else under[-1].layout
-    whole = None if tile == "none" else int(tile)
-    parts = CausalModel(model, whole, stored, recompute, offload=offload)
+    asked, stored = recipe.memory.loss_tile_tokens, None if moves else under[-1].layout
+    tile = None if asked == "none" else int(asked)
+    parts = CausalModel(model, tile, stored, recompute, offload=offload)
     objective = make_objective(recipe.training.objective, config)
     engine: Engine
     module: LossModule = TrainedModel(parts, objective)

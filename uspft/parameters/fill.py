@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +50,7 @@ def fill(
     others. Where they are drawn, routers have no bias. parameters: those of the module. partition:
     None leaves them whole. Raises WeightsError.
     """
-    pending: dict[str, nn.Parameter] = {}
+    biases, pending = corrections(model), dict[str, nn.Parameter]()
     for name, (empty, owners) in parameters.items():
         part = holders.part(name)
         if holders.zero_of(name).index or not part.count:
@@ -62,12 +62,13 @@ def fill(
             setattr(module, attribute, parameter)
         if part.count:
             pending[name] = parameter
-        if partition and _bytes(pending.values()) >= BATCH_BYTES:
+        size = sum(p.numel() * p.element_size() for p in pending.values())
+        if partition and size >= BATCH_BYTES:
             partition(pending)
             pending = {}
     if partition and pending:
         partition(pending)
-    for name, buffer in corrections(model).items():
+    for name, buffer in biases.items():
         if not source.draws(name):
             buffer.copy_(source.read(name, Part.whole(buffer.shape)))
 
@@ -86,10 +87,6 @@ def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:
         other = holders.shards.part(name, part.shape, rank).cut(whole).contiguous()
         dist.send(other, dst=rank, group=tensor.handle)
     return part.cut(whole)
-
-
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def generator(seed: int, name: str) -> torch.Generator:
