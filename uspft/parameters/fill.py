@@ -62,8 +62,8 @@ def fill(
             setattr(module, attribute, parameter)
         if part.count:
             pending[name] = parameter
-        size = sum(p.numel() * p.element_size() for p in pending.values())
-        if partition and size >= BATCH_BYTES:
+        sizes = (p.numel() * p.element_size() for p in pending.values())
+        if partition and sum(sizes) >= BATCH_BYTES:
             partition(pending)
             pending = {}
     if partition and pending:
