@@ -262,9 +262,8 @@ def used_ranges(split: MatrixSplit, rank: int, degree: int, stored: int) -> tupl
     """
     if degree % stored or (split.in_order and stored not in (1, degree)):
         raise ValueError(f"matrices are held {stored} ways: rows cannot divide them {degree} ways")
-    if split.in_order:
-        return split.ranges(rank, degree)
-    return split.ranges(part_index(rank, degree, (stored,)), degree)
+    index = rank if split.in_order else part_index(rank, degree, (stored,))
+    return split.ranges(index, degree)
 
 
 @cache
