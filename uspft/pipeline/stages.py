@@ -76,7 +76,7 @@ def stages_of(recipe: Recipe) -> Stages | None:
 
 
 def schedule_of(parallel: ParallelBlock) -> Schedule:
-    """Return how the ranks of a recipe's pipeline work, with the layers of its stages where it says
+    """Return the schedule of a recipe's pipeline, with the layers of its stages if it gives
     them."""
     order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
     sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))

@@ -86,7 +86,7 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
     query, key, value = (one.on(columns).outputs for one in every[:3])
     query //= 2 if kind.gated else 1
     if blocks.state:
-        # What goes through a convolution, its activation and the norms of heads.
+        # The features that pass through a convolution, its activation and the norms of heads.
         into = [one for one in state_projections(of).values() if one.splits == "outputs"]
         heads, normed = sum(one.on(columns).outputs for one in into), 0
         turned = float(heads)
@@ -126,12 +126,12 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
 
 
 def _experts(step: StepShape, of: ModelShape, columns: int) -> dict[str, BothWays]:
-    """Return the bytes of a token in its experts, on their way there and back, and in what every
-    token meets beside them."""
+    """Return the bytes per token in its experts, in the dispatch to them and back, and in the
+    experts that every token uses."""
     e, kind, hidden = step.options.element, layer_kind(step.model), of.hidden_size
     down = layer_projections(of, experts=True)[-1].on(columns)
     rows, inner = down.per_token * hidden, down.per_token * down.inputs
-    s = WIDE if kind.wide_scores else e  # in which rows are weighted and summed
+    s = WIDE if kind.wide_scores else e  # the dtype in which rows are weighted and summed
     cast = s + e if s > e else 0
     forward = (3 * e + 4 * s) * rows + (s + cast) * hidden
     backward = (2 * e + 10 * s + cast) * rows + (s + 3 * e + cast) * hidden
@@ -149,8 +149,9 @@ def _experts(step: StepShape, of: ModelShape, columns: int) -> dict[str, BothWay
 def _tiled(
     step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, BothWays], tile: int
 ) -> Moved:
-    """Return the bytes that a layer's tiles of tokens add: norms and MLP are run again for each
-    tile's gradients, outputs are put in place, and weights' gradients are summed in float32."""
+    """Return the bytes added by a layer's tiles of tokens: norms and MLP are recomputed for each
+    tile's gradients, outputs are written into a whole tensor, and weights' gradients are summed in
+    float32."""
     e, between = step.options.element, _between(step, columns)
     again = parts["norms"].forward + (0.0 if step.options.checkpointing else parts["mlp"].forward)
     copies = 2 * e * between * (3 + 3 + 2 * step.options.checkpointing)
@@ -159,13 +160,16 @@ def _tiled(
     matrices = layer_projections(blocks.sizes(step.model), experts=blocks.experts)[-3:]
     weights = sum(one.on(columns).parameters for one in matrices)
     added = weights * (2 * WIDE + e)
-    # The first tile's are cast, not added, and in the end the sum is.
+    # The first tile's gradients are cast, not added, and in the end the sum is cast back.
     return Moved(again + copies + added / tile, 2 * (WIDE + e) * weights - added)
 
 
 def outside_moved(step: StepShape, columns: int) -> Moved:
-    """Return the bytes of a pass outside of the layers, on one tensor rank: of the embedding, the
-    last norm, and the loss with its head. columns: as in `layer_moved`."""
+    """Return the bytes of a pass outside of the layers, on one tensor rank: the embedding, the last
+    norm, and the loss with its head.
+
+    columns: as in `layer_moved`.
+    """
     model, e, hidden = step.model, step.options.element, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
     cast, trains = (e + WIDE if e < WIDE else 0), step.options.lora is None
@@ -176,7 +180,8 @@ def outside_moved(step: StepShape, columns: int) -> Moved:
         logits += 19 * WIDE
     elif model.full.get("logits_scaling", 1.0) != 1.0:
         logits += 4 * WIDE
-    rows = (2 + 2 + 2 + 2 + 4) * e  # chosen, of the head, put in place, times a factor, put back
+    # selected, of the head, written to their positions, times a factor, written back
+    rows = (2 + 2 + 2 + 2 + 4) * e
     table = words * hidden * trains
     loss = words * logits + hidden * rows
     embedding = hidden * (2 + 3 * trains) * e
