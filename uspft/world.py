@@ -131,10 +131,8 @@ class World:
         earlier: LayerStates | None = None,
     ) -> Tensor:
         """Return a recurrent layer's output [T, H, V] for this rank's tokens, differentiable.
-
         inside: as in Split. earlier: the states that chunks pass on in this layer, if the share is
-        of a chunk.
-        """
+        of a chunk."""
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return mix_over_chunks(x, share, rule, earlier)
@@ -148,10 +146,8 @@ class World:
         convolution: Convolution,
         earlier: LayerStates | None = None,
     ) -> Tensor:
-        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable.
-
-        earlier: as in `mix`.
-        """
+        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable. earlier: as
+        in `mix`."""
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return convolve_chunk(x, share, taps, convolution, earlier)

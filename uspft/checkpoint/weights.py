@@ -115,10 +115,7 @@ class WholeModel:
 
 def export_order(names: Collection[str], *, model: bool) -> list[str]:
     """Return the names in the order in which an export reads them, an adapter's twice: for its own
-    folder, and for merging.
-
-    model: whether the whole model is exported too.
-    """
+    folder, and for merging. model: whether the whole model is exported too."""
     own = filter(is_adapter, names)
     return [*own, *chain(*merge_order(names))] if model else list(own)
 

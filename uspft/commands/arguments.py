@@ -1,8 +1,6 @@
 """Parsing of argv into one command; nothing below this module reads argv or the environment.
-
 Library versions are checked before a command is imported: an unsupported transformers would fail
-with errors that do not name the cause.
-"""
+with errors that do not name the cause."""
 
 from __future__ import annotations
 

@@ -63,11 +63,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _heed(meeting: Meeting, number: int, frame: FrameType | None) -> None:
-    """Handle a stop signal.
-
-    Before the command begins the process exits; during the command it is interrupted; after it,
-    only the wait for other hosts is cut short, and the exit code stays.
-    """
+    """Handle a stop signal. Before the command begins the process exits; during the command it is
+    interrupted; after it, only the wait for other hosts is cut short, and the exit code stays."""
     if meeting.ended:
         meeting.hurried = meeting.alarm is None
     elif meeting.begun:

@@ -38,7 +38,7 @@ def recipes(words: Sequence[str], environment: Mapping[str, str], shipped: Path 
         raise UsageError(words[2], "recipes takes a name and a file", remedy)
     found = {path.stem: path for path in shipped.glob("*.yaml")}
     if not found:
-        what = f"no recipes are beside the package, in {shipped}"
+        what = f"no recipes are next to the package, in {shipped}"
         raise UsageError("recipes", what, "take uspft's repository")
     if not words:
         print(f"{listing(found.values())}\ncopy one here: {typed} NAME [FILE]")

@@ -287,10 +287,8 @@ def _next(
     hosts: int,
 ) -> list[str]:
     """Return lines on what to do next: after the quickstart, the same run with another algorithm,
-    which is its point; after other runs, how to use the model.
-
-    early: whether patience ended the run. chats, hosts: as in `summary`.
-    """
+    which is its point; after other runs, how to use the model. early: whether patience ended the
+    run. chats, hosts: as in `summary`."""
 
     def command(words: list[str]) -> str:
         if hosts > 1:  # each host knows only its own command line

@@ -1,8 +1,5 @@
-"""Reading and writing of recipes.
-
-The file, its `base` fragments and the overrides of the command line merge into one tree, which is
-checked; every problem is reported at once.
-"""
+"""Reading and writing of recipes. The file, its `base` fragments and the overrides of the command
+line merge into one tree, which is checked; every problem is reported at once."""
 
 from __future__ import annotations
 
@@ -175,11 +172,9 @@ _ZERO = "deepspeed.zero_optimization"
 
 @cache
 def mappings() -> dict[str, Node]:
-    """Return the keys of each mapping of a recipe with their JSON Schemas.
-
-    They are keyed by the mapping's path, where "" is the top and [] any list item. Mappings of free
-    keys are not included.
-    """
+    """Return the keys of each mapping of a recipe with their JSON Schemas. They are keyed by the
+    mapping's path, where "" is the top and [] any list item. Mappings of free keys are not
+    included."""
     top, found = schema_of(Recipe), dict[str, Node]()
 
     def take(node: Node, at: str) -> None:

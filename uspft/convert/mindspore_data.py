@@ -213,10 +213,7 @@ def _tokenizer(run: Conversion) -> None:
 
 
 def _rows(run: Conversion, *, indexed: bool) -> None:
-    """Convert the length of a row and packing.
-
-    indexed: whether the data are Megatron indices.
-    """
+    """Convert the length of a row and packing. indexed: whether the data are Megatron indices."""
     lengths = (
         f"{CONFIG}.seq_length",
         f"{PACKING}.seq_length",

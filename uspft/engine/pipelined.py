@@ -214,10 +214,7 @@ class Pipeline:
         *,
         last: bool,
     ) -> None:
-        """Run the backward of an action.
-
-        last: whether it is this rank's last one in the step.
-        """
+        """Run the backward of an action. last: whether it is this rank's last one in the step."""
         stage = action.stage
         if stage == self._stages.count - 1:
             loss = made.sum()

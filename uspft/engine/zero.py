@@ -92,10 +92,8 @@ class ZeroEngine(Engine):
         *,
         pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine.
-
-        config: DeepSpeed's. pipeline: the runner of the module's stages, if it has only some.
-        """
+        """Build the engine. config: DeepSpeed's. pipeline: the runner of the module's stages, if it
+        has only some."""
         _gather_at_once(module)  # type: ignore[arg-type]
         together = _together(module)  # type: ignore[arg-type]
         self.module, self.holders, self.device = module, holders, device

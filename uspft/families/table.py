@@ -577,19 +577,15 @@ def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
 
 
 def chosen_experts(full: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (experts that a token uses, experts in a layer); (1, 1) without routing.
-
-    full: as in shared_features.
-    """
+    """Return (experts that a token uses, experts in a layer); (1, 1) without routing. full: as in
+    shared_features."""
     met, every = (next((full[n] for n in names if full.get(n)), 1) for names in (MET, EXPERTS))
     return int(met), int(every)
 
 
 def shared_features(full: Mapping[str, Any]) -> int:
-    """Return the inner features of the experts that every token uses; 0 without such experts.
-
-    full: the config with transformers' defaults.
-    """
+    """Return the inner features of the experts that every token uses; 0 without such experts. full:
+    the config with transformers' defaults."""
     if full.get("enable_moe_block"):  # in addition to an MLP
         return int(full["intermediate_size"])
     number = full.get("n_shared_experts") or full.get("moe_num_shared_experts") or 0

@@ -158,10 +158,7 @@ def products(bound: Bound) -> MeshAlgorithm:
 
 def whole_table(weight: Tensor, bound: Bound, config: Any, held: Layout | None) -> Tensor:
     """Return an embedding's or a head's weight with all features, for those rows (tokens) that a
-    call on a mesh uses; differentiable.
-
-    held: as in used_by.
-    """
+    call on a mesh uses; differentiable. held: as in used_by."""
     tokens, features = MatrixSplit(COLUMNS, (config.vocab_size,)), features_of(config, ROWS)
     used = used_by(bound, held, tokens, features)
     return products(bound).whole(cut(weight, used), bound.world.mesh)

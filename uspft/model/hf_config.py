@@ -126,10 +126,8 @@ def heads_of_layers(config: Any) -> tuple[Heads, ...]:
 
 
 def heads_of(config: Any) -> Heads:
-    """Return the heads of attention of a model's layers, or of one.
-
-    config: the layer's, if layers have heads of different sizes.
-    """
+    """Return the heads of attention of a model's layers, or of one. config: the layer's, if layers
+    have heads of different sizes."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Heads(config.num_attention_heads, config.num_key_value_heads, dim)
 

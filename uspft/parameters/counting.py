@@ -49,7 +49,7 @@ def makes_pieces(shards: Shards, name: str, *, splits_tokens: bool) -> bool:
 
 
 def times(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
-    """Return how often a row's gradient is contained in the sum over all ranks with the same part.
+    """Return how many times the sum over all ranks with the same part counts a row's gradient.
 
     degree: the row's tensor degree, a multiple of the layout's.
     """

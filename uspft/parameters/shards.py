@@ -70,7 +70,7 @@ class Shards:
     splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
     """The parameters that are sharded over tensor parallel ranks; on a mesh, over its columns."""
     row_splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
-    """The parameters that are sharded over mesh rows, whether or not over its columns too."""
+    """The parameters that are sharded over mesh rows; mesh columns may shard them too."""
     experts: Mapping[str, MatrixSplit] = field(default_factory=dict)
     """The parameters of experts, which are sharded over the ranks of `expert_parallel`; tensor
     parallel ranks may shard them further."""
@@ -182,10 +182,7 @@ class Holders:
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
-        """Create the groups of a layout's ranks; collective.
-
-        shapes: of the whole model.
-        """
+        """Create the groups of a layout's ranks; collective. shapes: of the whole model."""
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
         # DeepSpeed needs a process group even where this rank is its only member.

@@ -266,10 +266,8 @@ def not_whole(error: CheckpointError) -> Fault:
 
 
 def not_writable(key: str, folder: Path) -> Finding | None:
-    """Return the finding that a folder, created if missing, cannot be written, or None.
-
-    key: the key that names the folder.
-    """
+    """Return the finding that a folder, created if missing, cannot be written, or None. key: the
+    key that names the folder."""
     why: str | None = None
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -164,10 +164,8 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
 
 
 def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) -> list[Finding]:
-    """Return why a model's attention cannot run in groups of heads.
-
-    tensor: over how many ranks its heads are split.
-    """
+    """Return why a model's attention cannot run in groups of heads. tensor: over how many ranks its
+    heads are split."""
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []

@@ -333,11 +333,8 @@ def _longest(recipe: Recipe) -> Recipe:
 
 
 def _ranks(recipe: Recipe, known: Known) -> int | None:
-    """Return the number of processes of a recipe with one layout.
-
-    If it is unknown, or not a multiple of the degrees (reported elsewhere), it is the product of
-    the degrees.
-    """
+    """Return the number of processes of a recipe with one layout. If it is unknown, or not a
+    multiple of the degrees (reported elsewhere), it is the product of the degrees."""
     parallel, ranks = recipe.parallel_config, ranks_of(recipe, known)
     if degrees_are_open(recipe):
         return ranks

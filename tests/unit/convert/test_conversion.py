@@ -192,7 +192,7 @@ def test_a_scalar_where_a_block_is_wanted_is_a_line(tmp_path: Path) -> None:
     outcome, _ = converted(tmp_path, {**tree, "datasets": "a.jsonl"})
     assert any("datasets: is no list of mappings" in line for line in outcome.lines())
     outcome, _ = converted(tmp_path, {**tree, "learning_rate": {"peak": 1e-5}})
-    said = "learning_rate.peak: stands in a block, and `learning_rate` takes one value"
+    said = "learning_rate.peak: is in a block, and `learning_rate` takes one value"
     assert any(said in line for line in outcome.lines())
     outcome, _ = converted(tmp_path, {**MINDSPORE, "parallel_config": 3}, None)
     assert any("parallel_config: is no key of" in line for line in outcome.lines())

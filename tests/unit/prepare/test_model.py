@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             {"add_tokens": NEW, "adapter": adapter},
             "model.add_tokens: is set together with `model.adap",
         ),
-        ({"add_tokens": [*NEW, NEW[0]]}, "model.add_tokens[3]: `<|start_header_id|>` stands th"),
+        ({"add_tokens": [*NEW, NEW[0]]}, "model.add_tokens[3]: `<|start_header_id|>` is listed tw"),
         ({"add_tokens": [3]}, "model.add_tokens[0]: "),
     ):
         with pytest.raises(RecipeError) as caught:

@@ -121,10 +121,8 @@ _MARK = "a byte-order mark inside the array", "take it out"
 
 
 def _json_objects(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the objects of JSON Lines, unparsed, or of an array.
-
-    A file is an array if it begins with `[`, unless `_is_lines`.
-    """
+    """Yield the objects of JSON Lines, unparsed, or of an array. A file is an array if it begins
+    with `[`, unless `_is_lines`."""
     with opened(file)[0] as handle:
         head = handle.read(1 << 16).removeprefix(BOM).lstrip()
     if head.startswith(b"[") and not _is_lines(file):
@@ -436,7 +434,7 @@ def _names(row: list[str], wrong: str, kind: str) -> list[str]:
     mark, marks = _DELIMITERS[kind]
     for other, remedy in _OTHER_DELIMITERS.items():
         if len(row) == 1 and other in row[0] and other != mark:
-            what = f"its columns stand apart by {other!r}, not by {marks}: {_REST}"
+            what = f"its columns are separated by {other!r}, not by {marks}: {_REST}"
             remedy = remedy or "save it with commas, or with tabs as .tsv"
             raise SampleFault(f"{what}; {remedy}")
     if any(BOM.decode() in name for name in row):

@@ -414,10 +414,7 @@ class EvalSet:
 
 
 def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
-    """Return the evaluation sets of a job.
-
-    world: the live layout that splits their rows.
-    """
+    """Return the evaluation sets of a job. world: the live layout that splits their rows."""
     data, training = job.recipe.data, job.recipe.training
     each = training.eval_micro_batch_size or training.micro_batch_size
     at_once = each * world.layout.data

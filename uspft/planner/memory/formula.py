@@ -154,12 +154,9 @@ def unpredicted(shape: ModelShape) -> tuple[str, ...]:
 
 
 def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those on the host.
-
-    one, batch: the bytes of one micro-batch and its batch, with all layers in one stage. state: the
-    model's state, whose additional bytes in a layer and during the loss count as parts if the peak
-    is there.
-    """
+    """Return the bytes of activations by part at their peak, and those on the host. one, batch: the
+    bytes of one micro-batch and its batch, with all layers in one stage. state: the model's state,
+    whose additional bytes in a layer and during the loss count as parts if the peak is there."""
     layers = list(zip(one.layers, one.routers, strict=True))
     waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]

@@ -218,10 +218,8 @@ def state_cost(
 
 
 def _together(every: Iterable[Sequence[Traffic]]) -> list[Traffic]:
-    """Return what each rank sends in all transfers together.
-
-    every: the traffic by transfer and rank.
-    """
+    """Return what each rank sends in all transfers together. every: the traffic by transfer and
+    rank."""
     return [Traffic(*map(sum, zip(*each, strict=True))) for each in zip(*every, strict=True)]
 
 

@@ -265,10 +265,8 @@ class MovingEngine(Engine):
         self._switch(shards, trained=True).add(sums, self.gradients)
 
     def _switch(self, shards: Shards, *, trained: bool) -> Switch:
-        """Return the switch between owners and a layout's shards, planned once.
-
-        trained: whether it covers only trained parameters.
-        """
+        """Return the switch between owners and a layout's shards, planned once. trained: whether it
+        covers only trained parameters."""
         key = shards.layout.stored_as, trained
         if key not in self._switches:
             shapes = {n: self.shapes[n] for n in (self.trains if trained else self.shapes)}

@@ -529,10 +529,10 @@ STOPS = {
     "semicolons": (
         b"q;a\n1;2, 3\n",
         [],
-        "1: its columns stand apart by ';', not by commas: nothing from here on is read; save it",
+        "1: its columns are separated by ';', not by commas: nothing from here on is read; save it",
     ),
-    "bars": (b"q|a\n1|2\n", [], "1: its columns stand apart by '|', not by commas: "),
-    "tabs": (b"q\ta\n1\t2\n", [], "1: its columns stand apart by '\\t', not by commas: "),
+    "bars": (b"q|a\n1|2\n", [], "1: its columns are separated by '|', not by commas: "),
+    "tabs": (b"q\ta\n1\t2\n", [], "1: its columns are separated by '\\t', not by commas: "),
 }
 
 
@@ -547,7 +547,7 @@ def test_what_stops_the_reading_says_so(
 
 
 def test_other_tables(tmp_path: Path) -> None:
-    told = "1: its columns stand apart by ',', not by tabs: nothing from here on is read; call it"
+    told = "1: its columns are separated by ',', not by tabs: nothing from here on is read; call it"
     good, (line,) = rows_of(tmp_path / "a.tsv", b"q,a\n1,2\n")
     assert not good and line.startswith(told) and line.endswith(" .csv")
     # Columns without a name are nobody's, and quotes may stand in a value.
