@@ -76,7 +76,7 @@ def assemble(
     orders: the cache of token orders; None: one in this process. Raises RunFailed where another
     rank has another job.
     """
-    job.require_same(said_by_all(f"{job.fingerprint():x}"))
+    job.require_same(said_by_all)
     recipe = job.here
     moves = recipe.parallel_config.switching == "move"
 

@@ -74,10 +74,10 @@ def _heed(meeting: Meeting, number: int, frame: FrameType | None) -> None:
 
 
 def _main(words: list[str]) -> int:
-    from uspft.commands.arguments import USAGE, starts_ranks, without_hostfile
+    from uspft.commands.arguments import starts_ranks, usage, without_hostfile
 
     if not words or {"-h", "--help"} & set(words):
-        print(USAGE.format(to_type(os.environ)), file=sys.stdout if words else sys.stderr)
+        print(usage(words, to_type(os.environ)), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
         file, words = without_hostfile(words)

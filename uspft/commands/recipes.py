@@ -13,14 +13,12 @@ import yaml
 
 from uspft.called import to_type
 from uspft.config import Recipe, load
+from uspft.config.loading import SHIPPED
 from uspft.config.messages import closest
 from uspft.config.problems import UsageError, counted, writing
 from uspft.config.strategies import layouts_of
 from uspft.data.files.sources import STDLIB
-from uspft.prepare.host import CONFIGS
 
-SHIPPED = CONFIGS.parent / "recipes"
-"""The folder of the shipped recipes, next to the package."""
 DATA = {"messages": "conversations", "text": "texts"}
 """What the data of a recipe are called, by `data.format`."""
 

@@ -22,6 +22,7 @@ from uspft.convert.theirs import Theirs
 HUGE = 1e100
 """An upper bound on valid numbers, which infinity and NaN do not satisfy."""
 NOTHING = "asks for nothing at this value"
+NULL = "is null: asks for nothing"
 ACCELERATE = "accelerate"
 """The internal block for the keys of accelerate's file; messages omit it."""
 
@@ -231,7 +232,7 @@ class Conversion:
         elif row.becomes == "same":
             self._take(path, row.to, value)
         elif value is None and not self.theirs.tool.strict:
-            self.ignored(path, "is null: asks for nothing")
+            self.ignored(path, NULL)
         elif row.becomes == "translate":
             self.changed(path, f"left out: {row.say}" if row.say else "left out")
         elif row.becomes == "ignore":
@@ -253,7 +254,10 @@ class Conversion:
                 self.refuse(path, what, f"write {above}: VALUE")
                 return
         if not self.theirs.tool.strict:
-            self.changed(path, "not taken: nothing here is known to mean the same")
+            if self.theirs.values[path].value is None:
+                self.ignored(path, NULL)
+            else:
+                self.changed(path, "not taken: nothing here is known to mean the same")
             return
         block = key.rpartition(".")[0]
         inside = f"the block `{block}`" if block else "the top"

@@ -27,6 +27,8 @@ def data(run: Conversion) -> None:
     """Convert the data, and how samples become rows."""
     kind = str(run.value(f"{LOADER}.type", "MindDataset"))
     _rows(run, indexed=kind == MEGATRON)
+    if "data.train" in run.given or kind in (*HUGGING_FACE, MEGATRON):
+        run.idle("labels are made here, of the samples' tokens", f"{CONFIG}.input_sliced_sig")
     inside = [key for key in run.theirs.values if key.startswith(f"{LOADER}.")]
     if run.settled("data.train", *(key for key in inside if key != f"{LOADER}.shuffle")):
         return

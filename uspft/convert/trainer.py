@@ -299,6 +299,9 @@ def saving(run: Conversion, *, steps_win: bool = False) -> None:
         run.told(f"{strategy} is {kind}", every)
     else:
         run.refuse(strategy, f"is {short(kind)}", "write steps, epoch or no")
+    if not run.written("save_total_limit"):
+        say = "save_total_limit is left out, and theirs keeps all: write how many to keep"
+        run.put("checkpoint.keep_last", 2, why=say)
     resume = run.value("resume_from_checkpoint")
     if resume is True or resume == "auto":
         run.put("checkpoint.resume", "auto", "resume_from_checkpoint")

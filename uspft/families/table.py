@@ -374,7 +374,8 @@ def unsupported(
         if mixer or not is_mixed(kind):  # otherwise the model lacks what its type may have
             why, remedy = REFUSED.get(kind, (why, remedy))
         named_types = f"name a model of type {', '.join(FAMILIES)}"
-        return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
+        what = f"model_type `{kind}` {why}" if "model_type" in raw else "has no model_type"
+        return [(named("model_type"), what, remedy or named_types)]
     full = {**family.defaults, **raw}
     findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
     findings += _noise(full, named) + _router_loss(kind, full, named)

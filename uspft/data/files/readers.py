@@ -194,7 +194,8 @@ def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
     if raw.startswith(BOM):
         raise SampleFault(f"{A_MARK} begins the line, as where files were joined; take it out")
     try:
-        fields = json.loads(raw.decode("utf-8"))
+        # without its line's end, behind which json would see a cut object break, in column 1
+        fields = json.loads(raw.rstrip(b" \t\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise SampleFault(not_utf8(file, raw, error.start)) from error
     except json.JSONDecodeError as error:

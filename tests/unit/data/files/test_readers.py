@@ -181,6 +181,11 @@ WRONG: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
         (":1: broken JSON (Extra data",),
     ),
     "a cut line": ("a.jsonl", b'{"text": "a"}\n{"tex', (":2: broken JSON (",)),
+    "a line cut in the middle": (
+        "a.jsonl",
+        b'{"text": "a"\r\n{"text": "b"}\n',
+        (":1: broken JSON (Expecting ',' delimiter, column 13)",),
+    ),
     "NUL in a line": ("a.jsonl", b'{"text": "a"}\n{"te\0": 1}\n', (":2: holds NUL bytes: UTF-16",)),
     "NUL in a text": ("a.txt", b"one\ntwo\0\n", (":2: holds NUL bytes: UTF-16",)),
     "UTF-16": ("a.txt", "one".encode("utf-16"), (":1: holds NUL bytes: UTF-16",)),
