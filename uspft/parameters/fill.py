@@ -19,7 +19,7 @@ from uspft.parameters.source import Weights, WeightsError
 from uspft.tensor.parts import Part
 
 if TYPE_CHECKING:
-    from uspft.parameters.names import Places
+    from uspft.parameters.names import ParametersByName
     from uspft.parameters.shards import Holders
 
 BATCH_BYTES = 1 << 28
@@ -37,7 +37,7 @@ Parameters without elements on this rank are not passed.
 
 def fill(
     model: nn.Module,
-    parameters: Places,
+    parameters: ParametersByName,
     dtype: torch.dtype,
     source: Weights,
     holders: Holders,

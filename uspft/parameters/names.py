@@ -23,7 +23,7 @@ _TABLE = "embed_tokens."
 _INSERTED = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)|(\.weight)?{BESIDE}(?=\.lora_)")
 
 
-Places = dict[str, tuple["nn.Parameter", list[tuple["nn.Module", str]]]]
+ParametersByName = dict[str, tuple["nn.Parameter", list[tuple["nn.Module", str]]]]
 """Each parameter by its name in files, with its (module, attribute) places."""
 
 
@@ -54,7 +54,7 @@ def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:
     return {name: stages.rank_of(stage_of(name, stages)) for name in names}
 
 
-def places(model: nn.Module) -> Places:
+def places(model: nn.Module) -> ParametersByName:
     """Return every parameter by its first name in files, with all (module, attribute) pairs that
     refer to it.
 
@@ -68,6 +68,6 @@ def places(model: nn.Module) -> Places:
     return {name: (parameter, owners) for name, parameter, owners in found.values()}
 
 
-def shapes_of(parameters: Places) -> dict[str, Shape]:
+def shapes_of(parameters: ParametersByName) -> dict[str, Shape]:
     """Return the whole shape of each parameter of a model on meta, by its name in files."""
     return {name: tuple(parameter.shape) for name, (parameter, _) in parameters.items()}

@@ -178,7 +178,7 @@ class Holders:
     aside. Squared gradients are summed over them for the norm, in addition to the ranks among which
     ZeRO shards each rank's part."""
     same: Mapping[str, Group]
-    """The tensor ranks that hold the same part of a parameter as this one, by its name."""
+    """The tensor ranks that hold the same part as this one of each parameter that it holds."""
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
@@ -196,7 +196,8 @@ class Holders:
         for sets in sorted({*replicas.values()}):
             members = [[ranks[index] for index in one] for ranks in tensors for one in sets]
             of[sets] = groups.of(members, rank, books)
-        same = {name: of[sets] for name, sets in replicas.items()}
+        own = {name: sets for name, sets in replicas.items() if shards.holds(name, rank)}
+        same = {name: of[sets] for name, sets in own.items()}
         tensor = groups.of(tensors, rank, books)
         model = groups.of(layout.groups((*MESH, *STAGES)), rank, books)
         experts = groups.of(layout.groups(EXPERTS), rank, books)
