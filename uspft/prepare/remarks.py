@@ -155,10 +155,12 @@ def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[s
     training, warm_up = recipe.training, recipe.lr_schedule.warmup_steps
     if training.epochs and rows and rows < training.global_batch_size:
         epochs, many = counted(training.epochs, "epoch"), counted(steps, "step")
+        are = "is" if training.epochs == 1 else "are"
+        counts = "samples" if strategies_of(recipe) else "rows"
         yield (
-            f"training.global_batch_size: is {training.global_batch_size:,}, more than the "
-            f"{rows:,} of an epoch, so that {epochs} are {many}; write at most {rows:,} for a step "
-            "an epoch"
+            f"training.global_batch_size: is {training.global_batch_size:,} {counts}, and an epoch "
+            f"has {rows:,}, so that {epochs} {are} {many}; write at most {rows:,} for a step an "
+            "epoch"
         )
     if warm_up and warm_up >= steps:
         yield (
