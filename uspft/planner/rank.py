@@ -29,7 +29,6 @@ from uspft.planner.memory.formula import (
     fits,
     longest_of,
     memory_of,
-    unpredicted,
 )
 from uspft.planner.memory.passes import PassBytes, pass_bytes
 from uspft.planner.memory.zero import State, state_of
@@ -86,10 +85,8 @@ class Ranked:
 
     @cached_property
     def card(self) -> float | None:
-        """The bytes of a GPU; None on CPUs, or if the model's memory cannot be predicted."""
-        if not self.hardware.device or self.needs.unpredicted:
-            return None
-        return self.hardware.memory.bytes
+        """The bytes of a GPU; None on CPUs."""
+        return self.hardware.memory.bytes if self.hardware.device else None
 
     @cached_property
     def memory(self) -> Memory:
@@ -98,12 +95,12 @@ class Ranked:
 
     @cached_property
     def room(self) -> bool | None:
-        """Whether a rank fits on a GPU; None on CPUs, or if that is not known."""
+        """Whether a rank fits on a GPU; None on CPUs."""
         return None if self.card is None else not self.hopeless and fits(self.memory, self.card)
 
     @property
     def fits(self) -> bool:
-        """Whether a rank fits on a GPU, or it is not known that it does not."""
+        """Whether a rank fits on a GPU, or runs on a CPU."""
         return self.room is not False
 
     @property
@@ -121,7 +118,7 @@ class Ranked:
 
     @cached_property
     def longest_row(self) -> int | None:
-        """The longest row in tokens that fits on a GPU; None on CPUs, or if it is not known."""
+        """The longest row in tokens that fits on a GPU; None on CPUs."""
         if self.card is None:
             return None
         return self.needs.longest_row(self.layout, self.step.options, self.card)
@@ -330,11 +327,6 @@ class Needs:
         if self._saving:
             options = self._saving(layout, options)
         return longest_of(lambda row: self.of(layout, options, row).peak_bytes, layout, card_bytes)
-
-    @property
-    def unpredicted(self) -> tuple[str, ...]:
-        """The features of the model that the memory formula does not know."""
-        return unpredicted(self._model)
 
     def least(self, layout: Layout, options: Options) -> float:
         """Return a lower bound of a rank's memory: the model's state and each layer's input, which

@@ -101,7 +101,7 @@ class Examined:
         if self.shape is None or self.known.cluster is None:
             return None, "the sizes of the model are not known here"
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
-        return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked)
+        return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked), ""
 
     @property
     def here(self) -> Recipe:
