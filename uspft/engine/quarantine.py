@@ -64,13 +64,14 @@ def _import_muon_uncompiled() -> None:
 
 
 def forget_mpu() -> None:
-    """Reset the `mpu` that DeepSpeed stores for the whole process.
+    """Take back the `mpu` and hpZ's group of ranks, which DeepSpeed keeps for the whole process.
 
-    Otherwise the next engine, which may have none, would use it.
+    Otherwise the next engine, which may have none of its own, would be given that `mpu`, and could
+    not make its own group (DeepSpeed 0.19 refuses a second one).
     """
     from deepspeed.utils import groups
 
-    groups.mpu = None
+    groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device) -> None:
