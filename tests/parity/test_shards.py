@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.counted import Largest, moves_counted, reads_counted
 from tests.support.parts import (
     FOUR,
+    IN_A_HOST,
     IN_TURN,
     MATRICES,
     SHAPES,
@@ -117,7 +118,7 @@ def resumed(rank: int, folder: Path, layout: Layout, cases: list[tuple[str, str]
 
 
 def in_one_process(rank: int, folder: Path) -> list[Any]:
-    """Engines with an mpu and without take turns; one has another runner."""
+    """Engines with an mpu and without take turns; one has another runner, two have hpZ."""
     from uspft.parameters.source import FolderWeights
 
     def last_first(engine: Any, batches: Any, scales: Any) -> Tensor:
@@ -129,8 +130,9 @@ def in_one_process(rank: int, folder: Path) -> list[Any]:
         return torch.stack([loss.detach().double() * first for loss, _ in passes]).sum(0)
 
     groups, found = Groups(), []
-    for layout, runner in ((FOUR, None), (Layout(data=4), None), (FOUR, last_first)):
-        one = alive("zero1", layout, groups, FolderWeights(folder), runner)
+    every = ("zero1", FOUR, None), ("zero1", Layout(data=4), None), ("zero1", FOUR, last_first)
+    for zero, layout, runner in (*every, *[(IN_A_HOST, Layout(data=4), None)] * 2):
+        one = alive(zero, layout, groups, FolderWeights(folder), runner)
         results = [one.step(number) for number in range(1, STEPS + 1)]
         numbers = [(result.loss, result.grad_norm) for result in results]
         found.append((numbers, everything(one.engine, "weight")))

@@ -40,6 +40,8 @@ MATRICES = {name: torch.Size(SHAPES[name]).numel() for name in SPLITS}
 """Elements of what is split."""
 IN_TURN = "zero2 in turn"
 STAGES = {**ZERO, IN_TURN: {"stage": 2, "round_robin_gradients": True}}
+IN_A_HOST = "zero3 in a host"
+ENGINES = {**STAGES, IN_A_HOST: {**ZERO["zero3 whole"], "zero_hpz_partition_size": 2}}
 FOUR, LAST = Layout(mesh_columns=2, data=2), {"step": STEPS, "rate": 1e-2}
 
 
@@ -131,7 +133,7 @@ def recipe(zero: str) -> Recipe:
             "data": {"train": "none", "sequence_length": TOKENS},
             "training": {"steps": STEPS, "global_batch_size": 4, "max_grad_norm": 0.5},
             "optimizer": {"learning_rate": LAST["rate"]},
-            "deepspeed": {"zero_optimization": STAGES[zero]},
+            "deepspeed": {"zero_optimization": ENGINES[zero]},
         }
     )
 

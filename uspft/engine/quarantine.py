@@ -64,10 +64,10 @@ def _import_muon_uncompiled() -> None:
 
 
 def forget_mpu() -> None:
-    """Take back the `mpu` and hpZ's group of ranks, which DeepSpeed keeps for the whole process.
+    """Reset the `mpu` and hpZ's group of ranks, which DeepSpeed stores for the whole process.
 
-    Otherwise the next engine, which may have none of its own, would be given that `mpu`, and could
-    not make its own group (DeepSpeed 0.19 refuses a second one).
+    Otherwise the next engine, which may have no `mpu`, would use it, and DeepSpeed 0.19 refuses to
+    make a second group.
     """
     from deepspeed.utils import groups
 

@@ -164,15 +164,3 @@ def test_gradients_that_come_together_are_summed_in_one_order(ends: int) -> None
         assert found[0] == found[1]
     plain = object()
     quarantine.reduce_in_one_order(plain, [[a, b]])  # of a stage without buckets
-
-
-def test_what_deepspeed_keeps_for_the_process_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from deepspeed.utils import groups
-
-    monkeypatch.setattr(groups, "mpu", object())
-    monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", object())
-    assert groups._get_zero_param_intra_parallel_group()
-    quarantine.forget_mpu()
-    assert groups.mpu is groups._get_zero_param_intra_parallel_group() is None
