@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import (
@@ -272,36 +272,6 @@ def outside_modules(shape: ModelShape) -> dict[str, ProductShape]:
 def head_projection(shape: ModelShape) -> ProductShape:
     """Return the matrix of the output head, whose vocabulary tensor ranks divide."""
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
-
-
-class StoredParameters(NamedTuple):
-    """The numbers of parameters that a tensor rank stores of some layers and outside of layers."""
-
-    outside: int
-    layers: int
-    """Those of the layers, experts included."""
-    experts: int
-    with_experts: int
-    """The number of these layers that have experts."""
-
-
-def parameters_of(
-    shape: ModelShape, tensor: int = 1, layers: Sequence[int] | None = None
-) -> StoredParameters:
-    """Return the numbers of parameters that a tensor rank stores. layers: their indices; None: all.
-
-    Biases are left out, and parameters of layers with a state other than projections.
-    """
-    head, every = head_projection(shape).on(tensor).parameters, layer_blocks(shape)
-    mine = every if layers is None else [every[number] for number in layers]
-    stored = experts = 0
-    for projections, count in projections_of_layers(shape, mine):
-        each = [(one.copies > 1, one.on(tensor).parameters) for one in projections]
-        stored += count * (sum(size for _, size in each) + 2 * shape.hidden_size)
-        experts += count * sum(size for divided, size in each if divided)
-    routed = sum(blocks.experts for blocks in mine)
-    outside = sum(one.parameters for one in outside_modules(shape).values()) + shape.hidden_size
-    return StoredParameters(head * (1 if shape.tied else 2) + outside, stored, experts, routed)
 
 
 def expert_parameters(shape: ModelShape) -> int:

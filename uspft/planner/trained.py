@@ -181,6 +181,11 @@ class StageLayers(NamedTuple):
     parameters."""
 
 
+def all_layers(shape: ModelShape) -> StageLayers:
+    """Return what a rank has where there are no stages."""
+    return StageLayers(tuple(range(shape.layers)), first=True, last=True)
+
+
 class _Held(NamedTuple):
     """A parameter as a tensor rank holds it; both factors of an adapter are one."""
 
@@ -201,7 +206,7 @@ def counts_of(
 ) -> ParameterCounts:
     """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
     the ranks that divide those of a layer."""
-    mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
+    mine = stage or all_layers(shape)
     outside, every_layer = _outside_layers(shape, tensor, lora, freeze, mine), list[_Held]()
     numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
     many, sizes = Counter(numbers[layer] for layer in mine.layers), Counter[int]()

@@ -40,7 +40,7 @@ from uspft.planner.step import (
     dealt_stages,
     pipeline_costs,
     step_time,
-    stored_bytes,
+    stored_parts,
 )
 from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.trained import counts_of
@@ -147,11 +147,10 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     shape = step(model=model, windows=windows, schedule=Schedule(sizes=(20, 26)))
     stages = dealt_stages(shape, layout, again=True, memo=Memo())
     for place in range(2):
-        held, *apart = stored_bytes(shape, layout, stages, place)
+        held, *apart = stored_parts(shape, layout, stages, place)
         mine = counts_of(model, 1, None, (), stage_layers(stages, place), experts)
-        divided = sum(one.weights for one in apart)
-        assert held.weights + divided == pytest.approx(2 * mine.every, rel=1e-5)
-        assert divided == pytest.approx(2 * mine.experts)
+        divided = sum(one.every for one in apart)
+        assert held.every + divided == mine.every and divided == mine.experts
         assert bool(divided) == (place == 1 < experts)
     costs, *_ = pipeline_costs(PlacedStep(shape, layout, H100, ALONE))
     whole = forward_and_backward(PlacedStep(shape, layout, H100, ALONE))

@@ -19,9 +19,10 @@ from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.mesh import mesh_parts
-from uspft.planner.products import expert_parameters, parameters_of
+from uspft.planner.products import expert_parameters
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
+from uspft.planner.trained import counts_of
 from uspft.prepare.known import shipped
 from uspft.segments import Segments
 
@@ -361,9 +362,9 @@ def timed_under_zero(layout: Layout, hardware: Hardware, tokens: int, stage: int
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_of_divided_experts_a_part_moves(stage: int) -> None:
     """Of every parameter 4 bytes of gradient, and 2 of weight, twice at stage 3."""
-    outside, layers, experts, _ = parameters_of(QWEN)
-    rest = outside + layers - experts
-    assert experts == QWEN.layers * expert_parameters(QWEN) == 48 * 3 * 128 * 2048 * 768
+    experts = QWEN.layers * expert_parameters(QWEN)
+    rest = counts_of(QWEN, 1, None, ()).every - experts
+    assert experts == 48 * 3 * 128 * 2048 * 768
     for degree in (1, 2, 4):
         found = timed_under_zero(Layout(data=8, experts=degree), H100, 4096, stage)
         here = rest + experts / degree
