@@ -15,8 +15,7 @@ import yaml
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError, read
 from uspft.config.recipe import PLANNED
-from uspft.planner import row_time, step
-from uspft.planner.mesh import MeshPart
+from uspft.planner import mesh, row_time, step
 from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import PlacedStep, StepPart, StepTime, seconds_of
 from uspft.planner.ways import Space, Way, every_way
@@ -212,6 +211,7 @@ def test_auto_plan_and_strategies_agree(tmp_path: Path, number: int) -> None:
 @pytest.fixture
 def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
     of_step, of_row = step.step_time, row_time.forward_and_backward
+    of_product = mesh.product_time
 
     def step_backwards(*given: Any) -> StepTime:
         return StepTime((StepPart("products", 1e6 / of_step(*given).seconds),))
@@ -220,10 +220,10 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = seconds_of(of_row(placed.of(placed.step.under(micro_batch=1))))
         return [StepPart("products", placed.options.micro_batch * 1e6 / seconds)]
 
-    def mesh_backwards(part: MeshPart) -> float:
-        return 1e6 / (part.moved + part.computed - part.hidden)
+    def product_backwards(*given: Any) -> StepTime:
+        return StepTime((StepPart("products", 1e6 / of_product(*given).seconds),))
 
-    monkeypatch.setattr(MeshPart, "seconds", property(mesh_backwards))
+    monkeypatch.setattr(mesh, "product_time", product_backwards)
     monkeypatch.setattr(step, "step_time", step_backwards)
     monkeypatch.setattr(step, "least_seconds", lambda *_: 0.0)
     monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)
