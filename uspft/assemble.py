@@ -1,4 +1,4 @@
-"""READ FIRST: how a recipe becomes a run, every part built in the order in which data flows."""
+"""READ FIRST: how a recipe becomes a run; its parts are built in the order in which data flows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
     groups: Groups
     """The process groups, which belong to the process: several runs may share them."""
     world: World
-    """The recipe's layout, and with strategies that of the longest rows."""
+    """The recipe's layout, or with strategies that of the longest rows."""
     loader: RowLoader
     evaluation: list[EvalSet]
     model: Any
@@ -52,13 +52,13 @@ class Run:
     engine: Engine
     config: Any
     checkpoint: Checkpoint | None
-    """What the run goes on from, if anything."""
+    """The checkpoint that the run resumes, if any."""
     refused: list[str]
-    """A line for each installed attention kernel that was tried first, and refused."""
+    """A line for each installed attention kernel that was tried first and failed."""
 
     @property
     def first_step(self) -> int:
-        """The step that the run goes on from; 0 where it is new."""
+        """The step that the run resumes; 0 for a new run."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
@@ -73,11 +73,11 @@ def assemble(
 ) -> Run:
     """Build every part of a job's run on this rank; collective.
 
-    torch.distributed and DeepSpeed must be up. groups: the process groups of this process, to which
-    the run adds those that it needs. weights: gives the source of the model's weights.
-    tensor_of_rows: the largest tensor degree that rows will run at, where some have more than the
-    recipe's. orders: where token orders are found; None: in this process. Raises RunFailed where
-    another rank has another job.
+    torch.distributed and DeepSpeed must be initialised. groups: the process groups of this process,
+    to which the run adds those that it needs. weights: returns the source of the model's weights.
+    tensor_of_rows: the largest tensor degree of any rows, where some have more than the recipe's.
+    orders: the cache of token orders; None: one in this process. Raises RunFailed where another
+    rank has another job.
     """
     job.require_same(said_by_all(f"{job.fingerprint():x}"))
     recipe = job.here
@@ -88,20 +88,20 @@ def assemble(
     attention = heads_of_layers(config), shared_window(config), softcap_of(config)
     parallel, layout = recipe.parallel_config, settled_layout(recipe.parallel_config)
     order = schedule_of(parallel)
-    cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
+    cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are not split into chunks
     worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
     world = worlds[-1]  # of the longest rows
     by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
-    under = by_degree if moves else by_degree[:1]  # weights are stored under each of these
+    under = by_degree if moves else by_degree[:1]  # weights are stored in each of these layouts
     most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
 
-    # Rows: those of the first step are made in the background while the model is built.
+    # Rows: those of the first step are prepared in the background while the model is built.
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     loader = training_loader(job, worlds, under, groups, orders)
     loader.begin(checkpoint.step + 1 if checkpoint else 1)
     evaluation = evaluation_sets(job, world)
 
-    # The model, filled with the parts of its parameters that this rank holds.
+    # The model, with this rank's parts of its parameters.
     dtype = getattr(torch, recipe.model.dtype)
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     believe_linear_layers(model, dtype, device)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's share of one micro-batch, whose rows are laid end to end.
+    """This rank's share of one micro-batch, whose rows are concatenated.
 
     Shapes: T tokens of this rank. Every tensor is int64 and on the device.
     """
@@ -23,7 +23,7 @@ class Batch:
     world: World
     """The live layout that the rows are split by."""
     share: Share
-    """What this rank holds and computes of the rows."""
+    """What this rank stores and computes of the rows."""
     input_ids: Tensor
     """The tokens, [1, T]."""
     position_ids: Tensor
@@ -31,17 +31,18 @@ class Batch:
     labels: Tensor
     """Each token's target, [T], already shifted on the whole row; -100 where there is none."""
     chosen: Tensor
-    """The indices of those of the T tokens that have a target."""
+    """The indices of the tokens (of the T) that have a target."""
     tokens: Tensor
-    """Each token's number in the stream of rows, [T]: row index × row length + place in the row."""
+    """Each token's number in the stream of rows, [T]: row index × row length + position in
+    the row."""
     row_of: Tensor
     """Which row of this micro-batch each token is in, [T]; -1 for padding."""
     targets: int
-    """How many of the tokens have a target, which the host knows without asking the device."""
+    """How many tokens have a target; on the host, so that the device need not be asked."""
     rows: tuple[int, ...]
     """The rows' indices in the stream of rows; -1 is an empty row that only keeps ranks in step."""
     chunks: tuple[Batch, ...] = ()
-    """The same tokens chunk by chunk, where rows go through a pipeline in several; each has the
-    share of its own tokens."""
+    """The same tokens chunk by chunk, if rows pass through a pipeline in chunks; each chunk has its
+    own share."""
     keys: RowKeys | None = None
-    """What is kept of earlier chunks, where this is a chunk on its way through a stage."""
+    """What is saved of earlier chunks, if this is a chunk in a pipeline stage."""

@@ -1,5 +1,5 @@
-"""How uspft was started: a command that it tells a person to type begins in the same way; and the
-imports of a process that starts, made without garbage collection."""
+"""How uspft was started, so that commands in messages begin in the same way; and imports without
+garbage collection."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "USPFT_PROGRAM"
-"""The environment variable with the name of what was started, as it was typed."""
+"""The environment variable with the name of the started program, as it was typed."""
 LAUNCH = Path(__file__).parents[1] / "launch.sh"
-"""The project's launch.sh, beside the package; where uspft is installed as a package, none."""
+"""The project's launch.sh, next to the package; an installed package has none."""
 
 
 def called_as(started: str) -> str:
@@ -32,9 +32,9 @@ def called_as(started: str) -> str:
 
 
 def to_type(environment: Mapping[str, str], *words: str) -> str:
-    """Return a command of uspft with these words, to be typed where the user stands.
+    """Return a command of uspft with these words, as the user would type it.
 
-    environment: that of a command, which says how it was started.
+    environment: of the command, which says how it was started.
     """
     return " ".join([called_as(environment.get(VARIABLE, "uspft")), *map(shlex.quote, words)])
 
@@ -47,15 +47,15 @@ def to_install(environment: Mapping[str, str]) -> str:
 
 
 def begin_imports() -> None:
-    """Stop garbage collection until `keep_imports`: the objects of imports all stay, and to search
-    them for garbage takes a fifth of the imports' time."""
+    """Stop garbage collection until `keep_imports`: imported objects all stay, and searching them
+    for garbage takes a fifth of the imports' time."""
     gc.disable()
 
 
 def keep_imports() -> None:
-    """Collect garbage again, and never search what the imports made.
+    """Resume garbage collection, excluding imported objects for good.
 
-    This does nothing where `begin_imports` was not called, as in a process that has other work.
+    Without a call of `begin_imports`, as in a process with other work, this does nothing.
     """
     if not gc.isenabled():
         gc.freeze()

@@ -1,7 +1,8 @@
-"""Functions that keep a written file or folder complete or absent, through kills and power loss.
+"""Functions by which a file or folder is either complete or absent, even after kills and power
+loss.
 
-Contents must reach the disk before their name does, and the name before anything that it replaces
-is deleted. Each function returns only when that is so.
+Contents must reach the disk before the name does, and the name before anything that it replaces is
+deleted. Each function returns only when that is so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's contents, or a folder's names, to the disk. Raises OSError."""
+    """Flush a file's contents, or a folder's entries, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -31,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring everything in a folder to the disk, the folder's own names last. Raises OSError."""
+    """Flush everything in a folder to the disk, the folder's own entries last. Raises OSError."""
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(place, name))
@@ -39,14 +40,14 @@ def sync_tree(folder: Path) -> None:
 
 
 def partial_of(target: Path) -> Path:
-    """Return the hidden path beside a target where it is written before it gets its name."""
+    """Return the hidden path next to a target under which it is written before it is renamed."""
     return target.with_name(f".{target.name}.partial")
 
 
 def start_partial(target: Path) -> Path:
-    """Make and return an empty folder to write `target` into.
+    """Create and return an empty folder in which to write `target`.
 
-    What a killed process has left there is deleted.
+    A leftover of a killed process is deleted.
     """
     aside = partial_of(target)
     shutil.rmtree(aside, ignore_errors=True)
@@ -68,7 +69,7 @@ def publish(aside: Path, target: Path) -> None:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write a text file or replace one. Raises OSError, and leaves what was there as it was."""
+    """Write or replace a text file. Raises OSError, and then leaves an earlier file unchanged."""
     aside = partial_of(target)
     try:
         aside.write_text(text, encoding="utf-8")
@@ -81,9 +82,9 @@ def write_text(target: Path, text: str) -> None:
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file and bring it to the disk.
+    """Write a safetensors file and flush it to the disk.
 
-    Raises OSError, also in place of the SafetensorError that names an error of the system.
+    Raises OSError, also in place of the SafetensorError for an error of the operating system.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

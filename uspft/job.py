@@ -1,4 +1,4 @@
-"""A job: what a command hands to the ranks, in a folder that exists as long as the run."""
+"""A job: what a command passes to the ranks, in a folder that exists as long as the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOCAL = (
 )
 """Recipe keys that name places on one host and may differ between hosts.
 
-What lies at these places shows in the corpus and the weights.
+Differences in their contents show in the corpus and the weights.
 """
 
 
@@ -43,21 +43,22 @@ def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
 
 
 class Prices(NamedTuple):
-    """The seconds and bytes by which ranks deal out the rows of a step that has several layouts.
+    """The predicted seconds and bytes by which ranks assign the rows of a step with several
+    layouts.
 
-    They are those of the cost model on host 0, so that every rank deals alike.
+    They come from the cost model on host 0, so that every rank makes the same assignment.
     """
 
     row_seconds: tuple[float, ...]
-    """Of a row of each strategy, whatever its documents, forward and backward."""
+    """Seconds of a row of each strategy regardless of its documents, forward and backward."""
     pair_seconds: tuple[float, ...]
-    """Of each pair of query and key of such a row."""
+    """Seconds of each (query, key) pair of such a row."""
     pass_seconds: float
-    """Of a micro-batch beyond its rows."""
+    """Seconds of a micro-batch in addition to its rows."""
     step_seconds: float
-    """Of what all ranks do together in each micro-batch, as ZeRO's stages 2 and 3 do."""
+    """Seconds of a micro-batch's collectives of all ranks (ZeRO-2 and 3)."""
     row_bytes: tuple[float, ...]
-    """Bytes of activations of a row of each strategy on the fullest rank of those that share it."""
+    """Bytes of activations of a row of each strategy, on the fullest of the ranks that share it."""
 
 
 class ChunkPrices(NamedTuple):
@@ -65,7 +66,7 @@ class ChunkPrices(NamedTuple):
     host 0, so that every rank cuts rows in the same way."""
 
     token_seconds: float
-    """The seconds of a token apart from attention."""
+    """The seconds of a token without attention."""
     pair_seconds: tuple[tuple[int | None, float], ...]
     """The seconds of a (query, key) pair, for the layers of each sliding window."""
 
@@ -84,39 +85,39 @@ class Serving(NamedTuple):
 @with_config(ConfigDict(arbitrary_types_allowed=True))
 @dataclass(frozen=True)
 class Job:
-    """A resolved recipe with its prepared data, and where the run goes on from."""
+    """A resolved recipe with its prepared data, and the checkpoint to resume."""
 
     recipe: Recipe
     corpus: Path
     """The folder of the prepared training data."""
     steps: int
-    """How many steps the run has in all, over which the learning rate's schedule runs."""
+    """How many steps the whole run has, over which the learning rate schedule spans."""
     identity: dict[str, Any]
-    """What a resumed run must agree with."""
+    """The settings and contents that a resumed run must share."""
     evaluation: dict[str, Path] = field(default_factory=dict)
     """The folders of the prepared evaluation sets, by title."""
     resume_from: Path | None = None
-    """The checkpoint that the run goes on from, if any."""
+    """The checkpoint to resume, if any."""
     tokenizer: str | None = None
     """The folder whose tokenizer the export copies, if any."""
     serving: Serving = field(default_factory=lambda: Serving(None, (), {}))
-    """What the export has beside weights, config and tokenizer."""
+    """The settings to export with weights, config and tokenizer."""
     command: str = ""
-    """The command that asked for the run."""
+    """The command that started the run."""
     lease: Lease | None = None
-    """The hold on the output folder, on host 0."""
+    """The lease on the output folder, on host 0."""
     places: Mapping[str, str] = field(default_factory=dict)
     """The folder on this host for each key of `model` that is a hub id."""
     prices: Prices | None = None
-    """What rows cost under each strategy, where the recipe has several."""
+    """The costs of rows under each strategy, if the recipe has several."""
     chunk_prices: ChunkPrices | None = None
-    """What tokens and pairs of a row cost, where its chunks are to take equal time."""
+    """The costs of tokens and pairs, if a row's chunks should take equal time."""
     comments: Mapping[str, str] = field(default_factory=dict)
-    """What stands above keys in the recipe that the run leaves: why `auto` became what it is."""
+    """Comments above keys in the run's resolved recipe: why `auto` became what it is."""
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends: that of all steps, or `training.stop_step`."""
+        """The step after which the run ends: the last one, or `training.stop_step`."""
         return min(self.steps, self.recipe.training.stop_step or self.steps)
 
     @property
@@ -131,7 +132,7 @@ class Job:
         return self.recipe.output_dir
 
     def fingerprint(self) -> int:
-        """Return 48 bits of what all ranks must have in common.
+        """Return 48 bits of a hash of what all ranks must have in common.
 
         Paths do not count, since they may differ between hosts.
         """
@@ -141,15 +142,16 @@ class Job:
         tree.pop("output_dir")
         resumed = self.resume_from and self.resume_from.name
         data = [self.corpus.name, *(folder.name for folder in self.evaluation.values())]
-        # Other versions could pack rows or deal out tokens another way.
+        # Other versions could pack rows or assign tokens differently.
         versions = [__version__, version("numpy")]
         whole = json.dumps([tree, data, self.steps, resumed, versions], default=str)
         return int.from_bytes(hashlib.blake2b(whole.encode(), digest_size=6).digest(), "little")
 
     def require_same(self, fingerprints: Sequence[str]) -> None:
-        """Require that every rank has the same job. fingerprints: of each rank's, in hexadecimal.
+        """Check that every rank has the same job.
 
-        Raises RunFailed: hosts may differ in files, overrides or versions.
+        fingerprints: of each rank, in hexadecimal. Raises RunFailed: hosts may differ in files,
+        overrides or versions.
         """
         if len(set(fingerprints)) > 1:
             raise RunFailed(
@@ -159,7 +161,8 @@ class Job:
             )
 
     def write(self, folder: Path) -> None:
-        """Write the job where ranks of this host read it, which may run in another folder."""
+        """Write the job to a folder from which this host's ranks read it; they may run in another
+        working directory."""
         (folder / "recipe.yaml").write_text(dump(self.recipe))
         places = {key: str(Path(place).resolve()) for key, place in self.places.items()}
         rest = {**vars(self), "places": places}
@@ -176,7 +179,7 @@ class Job:
 
 
 def _as_json(value: Path | Lease | Mapping[str, Any]) -> object:
-    """Return what JSON has in place of a value for which it has no type."""
+    """Return the JSON form of a value of a type that JSON lacks."""
     if isinstance(value, Lease):
         return [str(value.path), value.token]
     return str(value.resolve()) if isinstance(value, Path) else dict(value)

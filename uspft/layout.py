@@ -43,7 +43,7 @@ stages and of mesh rows, and whether matrices are in blocks over both dimensions
 
 
 def as_processes(count: int) -> str:
-    """Return a number of processes in words."""
+    """Return a phrase for a number of processes."""
     return f"{count} process{'es' if count > 1 else ''}"
 
 
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def is_mesh(self) -> bool:
-        """Whether matrices lie on a mesh in blocks over both dimensions."""
+        """Whether matrices are split in blocks over both dimensions of a mesh."""
         return self.blocks or self.mesh_rows > 1
 
     @property
@@ -116,7 +116,7 @@ class Layout:
         return tuple(getattr(self, axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's place on each axis of AXES and HELD, by the axis's name."""
+        """Return a rank's index on each axis of AXES and HELD, by the axis's name."""
         place = {}
         for axes in (AXES, HELD):
             left = rank
@@ -159,10 +159,10 @@ class Layout:
         return "-".join(part for part, degree in parts if degree > 1) or "single"
 
     def sentence(self, algorithm: str | None, *, open_: bool = False) -> str:
-        """Describe the layout to a person.
+        """Return a phrase for the layout.
 
-        algorithm: the recipe's `context_parallel_algo`. open_: whether the shape of the mesh is yet
-        to be chosen.
+        algorithm: the recipe's `context_parallel_algo`. open_: whether the shape of the mesh is not
+        chosen yet.
         """
         row = row_of(algorithm, self.context)
         both = f"Ulysses {self.ulysses} × {row.label} {self.ring}"
@@ -186,7 +186,7 @@ class Layout:
 
 
 def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
-    """Return how many neighbouring ring ranks run on one host of so many processes.
+    """Return how many neighbouring ring ranks run on one host with this many processes.
 
     None if that is one or all of them, or if hosts would have unequal numbers.
     """
@@ -198,7 +198,7 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
 def context_degrees(parallel: Degrees) -> tuple[int, int]:
     """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm.
 
-    While the shape of the mesh is yet to be chosen, the Ulysses degree is cut to a divisor of the
+    While the shape of the mesh is not chosen, the Ulysses degree is reduced to a divisor of the
     ranks that share a row apart from mesh rows.
     """
     ranks, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp

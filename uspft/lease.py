@@ -1,10 +1,10 @@
-"""A lease keeps a folder for one live run: a file there that its holder renews, or else loses.
+"""A lease reserves a folder for one live run: a file there that its owner keeps renewing.
 
-    OUTPUT/.lease-00000001.json    host, process, when it started; its time is the last renewal
+OUTPUT/.lease-00000001.json    host, process, start time; its modification time is the last renewal
 
-Ages are by the file system's clock, from a file written beside it, never by this host's. Whoever
-takes a folder over makes the file of the next number, which only one process can, and deletes the
-one before: so its holder sees that it has lost.
+Ages are by the file system's clock, from a file written next to it, never by this host's. A run
+that takes a folder over creates the file of the next number, which only one process can do, and
+deletes the previous one, so that the previous owner notices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAME = re.compile(r"\.lease-(\d{8})\.json")
 class Holder:
     """The process that took a lease.
 
-    `machine` and `born` tell whether it lives, to a process of the same machine.
+    `machine` and `born` let a process on the same machine tell whether it lives.
     """
 
     token: str
@@ -41,7 +41,7 @@ class Holder:
     process: int
     started: str
     machine: str
-    """The boot of its machine and the name space of its process number; empty if unknown."""
+    """The boot id of its machine and its process name space; empty if unknown."""
     born: str
     """When it started, in clock ticks of its machine; empty if unknown."""
 
@@ -53,7 +53,7 @@ class Holder:
         )
 
     def lives(self) -> bool | None:
-        """Tell whether the process lives; None where only time can tell."""
+        """Tell whether the process lives; None where only the lease's age can tell."""
         if not self.machine or self.machine != _machine():
             return None
         return _born(self.process) == self.born
@@ -63,25 +63,27 @@ class Holder:
 
 
 class Held(Exception):
-    """Another process holds the lease; the text of the error says which one."""
+    """The error that another process has the lease; its text says which one."""
 
 
 class LeaseLost(RunFailed):
-    """Another run has taken the folder over, since this one was silent for too long."""
+    """The error that another run has taken the folder over, since this one did not renew
+    its lease."""
 
 
 class Lease:
-    """A hold on a folder; a process that is told its path and token may renew it too."""
+    """A lease on a folder; a process that knows its path and token may renew it too."""
 
     def __init__(self, path: Path, token: str) -> None:
         self.path, self.token = path, token
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None]) -> Lease:
-        """Take the lease of a folder, which is made where it is missing.
+        """Take the lease of a folder, which is created if missing.
 
-        Where the holder cannot be asked and is silent, this waits until LAPSE_SECONDS have passed
-        since its last renewal. say: is told of the wait. Raises Held where a holder lives, OSError.
+        If the owner's process cannot be checked, this waits until LAPSE_SECONDS have passed since
+        its last renewal. say: called with a message about the wait. Raises Held where the owner
+        lives, OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
         me = Holder.here()
@@ -92,7 +94,7 @@ class Lease:
                 for key in sorted(waiting):
                     _wait_out(held[key], say)
                     lapsed.add(key)
-                continue  # meanwhile another may have come
+                continue  # another process may have taken it by now
             number = max((number for number, _ in held), default=0) + 1
             lease = cls(folder / f".lease-{number:08d}.json", me.token)
             with suppress(FileExistsError):
@@ -101,7 +103,7 @@ class Lease:
                     for path in held.values():
                         path.unlink(missing_ok=True)
                     return lease
-                lease.release()  # two came at once: each steps back, and looks again
+                lease.release()  # two took it at once: both give it up and try again
 
     def _write(self, holder: Holder) -> None:
         handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -109,12 +111,12 @@ class Lease:
             file.write(json.dumps(asdict(holder)) + "\n")
 
     def is_held(self) -> bool:
-        """Tell whether the lease still stands, and nobody has taken the folder over."""
+        """Tell whether the lease is still valid, and nobody has taken the folder over."""
         holder = _holder(self.path)
         return holder is not None and holder.token == self.token
 
     def require(self) -> None:
-        """Require that the lease is still held. Raises LeaseLost."""
+        """Check that the lease is still valid. Raises LeaseLost."""
         who = ""
         with suppress(FileNotFoundError):
             if self.is_held():
@@ -128,7 +130,7 @@ class Lease:
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Renew the lease from a thread inside the `with` block, as long as it is held."""
+        """Renew the lease from a thread inside the `with` block, while it is valid."""
         over = threading.Event()
 
         def renew() -> None:
@@ -147,7 +149,7 @@ class Lease:
             thread.join()
 
     def release(self) -> None:
-        """Give the lease up, where it is still held."""
+        """Release the lease, if it is still valid."""
         with suppress(OSError):
             if self.is_held():
                 self.path.unlink()
@@ -159,7 +161,7 @@ _Key = tuple[int, str]
 def _leases(folder: Path) -> dict[_Key, Path]:
     """Return the leases in a folder by number and token.
 
-    The token of a file that is just being written is empty.
+    The token of a file that is being written is empty.
     """
     found = {}
     for path in folder.iterdir():
@@ -170,7 +172,7 @@ def _leases(folder: Path) -> dict[_Key, Path]:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Return the holder that a lease's file names; None where it is gone, or just being written."""
+    """Return the owner in a lease's file; None where the file is gone, or being written."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (FileNotFoundError, IsADirectoryError, ValueError, TypeError):
@@ -178,9 +180,9 @@ def _holder(path: Path) -> Holder | None:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Tell whether nobody holds a folder any more that was made to be held. Raises OSError.
+    """Tell whether a folder that should have a lease has no live owner. Raises OSError.
 
-    A folder without a lease may be about to get one, and counts by its own age.
+    A folder without a lease file may be about to get one, so that its own age counts.
     """
     for path in list(_leases(folder).values()) or [folder]:
         found, holder = _age(path), _holder(path)
@@ -191,7 +193,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def _wait_out(path: Path, say: Callable[[str], None]) -> None:
-    """Wait until a lease has lapsed or is gone. Raises Held once its holder is seen to live."""
+    """Wait until a lease has lapsed or is gone. Raises Held once its owner is known to live."""
     seen = told = None
     while (found := _age(path)) is not None:
         age, renewed = found
@@ -215,7 +217,7 @@ def _age(path: Path) -> tuple[float, int] | None:
     """
     probe = path.with_name(f".lease-probe-{uuid.uuid4().hex}")
     try:
-        # An open file's times come fresh from the server, where a name's may be remembered.
+        # Opening a file refreshes its times from the server; a path's may be cached.
         handle = os.open(path, os.O_RDONLY)
         try:
             renewed = os.fstat(handle).st_mtime_ns
@@ -231,7 +233,8 @@ def _age(path: Path) -> tuple[float, int] | None:
 
 
 def _machine() -> str:
-    """Return the boot of this machine and its process name space, or "" where they are unknown."""
+    """Return the boot id of this machine and its process name space, or "" where they are
+    unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -242,8 +245,8 @@ def _machine() -> str:
 def _born(process: int) -> str | None:
     """Return when a process of this machine started, in clock ticks since the boot.
 
-    None where there is none, or it has ended and its parent has not yet asked for its exit code.
-    What psutil tells instead is a time of day, which moves when the clock is set.
+    None where there is none, or it is a zombie. psutil returns a time of day instead, which changes
+    when the clock is set.
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text()

@@ -1,4 +1,5 @@
-"""The named process groups of a layout, handed down as values; each set of members is made once."""
+"""The named process groups of a layout, passed down as values; each set of members is
+created once."""
 
 from __future__ import annotations
 
@@ -19,44 +20,44 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's process groups under one layout; `make_mesh` makes these and no others.
+    """This rank's process groups under one layout; `make_mesh` creates exactly these.
 
-    axes: the axes of the layout along which a group's members differ. by_host: whether what they
-    collect goes by hosts.
+    axes: the axes of the layout along which a group's members differ. by_host: whether its
+    collectives are hierarchical over hosts.
     """
 
     layout: Layout
     rank: int
     columns: Group = field(metadata={"axes": ("mesh_columns",), "by_host": True})
-    """The ranks that see the same tokens, and divide heads and features among them."""
+    """The ranks that see the same tokens, and split heads and features among them."""
     rows: Group = field(metadata={"axes": ("mesh_rows",), "by_host": True})
-    """The ranks of a mesh column, which divide tokens and matrices among them."""
+    """The ranks of a mesh column, which split tokens and matrices among them."""
     ulysses: Group = field(metadata={"axes": ("ulysses",)})
     ring: Group = field(metadata={"axes": ("ring",)})
     context: Group = field(metadata={"axes": ("ulysses", "ring")})
     """The ranks that share a row."""
     pipeline: Group = field(default_factory=Group, metadata={"axes": ("pipeline",)})
-    """The ranks of all stages, through which a micro-batch goes."""
+    """The ranks of all stages through which a micro-batch passes."""
 
     @property
     def who(self) -> str:
-        """This rank, as a message names it."""
+        """This rank's name in messages."""
         stage = f" (stage {self.pipeline.index})" if self.layout.pipeline > 1 else ""
         return f"rank {self.rank}{stage}"
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts the tokens that it sees, which no other rank then does.
+        """Whether this rank counts the tokens that it sees; exactly one of the ranks that see a
+        token does.
 
-        Of the ranks that see the same it is the first, and of those of the last stage, whose loss
-        these tokens give.
+        It is the first of those ranks, in the last pipeline stage, which computes the loss.
         """
         place = self.layout.coordinates(self.rank)
         return place["mesh_columns"] == 0 and place["pipeline"] == self.layout.pipeline - 1
 
 
 class Groups:
-    """The process groups of this process: one for each set of members, whatever layouts share it.
+    """The process groups of this process: one for each set of members, shared by all layouts.
 
     Each group takes sockets, threads and NCCL's buffers.
     """
@@ -68,22 +69,23 @@ class Groups:
         self._ways: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def host_of(self, rank: int) -> int:
-        """Return the number of the host that a rank is on."""
+        """Return the index of a rank's host."""
         return rank // self._ranks_per_host if self._ranks_per_host else 0
 
     @property
     def sets(self) -> list[tuple[int, ...]]:
-        """The members of each group that has been made."""
+        """The members of each group created so far."""
         return list(self._handles)
 
     def of(
         self, every: Sequence[Sequence[int]], rank: int, books: Books, *, alone: bool = False
     ) -> Group:
-        """Return the one of several groups that this rank is in; make those that are not there yet.
+        """Return the one of several groups that contains this rank; create those that do not exist
+        yet.
 
         Collective: every rank calls it with the same sets, in the same order. every: the members of
-        each group, together all ranks. A group of one rank moves nothing, and has a handle only if
-        `alone` asks for it. Groups with the same members share a handle: what they post comes in
+        each group, together all ranks. A group of one rank sends nothing, and has a handle only
+        with `alone`. Groups with the same members share a handle: their operations are posted in
         the order of the program, the same on every rank. The default group is left to DeepSpeed,
         since an exchange would queue behind its weights.
         """
@@ -95,18 +97,19 @@ class Groups:
 
     def _made(self, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
         handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)
-        if rank in ranks:  # NCCL's first call needs all members, which an exchange may lack
+        if rank in ranks:  # NCCL's first call needs all members, which an exchange may not involve
             dist.barrier(group=handle)
         return handle
 
     def ways(
         self, every: Sequence[Sequence[int]], rank: int, device: torch.device
     ) -> Mapping[tuple[int, int], dist.ProcessGroup]:
-        """Return what carries messages from one member to the next of several rings, and what back,
-        by (sender, receiver), each way on a communicator of its own; collective, as `of` is.
+        """Return a process group for messages from one member to the next in several rings, and one
+        for the way back, by (sender, receiver); collective, as `of` is.
 
-        A message goes each way at once. NCCL connects two ranks in their first message, for which
-        each waits for the other: two that first send to one another would wait for ever.
+        Each direction has its own communicator. NCCL connects two ranks at their first message,
+        which both must enter: two ranks that first send to one another on one communicator would
+        hang.
         """
         for ranks in every:
             for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
@@ -120,7 +123,7 @@ class Groups:
         return self._ways
 
     def by_host(self, every: Sequence[Sequence[int]], rank: int, books: Books) -> Group:
-        """Return the same as `of`, by hosts where that is possible; collective."""
+        """Return the same as `of`, hierarchical over hosts where that is possible; collective."""
         group, parts = self.of(every, rank, books), self._on_hosts(every)
         if not parts:
             return group
@@ -130,8 +133,8 @@ class Groups:
         return replace(group, hosts=hosts)
 
     def _on_hosts(self, every: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """Return each group's members by their hosts; nothing where one has not as many members,
-        and several, on each of several hosts."""
+        """Return each group's members by host; empty unless each group has the same number of
+        members, at least two, on each of several hosts."""
         found = list[list[list[int]]]()
         if self._ranks_per_host is None:
             return found
@@ -146,7 +149,7 @@ class Groups:
         return found
 
     def close(self) -> None:
-        """Destroy all groups, for a process that goes on without them; collective."""
+        """Destroy all groups, for a process that continues without them; collective."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         for ranks, handle in chain(self._handles.items(), self._ways.items()):
             if rank in ranks:
@@ -157,10 +160,10 @@ class Groups:
 
 
 def make_mesh(layout: Layout, groups: Groups, books: Books) -> Mesh:
-    """Make a layout's groups over all ranks of the default group, with transfers entered in books.
+    """Create a layout's groups over all ranks of the default group; `books` count what they send.
 
     Collective: every rank calls it, with the same layout, in the same order. Raises ValueError
-    where the layout does not fill the world.
+    where the layout does not use all ranks.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     if layout.ranks != world:

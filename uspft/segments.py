@@ -11,21 +11,22 @@ class Segments:
     """The documents of one row: document i covers positions [bounds[i], bounds[i + 1]).
 
     `bounds` starts at 0 and rises strictly. From bounds[-1] to length there is padding, which no
-    query attends to and which attends to nothing. bounds == (0,) is a row of padding alone.
+    query attends to and which attends to nothing. bounds == (0,) is a row of padding.
     """
 
     bounds: tuple[int, ...]
     length: int
     before: int = 0
-    """How many tokens the first document has before position 0, where these are part of a row."""
+    """How many tokens the first document has before position 0, if these positions are a chunk of a
+    row."""
 
     @classmethod
     def single(cls, length: int) -> Segments:
-        """Return the segments of a row that one document fills."""
+        """Return the segments of a row that is one document."""
         return cls((0, length), length)
 
     def part(self, first: int, last: int) -> Segments:
-        """Return what positions [first, last) have of each document."""
+        """Return the segments of positions [first, last)."""
         documents = [(a, b) for a, b in self if a < last and b > first]
         ends = [min(b, last) - first for _, b in documents]
         before = max(0, first - documents[0][0]) if documents else 0

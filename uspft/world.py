@@ -1,6 +1,6 @@
-"""A world is a layout made live: its process groups, its algorithm and its kernel.
+"""A world is a layout at run time: its process groups, its algorithm and its kernel.
 
-Several may be alive at once, and the one that a row is split by travels with its batch.
+Several may exist at once; a batch has the one that splits its rows.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """What a layout needs at run time, all of it as values: nothing is looked up elsewhere."""
+    """What a layout needs at run time."""
 
     mesh: Mesh
     row: AlgorithmRow
     """The algorithm's row in the table of algorithms."""
     algorithm: Algorithm
     tensor: TensorAlgorithm
-    """How matrices are split over the mesh's tensor ranks."""
+    """The algorithm that splits matrices over tensor ranks."""
     kernel: Kernel
     books: Books
-    """The books in which this layout's transfers enter what they send."""
+    """The counters of what this layout's transfers send."""
     device: torch.device
     stages: Stages | None = None
     """The layers of each pipeline stage; None: there is one stage."""
@@ -60,12 +60,12 @@ class World:
 
     @property
     def replica(self) -> int:
-        """The index of the data-parallel replica that this rank belongs to."""
+        """The index of this rank's data-parallel replica."""
         return self.layout.coordinates(self.mesh.rank)["data"]
 
     @property
     def name(self) -> str:
-        """The layout's short name, as metrics.jsonl has it."""
+        """The layout's short name, as in metrics.jsonl."""
         return self.layout.name(self.row.name)
 
     def layers_here(self, every: int) -> list[int]:
@@ -77,9 +77,9 @@ class World:
     def share(self, rows: Sequence[Segments], orders: Sequence[Order] | None = None) -> Share:
         """Return this rank's share of a micro-batch.
 
-        Rows are laid end to end: position p of row i counts as p + the length of the rows before
-        it. Every rank derives everybody's part from the same document bounds, so nothing is
-        negotiated. orders: the rows' token orders, where they are at hand.
+        Rows are concatenated: position p of row i counts as p + the length of the rows before it.
+        Every rank derives everybody's part from the same document bounds, without communication.
+        orders: the rows' token orders, if they are known.
         """
         if orders is None:
             orders = [self.algorithm.token_order(row) for row in rows]
@@ -99,7 +99,7 @@ class World:
     ) -> Tensor:
         """Return attention's output [T, H, D] for this rank's tokens, differentiable.
 
-        qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside, earlier: as of Split.
+        qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside, earlier: as in Split.
         """
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside, earlier)
         share = share.with_window(rule.window)
@@ -114,8 +114,11 @@ class World:
         inside: Inside | None = None,
         earlier: LayerStates | None = None,
     ) -> Tensor:
-        """Return a rule's out [T, H, V] for this rank's tokens, differentiable. inside: as of
-        Split. earlier: what chunks hand on in this layer, where the share is of one."""
+        """Return a recurrent layer's output [T, H, V] for this rank's tokens, differentiable.
+
+        inside: as in Split. earlier: the states that chunks pass on in this layer, if the share is
+        of a chunk.
+        """
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return mix_over_chunks(x, share, rule, earlier)
@@ -129,8 +132,10 @@ class World:
         convolution: Convolution,
         earlier: LayerStates | None = None,
     ) -> Tensor:
-        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable. earlier: as
-        of mix."""
+        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable.
+
+        earlier: as in `mix`.
+        """
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return convolve_chunk(x, share, taps, convolution, earlier)
@@ -146,11 +151,11 @@ def live_worlds(
     groups: Groups,
     cut: Cut | None = None,
 ) -> tuple[list[World], list[str]]:
-    """Make the layout of each of a recipe's strategies live, or the one that there is; collective.
+    """Create the world of each of a recipe's strategies, or the only one; collective.
 
     heads: those of the model's layers. window: the sliding window that all its layers have, if any.
-    softcap: the bound of its attention's scores, if any. cut: how rows are cut into chunks, if they
-    are. Returns the worlds with a line for each attention kernel that was tried first, and refused.
+    softcap: the bound of its attention scores, if any. cut: how rows are cut into chunks, if they
+    are. Returns the worlds with a line for each attention kernel that was tried first and failed.
     """
     every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
     wish, dtype = recipe.model.attention, getattr(torch, recipe.model.dtype)
@@ -171,8 +176,8 @@ def live_worlds(
 def head_shapes(heads: Heads, layout: Layout, at_once: int | None = None) -> list[Heads]:
     """Return the heads of the attention calls that ranks make, each combination once.
 
-    heads: the model's. at_once: query heads of a KV head in one call; None: all heads are. Every
-    rank tries kernels on all of them, so that all ranks choose the same kernel.
+    heads: the model's. at_once: query heads of a KV head in one call; None: all. Every rank tests
+    kernels on all combinations, so that all ranks choose the same kernel.
     """
     query, kv, dim = heads.on(layout.mesh_columns)
     if at_once:
@@ -191,10 +196,11 @@ def make_world(
     groups: Groups,
     stages: Stages | None = None,
 ) -> World:
-    """Make a layout live; collective over the default group, in the same order on every rank.
+    """Create the world of a layout; collective over the default group, in the same order on every
+    rank.
 
-    named: the row of the table of the algorithm that shares rows, that algorithm, and the one that
-    splits matrices. stages: the layers of each, where there are several.
+    named: the sequence-parallel algorithm's table row, that algorithm, and the tensor-parallel one.
+    stages: the layers of each, if there are several.
     """
     books = Books()
     return World(make_mesh(layout, groups, books), *named, kernel, books, device, stages)

@@ -1,4 +1,5 @@
-"""The names of what a run writes in its output folder; everything else there is the user's."""
+"""The names of what a run writes in its output folder; everything else there belongs to the
+user."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ from uspft.metrics.trackers import EVENTS, MLFLOW, RUNS, WANDB
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
 REPORT = "report.html"
 INCIDENTS = "incidents.jsonl"
-"""A line for each step that was bad, new start of a lost run, and damaged checkpoint."""
+"""The file with a line for each bad step, restart of a lost run, and damaged checkpoint."""
 MODEL, ADAPTER = "hf", "adapter"
 EXPORTS = (MODEL, ADAPTER)
-"""The folders that a run writes at its end, beside checkpoints/."""
+"""The folders that a run exports at its end."""
 OUTDATED = ".exports-outdated"
-"""The file that says that the exports here are of a step before those that a run goes on with."""
+"""The file that marks exports as older than the steps of a resumed run."""
 TRACKED = (EVENTS, RUNS, WANDB, MLFLOW)
-"""What trackers keep here of a run that goes on in them."""
+"""The trackers' files here, which a resumed run continues."""
 NAMED = (METRICS, INCIDENTS, *EXPORTS, OUTDATED, *TRACKED, REPORT, RECIPE, ENVIRONMENT)
-"""All that has a name of its own here; environment.json, which marks a run, is the last."""
+"""All names; environment.json, which marks an output folder, is last."""
 LOGS = "logs"
 LOG = re.compile(r"rank-\d+\.log")
 
 
 def is_written(place: Path) -> bool:
-    """Tell whether a path, relative to the output folder, is or lies in what a run writes there."""
+    """Tell whether a run writes a path, relative to the output folder, or a parent of it."""
     first, *rest = place.parts or ("",)
     if first == CHECKPOINTS and rest:
         return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
@@ -43,7 +44,8 @@ def is_written(place: Path) -> bool:
 
 
 def written(output: Path) -> list[Path]:
-    """List what runs have left in an output folder, environment.json, which marks a run, last."""
+    """List what runs have written in an output folder, with environment.json, which marks one,
+    last."""
     names = [f"{CHECKPOINTS}/{LATEST}"]
     if os.path.isdir(output / LOGS):
         names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
@@ -63,7 +65,8 @@ def is_of_a_run(output: Path) -> bool:
 
 
 def set_aside(output: Path, entries: Iterable[Path]) -> Path | None:
-    """Move entries of the output to the same places in a new folder earlier-<time>/ inside it.
+    """Move entries of the output folder to the same places in a new folder earlier-<time>/ inside
+    it.
 
     Returns the new folder, or None where there is nothing to move. Raises OSError.
     """
@@ -81,34 +84,34 @@ def set_aside(output: Path, entries: Iterable[Path]) -> Path | None:
 
 
 def later_than(output: Path, step: int) -> list[Path]:
-    """List the checkpoints that a run which goes on from a step makes again."""
+    """List the checkpoints that a run resumed from a step will write again."""
     return [f for f in step_folders(output / CHECKPOINTS) if f.name > f"step-{step:08d}"]
 
 
 def outdate_exports(output: Path) -> None:
-    """Mark the exports that are here, which stay until those of the steps to come are whole."""
+    """Mark the exports as out of date; they stay until new ones are complete."""
     if any((output / name).exists() for name in EXPORTS):
         write_text(output / OUTDATED, "")
 
 
 def lacks_export(output: Path, name: str) -> bool:
-    """Tell whether an export of the output is not here, or is of a step before the last ones."""
+    """Tell whether an export is missing or out of date."""
     return not (output / name).exists() or (output / OUTDATED).exists()
 
 
 def new_exports(output: Path) -> Path:
-    """Return the folder in which exports are written, under their names, until all are whole."""
+    """Return the folder in which new exports are written until all are complete."""
     return partial_of(output / "exports")
 
 
 def publish_exports(output: Path) -> Path | None:
-    """Put the new exports, which are whole, in the place of those that are here.
+    """Replace the exports by the new ones, which are complete.
 
-    Returns the folder earlier-<time>/ to which these moved; None where there were none. Raises
-    OSError.
+    Returns the folder earlier-<time>/ to which the old ones were moved; None where there were none.
+    Raises OSError.
     """
     new = new_exports(output)
-    sync_tree(new)  # before, so that there is always one of the two to be had
+    sync_tree(new)  # first, so that one of the two always exists
     moved = set_aside(output, [output / name for name in EXPORTS])
     for name in (ADAPTER, MODEL):
         if (new / name).exists():
@@ -121,7 +124,7 @@ def publish_exports(output: Path) -> Path | None:
 
 
 def clear_partial(output: Path) -> None:
-    """Delete what a killed run has left half written in an output folder.
+    """Delete incomplete files that a killed run has left in an output folder.
 
     No other run may be alive in the folder.
     """

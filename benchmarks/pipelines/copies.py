@@ -23,7 +23,7 @@ import torch.distributed as dist
 from benchmarks.lab.processes import Tell, as_rank
 from benchmarks.meshslice.hosts.block import model_of, step_of, world_of
 from benchmarks.meshslice.hosts.turns import in_turns, require_same
-from uspft.comm.collectives import Move, shift
+from uspft.comm import Move, shift
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.mesh import Groups
@@ -32,7 +32,7 @@ from uspft.tensor.megatron import Megatron
 HOSTS = 2
 COMPUTATION, TRANSFERS = "computation alone", "transfers alone"
 AT_ONCE = "both, neither waiting for the other"
-SHIFT = "uspft.comm.collectives.shift"
+SHIFT = "uspft.comm.shift"
 """What every transfer between two ranks goes through."""
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from tests.parity.test_tensor import replaced, wanted
-from tests.support.models import Documents, mismatch
+from tests.support.models import mismatch
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe
-from tests.support.tensor import Case, make_setting, recipe
+from tests.support.tensor import Case, Data, make_setting, recipe, wanted
 from uspft.layout import Layout
 from uspft.tensor.megatron import Megatron
 
-Data = dict[bool, Documents]
 LAYOUT = Layout(mesh_columns=2, ulysses=2, ring=2)
 CASES = {
     "hybrid_cp": Case("llama", (2, 4), "zero3 whole", True, True),
@@ -46,7 +45,7 @@ def work(rank: int, names: list[str], folder: Path, data: Data) -> dict[str, Any
 
 def apart(rank: int, folder: Path, data: Data) -> dict[str, Any]:
     """A fault: what tensor ranks find out about a block's input is not summed."""
-    with replaced(Megatron, "enter", lambda self, x, tokens, group: x):
+    with patch.object(Megatron, "enter", lambda self, x, tokens, group: x):
         return work(rank, ["planned_cp"], folder, data)
 
 

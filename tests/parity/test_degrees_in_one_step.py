@@ -13,32 +13,24 @@ from typing import Any
 
 import pytest
 
-from tests.support.adapters import peft_adapter
 from tests.support.degrees import (
-    ALPHA,
-    CLIP,
-    DROPOUT,
     MODELS,
-    RANK,
-    RATE,
     ROW,
     ROWS_PER_STEP,
-    SEED,
     STEPS,
     TRAINS,
     TURNS,
     Case,
     cases,
     train,
+    wanted,
     wrong_of,
 )
-from tests.support.dropout import written_out_dropout
 from tests.support.models import (
     Documents,
     Reference,
     make_documents,
     make_model,
-    reference,
 )
 from tests.support.ranks import spawn
 from tests.support.stages import FULLY
@@ -63,31 +55,6 @@ def work(rank: int, every: list[Case], folder: Path, data: Documents) -> dict[Ca
     for number, case in enumerate(every):
         found[case] = train(case, folder, data, folder / f"run-{len(every)}-{number}")
     return found if rank == 0 else {}
-
-
-def wanted(case: Case, setting: tuple[Path, Documents], *, steps: int = STEPS) -> Reference:
-    """The same steps of one process, with plain peft where there is an adapter."""
-    from uspft.model.adapter import AdapterStart
-
-    folder, data = setting
-    every = [[document] for document in data.documents]
-    rows = [data.documents[i * ROWS_PER_STEP : (i + 1) * ROWS_PER_STEP] for i in range(steps)]
-    no_base: Any = None
-    adapter = peft_adapter(
-        AdapterStart(no_base, SEED).read,
-        masks=written_out_dropout(every, ROW, DROPOUT, SEED),
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules="all-linear",
-    )
-    prepare = {"all": None, "adapter": adapter, "norms": norms_alone}[case.trains]
-    return reference(folder / case.model, rows, rate=RATE, clip=CLIP, prepare=prepare)
-
-
-def norms_alone(net: Any) -> dict[str, Any]:
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.support.ranks import spawn
 from tests.support.routers import ROW, documents
 from tests.support.runs import run_recipe, small_recipe
 from tests.support.stages import ZERO
-from uspft.comm.group import Books
+from uspft.comm import Books
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, cost

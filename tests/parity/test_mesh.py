@@ -12,40 +12,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.parity.test_tensor import replaced, wanted
-from tests.support.launch import records_in
 from tests.support.mesh import MESHES, ON_MESHES, STAGES, MeshCase, cases, layouts
-from tests.support.models import Documents, mismatch
+from tests.support.models import mismatch
 from tests.support.ranks import spawn
-from tests.support.runs import close, held, prepared, run_recipe
-from tests.support.tensor import MODELS, Case, make_setting, recipe
+from tests.support.runs import close, prepared, run_recipe
+from tests.support.tensor import (
+    MODELS,
+    Case,
+    Data,
+    make_setting,
+    recipe,
+    require_one_run,
+    step_under_each,
+    trained,
+    wanted,
+)
 from uspft.parameters import counting
-from uspft.parameters.part import Part
 from uspft.tensor import flows
 from uspft.tensor.meshslice import MeshSlice
 
 pytestmark = pytest.mark.timeout(900)
-Data = dict[bool, Documents]
-
-
-def work(rank: int, every: list[MeshCase], folder: Path, data: Data) -> dict[MeshCase, Any]:
-    """What each case gave, and how many elements of it this rank held of every parameter."""
-    found = {}
-    for number, case in enumerate(every):
-        sizes: dict[str, tuple[int, int]] = {}
-
-        def see(run: Any, sizes: dict[str, tuple[int, int]] = sizes) -> None:
-            for name, parameter in run.engine.named.items():
-                count = getattr(parameter, "ds_numel", parameter.numel())
-                sizes[name] = count, Part.whole(run.engine.part_of(name).shape).count
-
-        output = folder / f"run-{len(every)}-{number}"
-        found[case] = run_recipe(recipe(case, folder, data), output, before=see), sizes
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +60,7 @@ def test_a_model_on_a_mesh_trains_as_one_process(
     every = cases(ranks, full=full)
     assert len(every) == count
     wrong = {}
-    for case, (got, sizes) in spawn(ranks, work, every, *setting)[0].items():
+    for case, (got, sizes) in spawn(ranks, trained, every, *setting)[0].items():
         if found := mismatch(got, wanted(case, setting)):
             wrong[case] = found
         rows, columns = case.mesh
@@ -101,7 +92,7 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
         "one column is a little off": (MeshSlice, "inward", short),
     }
     for number, (name, (owner, method, fault)) in enumerate(faults.items()):
-        with replaced(owner, method, fault):
+        with patch.object(owner, method, fault):
             runs = recipe(case, folder, data, training={"steps": 1})
             found[name] = case, run_recipe(runs, folder / f"broken-{number}")
     return found
@@ -115,48 +106,18 @@ def test_each_fault_is_found(setting: tuple[Path, Data]) -> None:
         assert mismatch(got, wanted(case, setting, steps=1)), fault
 
 
-def saved_and_resumed(rank: int, folder: Path, data: Data) -> Any:
-    """One step under a mesh, the next under another layout and stage; and both under one."""
-    from uspft.training.loop import train
-
-    chain_of = [
+def test_a_run_goes_on_under_other_layouts_and_its_export_is_transformers(
+    setting: tuple[Path, Data],
+) -> None:
+    every = [
         MeshCase("phi3", (1, 1), "zero1", False, False, (1, 4)),
         Case("phi3", (4, 1), "zero3", False, True),
         MeshCase("phi3", (1, 1), "zero3 whole", False, False, (4, 1)),
         MeshCase("phi3", (2, 1), "zero0", False, False, (1, 2)),
     ]
-    output, steps = folder / "chain", len(chain_of)
-    for number, case in enumerate(chain_of, 1):
-        blocks = {
-            "training": {"steps": number},
-            "checkpoint": {"every_steps": 1},
-            "export": {"huggingface": number == steps},
-        }
-        run = prepared(recipe(case, folder, data, **blocks), output, resume=number > 1)
-        assert run.first_step == number - 1
-        train(run, lambda: False)
-        end = held(run.engine)
-        close(run)
-    return end if rank == 0 else None
-
-
-def test_a_run_goes_on_under_other_layouts_and_its_export_is_transformers(
-    setting: tuple[Path, Data],
-) -> None:
-
-    from transformers import AutoModelForCausalLM
-
-    end = spawn(4, saved_and_resumed, *setting)[0]
     output = setting[0] / "chain"
-    lines = records_in(output / "metrics.jsonl")
-    records = [line for line in lines if "loss" in line]
-    assert [record["step"] for record in records] == [1, 2, 3, 4]
-    plain = Case("phi3", (1, 1), "zero1", False, False)
-    assert not mismatch((records, end), wanted(plain, setting, steps=4))
-    net = AutoModelForCausalLM.from_pretrained(output / "hf", dtype=torch.float32)
-    exported = dict(net.named_parameters())
-    assert exported.keys() == end.keys()
-    assert all(torch.equal(exported[name], end[name]) for name in end)
+    end = spawn(4, step_under_each, every, output, *setting)[0]
+    require_one_run(end, output, Case("phi3", (1, 1), "zero1", False, False), setting)
 
 
 def test_every_trait_is_met() -> None:
@@ -191,8 +152,8 @@ def listed(rank: int, folder: Path, data: Data) -> tuple[list[Sent], list[int]]:
         return start
 
     with (
-        replaced(flows, "start_gather", seen(flows.start_gather)),
-        replaced(flows, "start_sum_parts", seen(flows.start_sum_parts)),
+        patch.object(flows, "start_gather", seen(flows.start_gather)),
+        patch.object(flows, "start_sum_parts", seen(flows.start_sum_parts)),
     ):
         batches = run.loader.batches(1)
         run.engine.step(batches, 1e-3, False)
@@ -228,7 +189,7 @@ def in_bfloat16(rank: int, folder: Path, data: Data) -> list[Any]:
         (case, run_recipe(recipe(case, folder, data, **blocks), folder / case.zero))
         for case in every
     ]
-    with replaced(counting, "is_counted", lambda shards, name, rank: True):
+    with patch.object(counting, "is_counted", lambda shards, name, rank: True):
         case = replace(every[1], mesh=(4, 1))
         found.append((None, run_recipe(recipe(case, folder, data, **blocks), folder / "twice")))
     return found

@@ -14,22 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.adapters import peft_adapter
 from tests.support.degrees import (
-    ALPHA,
-    CLIP,
-    DROPOUT,
-    RANK,
-    RATE,
     ROW,
     ROWS_PER_STEP,
-    SEED,
     STEPS,
+    wanted,
     wrong_of,
 )
-from tests.support.dropout import written_out_dropout
 from tests.support.launch import records_in
-from tests.support.models import Documents, Reference, make_documents, make_model, reference
+from tests.support.models import Documents, make_documents, make_model
 from tests.support.moving import MOVED, PASSES, Moving, recipe, started, train, with_padding
 from tests.support.ranks import spawn
 from tests.support.runs import held, prepared
@@ -60,31 +53,6 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     lengths = [ROW] * (2 * STEPS * ROWS_PER_STEP)
     documents = make_documents(folder / "d.jsonl", lengths, masked=[0.0, 0.9, 0.4])
     return folder, with_padding(documents)
-
-
-def wanted(case: Moving, setting: tuple[Path, Documents], count: int = STEPS) -> Reference:
-    """The same steps of one process, with plain peft where there is an adapter."""
-    from uspft.model.adapter import AdapterStart
-
-    folder, data = setting
-    every = [[document] for document in data.documents]
-    steps = [data.documents[i * ROWS_PER_STEP : (i + 1) * ROWS_PER_STEP] for i in range(count)]
-    no_base: Any = None
-    adapter = peft_adapter(
-        AdapterStart(no_base, SEED).read,
-        masks=written_out_dropout(every, ROW, DROPOUT, SEED),
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules="all-linear",
-    )
-    prepare = {"all": None, "adapter": adapter, "norms": norms_alone}[case.trains]
-    return reference(folder / case.model, steps, rate=RATE, clip=CLIP, prepare=prepare)
-
-
-def norms_alone(net: Any) -> dict[str, Any]:
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
 def work(rank: int, every: list[Moving], folder: Path, data: Documents) -> dict[Moving, Any]:
@@ -206,4 +174,4 @@ def test_a_checkpoint_goes_from_moving_weights_to_zero_and_back(
     setting: tuple[Path, Documents],
 ) -> None:
     got = spawn(4, in_turn, *setting)[0]
-    assert not wrong_of(got, wanted(Moving("tied"), setting, count=4))
+    assert not wrong_of(got, wanted(Moving("tied"), setting, steps=4))

@@ -7,75 +7,47 @@ One spawn each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.support.launch import records_in
-from tests.support.models import Documents, Reference, mismatch, reference
+from tests.support.models import mismatch
 from tests.support.ranks import spawn
 from tests.support.rows import row_documents
-from tests.support.runs import close, held, prepared, run_recipe
+from tests.support.runs import run_recipe
 from tests.support.tensor import (
     CLIP,
     LAYOUTS,
     MODELS,
     ON_EIGHT,
-    RATE,
     STEPS,
     Case,
+    Data,
     cases,
     make_setting,
     recipe,
+    require_one_run,
+    step_under_each,
+    trained,
+    wanted,
 )
 from uspft.comm import Group
 from uspft.parameters import counting
-from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders
 from uspft.tensor.megatron import Megatron
 
 pytestmark = pytest.mark.timeout(900)
-Data = dict[bool, Documents]
 PER_HEAD = ("qwen3", "gemma3_text", "gemma4_text", "qwen3_5_text")
 PLAIN = Case("llama", (2, 1), "zero1", False, False)
 TOKENS = Case("llama", (2, 2), "zero3", False, True)
-
-
-def work(rank: int, every: list[Case], folder: Path, data: Data) -> dict[Case, Any]:
-    """What each case gave, and how many elements of it this rank held of every parameter."""
-    found = {}
-    for number, case in enumerate(every):
-        sizes: dict[str, tuple[int, int]] = {}
-
-        def see(run: Any, sizes: dict[str, tuple[int, int]] = sizes) -> None:
-            for name, parameter in run.engine.named.items():
-                count = getattr(parameter, "ds_numel", parameter.numel())
-                sizes[name] = count, Part.whole(run.engine.part_of(name).shape).count
-
-        output = folder / f"run-{dist.get_world_size()}-{len(every)}-{number}"
-        got = run_recipe(recipe(case, folder, data), output, before=see)
-        found[case] = got, sizes
-    return found
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Data]:
     folder = tmp_path_factory.mktemp("tensor")
     return folder, make_setting(folder)
-
-
-def wanted(case: Case, setting: tuple[Path, Data], steps: int = STEPS) -> Reference:
-    folder, data = setting
-    rows = row_documents(data, case.packed)[: 2 * steps]
-    each = [list(chain(*rows[i : i + 2])) for i in range(0, 2 * steps, 2)]
-    return reference(folder / case.model, each, rate=RATE, clip=CLIP)
 
 
 def is_divided(name: str) -> bool:
@@ -100,7 +72,7 @@ def test_a_split_model_trains_as_one_process(
     every = cases(ranks, full=full)
     assert len(every) == count
     wrong = {}
-    for case, (got, sizes) in spawn(ranks, work, every, *setting)[0].items():
+    for case, (got, sizes) in spawn(ranks, trained, every, *setting)[0].items():
         if found := mismatch(got, wanted(case, setting)):
             wrong[case] = found
         for name, (here, whole) in sizes.items():
@@ -133,13 +105,13 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
         "gradients are not summed": (PLAIN, Megatron, "enter", lambda self, x, tokens, group: x),
     }
     for number, (name, (case, owner, method, fault)) in enumerate(faults.items()):
-        with replaced(owner, method, fault):
+        with patch.object(owner, method, fault):
             runs = recipe(case, folder, data, **short)
             found[name] = case, run_recipe(runs, folder / f"broken-{number}")
     for number, (name, case) in enumerate(ROUNDED.items()):
         runs = recipe(case, folder, data, model={"dtype": "bfloat16"}, **short)
         counts = (lambda shards, name, rank: True) if name == TWICE else counting.is_counted
-        with replaced(counting, "is_counted", counts):
+        with patch.object(counting, "is_counted", counts):
             found[name] = case, run_recipe(runs, folder / f"rounded-{number}")
     for name, case in FUSED.items():
         found[name] = case, run_recipe(recipe(case, folder, data), folder / name)
@@ -156,14 +128,6 @@ FUSED = {
     for zero in ("zero1", "zero2", "zero3 whole")
 }
 """Two ranks share each key-value head, of which each holds half of the rows."""
-
-
-@contextmanager
-def replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
-    own = getattr(owner, name)
-    setattr(owner, name, other)
-    yield
-    setattr(owner, name, own)
 
 
 def test_each_fault_is_found_and_norms_in_bfloat16_are_right(setting: tuple[Path, Data]) -> None:
@@ -185,49 +149,19 @@ def test_each_fault_is_found_and_norms_in_bfloat16_are_right(setting: tuple[Path
         assert all(norm > CLIP for norm in want.grad_norms)
 
 
-def saved_and_resumed(rank: int, model: str, folder: Path, data: Data) -> Any:
-    """One step under a layout and stage, the next under another; and both under one."""
-    from uspft.training.loop import train
-
-    chain_of = [
+@pytest.mark.parametrize("model", ["llama", "phi3", "olmo_hybrid"])
+def test_a_run_goes_on_under_other_degrees_stages_and_its_export_is_transformers(
+    model: str, setting: tuple[Path, Data]
+) -> None:
+    every = [
         Case(model, (2, 1), "zero1", False, False),
         Case(model, (4, 1), "zero3", False, True),
         Case(model, (1, 4), "zero2", False, False),
         Case(model, (2, 2), "zero0", False, True),
     ]
-    output, steps = folder / f"chain-{model}", len(chain_of)
-    for number, case in enumerate(chain_of, 1):
-        blocks = {
-            "training": {"steps": number},
-            "checkpoint": {"every_steps": 1},
-            "export": {"huggingface": number == steps},
-        }
-        run = prepared(recipe(case, folder, data, **blocks), output, resume=number > 1)
-        assert run.first_step == number - 1
-        train(run, lambda: False)
-        end = held(run.engine)
-        close(run)
-    return end if rank == 0 else None
-
-
-@pytest.mark.parametrize("model", ["llama", "phi3", "olmo_hybrid"])
-def test_a_run_goes_on_under_other_degrees_stages_and_its_export_is_transformers(
-    model: str, setting: tuple[Path, Data]
-) -> None:
-
-    from transformers import AutoModelForCausalLM
-
-    end = spawn(4, saved_and_resumed, model, *setting)[0]
     output = setting[0] / f"chain-{model}"
-    lines = records_in(output / "metrics.jsonl")
-    records = [line for line in lines if "loss" in line]
-    assert [record["step"] for record in records] == [1, 2, 3, 4]
-    start = replace(PLAIN, model=model)
-    assert not mismatch((records, end), wanted(start, setting, steps=4))
-    net = AutoModelForCausalLM.from_pretrained(output / "hf", dtype=torch.float32)
-    exported = dict(net.named_parameters())
-    assert exported.keys() == end.keys()
-    assert all(torch.equal(exported[name], end[name]) for name in end)
+    end = spawn(4, step_under_each, every, output, *setting)[0]
+    require_one_run(end, output, every[0], setting)
 
 
 COUNTED = [Case("llama", (2, 1), "zero1", False, tokens) for tokens in (False, True)]

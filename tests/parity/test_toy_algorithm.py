@@ -37,7 +37,7 @@ class Consecutive(Algorithm):
     ulysses: int = 1
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
-        return rows_must_divide(row_tokens, self.ring, "one for each rank")
+        return rows_must_divide(row_tokens, self.ring)
 
     def token_order(self, segments: Segments) -> list[Any]:
         each = segments.length // self.ring

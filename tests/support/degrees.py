@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import Documents, Reference, mismatch
+from tests.support.adapters import peft_adapter
+from tests.support.dropout import written_out_dropout
+from tests.support.models import Documents, Reference, mismatch, reference
 from tests.support.pairwise import pairwise
 from tests.support.runs import GROUPS, close, held, prepared, small_recipe
 from tests.support.stages import FULLY, ZERO
@@ -172,3 +174,31 @@ def wrong_of(got: Any, want: Reference) -> list[str]:
         if not off <= 1e-3:
             found.append(f"the gradient of {name} is off by {off:.1e}")
     return found
+
+
+def wanted(case: Any, setting: tuple[Path, Documents], *, steps: int = STEPS) -> Reference:
+    """The same steps of one process, with plain peft where there is an adapter.
+
+    case: has the model's name and what trains.
+    """
+    from uspft.model.adapter import AdapterStart
+
+    folder, data = setting
+    every = [[document] for document in data.documents]
+    rows = [data.documents[i * ROWS_PER_STEP : (i + 1) * ROWS_PER_STEP] for i in range(steps)]
+    no_base: Any = None
+    adapter = peft_adapter(
+        AdapterStart(no_base, SEED).read,
+        masks=written_out_dropout(every, ROW, DROPOUT, SEED),
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules="all-linear",
+    )
+    prepare = {"all": None, "adapter": adapter, "norms": norms_alone}[case.trains]
+    return reference(folder / case.model, rows, rate=RATE, clip=CLIP, prepare=prepare)
+
+
+def norms_alone(net: Any) -> dict[str, Any]:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}

@@ -1,19 +1,35 @@
-"""Runs whose matrices are split over ranks: which there are, and their recipes."""
+"""Runs whose matrices are split over ranks: their cases and recipes, what each gives, and one
+process of transformers beside them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from tests.support.models import Documents, make_documents, make_model
+import torch
+import torch.distributed as dist
+
+from tests.support.launch import records_in
+from tests.support.models import (
+    Documents,
+    Reference,
+    make_documents,
+    make_model,
+    mismatch,
+    reference,
+)
 from tests.support.pairwise import pairwise
-from tests.support.rows import PACKED_ROWS, PLAIN_ROWS, ROW
-from tests.support.runs import small_recipe
+from tests.support.rows import PACKED_ROWS, PLAIN_ROWS, ROW, row_documents
+from tests.support.runs import close, held, prepared, run_recipe, small_recipe
 from tests.support.stages import ZERO
+from uspft.parameters.part import Part
+
+Data = dict[bool, Documents]
+"""By whether rows are packed."""
 
 STEPS, RATE, CLIP = 2, 1e-3, 0.5
 UNEVEN = {"linear_num_key_heads": 5, "linear_num_value_heads": 10}
@@ -94,9 +110,7 @@ def _familiarity(rest: tuple[Any, ...], met: Counter[Any]) -> tuple[int, int]:
     return sum(counts[: len(rest)]), sum(counts)
 
 
-def make_setting(
-    folder: Path, models: Mapping[str, dict[str, Any]] = MODELS
-) -> dict[bool, Documents]:
+def make_setting(folder: Path, models: Mapping[str, dict[str, Any]] = MODELS) -> Data:
     """Make the models in a folder, and the data by whether its rows are packed."""
     for name, kind in models.items():
         make_model(folder / name, **kind)
@@ -107,9 +121,7 @@ def make_setting(
     }
 
 
-def recipe(
-    case: Case, folder: Path, data: dict[bool, Documents], **blocks: dict[str, Any]
-) -> dict[str, Any]:
+def recipe(case: Case, folder: Path, data: Data, **blocks: dict[str, Any]) -> dict[str, Any]:
     """The recipe of a case; blocks win."""
     base: dict[str, dict[str, Any]] = {
         "data": {"packing": "best_fit" if case.packed else "none"},
@@ -120,3 +132,61 @@ def recipe(
     }
     merged = {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
     return small_recipe(folder / case.model, data[case.packed].path, ROW, **merged)
+
+
+def trained(rank: int, every: Sequence[Case], folder: Path, data: Data) -> dict[Case, Any]:
+    """What each case gave, and how many elements of it this rank held of every parameter."""
+    found = {}
+    for number, case in enumerate(every):
+        sizes: dict[str, tuple[int, int]] = {}
+
+        def see(run: Any, sizes: dict[str, tuple[int, int]] = sizes) -> None:
+            for name, parameter in run.engine.named.items():
+                count = getattr(parameter, "ds_numel", parameter.numel())
+                sizes[name] = count, Part.whole(run.engine.part_of(name).shape).count
+
+        output = folder / f"run-{dist.get_world_size()}-{len(every)}-{number}"
+        found[case] = run_recipe(recipe(case, folder, data), output, before=see), sizes
+    return found
+
+
+def wanted(case: Case, setting: tuple[Path, Data], steps: int = STEPS) -> Reference:
+    """The same steps of one process."""
+    folder, data = setting
+    rows = row_documents(data, case.packed)[: 2 * steps]
+    each = [list(chain(*rows[i : i + 2])) for i in range(0, 2 * steps, 2)]
+    return reference(folder / case.model, each, rate=RATE, clip=CLIP)
+
+
+def step_under_each(
+    rank: int, every: Sequence[Case], output: Path, folder: Path, data: Data
+) -> Any:
+    """Train one step under each case, from the checkpoint of the one before, and export the end."""
+    from uspft.training.loop import train
+
+    for number, case in enumerate(every, 1):
+        blocks = {
+            "training": {"steps": number},
+            "checkpoint": {"every_steps": 1},
+            "export": {"huggingface": number == len(every)},
+        }
+        run = prepared(recipe(case, folder, data, **blocks), output, resume=number > 1)
+        assert run.first_step == number - 1
+        train(run, lambda: False)
+        end = held(run.engine)
+        close(run)
+    return end if rank == 0 else None
+
+
+def require_one_run(end: Any, output: Path, case: Case, setting: tuple[Path, Data]) -> None:
+    """Require that four steps of `step_under_each` are those of one process, and that transformers
+    reads their export."""
+    from transformers import AutoModelForCausalLM
+
+    records = [line for line in records_in(output / "metrics.jsonl") if "loss" in line]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert not mismatch((records, end), wanted(case, setting, steps=4))
+    net = AutoModelForCausalLM.from_pretrained(output / "hf", dtype=torch.float32)
+    exported = dict(net.named_parameters())
+    assert exported.keys() == end.keys()
+    assert all(torch.equal(exported[name], end[name]) for name in end)

@@ -160,7 +160,7 @@ class _Operation(NamedTuple):
 TORCH_DISTRIBUTED = SimpleNamespace(
     isend=Rank.send, irecv=Rank.receive, P2POp=_Operation, batch_isend_irecv=_start
 )
-"""What uspft.comm.collectives takes from torch.distributed for a shift."""
+"""What uspft.comm takes from torch.distributed for a shift."""
 
 
 def on_threads(ranks: int, work: Callable[[Rank], None]) -> list[Rank]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,6 @@ def documents_of(setting: tuple[Path, Documents], steps: int) -> list[list[Any]]
 
 STEPS = 25
 """So many that a run can be stopped among them."""
-HYBRID = {"context_parallel": 4, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
 OPEN = ("parallel_config.context_parallel=2", "training.micro_batch_size=auto")
 OPEN = (*OPEN, "launch.processes=2")
@@ -87,24 +85,12 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bare")
-@pytest.mark.parametrize(
-    ("begin", "parallel", "stage", "words"),
-    [
-        pytest.param(Forked.start, HYBRID, 1, (), id="forked", marks=pytest.mark.full),
-        pytest.param(start, "auto", "auto", OPEN, id="launched"),
-    ],
-)
 def test_metrics_and_model_are_those_of_one_process(
-    setting: tuple[Path, Documents],
-    tmp_path: Path,
-    begin: Callable[..., Any],
-    parallel: dict[str, Any] | str,
-    stage: int | str,
-    words: Sequence[str],
+    setting: tuple[Path, Documents], tmp_path: Path
 ) -> None:
-    zero, logging = {"zero_optimization": {"stage": stage}}, {"report": False}
-    given = recipe(setting, deepspeed=zero, logging=logging)
-    process = begin({**given, "parallel_config": parallel}, tmp_path, *words)
+    zero, logging = {"zero_optimization": {"stage": "auto"}}, {"report": False}
+    given = recipe(setting, deepspeed=zero, logging=logging) | {"parallel_config": "auto"}
+    process = start(given, tmp_path, *OPEN)
     out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, "")
     assert "\nhardware: cpu (shipped figures): " in out
@@ -136,13 +122,10 @@ def test_metrics_and_model_are_those_of_one_process(
     assert [line for line in kept if "auto" in line] == ["resume: auto"]
     again = load(tmp_path / "out/recipe.yaml").recipe
     assert [line.strip() for line in dump(again).splitlines()] == kept
-    if words:
-        said = "by the documents of the run's first rows, "
-        assert (
-            f"\nauto: {said}" in out and "\nauto: parallel_config.data_parallel: 1, since " in out
-        )
-        assert f"# auto, {said}" in " ".join(lines) and "# auto: 1, since " in " ".join(lines)
-        assert again.parallel_config.context_parallel == 2 and len(lines) > len(kept) + 4
+    said = "by the documents of the run's first rows, "
+    assert f"\nauto: {said}" in out and "\nauto: parallel_config.data_parallel: 1, since " in out
+    assert f"# auto, {said}" in " ".join(lines) and "# auto: 1, since " in " ".join(lines)
+    assert again.parallel_config.context_parallel == 2 and len(lines) > len(kept) + 4
     environment = json.loads((tmp_path / "out/environment.json").read_text())
     assert environment["versions"]["torch"] and environment["git_commit"] is None
 

@@ -1,1 +1,2 @@
-"""What this cluster can do, measured by its ranks and fitted to the lines of a hardware file."""
+"""Calibration: ranks measure what this cluster can do, and the results are fitted to the lines of a
+hardware file."""

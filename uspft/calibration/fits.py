@@ -1,6 +1,5 @@
-"""What ranks have measured, and how it becomes a hardware file, with the table that shows how well
-its lines fit.
-"""
+"""The measurements of ranks, the hardware file fitted to them, and a table of how well the lines
+fit."""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ from uspft.planner.machine import (
 
 FILE = "measured.json"
 PRODUCTS, ATTENTION = "products", ("attention forward", "attention backward")
-"""What ranks compute while they are timed."""
+"""The names of the timed computations."""
 
 
 class Load(NamedTuple):
-    """What else uses a host's links while a group does."""
+    """What else uses a host's links at the same time as a group."""
 
     senders: int = 1
     """The ranks of a host that send to another host at the same time."""
     members: int = 1
-    """The ranks of each group that a host has, where the group spans hosts."""
+    """The ranks that each group has on a host, if the group spans hosts."""
 
 
 ALONE = Load()
@@ -59,13 +58,14 @@ class LinkPoint(NamedTuple):
 
     @property
     def causes(self) -> tuple[float, float, float]:
-        """The causes of the time: 1, the steps that follow one another, and the bytes that a rank
+        """The regressors of the time: 1, the number of consecutive steps, and the bytes that a rank
         sends one after the other."""
         return 1.0, *in_turn(self.kind, self.ranks, self.of_bytes)
 
 
 class FlopPoint(NamedTuple):
-    """The time of a product, or of attention one way, while every rank computes one."""
+    """The time of a matrix product, or of attention forward or backward, while every rank computes
+    one."""
 
     what: str
     """PRODUCTS, or one of ATTENTION."""
@@ -82,7 +82,7 @@ class HidingPoint(NamedTuple):
 
 
 class Points(NamedTuple):
-    """All points of one cluster, and what it is."""
+    """All measurements of one cluster, and its description."""
 
     device: str
     """The GPU's name, or cpu."""
@@ -95,7 +95,7 @@ class Points(NamedTuple):
     links: Sequence[LinkPoint]
     computed: Sequence[FlopPoint]
     hiding: Sequence[HidingPoint]
-    """There are none where one rank measures alone."""
+    """Empty where a single rank measures."""
 
     def leave(self, folder: Path) -> None:
         (folder / FILE).write_text(json.dumps(self))
@@ -109,19 +109,19 @@ class Points(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A line, seconds ≈ Σ coefficient · cause, and how far the measured seconds are from it."""
+    """A line, seconds ≈ Σ coefficient · regressor, and its residuals."""
 
     coefficients: tuple[float, ...]
     residuals: tuple[float, ...]
 
     @property
     def worst(self) -> float:
-        """The largest residual, either way."""
+        """The largest absolute residual."""
         return max(map(abs, self.residuals))
 
     @property
     def typical(self) -> float:
-        """The root of the mean square of the residuals."""
+        """The root mean square of the residuals."""
         return float(np.sqrt(np.mean(np.square(self.residuals))))
 
 
@@ -160,7 +160,7 @@ def _independent(table: np.ndarray) -> list[int]:
 
 
 class FittedLine(NamedTuple):
-    """One fitted line, and what it says of a collective, of products or of attention."""
+    """One fitted line, for a collective, products or attention."""
 
     what: str
     fit: Fit
@@ -171,7 +171,7 @@ class FittedLine(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
-        """What a table says of it."""
+        """Its row in a table."""
         numbers = [f"{self.launch * 1e6:.1f}", f"{self.hop * 1e6:.1f}", f"{self.rate / 1e9:.4g}"]
         off = [f"{100 * one:.0f} %" for one in (self.fit.typical, self.fit.worst)]
         return [self.what, *numbers, self.unit, *off, str(len(self.fit.residuals))]
@@ -179,17 +179,17 @@ class FittedLine(NamedTuple):
 
 LineKey = TypeVar("LineKey")
 Cause = tuple[LineKey, Sequence[float], float]
-"""Of a time its line, what causes it (1, steps if there are any, bytes or FLOPs), and the time."""
+"""For one measurement its line, its regressors (1, steps if there are any, bytes or FLOPs), and the
+time."""
 
 
 def fitted_lines(
     names: Mapping[LineKey, str], points: Sequence[Cause[LineKey]], unit: str = "GFLOP/s"
 ) -> dict[LineKey, FittedLine]:
-    """Fit lines that differ in their rates alone together, since groups of one size do not tell a
-    launch from a hop.
+    """Fit lines that differ only in their rates together, because groups of a single size cannot
+    separate launch time from time per step.
 
-    names: of the lines. Where noise has left nothing to bytes or FLOPs, the rate is the best one
-    that was seen.
+    names: of the lines. If noise leaves a line without a rate, it gets the best rate measured.
     """
     rates = [[one[-1] * (line == name) for name in names] for line, one, _ in points]
     causes = [[*one[:-1], *of] for (_, one, _), of in zip(points, rates, strict=True)]
@@ -206,22 +206,21 @@ def fitted_lines(
 
 
 class Fitted(NamedTuple):
-    """The keys of a hardware file, and the lines that they come from."""
+    """The keys of a hardware file, and the lines from which they come."""
 
     tree: dict[str, Any]
     lines: list[FittedLine]
 
     def table(self) -> str:
-        """Return a table of every line with its residuals, for a person."""
+        """Return a table of every line with its residuals."""
         head = ["", "launch µs", "hop µs", "rate", "", "typical", "worst", "measured"]
         return aligned([head, *(line.cells for line in self.lines)])
 
 
 def fitted(points: Points, name: str, stands_in: Hardware, date: str) -> Fitted:
-    """Return the keys of a hardware file that points give.
+    """Return the keys of a hardware file for these measurements.
 
-    stands_in: the cluster whose links stand where there were none to measure. date: when the points
-    were measured.
+    stands_in: a cluster whose links are used where none were measured. date: of the measurements.
     """
     lines: list[FittedLine] = []
     links, notes, figures = {}, [], ["memory", "products", "attention"]
@@ -240,7 +239,7 @@ def fitted(points: Points, name: str, stands_in: Hardware, date: str) -> Fitted:
         lines += fitted_lines({what: what}, mine).values()
     products, forward, backward = lines[-3:]
     device, hide = device_of(points.device), _hide(points)
-    # The maker's figure, or else the most that any product reached.
+    # The vendor's figure, or else the highest rate of any product.
     reached = [one.flops / one.seconds for one in points.computed if one.what == PRODUCTS]
     peak = PEAK_BF16[device] if device else max(products.rate, *reached)
     figures += ["hide"] * len(hide)
@@ -276,7 +275,7 @@ def fitted(points: Points, name: str, stands_in: Hardware, date: str) -> Fitted:
 
 
 def as_yaml(fits: Fitted) -> str:
-    """Return the text of a file that `launch.hardware` takes."""
+    """Return the text of a file for `launch.hardware`."""
     table = "".join(f"# {line}\n" for line in fits.table().splitlines())
     head = f"# Written by `uspft calibrate`; how well its lines fit:\n#\n{table}"
     body = yaml.safe_dump(fits.tree, sort_keys=False, allow_unicode=True, width=1000)
@@ -284,7 +283,7 @@ def as_yaml(fits: Fitted) -> str:
 
 
 def _versions(points: Points) -> str:
-    """Return the names and versions of the software that was measured."""
+    """Return the names and versions of the measured software."""
     backend = "gloo"
     if points.device != "cpu":
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -292,8 +291,8 @@ def _versions(points: Points) -> str:
 
 
 def _hide(points: Points) -> dict[str, float]:
-    """Return the share of the possible overlap of transfers with attention that was measured; empty
-    with a single rank."""
+    """Return the measured share of the possible overlap of transfers with attention; empty with a
+    single rank."""
     able = sum(min(one.transfer, one.attention) for one in points.hiding)
     if not able:
         return {}
@@ -304,9 +303,9 @@ def _hide(points: Points) -> dict[str, float]:
 def _links(
     where: str, here: int, points: Sequence[LinkPoint], lines: list[FittedLine]
 ) -> dict[str, Any]:
-    """Return a line for each collective; what stands for any other is that of the all-gather.
+    """Return a line for each collective; missing ones use that of the all-gather.
 
-    here: ranks of a host. lines: what they are added to.
+    here: ranks of a host. lines: the list to append to.
     """
     found: dict[str, Any] = {}
     for kind in COLLECTIVES:
@@ -339,11 +338,11 @@ def _links(
         elif rates:
             ((load, line),) = rates.items()
             found["host_bytes_per_second"] = _round(load.senders * min(line.rate, alone.rate))
-    return {**deepcopy(found["all_gather"]), **found}  # or YAML would write it as an alias
+    return {**deepcopy(found["all_gather"]), **found}  # a copy: YAML would write an alias otherwise
 
 
 def _kept(tree: dict[Any, Any]) -> dict[str, Any]:
-    """Return what a file says: its keys are strings, and null is left out."""
+    """Return a tree for a file, with string keys and without null."""
     return {
         str(key): _kept(value) if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -352,5 +351,5 @@ def _kept(tree: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _round(value: float) -> float:
-    """Return four digits of a number, which is more than was measured."""
+    """Return a number rounded to four digits, more than the precision of the measurements."""
     return float(f"{value:.4g}")

@@ -1,8 +1,8 @@
-"""What every rank does while a cluster is measured; collective throughout.
+"""The measurements of a cluster, which every rank runs together; collective throughout.
 
-A time is that of several calls in a row, divided by their number, on the slowest rank; of a few
-trials the median counts. A sweep over sizes ends with the first that takes long, so that slow links
-take no longer than fast ones.
+A time is that of several consecutive calls divided by their number, on the slowest rank, and the
+median of a few trials. A sweep over sizes ends with the first slow one, so that slow links take no
+longer to measure than fast ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from uspft.planner.machine import COLLECTIVES, PAIR_FLOPS, SUMS, Collective
 KIB, MIB = 1 << 10, 1 << 20
 TRIALS, MOST_CALLS = 3, 100
 LONG_SECONDS = 0.25
-"""A call that takes so long is timed once, and no larger one after it."""
+"""A call that takes this long is timed once, and no larger one follows."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class SweepSizes:
     products: Sequence[int]
     """Sides of square products."""
     tokens: Sequence[int]
-    """Tokens of causal squares."""
+    """Tokens of the measured causal attention."""
     copied: int
     """Bytes of the copy that measures memory."""
     trial_seconds: float
-    """Seconds that the calls of a trial take together, about."""
+    """Approximate seconds of all calls of a trial."""
 
 
 SIZES = {
@@ -72,12 +72,12 @@ SIZES = {
         trial_seconds=0.05,
     ),
 }
-"""By type of device."""
+"""The sizes by type of device."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A rank among those that measure."""
+    """A rank that takes part in measurements."""
 
     device: torch.device
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class Bench:
     ranks_per_host: int
     sizes: SweepSizes
     kernel: Kernel
-    """Of attention, as the run has it."""
+    """The run's attention kernel."""
     heads: tuple[int, int, int]
     """Query heads, KV heads and head dim of attention."""
 
@@ -98,11 +98,11 @@ class Bench:
         return dist.get_world_size()
 
     def group(self, every: Sequence[Sequence[int]]) -> Group:
-        """Return this rank's group of several that together hold all ranks; collective."""
+        """Return the one of several groups of all ranks that contains this rank; collective."""
         return self.groups.of(every, self.rank, Books())
 
     def drawn(self, *shape: int) -> torch.Tensor:
-        """Return a tensor of the run's type that is drawn at random."""
+        """Return a random tensor of the run's dtype."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def seconds(self, call: Callable[[], object], *, takes_part: bool = True) -> float:
@@ -118,7 +118,7 @@ class Bench:
                 call()
             self._wait()
             mine = (time.perf_counter() - started) / calls
-            return largest([mine], everyone, self.device)[0]  # on every rank the same
+            return largest([mine], everyone, self.device)[0]  # the same on every rank
 
         trial(1)  # warms up
         if (once := trial(1)) > LONG_SECONDS:
@@ -132,7 +132,7 @@ class Bench:
 
 
 Says = Callable[[str], None]
-"""A function that is told what is measured next."""
+"""A function that prints what is measured next."""
 
 
 def measure(bench: Bench, says: Says = lambda _: None) -> Points:
@@ -143,7 +143,7 @@ def measure(bench: Bench, says: Says = lambda _: None) -> Points:
     says("memory")
     source = torch.zeros(sizes.copied, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    copying = bench.seconds(lambda: target.copy_(source))  # which reads and writes
+    copying = bench.seconds(lambda: target.copy_(source))  # the copy both reads and writes
     sweeps, links = sweeps_of_links(bench.ranks_per_host, hosts), list[LinkPoint]()
     for number, sweep in enumerate(sweeps, 1):
         says(f"links, {number} of {len(sweeps)}: {sweep.what}")
@@ -179,7 +179,7 @@ def measure(bench: Bench, says: Says = lambda _: None) -> Points:
 
 
 def _attended(bench: Bench, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return calls of the run's kernel on a causal square: forward, and backward."""
+    """Return calls of the run's kernel on causal attention: forward, and backward."""
     (query, kv, dim), kernel = bench.heads, bench.kernel
     q, k, v, dout = (bench.drawn(tokens, count, dim) for count in (query, kv, kv, query))
     blocks, scale = (Block(0, tokens, 0, tokens, Mask.CAUSAL),), dim**-0.5
@@ -190,8 +190,8 @@ def _attended(bench: Bench, tokens: int) -> tuple[Callable[[], object], Callable
 
 
 def _hiding(bench: Bench) -> Iterator[HidingPoint]:
-    """Yield the times of attention, of a ring's transfers, and of both at once, of the sizes at
-    which the one takes about as long as the other; the ring is that of all ranks."""
+    """Yield the times of attention, of transfers round a ring of all ranks, and of both at once,
+    for sizes at which the two take about as long."""
     group = bench.group([range(bench.world)])
     for tokens in bench.sizes.tokens[-2:]:
         forward, _ = _attended(bench, tokens)
@@ -206,7 +206,7 @@ def _hiding(bench: Bench) -> Iterator[HidingPoint]:
 
 
 class Sweep(NamedTuple):
-    """Groups whose collectives are measured, all at once."""
+    """Groups whose collectives are measured at the same time."""
 
     what: str
     where: str
@@ -214,15 +214,16 @@ class Sweep(NamedTuple):
     """The members of each group; together they are all ranks."""
     kinds: Sequence[Collective]
     load: Load = ALONE
-    """Where fewer ranks of a host send than it has, those after the first wait."""
+    """If fewer ranks of a host send than it has, the later ones wait."""
 
 
 def sweeps_of_links(here: int, hosts: int) -> list[Sweep]:
-    """Return what is measured of links: groups of two, four and so on and of all ranks inside a
-    host; and between hosts groups of one rank of each, alone and then all at once, and sums and
-    all-gathers of groups with one, two, four and so on on each, all at once.
+    """Return the measurements of links.
 
-    here: ranks of a host. The groups of a host work at the same time, as they do in a step.
+    Inside a host: groups of two, four and so on, and of all ranks. Between hosts: groups of one
+    rank of each, first alone and then all at once; and sums and all-gathers of groups with one,
+    two, four and so on ranks on each host, all at once. here: ranks of a host. The groups of a host
+    work at the same time, as in a step.
     """
     world, found = here * hosts, list[Sweep]()
     widths = [n for n in _widths(here) if n > 1]
@@ -247,7 +248,7 @@ def sweeps_of_links(here: int, hosts: int) -> list[Sweep]:
 
 
 def _widths(here: int) -> list[int]:
-    """Return 1, 2, 4 and so on, and all ranks of a host, of which those count that divide it."""
+    """Return those of 1, 2, 4 and so on that divide the ranks of a host, and all its ranks."""
     widths = {1 << n for n in range(here.bit_length())} | {here}
     return sorted(width for width in widths if here % width == 0)
 
@@ -269,8 +270,8 @@ def measured_links(bench: Bench, sweep: Sweep) -> Iterator[LinkPoint]:
 def _call(
     bench: Bench, kind: Collective, of_bytes: int, group: Group
 ) -> tuple[Callable[[], object], int]:
-    """Return a call of a collective on about so many bytes, or of a message to the next member, and
-    the bytes as `LinkPoint` counts them."""
+    """Return a call of a collective on about this many bytes, or of a message to the next member,
+    and the bytes as `LinkPoint` counts them."""
     if kind == "point_to_point":
         move = _next(bench, of_bytes)
         return partial(_moved, move, group), 4 * move.x.numel()
@@ -289,7 +290,7 @@ def _call(
 
 
 def _next(bench: Bench, of_bytes: int) -> Move:
-    """Return a message of so many bytes to the next member of a group."""
+    """Return a message of this many bytes to the next member of a group."""
     x = torch.zeros(of_bytes // 4, device=bench.device)
     return Move(x, torch.empty_like(x), 1)
 

@@ -1,7 +1,8 @@
-"""Checksums of a checkpoint's files: computed beside their writing, compared before they are read.
+"""Checksums of a checkpoint's files: computed while they are written, and compared before they are
+read.
 
-The checksum is xxh3 of 64 bits, four times as fast here as zlib's CRC-32
-(benchmarks/saving): it guards against flipped bits, and not against those who mean harm.
+The checksum is 64-bit xxh3, four times as fast here as zlib's CRC-32 (benchmarks/saving): it
+detects flipped bits, but not deliberate changes.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK_BYTES = 1 << 20
-"""How much is read and then summed, while it is in the cache."""
+"""How many bytes are read and hashed at a time, while they are in the cache."""
 READERS = 8
-"""How many files are read at one time: a disk answers several sooner than one after another."""
+"""How many files are read at a time: a disk is faster with several requests."""
 SEAL = '{{"checksum": "{}", '
-"""The beginning of a sealed JSON object: the checksum of all that follows it in the file."""
+"""The beginning of a sealed JSON object: the checksum of everything after it in the file."""
 
 
 class Written(NamedTuple):
-    """A file on the disk: its length, and the checksum of what was given to be written."""
+    """A written file's length, and the checksum of the data that should be in it."""
 
     size: int
     checksum: str
 
 
 def write_part(tensors: Mapping[str, Tensor], path: Path) -> Written:
-    """Write a safetensors file of contiguous float32 tensors on CPU and bring it to the disk.
+    """Write a safetensors file of contiguous float32 tensors on CPU and flush it to the disk.
 
-    The bytes are those of safetensors' `save_file`, which tells no checksum. Raises OSError.
+    The bytes equal those of safetensors' `save_file`, which returns no checksum. Raises OSError.
     """
     import torch
 
@@ -52,7 +53,7 @@ def write_part(tensors: Mapping[str, Tensor], path: Path) -> Written:
     text += b" " * (-len(text) % 8)
     data = [tensors[name].view(-1).view(torch.uint8).numpy().data for name in header]
     pieces: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text, *data]
-    with ThreadPoolExecutor(1) as beside:  # neither summing nor writing holds the interpreter
+    with ThreadPoolExecutor(1) as beside:  # hashing and writing both release the GIL
         summed = beside.submit(sum_of, pieces)
         with path.open("wb") as file:
             size = sum(map(file.write, pieces))
@@ -61,7 +62,7 @@ def write_part(tensors: Mapping[str, Tensor], path: Path) -> Written:
 
 
 def sum_of(pieces: Iterable[bytes | memoryview]) -> str:
-    """Return the checksum of pieces laid end to end."""
+    """Return the checksum of the concatenation of pieces."""
     checksum = xxhash.xxh3_64()
     for piece in pieces:
         checksum.update(piece)
@@ -69,7 +70,7 @@ def sum_of(pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def checksum_of(path: Path) -> str:
-    """Return the checksum of a file as it is read now. Raises OSError."""
+    """Return the checksum of a file's present contents. Raises OSError."""
     checksum = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
         while data := file.read(CHUNK_BYTES):

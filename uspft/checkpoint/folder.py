@@ -44,7 +44,7 @@ STEP_FOLDER = re.compile(r"step-\d{8}")
 
 
 class CheckpointError(InputError):
-    """A checkpoint is missing, incomplete, damaged or of another format."""
+    """The error that a checkpoint is missing, incomplete, damaged or of another format."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, *, contents: bool = True) -> Checkpoint:
-        """Open the checkpoint in a folder, and check that it is whole. Raises CheckpointError.
+        """Open the checkpoint in a folder, and check that it is complete. Raises CheckpointError.
 
-        Every file must have the length that was written, and hold the tensors that it should.
-        contents: whether each file is also read, and must have the checksum that was written.
+        Every file must have the length and the tensors in state.json. contents: whether to read
+        each file and compare its checksum too.
         """
         checkpoint = cls.known(folder)
         keys: dict[str, list[str]] = {}
@@ -76,7 +76,7 @@ class Checkpoint:
 
     @classmethod
     def known(cls, folder: Path) -> Checkpoint:
-        """Open the checkpoint in a folder that is known to be whole. Raises CheckpointError."""
+        """Open the checkpoint in a folder that is known to be complete. Raises CheckpointError."""
         return cls(folder, _read_state(folder))
 
     @property
@@ -90,12 +90,12 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """The bytes of all files beside state.json; 0 where an earlier version wrote it."""
+        """The bytes of all files except state.json; 0 for checkpoints of earlier versions."""
         return sum(self.state["sizes"].values())
 
     @property
     def has_checksums(self) -> bool:
-        """Whether state.json has the files' checksums, which earlier versions did not write."""
+        """Whether state.json has checksums of the files, which earlier versions did not write."""
         return bool(self.state["checksums"])
 
     def tensor(self, kind: str, name: str) -> Tensor:
@@ -110,7 +110,8 @@ class Checkpoint:
             return tuple(held.get_shape())
 
     def read(self, kind: str, name: str, part: Part) -> Tensor:
-        """Read a part of a tensor, float32, on CPU, its own bytes alone. Raises CheckpointError."""
+        """Read a part of a tensor, float32, on CPU, without reading other bytes. Raises
+        CheckpointError."""
         stored = self._parts.get(name)
         if stored is None:
             with self._opened(f"{kind}/{name}") as held:
@@ -129,7 +130,7 @@ class Checkpoint:
         return out
 
     def read_flat(self, kind: str, name: str, part: Part, start: int, stop: int) -> Tensor:
-        """Read elements [start, stop) of a part laid flat, in the same way as `read` does."""
+        """Read elements [start, stop) of a flattened part, as `read` does."""
         if (start, stop) == (0, part.count):
             return self.read(kind, name, part).flatten()
         import torch
@@ -154,7 +155,8 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[Any]:
-        """Open a tensor to be read in the `with` block. Raises CheckpointError, also there."""
+        """Open the file of a tensor within the `with` block. Raises CheckpointError, also inside
+        it."""
         if key not in self.state["files"]:
             raise CheckpointError(f"{self.folder} holds no {key}")
         file = self.folder / self.state["files"][key]
@@ -193,21 +195,21 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 class _State(BaseModel, strict=True):
-    """What state.json holds; what has a default is lacking in checkpoints of earlier versions."""
+    """The contents of state.json; fields with a default may be missing in older checkpoints."""
 
     step: int
     adam_steps: int
     identity: dict[str, Any]
-    """What a resumed run must agree with, by key (checkpoint/identity.py)."""
+    """The settings that a resumed run must share, by key (checkpoint/identity.py)."""
     course: dict[str, Any] = {}
-    """Other state of the run that goes on: past gradient norms, bad steps."""
+    """Other state of the run to resume: past gradient norms, bad steps."""
     files: dict[str, str]
-    """The file that holds each tensor."""
+    """The file of each tensor."""
     sizes: dict[str, int] = {}
     """The bytes of each file."""
     checksums: dict[str, str] = {}
     parts: dict[str, dict[str, Any]] = {}
-    """Of each tensor that is stored in parts: its shape, and the ranges of each part."""
+    """For each tensor that is stored in parts: its shape, and the ranges of each part."""
 
 
 def _require_file(folder: Path, name: str, size: int | None) -> None:
@@ -223,7 +225,7 @@ def _require_file(folder: Path, name: str, size: int | None) -> None:
 
 
 def _require_tensors(folder: Path, name: str, keys: Collection[str]) -> None:
-    """Require that a file holds these tensors, by its header alone. Raises CheckpointError."""
+    """Check by a file's header that it has these tensors. Raises CheckpointError."""
     try:
         with safe_open(folder / name, "pt") as tensors:
             missing = sorted(set(keys) - set(tensors.keys()))
@@ -234,7 +236,7 @@ def _require_tensors(folder: Path, name: str, keys: Collection[str]) -> None:
 
 
 def _require_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
-    """Read every file, and require that each has its checksum. Raises CheckpointError."""
+    """Read every file and compare its checksum. Raises CheckpointError."""
     names, wrong = sorted(checksums), []
     for name, found in zip(names, checksums_of(folder / name for name in names), strict=True):
         if isinstance(found, OSError):
@@ -262,17 +264,18 @@ def step_folders(checkpoints: Path) -> list[Path]:
 
 
 class Newest(NamedTuple):
-    """The newest whole checkpoint of an output folder, and a line for each newer, damaged one."""
+    """The newest complete checkpoint of an output folder, and a line for each newer,
+    damaged one."""
 
     checkpoint: Checkpoint | None
     damaged: list[str]
 
 
 def newest(output: Path, *, contents: bool = True) -> Newest:
-    """Find the checkpoint that a run goes on from, if there is any.
+    """Find the checkpoint that a run resumes, if there is one.
 
-    contents: as of `Checkpoint.open`. Raises CheckpointError where there are checkpoints and none
-    is whole.
+    contents: as in `Checkpoint.open`. Raises CheckpointError where there are checkpoints but none
+    is complete.
     """
     damaged: list[str] = []
     for folder in reversed(step_folders(output / CHECKPOINTS)):
@@ -286,9 +289,9 @@ def newest(output: Path, *, contents: bool = True) -> Newest:
 
 
 def folders_of(place: Path) -> list[Path]:
-    """List the checkpoints that a path names, the oldest first. Raises CheckpointError if none.
+    """List the checkpoints at a path, the oldest first. Raises CheckpointError if there are none.
 
-    The path is a checkpoint's own folder, or `checkpoints/` or a run's folder for all there.
+    The path is a checkpoint's own folder, or `checkpoints/` or an output folder for all in it.
     """
     if (place / STATE).exists() or STEP_FOLDER.fullmatch(place.name):
         return [place]
@@ -300,9 +303,9 @@ def folders_of(place: Path) -> list[Path]:
 
 
 def named(place: Path, *, contents: bool = True) -> Checkpoint:
-    """Open the newest checkpoint of those that a path names (`folders_of`).
+    """Open the newest checkpoint at a path (`folders_of`).
 
-    contents: as of `Checkpoint.open`. Raises CheckpointError if it is missing or damaged.
+    contents: as in `Checkpoint.open`. Raises CheckpointError if it is missing or damaged.
     """
     folders = folders_of(place)
     try:
@@ -313,12 +316,12 @@ def named(place: Path, *, contents: bool = True) -> Checkpoint:
 
 
 def delete_older(output: Path, keep: int, best: int | None = None, good: int | None = None) -> None:
-    """Delete all but the newest `keep` checkpoints of an output folder, and some that stay.
+    """Delete all but the newest `keep` checkpoints of an output folder, and up to two more.
 
-    best: the step of one that stays; while it is still to be saved, nothing is deleted. good: the
-    newest of those up to this step stays; None: of all. Each loses its name first, so that what is
-    half deleted is no checkpoint; what cannot be deleted lies there hidden until `clear_partial`.
-    Raises OSError.
+    best: the step of one to keep; while it is not saved yet, nothing is deleted. good: the newest
+    up to this step is kept; None: the newest of all. Each checkpoint is renamed before its files
+    are deleted, so that a half-deleted one does not count; leftovers stay hidden until
+    `clear_partial`. Raises OSError.
     """
     folders = step_folders(output / CHECKPOINTS)
     if best is not None and folders and folder_of(output, best) > folders[-1]:

@@ -1,7 +1,7 @@
 """The Hugging Face folders of a trained model: hf/ with its weights, adapter/ with its adapter's.
 
-Both also have config, tokenizer, generation config and model card. A checkpoint keeps these too, so
-that an export from a run and one from its checkpoint write the same bytes.
+Both also have config, tokenizer, generation config and model card. A checkpoint stores these too,
+so that an export from a run and one from its checkpoint write the same bytes.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def write_exports(
 ) -> None:
     """Write a trained model as Hugging Face folders, each of which is complete or absent.
 
-    files: the folder that `write_model_files` wrote. hf: the folder of the whole model, with an
-    adapter merged; None: it is not wanted. adapter: the folder of the adapter, if one was trained.
-    The parameters are read in the order of `export_order`. Raises OSError, and WeightsError if the
-    base model cannot be read.
+    files: the folder that `write_model_files` wrote. hf: the folder for the whole model, with an
+    adapter merged; None: skip it. adapter: the folder for the adapter, if one was trained. The
+    parameters are read in the order of `export_order`. Raises OSError, and WeightsError if the base
+    model cannot be read.
     """
     if adapter and whole.block.adapter:
         export_adapter(whole.adapter(), whole.block, files, adapter)
@@ -83,11 +83,10 @@ def write_model_files(
     """Write all files that from_pretrained and a server need, except weights, into a folder.
 
     config: the model's, as trained, with its rope scaling. The tokenizer gets the chat template
-    that was trained, the generation config the tokens that end a turn. Where an adapter was
-    trained, its own card lies there too: each export keeps the one that it needs. A multimodal
-    checkpoint keeps its own config, but for what was trained otherwise, and what it says of its
-    other parts. model: has what corrects its routers' choices, which lies there too. Raises
-    OSError.
+    that was trained, the generation config the tokens that end a turn. If an adapter was trained,
+    its card is written too: each export takes the one that it needs. A multimodal checkpoint keeps
+    its own config, except for what training changed. model: the source of the routers' untrained
+    bias, which is written too. Raises OSError.
     """
     _write_config(folder, config, job)
     if model:
@@ -110,7 +109,7 @@ def write_model_files(
 
 
 def _quantised(job: Job) -> str:
-    """Return the quantisation of the base model's files; empty: they were not quantised."""
+    """Return the quantisation of the base model's files; empty if they were not quantised."""
     block = job.here.model
     if block.config or not block.name_or_path:
         return ""
@@ -171,7 +170,7 @@ def export_folder(
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
     if (untrained := aside / CORRECTIONS).exists():
-        held = {} if base else load_file(untrained)  # a base has them itself
+        held = {} if base else load_file(untrained)  # a base's files have them
         untrained.unlink()
     held_bytes = sum(value.numel() * value.element_size() for value in held.values())
     for name, value in named:
@@ -262,7 +261,7 @@ def export_adapter(
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
 
     tensors: from `adapter_of`; an adapter of a multimodal checkpoint's language model is written
-    for the whole model. files: the folder of config and tokenizer, which are copied; peft reads
+    for the whole model. files: the folder of config and tokenizer, which are copied: peft reads
     neither, but the base model needs that config, and was trained with that template. target: a new
     name or an empty folder; it is complete or absent afterwards. Raises OSError.
     """
@@ -283,7 +282,7 @@ def export_adapter(
     if adapted is None:
         adapted = _modules([name for name, _ in every], block.adapter.target_parameters)
     config = lora_config(block.adapter, sorted(adapted), _base(block))
-    # peft has made a set of names, written in any order.
+    # peft has converted them to a set, whose order varies
     config.target_modules = _inside(adapted) if inside else sorted(adapted)
     config.target_parameters = sorted(block.adapter.target_parameters) or None
     config.inference_mode = True

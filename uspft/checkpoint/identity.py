@@ -1,4 +1,5 @@
-"""The settings and contents that a resumed run must share with the run that it goes on from."""
+"""The settings and contents that a resumed run must share with the run whose checkpoint it
+resumes."""
 
 from __future__ import annotations
 
@@ -25,41 +26,43 @@ LOOSE = {
     "data.chat_template",
     "data.prompt_template",
 }
-"""Keys that are not compared: they do not change what is learned, or else change `CONTENTS`."""
+"""Keys that are not compared: they do not change what is learned, or their effect shows in
+`CONTENTS`."""
 
 CONTENTS = "data.train (contents)"
-"""The key for a hash of the tokens, which is the same wherever the data lies."""
+"""The key for a hash of the data's tokens, which does not depend on the data's location."""
 BASE = "the base model (contents)"
-"""The key for the digest of the model that the run started from, the same wherever it lies."""
+"""The key for the digest of the base model, which does not depend on its location."""
 BATCH = "training.global_batch_size"
 PLACES = {"model.name_or_path", "model.config", "model.tokenizer"}
-"""Keys that are kept for the export but not compared: contents show in `BASE` and `CONTENTS`."""
+"""Keys that the export needs but that are not compared: their contents show in `BASE` and
+`CONTENTS`."""
 SHOWN = 80
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:
-    """Return by key what decides the course of a run: model, data, seed, batch and optimizer.
+    """Return by key what determines a run's result: model, data, seed, batch and optimizer.
 
-    Values are as JSON gives them back. The contents of the data, `CONTENTS`, and of the model,
-    `BASE`, are added once they are known.
+    Values have the types of JSON. The contents of the data, `CONTENTS`, and of the model, `BASE`,
+    are added once they are known.
     """
     tree = json.loads(json.dumps(as_tree(recipe)))
     found = {"seed": tree["seed"]}
     for block in ("model", "data", "optimizer"):
         found |= {f"{block}.{key}": value for key, value in tree[block].items()}
-    # With strategies it counts samples: the data then goes on from another place.
+    # With strategies the batch size counts samples, so that the data would continue elsewhere.
     strategies = tree["parallel_config"].get("strategies")
     batch = tree["training"]["global_batch_size"]
-    if strategies != AUTO:  # else what it counts is yet to be chosen
+    if strategies != AUTO:  # otherwise it is not chosen yet
         found[BATCH] = batch if strategies is None else f"{batch} samples"
-    if not tree["model"]["add_tokens"]:  # as in checkpoints from before there was the key
+    if not tree["model"]["add_tokens"]:  # as in checkpoints from before this key existed
         del found["model.add_tokens"]
     found["training.max_grad_norm"] = tree["training"]["max_grad_norm"]
     return {key: value for key, value in found.items() if key not in LOOSE}
 
 
 def counts_samples(identity: dict[str, Any]) -> bool:
-    """Return whether a step of the run counts samples, and so has several layouts."""
+    """Return whether a step of the run counts samples, because it has several layouts."""
     return isinstance(identity[BATCH], str)
 
 

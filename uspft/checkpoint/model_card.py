@@ -1,4 +1,4 @@
-"""The model card of a trained model, README.md: what it is made from, its use, and the recipe."""
+"""The model card of a trained model, README.md: its base and data, its use, and the recipe."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from uspft.data.files.sources import is_hub_id
 from uspft.job import Job
 
 ADAPTER_CARD = "README-adapter.md"
-"""The file with the card of the adapter, beside that of the merged model, where one is described
-for both; in the adapter's own folder it is README.md."""
+"""The file with the adapter's card, next to the merged model's card; it becomes README.md in the
+adapter's own folder."""
 
 _WHOLE = """from transformers import {loads}, AutoTokenizer
 
@@ -42,11 +42,11 @@ _ANSWER = "print(tokenizer.decode(model.generate(**inputs)[0]))"
 def model_card(
     job: Job, step: int, loads: str, *, adapter: bool = False, quantised: str = ""
 ) -> str:
-    """Return the text of a model card, with the facts that the hub reads at its top.
+    """Return the text of a model card, with the hub's metadata at its top.
 
-    step: the number of steps that the weights had. loads: transformers' class that loads the model.
-    adapter: the card is that of a folder with an adapter alone, and not of a whole model, into
-    which an adapter is merged. quantised: the quantisation from which the base was read, if any.
+    step: the number of steps that the weights were trained. loads: transformers' class that loads
+    the model. adapter: whether the folder has only an adapter, rather than the whole model with an
+    adapter merged. quantised: the quantisation of the base's files, if any.
     """
     recipe = job.recipe
     head = yaml.safe_dump(_facts(recipe), sort_keys=False, allow_unicode=True)
@@ -67,7 +67,7 @@ def model_card(
 
 
 def _use(job: Job, loads: str, adapter: bool, quantised: str) -> list[str]:
-    """Return the section on how the folder of the card is loaded and answers."""
+    """Return the section on loading the folder and generating with it."""
     if adapter and not job.recipe.model.name_or_path:
         what = "Its base model has random weights, which are in no file"
         return ["## Use", f"{what}: what can be loaded is the merged model."]
@@ -94,7 +94,7 @@ def _use(job: Job, loads: str, adapter: bool, quantised: str) -> list[str]:
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
-    """Return what the hub reads of a card: the hub ids of model and data."""
+    """Return the hub's metadata of a card: the hub ids of model and data."""
     facts: dict[str, Any] = {"tags": ["uspft"]}
     base = recipe.model.name_or_path
     if base and not os.path.isdir(base):

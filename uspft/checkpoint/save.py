@@ -1,6 +1,7 @@
-"""The writing of a checkpoint and its loading into an engine.
+"""Writing a checkpoint, and loading one into an engine.
 
-It is on the disk aside and then renamed, so it is complete or absent."""
+A checkpoint is written under a temporary name and then renamed, so that it is complete or absent.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 1 << 30
-"""A rank begins a new file once its tensors come to this many bytes."""
+"""A rank starts a new file when its tensors reach this many bytes."""
 
 
 class Save:
@@ -49,9 +50,9 @@ class Save:
     ) -> None:
         """Take weights and Adam moments of what trains, by name; collective.
 
-        output: must be one folder for all hosts. course: the run's other state to resume from.
+        output: must be the same folder for all hosts. course: the run's other state to resume.
         beside: whether everything is first copied to host memory and then written by a thread while
-        training goes on; otherwise each file is written as soon as it is full. Raises OSError.
+        training continues; otherwise each file is written as soon as it is full. Raises OSError.
         """
         self.step, self._rank, self._final = step, dist.get_rank(), folder_of(output, step)
         self._aside = partial_of(self._final)
@@ -59,9 +60,9 @@ class Save:
             start_partial(self._final)
         dist.barrier()
         self._files: dict[str, str] = {}
-        """The file that holds each key's tensor."""
+        """The file of each key's tensor."""
         self._written: dict[str, Future[Written]] = {}
-        """What is written of each file, one after another."""
+        """The pending writes, by file, which run one after another."""
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._keys, self._parts = _dealt_out(engine)
         self._adam_steps, self._course = adam_steps(engine), dict(course or {})
@@ -76,7 +77,7 @@ class Save:
         self._writer.shutdown(wait=False)
 
     def _fill(self, held: dict[str, Tensor], *, beside: bool) -> None:
-        """Have tensors be a file of this rank, which is waited for unless it is written beside."""
+        """Write tensors as a file of this rank, and wait for it unless `beside`."""
         if held:
             name = f"part-{self._rank:05d}-{len(self._written):05d}.safetensors"
             self._files |= dict.fromkeys(held, name)
@@ -89,13 +90,12 @@ class Save:
         return all(one.done() for one in self._written.values())
 
     def finish(self, identity: Mapping[str, Any], write_model: Callable[[Path], object]) -> int:
-        """Wait for the files of all ranks, and give the checkpoint its name; collective.
+        """Wait for the files of all ranks, and rename the checkpoint to its final name; collective.
 
-        identity: what a resumed run must agree with. write_model: called on rank 0 with the folder
-        for the model's own files, into which it writes them. Returns on rank 0 how many bytes were
-        written, 0 on the others. Raises CheckpointError where a host's files cannot be seen from
-        rank 0's, and OSError where one cannot be written: the checkpoints before are then as they
-        were.
+        identity: the settings that a resumed run must share. write_model: called on rank 0 with the
+        folder for the model's own files, into which it writes them. Returns on rank 0 how many
+        bytes were written, 0 on the others. Raises CheckpointError where rank 0 cannot see a host's
+        files, and OSError where one cannot be written: earlier checkpoints are then unchanged.
         """
         mine = {name: one.result() for name, one in self._written.items()}
         every_rank: list[Any] = [None] * dist.get_world_size()
@@ -120,10 +120,10 @@ class Save:
 
 
 def _dealt_out(engine: Engine) -> tuple[dict[Wanted, str], dict[str, dict[str, Any]]]:
-    """Return each part of all weights and moments, by the rank that writes it, with its key; and of
-    the tensors that ranks hold in several parts the shape and ranges, as state.json has them.
+    """Return the requests for all weights and moments, each addressed to the rank that writes it,
+    with its key; and the shapes and ranges of tensors stored in parts, as in state.json.
 
-    A rank writes only what it holds, and all ranks write about as much.
+    A rank writes only parts that it has, and all ranks write about as many bytes.
     """
     shards, load = engine.holders.shards, [0] * engine.holders.everyone.size
     keys, split = dict[Wanted, str](), dict[str, dict[str, Any]]()
@@ -144,10 +144,9 @@ def _dealt_out(engine: Engine) -> tuple[dict[Wanted, str], dict[str, dict[str, A
 def _publish(
     aside: Path, final: Path, state: dict[str, Any], written: Mapping[str, Written]
 ) -> int:
-    """Write state.json, give a checkpoint that is complete its name, and return its bytes.
+    """Write state.json, rename a complete checkpoint to its final name, and return its bytes.
 
-    Raises CheckpointError. written: the files that ranks have written; this host wrote what else is
-    there.
+    Raises CheckpointError. written: the files of all ranks; this host wrote the others.
     """
     missing = [
         name
@@ -170,7 +169,7 @@ def _publish(
     whole = sealed({**state, "sizes": sizes, "checksums": checksums})
     (aside / STATE).write_text(whole, encoding="utf-8")
     publish(aside, final)
-    sync(final.parent.parent)  # where checkpoints/ itself may be new
+    sync(final.parent.parent)  # checkpoints/ itself may be new
     write_text(final.parent / LATEST, final.name + "\n")
     return sum(sizes.values()) + len(whole)
 
@@ -178,8 +177,8 @@ def _publish(
 def load_state(engine: Engine, checkpoint: Checkpoint, empty: Batch) -> None:
     """Load master weights, Adam moments and Adam's step count into an engine; collective.
 
-    The engine may be any, at any ZeRO stage; each rank reads what it keeps and nothing else. The
-    model must have been built from the same checkpoint. empty: a batch without targets.
+    The engine may have any layout and ZeRO stage; each rank reads only its own values. The model
+    must have been built from the same checkpoint. empty: a batch without targets.
     """
     engine.make_moments(empty)
     for name in engine.trained():

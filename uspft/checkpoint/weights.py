@@ -1,5 +1,5 @@
-"""Where the weights of a run's model come from when it is built (a checkpoint for what trains, the
-run's start for the rest), and the whole model of a run or a checkpoint, as an export reads it."""
+"""The source of a model's weights when it is built (a checkpoint for what trains, the base for the
+rest), and the whole model of a run or a checkpoint, as an export reads it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, GrownWeights, Weights, base_digest, table_names
 
 WeightsOf = Callable[[ModelBlock, int, Any, Checkpoint | None], Weights]
-"""The type of `weights_of`, and of a function that takes its place."""
+"""The type of `weights_of` and its replacements."""
 
 
 class CheckpointWeights:
@@ -50,10 +50,11 @@ class CheckpointWeights:
 def weights_of(
     block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
 ) -> Weights:
-    """Return the source of weights for a model on meta, after `choose_trained` has marked it.
+    """Return the source of weights for a model on the meta device, after `choose_trained` has
+    marked it.
 
-    checkpoint: the source of what trains, if any; what is frozen, and what corrects routers'
-    choices, is as it was before the first step. Raises WeightsError.
+    checkpoint: the source of what trains, if any; frozen parameters, and the routers' untrained
+    bias, come from before the first step. Raises WeightsError.
     """
     if checkpoint is None:
         return _start(block, seed, model)
@@ -64,16 +65,16 @@ def weights_of(
 
 
 def carry_corrections(source: Weights, model: Any) -> None:
-    """Give the routers of a model the corrections of their choices that its source has; random
-    weights start without. Raises WeightsError."""
+    """Load the untrained bias of a model's routers from its source; random weights start without.
+    Raises WeightsError."""
     for name, buffer in corrections(model).items():
         if not source.draws(name):
             buffer.copy_(source.read(name, Part.whole(tuple(buffer.shape))))
 
 
 def multimodal_base(block: ModelBlock) -> FolderWeights | None:
-    """Return the multimodal checkpoint of which a run trains the language model alone; None where
-    the run trains all of a model.
+    """Return the multimodal checkpoint if a run trains only its language model; None where the run
+    trains a whole model.
 
     block: with folders in place of hub ids. Raises WeightsError.
     """
@@ -99,20 +100,20 @@ def _start(block: ModelBlock, seed: int, model: Any) -> Weights:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Every parameter of a trained model; none is read before it is asked for."""
+    """Every parameter of a trained model, each read on demand."""
 
     names: Collection[str]
     read: Callable[[str], Tensor]
     block: ModelBlock
-    """The `model` block of the run's recipe, with the base model named as it is found now."""
+    """The `model` block of the run's recipe, with the present location of the base model."""
     dtype: torch.dtype
     model_type: str
     base: FolderWeights | None = None
-    """The multimodal checkpoint whose language model it is, if it is one's."""
+    """The multimodal checkpoint, if the model is its language model."""
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's own parameters one at a time, of a multimodal checkpoint those
-        alone that the run may have changed."""
+        """Yield the model's own parameters one at a time; for a multimodal checkpoint only those
+        that the run may have changed."""
         return merged(self.names, self.read, self.block.adapter, self.model_type)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
@@ -122,16 +123,19 @@ class WholeModel:
 
 def export_order(names: Collection[str], *, model: bool) -> list[str]:
     """Return the names in the order in which an export reads them, an adapter's twice: for its own
-    folder, and where it is merged. model: whether the whole model is exported too."""
+    folder, and for merging.
+
+    model: whether the whole model is exported too.
+    """
     own = filter(is_adapter, names)
     return [*own, *chain(*merge_order(names))] if model else list(own)
 
 
 def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
-    """Return the whole model of a checkpoint, with what was frozen taken from the base model.
+    """Return the whole model of a checkpoint, with frozen parameters from the base model.
 
-    base: where the base model is now, if not where the run found it. Raises CheckpointError where
-    it cannot be read, is another model than was trained on, or is given and not needed; Fault.
+    base: the base model's present location, if it has moved. Raises CheckpointError where it cannot
+    be read, is another model, or is given but not needed; Fault.
     """
     config, raw = _config(checkpoint.model)
     identity = checkpoint.state["identity"]
@@ -145,7 +149,7 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
         read_own = partial(checkpoint.tensor, "weight")
         return WholeModel(checkpoint.names, read_own, said, dtype, config.model_type)
     if base:
-        said = said.model_copy(update={"config" if said.config else "name_or_path": base})
+        said = said.changed(**{"config" if said.config else "name_or_path": base})
     block = _base(said, identity[BASE], given=base is not None)
     seed = identity["seed"]
     model = empty_model(config, dtype)
@@ -178,13 +182,12 @@ def _config(folder: Path) -> tuple[Any, dict[str, Any]]:
 def _base(said: ModelBlock, digest: str, *, given: bool) -> ModelBlock:
     """Return the block with the base model in a folder of this host, and without a tokenizer.
 
-    digest: of the model that it must be. given: whether the command line named it. Raises
-    CheckpointError.
+    digest: of the expected model. given: whether the command line named it. Raises CheckpointError.
     """
     place = "model.config" if isinstance(said.config, dict) else said.config or said.name_or_path
     try:
-        block = said.model_copy(update={"tokenizer": None})
-        block = block.model_copy(update=fetch_model(block))
+        block = said.changed(tokenizer=None)
+        block = block.changed(**fetch_model(block))
         if base_digest(block) == digest:
             return block
         what = f"`{place}` is not the model that was trained on"

@@ -1,6 +1,8 @@
-"""Parsing of argv into one command; nothing below this module reads argv or the environment. Before
-a command is imported, the versions of libraries are checked: another generation of transformers
-fails in words of its own."""
+"""Parsing of argv into one command; nothing below this module reads argv or the environment.
+
+Library versions are checked before a command is imported: an unsupported transformers would fail
+with errors that do not name the cause.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ VERBS = (
     "convert",
 )
 OF_OUTPUT = ("export", "chat", "report")
-"""The verbs whose target is no recipe, but what a run has left."""
+"""The verbs whose target is a run's output folder or checkpoint, not a recipe."""
 USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
        {0} check OUTPUT_OR_CHECKPOINT
@@ -59,11 +61,11 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} convert THEIRS.yaml [ACCELERATE.yaml] [-o FILE] [--force] [--ranks N] [--from TOOL]
             [key.path=value ...]
 train, verify and calibrate run on the hosts of --hostfile FILE"""
-"""What every command takes, with a place for how uspft is started."""
+"""The usage message, with a placeholder for how uspft is started."""
 
 
 def starts_ranks(given: Sequence[str]) -> bool:
-    """Tell whether the words ask for a command that starts ranks on every host."""
+    """Tell whether the command starts ranks on every host."""
     return given[0] not in VERBS or given[0] in ("train", "verify", "calibrate")
 
 
@@ -87,10 +89,10 @@ def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
 def command_of(
     given: Sequence[str], meeting: Meeting, losses: Sequence[Loss] = ()
 ) -> Callable[[], int]:
-    """Return the command that the words ask for, ready to run: the function of its name in the file
-    of its name. losses: of earlier starts of it.
+    """Return the command that the words ask for, ready to run: the function named after the verb,
+    in the file of that name.
 
-    Raises InputError.
+    losses: how earlier starts of the run were lost. Raises InputError.
     """
     words = list(given)
     verb = words.pop(0) if words[0] in VERBS else "train"
@@ -110,7 +112,7 @@ def command_of(
     command, ranks = to_type(os.environ, verb, *words), options.pop("ranks", None)
     place = Invocation(command, dict(os.environ), cache, ranks, meeting, tuple(losses))
     if verb in ("check", "plan", "report"):
-        # Importing torch._dynamo makes its cache folder, and these make none.
+        # importing torch._dynamo creates its cache folder, also in commands that compile nothing
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     if verb == "plan":
         from uspft.commands.plan import PlanAsked
@@ -132,7 +134,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "verify": {"--steps": "steps", "--inject": "inject", "--all": "every"},
     "convert": {"-o": "to", "--force": "force", "--ranks": "ranks", "--from": "tool"},
 }
-"""The options of each verb, each with the argument of its function."""
+"""The options of each verb, each with the parameter of the verb's function that it sets."""
 FLAGS = ("--all", "--clean", "--json", "--force", "--live")
 FILES = ("-o", "--html", "--timeline")
 COUNTS = ("--ranks", "--top", "--take", "--rows", "--port", "--steps")
@@ -142,12 +144,12 @@ INSTEAD = {
     "--steps": "training.steps=N",
     "--hardware": "launch.hardware=NAME",
 }
-"""What the other verbs take in place of an option."""
+"""What to write in place of an option for a verb that does not have it."""
 
 
 def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, Any]]:
-    """Split the words after the verb into target, overrides and options, each of which is a value
-    of an argument of the verb's function. Raises UsageError."""
+    """Split the words after the verb into target, overrides and options (keyed by the parameter of
+    the verb's function). Raises UsageError."""
     rest: list[str] = []
     options: dict[str, str] = {}
     waiting = iter(words)
@@ -177,7 +179,7 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
 
 
 def _value(name: str, value: str) -> Any:
-    """Return the value of an option. Raises UsageError where it is none of its kind."""
+    """Return an option's value, parsed. Raises UsageError where it is not valid."""
     if name in FILES:
         if not value:
             raise UsageError(name, "names no file", f"write {name} FILE")
@@ -197,11 +199,11 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 def require_versions(
     wanted: Callable[[str], list[str] | None] = requires, installed: Callable[[str], str] = version
 ) -> None:
-    """Check that every dependency is here, in a version that pyproject.toml allows.
+    """Check that every dependency is installed in a version that pyproject.toml allows.
 
-    wanted: gives a package's requirements; where uspft is not installed as one, they come from the
-    pyproject.toml beside it. installed: gives a package's version. Raises InputError with a line
-    for each dependency that is missing or outside its range.
+    wanted: returns a package's requirements; if uspft is not installed as a package, they come from
+    pyproject.toml. installed: returns a package's version. Raises InputError with a line for each
+    dependency that is missing or outside its range.
     """
     problems = []
     try:

@@ -1,4 +1,4 @@
-"""`calibrate`: measures links, products and attention, and writes a hardware file."""
+"""`calibrate`: measures links, matrix products and attention, and writes a hardware file."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ FILE, TO = "hardware.yaml", "to="
 def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Measure on the ranks that the recipe starts, print every fit and write the file.
 
-    Overrides: the recipe's, and `to=FILE`; without it OUTPUT/hardware.yaml. Raises InputError where
-    that file is there already, before any rank starts.
+    overrides: the recipe's, and `to=FILE`, by default OUTPUT/hardware.yaml. Raises InputError
+    before any rank starts where that file exists.
     """
     named = [word.removeprefix(TO) for word in overrides if word.startswith(TO)]
     if len(named) > 1:
@@ -81,7 +81,7 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 
 def _require_new(file: Path) -> None:
-    """Raise UsageError where the file is there, or could not be written."""
+    """Raise UsageError where the file exists or could not be written."""
     if os.path.lexists(file):
         what = f"`{file}` is there already, and what was measured before would be lost"
         raise UsageError("to", what, "write to=ANOTHER.yaml, or delete it")
@@ -90,11 +90,12 @@ def _require_new(file: Path) -> None:
 
 
 UNKNOWN_HEADS = (8, 8, 64)
-"""Query heads, KV heads and head dim that are measured where the model's config is not here."""
+"""Query heads, KV heads and head dim to measure with where the model's config is not on this
+machine."""
 
 
 def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
-    """Be one rank; the first leaves what was measured in `folder`."""
+    """Run one rank; rank 0 writes the measurements into `folder`."""
     recipe = load(folder / "recipe.yaml").recipe
     here = ranks_of_host(environment)
     with joined(recipe.launch, environment, trains=False) as device:
@@ -107,7 +108,7 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
         started = time.monotonic()
 
         def says(what: str) -> None:
-            """Tell a person what is measured next, and when: the first rank prints it."""
+            """Print on rank 0 what is measured next, with the time."""
             if dist.get_rank() == 0:
                 print(f"{time.monotonic() - started:4.0f} s: measuring {what}", flush=True)
 
@@ -120,7 +121,8 @@ def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
 
 
 def _heads(recipe: Recipe) -> tuple[tuple[int, int, int], float | None]:
-    """Return the heads of the recipe's model on one rank, and the soft-cap of its scores."""
+    """Return the model's (query heads, KV heads, head dim) on one rank, and the soft-cap of its
+    scores."""
     shape = read_shape(recipe.model, CONFIGS)
     if not isinstance(shape, ModelShape):
         return UNKNOWN_HEADS, None

@@ -1,7 +1,8 @@
-"""The command `chat`: it talks to a trained model in the terminal, in the template of its training.
+"""The command `chat`: it talks to a trained model in the terminal, with the chat template of its
+training.
 
-It is plain transformers, on one GPU where there is one: what it shows is what a server would serve.
-Answers are on stdout; thoughts and what chat itself has to say are on stderr.
+It uses plain transformers, on one GPU if there is one, as a server would. Answers go to stdout;
+thoughts and chat's own messages go to stderr.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from uspft.prepare.host import Invocation, usable
 from uspft.written import ADAPTER, MODEL
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-"""The tokens of gpt-oss's template before a message, and between the parts of its head."""
+"""Tokens of gpt-oss's template: the start of a message, and the separators in its header."""
 FINAL = "final"
 
 
 class Answer(TextStreamer):
-    """A streamer that prints an answer on stdout as it comes, and a model's thoughts on stderr.
+    """A streamer that prints an answer on stdout as it is generated, and a model's thoughts on
+    stderr.
 
-    A model of gpt-oss's template writes messages, each for a channel that its head names; the
-    answer is what stands in `final`. Elsewhere the answer is all that the model writes.
+    A model with gpt-oss's template writes messages to channels, which their headers name; the
+    answer is what it writes to `final`. With other templates everything is the answer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -56,7 +58,7 @@ class Answer(TextStreamer):
         return text
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, which is not shown, and then tokens of the answer."""
+        """Skip the prompt, which comes first, and decode the tokens of the answer."""
         if self.next_tokens_are_prompt:
             super().put(value)
         else:
@@ -64,7 +66,7 @@ class Answer(TextStreamer):
                 self._take(token)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print a piece of a message; of a thought it ends the parenthesis around it."""
+        """Print a piece of a message; the end of a thought closes the parenthesis around it."""
         end = "\n" if stream_end else ""
         if self._thinks:
             print(text, end=f"){end}" if stream_end else "", flush=True, file=sys.stderr)
@@ -74,7 +76,7 @@ class Answer(TextStreamer):
     def _take(self, token: int) -> None:
         mark = self._marks.get(token)
         if mark in (START, CHANNEL):
-            if self._head is None and (self._thinks or self._answer):  # a message ends
+            if self._head is None and (self._thinks or self._answer):  # the message ends
                 self.end()
                 self.next_tokens_are_prompt = self._thinks = False
             self._head = [*(self._head or ()), token]
@@ -94,16 +96,16 @@ class Answer(TextStreamer):
 
 HELP = "Ctrl-C ends an answer, /new the conversation, Ctrl-D the program"
 ANSWER_TOKENS = "1024"
-"""The most tokens of an answer where the command line says no other number."""
+"""The default limit on an answer's tokens."""
 SETTINGS = {"system": "TEXT", "max_new_tokens": "N", "base": "PLACE"}
 
 
 def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
-    """Answer what is typed, or read from stdin, line by line until its end.
+    """Answer lines typed or read from stdin until its end.
 
-    target: an output folder, whose `hf` is taken or else its `adapter`; or such a folder itself.
+    target: an output folder, whose `hf` is loaded or else its `adapter`; or such a folder itself.
     overrides: `system=TEXT`, `max_new_tokens=N`, and `base=PLACE` for an adapter whose base model
-    is elsewhere now. Raises InputError, also where stdin is closed.
+    has moved. Raises InputError, also where stdin is closed.
     """
     asked = settings_of("chat", overrides, SETTINGS)
     if not _is_text(asked.get("system", "")):
@@ -138,11 +140,11 @@ def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 def _lines() -> Iterator[str]:
     """Yield each line that is not empty, until Ctrl-D, Ctrl-C or the end of the input.
 
-    Raises InputError for a line that is no text.
+    Raises InputError for a line that is not valid UTF-8.
     """
     prompt = "> " if sys.stdin.isatty() else ""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # to tell which line it is
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that the error can name the line
     for number in count(1):
         try:
             line = input(prompt).rstrip()
@@ -157,7 +159,7 @@ def _lines() -> Iterator[str]:
 
 
 def _is_text(word: str) -> bool:
-    """Return whether a word came here without bytes that could not be decoded."""
+    """Return whether a word was decoded without invalid bytes."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -166,10 +168,10 @@ def _is_text(word: str) -> bool:
 
 
 def _answer(talker: Talker, turns: list[dict[str, str]], limit: int, target: Path) -> str | None:
-    """Print the answer to the last turn as it comes, and return it; None where there is none to
-    go on from, since it was stopped or cut among thoughts.
+    """Print the answer to the last turn as it is generated, and return it.
 
-    Raises InputError where the template refuses the conversation.
+    It returns None where the conversation cannot continue from it, because it was stopped or cut
+    inside a thought. Raises InputError where the template refuses the conversation.
     """
     from jinja2 import TemplateError
 
@@ -198,12 +200,12 @@ def _answer(talker: Talker, turns: list[dict[str, str]], limit: int, target: Pat
 
 
 def _note(what: str, before: str = "") -> None:
-    """Say on stderr what is no part of an answer."""
+    """Print a message on stderr."""
     print(f"{before}({what})", file=sys.stderr)
 
 
 def _folder(target: Path, place: Invocation) -> Path:
-    """Return the folder of the model that a path means. Raises InputError."""
+    """Return the model folder at a path. Raises InputError."""
     for folder in (target / MODEL, target / ADAPTER, target):
         if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             return folder
@@ -216,14 +218,14 @@ def _folder(target: Path, place: Invocation) -> Path:
 
 
 class Talker(NamedTuple):
-    """A model that answers, and its tokenizer."""
+    """A model to chat with, and its tokenizer."""
 
     model: Any
     tokenizer: Any
 
 
 def load_talker(folder: Path, base: str | None) -> Talker:
-    """Load a model, or an adapter on its base model, and the tokenizer beside it.
+    """Load a model, or an adapter on its base model, with its tokenizer.
 
     Raises InputError.
     """
@@ -251,10 +253,10 @@ def load_talker(folder: Path, base: str | None) -> Talker:
         if adapter:
             from peft import PeftModel
 
-            with warnings.catch_warnings():  # peft asks for what transformers has renamed
+            with warnings.catch_warnings():  # peft uses names that transformers has deprecated
                 warnings.simplefilter("ignore", FutureWarning)
                 model = PeftModel.from_pretrained(model, str(folder))
-            if (folder / "generation_config.json").is_file():  # which peft does not read
+            if (folder / "generation_config.json").is_file():  # peft does not read it
                 model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         remedy = "write base=PLACE, where its base model is" if adapter else "write it anew: export"
@@ -268,7 +270,7 @@ def load_talker(folder: Path, base: str | None) -> Talker:
 
 
 def _base(folder: Path, given: str | None) -> str:
-    """Return where the base model of an adapter is. Raises InputError."""
+    """Return the location of an adapter's base model. Raises InputError."""
     named = given or json.loads((folder / "adapter_config.json").read_text()).get(
         "base_model_name_or_path"
     )

@@ -1,4 +1,5 @@
-"""The command `check`: it tells all that is known before a process starts, and writes nothing."""
+"""The command `check`: it prints everything that is known before a run starts, and writes
+nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from uspft.prepare.remarks import expert_side
 
 CACHE = "data.cache_dir"
 SHOWN_FILES = 10
-"""How many files of data are told."""
+"""How many data files are listed."""
 
 
 def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
-    """Print what the recipe means here, and what could not be looked at; of a folder, which
-    checkpoints in it are whole. Raises InputError."""
+    """Print what the recipe resolves to here, and what could not be checked; for a folder, which of
+    its checkpoints are complete. Raises InputError."""
     if target.is_dir():
         return check_checkpoint(target, overrides, place)
     environment = place.environment
@@ -81,8 +82,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 
 def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) -> list[str]:
-    """Return lines on the model: its sizes; its parameters in all, those that train, and those that
-    a token meets, each with their bytes; and what memory they take."""
+    """Return lines on the model: its sizes, its parameters (all, trained, and used per token) with
+    their bytes, and the memory of a rank."""
     lines, shape, recipe = [], found.shape, found.recipe
     if shape:
         of = f", the language model of {shape.whole_type}" if shape.whole_type else ""
@@ -103,7 +104,7 @@ def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) 
         every, active, dtype = examined.parameters, examined.active, recipe.model.dtype
         size = {n: as_size(n * ELEMENT_BYTES[dtype]) for n in (every, active, examined.trained)}
         said = f"{every:,} in all ({size[every]} in {dtype})"
-        if active < every:  # where a token chooses experts
+        if active < every:  # in a mixture of experts
             said += f", {active:,} active for a token ({size[active]})"
         trained = f"{examined.trained:,} trained ({size[examined.trained]})"
         lines.append(f"parameters: {said}, {trained}")
@@ -117,10 +118,10 @@ def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) 
 
 
 def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
-    """Return a line on what the run writes; it warns where the disk here is too small, which that
-    of another machine may not be.
+    """Return a line on the disk space that the run needs, or a warning where this machine has less;
+    another machine may have more.
 
-    Raises Fault where the output folder is here already, so that the run is to be here too.
+    Raises Fault instead where the output folder exists here, so that the run is meant to be here.
     """
     output = output_of(recipe)
     needed = space_needed(recipe, examined.trained, examined.parameters)
@@ -132,10 +133,10 @@ def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
 
 
 def check_checkpoint(target: Path, overrides: Sequence[str], place: Invocation) -> int:
-    """Print for each checkpoint that a folder holds whether it is whole.
+    """Print for each checkpoint in a folder whether it is complete.
 
-    target: a checkpoint, `checkpoints/` or the folder of a run. Raises InputError, with a line for
-    each checkpoint that is damaged, or for what else was said.
+    target: a checkpoint, `checkpoints/` or an output folder. Raises InputError with a line for each
+    damaged checkpoint.
     """
     if overrides or place.ranks:
         more = overrides[0] if overrides else "--ranks"

@@ -1,4 +1,4 @@
-"""The command `convert`: another tool's configuration becomes a recipe, key by key."""
+"""The command `convert`: it converts another tool's configuration into a recipe, key by key."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def convert(
     tool: str | None = None,
     force: bool = False,
 ) -> int:
-    """Write the recipe that another tool's configuration becomes; return the exit code.
+    """Write the recipe for another tool's configuration; return the exit code.
 
-    words: keys of ours as key.path=value, and files of accelerate's beside the target. to: the
-    recipe; None: beside the caller, by the configuration's name. tool: whose configuration it is;
-    None: by its keys. program: how uspft was started. force: whether an existing file is replaced.
-    Prints a line for each key that is not taken as it is. Raises InputError where nothing can be
-    read or written, and where what comes out is no recipe.
+    words: overrides as key.path=value, and accelerate's configuration files. to: the recipe file;
+    None: in the working directory, named after the configuration. tool: whose configuration it is;
+    None: guessed from its keys. program: how uspft was started. force: whether to replace an
+    existing file. Prints a line for each key that is not taken over unchanged. Raises InputError
+    where a file cannot be read or written, and where the result is not a valid recipe.
     """
     to = to or Path(f"{target.stem}-uspft.yaml")
     if to.exists() and not force:
@@ -63,7 +63,8 @@ def convert(
 
 
 def _require_recipe(outcome: Outcome, text: str, to: Path) -> None:
-    """Raise RecipeError where a text is no recipe, with the places of theirs that made it so."""
+    """Raise RecipeError where the text is not a valid recipe, with the places in the other tool's
+    files that caused the problems."""
     with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
         aside = Path(folder) / "recipe.yaml"
         aside.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command `export`: it writes a checkpoint as a Hugging Face folder, without ranks."""
+"""The command `export`: it writes a checkpoint as a Hugging Face folder, without starting ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from uspft.written import ADAPTER, METRICS, MODEL, RECIPE, new_exports, publish_
 
 
 def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
-    """Write hf/ beside checkpoints/, and adapter/ where an adapter was trained.
+    """Write hf/ next to checkpoints/, and adapter/ where an adapter was trained.
 
-    target: an output folder, of which the newest checkpoint is taken, or the best where the run
-    keeps the best (`checkpoint.keep_best`), as its own export does; or one of its checkpoints.
-    overrides: `to=FOLDER` has the whole model written there and nothing else; `base=PLACE` says
-    where the base model is now, which a checkpoint of an adapter, of a partly frozen model or of a
-    multimodal model's language model needs. Raises InputError for another override or one given
-    twice, for a folder that holds something already, which would be replaced, and for a target
-    without a whole checkpoint.
+    target: an output folder (its newest checkpoint, or the best one with `checkpoint.keep_best`),
+    or one of its checkpoints. overrides: `to=FOLDER` writes only the whole model, to that folder;
+    `base=PLACE` says where the base model has moved, which the checkpoint of an adapter, of a
+    partly frozen model or of a multimodal model needs. Raises InputError for other or repeated
+    overrides, for a folder that is not empty, and for a target without a complete checkpoint.
     """
     asked = settings_of("export", overrides, {"to": "FOLDER", "base": "PLACE"})
     to = Path(asked["to"]).resolve() if "to" in asked else None
@@ -56,9 +54,9 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 def export_beside(
     whole: WholeModel, checkpoint: Checkpoint, output: Path, *, model: bool = True
 ) -> None:
-    """Write adapter/, where one was trained, and hf/ into an output folder that is held.
+    """Write adapter/, if one was trained, and hf/ into an output folder whose lease the caller has.
 
-    model: False leaves hf/ out. What was exported before stays until all is whole, and then moves
+    model: False skips hf/. An earlier export stays until the new one is complete, and is then moved
     aside. Raises InputError.
     """
     new = new_exports(output)
@@ -80,7 +78,8 @@ def _open(target: Path) -> Checkpoint:
         newest = named(target, contents=False)
         try:
             keeps_best = load(target / RECIPE).recipe.checkpoint.keep_best
-        except (InputError, OSError):  # it was brought here without its recipe, or is an older one
+        # the checkpoint was copied here without its recipe, or is of an older version
+        except (InputError, OSError):
             keeps_best = False
         best = best_up_to(target, newest) if keeps_best else None
         if best is None or best.step is None or best.step == newest.step:
@@ -96,8 +95,8 @@ def _open(target: Path) -> Checkpoint:
 
 
 def best_up_to(output: Path, checkpoint: Checkpoint | None) -> Best | None:
-    """Return the best evaluation of a run in an output folder, up to a checkpoint where one is
-    given; None where that is of another output folder."""
+    """Return the best evaluation of the run in an output folder, if a checkpoint is given the best
+    up to its step; None where the checkpoint is of another output folder."""
     if checkpoint and checkpoint.folder.resolve() != folder_of(output, checkpoint.step).resolve():
         return None
     records = Journal(output / METRICS).evaluations()

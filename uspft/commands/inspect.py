@@ -37,7 +37,7 @@ from uspft.prepare.model import tokenizer_of
 from uspft.sequence.rows.spans import Span
 
 ROWS = 2
-"""How many rows are shown, where the command does not say."""
+"""The default number of rows to show."""
 PAGES = (".html", ".htm")
 """Endings of files that the page may replace."""
 
@@ -50,10 +50,9 @@ def inspect(
     rows: int | None = None,
     page: Path | None = None,
 ) -> int:
-    """Show the first rows of the data, as the run's ranks will hold them; no GPU is needed.
+    """Show the first rows of the data, as the run's ranks will have them; no GPU is needed.
 
-    rows: how many. page: the file to write them to as one HTML page, in place of the terminal.
-    Raises InputError.
+    rows: how many. page: an HTML file to write instead of printing. Raises InputError.
     """
     screen = Console(highlight=False, soft_wrap=True)
     if page and (page.is_dir() or (page.exists() and page.suffix.lower() not in PAGES)):
@@ -82,9 +81,9 @@ def inspect(
 
 
 def _decoder(found: Examined) -> Decode:
-    """Return what makes text of token ids; without a tokenizer, it is their numbers.
+    """Return the function that decodes token ids; without a tokenizer it shows their numbers.
 
-    Data that is tokenised already needs none, and a model's folder may hold none.
+    Tokenised data needs no tokenizer, so the model's folder may have none.
     """
     place, named = tokenizer_of(found.here.model), found.here.model.tokenizer
     if place is None or not (named or holds_tokenizer(Path(place))):
@@ -94,19 +93,19 @@ def _decoder(found: Examined) -> Decode:
 
 
 TRAINED, MASKED, PADDING = "bold green", "dim", "dim"
-"""Styles that can be read on a light ground and on a dark one; «…» stands around what trains."""
+"""Styles that are legible on light and dark backgrounds; «…» marks what trains."""
 _RANK_STYLES = ("cyan", "magenta", "red", "green")
-"""Blue is hard to read on a dark ground, yellow on a light one."""
+"""Blue is hard to read on dark backgrounds, yellow on light ones."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SHADES = " ░▒▓█"
 _DOCUMENTS, _RUNS, _HOLDERS, _SPANS = 8, 12, 16, 4
 _HEAD_TOKENS, _TAIL_TOKENS = 60, 20
-"""The largest numbers of a row's documents, runs, holders and spans that are printed, and of tokens
-at the head and the tail of a run."""
+"""How much is printed of a row at most: documents, runs, rank groups and spans; and tokens at the
+head and the tail of a run."""
 
 
 def show(seen: Inspection, screen: Console) -> None:
-    """Print lengths, filling, and each row: who holds it, its documents and their tokens."""
+    """Print sample lengths, how full rows are, and each row: its ranks, documents and tokens."""
     screen.print(Text("\nlengths: samples by their tokens", style="bold"))
     for line in histogram(seen.lengths, screen.width):
         screen.print(line, markup=False)
@@ -131,7 +130,7 @@ def histogram(lengths: Sequence[Bin], width: int) -> list[str]:
 
 
 def filled(filling: Filling | None) -> str:
-    """Return in words how many rows an epoch has, and how full they are."""
+    """Return a sentence on how many rows an epoch has, and how full they are."""
     if filling is None:
         return "made from samples inside each step; here each sample is alone"
     text = f"{filling.rows:,} of {filling.row_tokens:,} tokens in the first epoch"
@@ -171,7 +170,7 @@ def _show_row(row: SeenRow, screen: Console) -> None:
 
 
 def row_counts(row: SeenRow) -> str:
-    """Return in words what a row holds."""
+    """Return a sentence on a row's documents and tokens."""
     targets = int(row.trained.sum())
     return (
         f"{row.segments.length:,} tokens, {counted(len(row.documents), 'document')}, "
@@ -180,7 +179,7 @@ def row_counts(row: SeenRow) -> str:
 
 
 def holds(holder: HeldPart, most: int) -> str:
-    """Return in words which ranks hold which places of a row."""
+    """Return a sentence on which ranks have which positions of a row."""
     ranks = f"rank{'s' * (len(holder.ranks) != 1)} {', '.join(map(str, holder.ranks))}"
     spans = [f"{start:,}–{stop - 1:,}" for start, stop in holder.spans]
     more = [f"… {len(spans) - most:,} more"] if len(spans) > most else []
@@ -191,8 +190,11 @@ def holds(holder: HeldPart, most: int) -> str:
 def _line(
     row: SeenRow, cells: int, parts: Sequence[tuple[str, Sequence[Span], str | None]]
 ) -> Text:
-    """Return a cell for each part of the row, with the sign of what its middle lies in. parts: the
-    sign, spans and style of each thing that a row consists of."""
+    """Return a line of `cells` characters for a row, each showing the part of the row at its
+    middle.
+
+    parts: a character, spans and style for each kind of part.
+    """
     text = Text()
     for cell in range(cells):
         place = (2 * cell + 1) * row.segments.length // (2 * cells)
@@ -229,14 +231,14 @@ def _show_document(number: int, document: SeenDocument, screen: Console) -> None
 
 
 def placed(document: SeenDocument) -> str:
-    """Return in words where a document lies, and how many of its tokens train."""
+    """Return a sentence on a document's position and how many of its tokens train."""
     start, stop = document.span
     where = f"places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}"
     return f"{where}, {document.targets:,} train"
 
 
 def _print_inset(columns: int, text: Text, screen: Console) -> None:
-    """Print a text indented by so many columns, also in the lines that it wraps into."""
+    """Print a text indented by `columns`, wrapped lines too."""
     for line in text.wrap(screen, max(1, screen.width - columns)):
         screen.print(Text(" " * columns).append_text(line), soft_wrap=True)
 
@@ -253,12 +255,12 @@ def _append_run(text: Text, run: Stretch) -> None:
 
 
 def visible(text: str) -> str:
-    """Return a text on one line, in which nothing is unseen and nothing moves the cursor."""
+    """Return a text on one line, with control characters escaped."""
     return on_one_line(text.replace("\n", "↵").replace("\t", "⇥"))
 
 
 _PAGE_HEAD, _PAGE_TAIL, _PAGE_SPANS = 1600, 200, 16
-"""As above, on a page."""
+"""The same limits on an HTML page."""
 
 STYLE = """
 :root { --trained: #116329; --ground: #dafbe1; }
@@ -279,7 +281,10 @@ pre s { text-decoration: none; box-shadow: inset -1px 0 var(--line); }
 
 
 def page_of(seen: Inspection, title: str, notes: Sequence[str]) -> str:
-    """Return the page. notes: lines on what was read, dropped and mixed."""
+    """Return the HTML page.
+
+    notes: lines on what was read, dropped and mixed.
+    """
     every = "".join(f"<li>{escape(note)}</li>" for note in notes)
     rows = "".join(_row(row) for row in seen.rows)
     body = (
@@ -294,7 +299,8 @@ def page_of(seen: Inspection, title: str, notes: Sequence[str]) -> str:
 
 def _histogram(lengths: Sequence[Bin]) -> str:
     most = max(one.samples for one in lengths)
-    bar = '<div class="bar" style="width: max({:.2%}, {}px)"></div>'  # that of one sample is seen
+    # a single sample stays visible
+    bar = '<div class="bar" style="width: max({:.2%}, {}px)"></div>'
     lines = [
         f'<tr><td class="n">{one.least:,} – {one.most:,}</td>'
         f'<td style="width: 30em">{bar.format(one.samples / most, min(one.samples, 1))}</td>'
@@ -343,7 +349,8 @@ def _hue(number: int) -> str:
 
 
 def _map(parts: Sequence[tuple[int, int, str, str]]) -> str:
-    """Return a line of the row's parts, each (start, stop, text, colour) as wide as it is long."""
+    """Return a bar of a row's parts (start, stop, text, colour), whose widths follow their
+    lengths."""
     cells = [
         f'<div style="flex-grow: {stop - start}; background: {colour}" '
         f'title="{escape(text)} {start:,}–{stop - 1:,}">{escape(text)}</div>'

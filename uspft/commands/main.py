@@ -29,7 +29,7 @@ STOPPED = "stopped before the run had begun"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted.
 
-    An error that is neither InputError nor RunFailed is a fault of uspft: it comes out with its
+    An error that is neither InputError nor RunFailed is a bug in uspft: it is printed with its
     traceback, and the exit code is 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -45,26 +45,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _main(words)
     finally:
         for number, handler in before.items():
-            # A process of its own is on its way out: nothing is left that could be stopped.
+            # The process is exiting: a signal has nothing left to stop.
             signal.signal(number, signal.SIG_IGN if argv is None else handler)
 
 
 def _on_stop(handler: Callable[[int, FrameType | None], object]) -> None:
-    """Set a handler for the signals that stop a command; under nohup a hang-up stays unheard."""
+    """Set a handler for the signals that stop a command; SIGHUP stays ignored under nohup."""
     for number in STOPS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End the process at once: an exception could be swallowed by an import that is under way."""
+    """Exit at once: an import in progress might swallow an exception."""
     os.write(2, f"{STOPPED}\n".encode())
     os._exit(INTERRUPTED)
 
 
 def _heed(meeting: Meeting, number: int, frame: FrameType | None) -> None:
-    """Heed a signal to stop: leave where the command has not begun, else interrupt it; once it has
-    ended, its exit code stands, and only the wait for other hosts is cut short."""
+    """Handle a stop signal.
+
+    Before the command begins the process exits; during the command it is interrupted; after it,
+    only the wait for other hosts is cut short, and the exit code stays.
+    """
     if meeting.ended:
         meeting.hurried = meeting.alarm is None
     elif meeting.begun:
@@ -98,14 +101,14 @@ def _main(words: list[str]) -> int:
 
 
 def program() -> list[str]:
-    """Return the beginning of a command line that starts uspft from here on any host."""
+    """Return the words that start uspft from here on any host."""
     return [str(LAUNCH)] if LAUNCH.exists() else [sys.executable, "-m", "uspft"]
 
 
 def _command(words: list[str], meeting: Meeting, losses: Sequence[Loss]) -> int:
-    """Run a command and return its exit code, which the other hosts are told.
+    """Run a command and return its exit code, which is also sent to the other hosts.
 
-    losses: how earlier starts of it were lost.
+    losses: how earlier starts of the run were lost.
     """
     from uspft.commands.arguments import command_of, starts_ranks
 
@@ -115,7 +118,8 @@ def _command(words: list[str], meeting: Meeting, losses: Sequence[Loss]) -> int:
         keep_imports()
         meeting.begun = True
         code = command()
-        meeting.ended = True  # no signal is handled between a result, or an error, and this line
+        # no signal is handled between the command's result, or its error, and this line
+        meeting.ended = True
         return meeting.end(code)
     except (InputError, RunFailed) as error:
         meeting.ended = True
@@ -127,7 +131,7 @@ def _command(words: list[str], meeting: Meeting, losses: Sequence[Loss]) -> int:
 
 
 def _rank(words: Sequence[str]) -> int:
-    """Be one rank and return its exit code; an error is left for the supervisor to print once."""
+    """Run one rank and return its exit code; an error is left for the supervisor to print once."""
     if ERROR_FILE not in os.environ or not words:
         train = to_type(os.environ, "train", "RECIPE.yaml")
         print(f"command line: rank: is what train starts; write {train}", file=sys.stderr)

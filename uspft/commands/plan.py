@@ -1,4 +1,5 @@
-"""`plan`: prints what a step will take by part, beside other layouts of the same ranks."""
+"""The command `plan`: it prints the predicted time of a step by part, and that of other layouts for
+the same ranks."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ from uspft.tensor.meshslice import PRODUCTS
 
 ALGORITHMS = dict.fromkeys(row.short for row in CONTEXT.values())
 ONLY = ("tensor", "mesh", "ulysses", *ALGORITHMS, "pipeline", "data")
-"""Words of `--only`: ways to split a step."""
+"""The words of `--only`: dimensions along which a step can be split."""
 TOP = 24
-"""Layouts that are printed where `--top` does not say how many."""
+"""The default number of layouts to print (`--top`)."""
 
 MESH_LEGEND = (
     "seconds of the matrices, and of what the mesh moves for them, in one forward and backward; "
@@ -66,24 +67,26 @@ class PlanAsked:
     """The options of the command `plan`."""
 
     hardware: str | None = None
-    """The hardware that stands in for the recipe's."""
+    """A hardware file to use instead of the recipe's."""
     top: int | None = None
     only: tuple[str, ...] = ()
     as_json: bool = False
     take: int | None = None
-    """Which layout, from 1, is written as a recipe, or drawn."""
+    """The number, from 1, of the layout to write as a recipe or to draw."""
     file: Path | None = None
-    """Where it is written."""
+    """The file to write that recipe to."""
     picture: Path | None = None
-    """Where the timeline of a pipeline is drawn."""
+    """The file for the picture of a pipeline's timeline."""
 
     def why_not(self, way: Way) -> str | None:
-        """Return why a layout is not among those of `only`, beside data; None where it is."""
+        """Return why a layout splits the step otherwise than `only` allows (data parallelism always
+        is); None where it does not.
+        """
         others = splits_of(way) - {*self.only, "data"}
         return "--only names other ways to split a step" if self.only and others else None
 
     def require_known(self) -> None:
-        """Check that words go together. Raises UsageError."""
+        """Check that the options go together. Raises UsageError."""
         for word in self.only:
             if word not in ONLY:
                 near = closest(word, ONLY)
@@ -100,7 +103,7 @@ class PlanAsked:
 
 
 def splits_of(way: Way) -> set[str]:
-    """Return the words for the ways in which a layout splits a step."""
+    """Return the words of `--only` for the dimensions along which a layout splits a step."""
     layout = way.layout
     degrees = {
         "mesh" if layout.is_mesh else "tensor": layout.tensor,
@@ -113,8 +116,8 @@ def splits_of(way: Way) -> set[str]:
 
 
 def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanAsked) -> int:
-    """Print the prediction, and write nothing but the recipe that is asked for. Raises RecipeError
-    and UsageError."""
+    """Print the prediction, and write only the recipe or picture that is asked for. Raises
+    RecipeError and UsageError."""
     asked.require_known()
     named = asked.hardware
     words = [*overrides, f"launch.hardware={named}"] if named is not None else overrides
@@ -144,7 +147,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
         print(json.dumps(as_data(order, every, found.recipe, found.hardware, first), indent=1))
     else:
         print("\n".join(_page(found, step, order, shown(order, asked.top or TOP))))
-    beside = sys.stderr if asked.as_json else sys.stdout  # which then is data alone
+    beside = sys.stderr if asked.as_json else sys.stdout  # stdout is then JSON only
     if taken and asked.file:
         with writing(str(asked.file), "name another file by -o FILE"):
             asked.file.write_text(dump(in_recipe(found.loaded.recipe, taken.way)), "utf-8")
@@ -159,7 +162,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
 def _page(
     found: Examined, step: StepShape, order: Ranking, every: Sequence[Ranked]
 ) -> Iterator[str]:
-    """Yield what a person reads."""
+    """Yield the parts of the printed page."""
     hardware = order.layouts[0].hardware
     yield f"layout: {found.sentence}"
     yield f"hardware: {found.hardware}"
@@ -187,7 +190,7 @@ def _page(
 
 
 def _taken(order: Ranking, number: int) -> Ranked:
-    """Return a layout by its number. Raises UsageError where there is no such one."""
+    """Return the layout with a number. Raises UsageError where there is none."""
     if number > len(order.layouts):
         what = f"is {number}, and there are {len(order.layouts)} layouts"
         raise UsageError("--take", what, "write a number of the table")
@@ -195,7 +198,7 @@ def _taken(order: Ranking, number: int) -> Ranked:
 
 
 def _first_pipeline(order: Ranking) -> Ranked:
-    """Return the first layout of several stages. Raises UsageError where there is none."""
+    """Return the first layout with pipeline stages. Raises UsageError where there is none."""
     for one in order.layouts:
         if one.layout.pipeline > 1:
             return one
@@ -203,7 +206,7 @@ def _first_pipeline(order: Ranking) -> Ranked:
 
 
 def _several(weighed: Weighed | None) -> str:
-    """Return what several layouts in one step take, and every layout alone."""
+    """Return the prediction for several layouts in one step, and for each layout alone."""
     if weighed is None:
         what = "the lengths of the data are not known here before a run"
         return f"not predicted: several layouts in a step, since {what}"
@@ -224,8 +227,8 @@ def _step(step: StepShape) -> str:
 
 
 def _meshes(found: Examined, step: StepShape, order: Ranking) -> str:
-    """Return a line for each mesh of the recipe's tensor ranks, and what its products would keep by
-    the rule of the largest matrix."""
+    """Return a line for each mesh that the recipe's tensor ranks allow, and the one that keeping
+    the largest matrix in place would choose."""
     own, asked = found.layout, slices_of(found.loaded.recipe.parallel_config)
     shared, hardware = own.context // own.mesh_rows, order.layouts[0].hardware
     mine, meshes = (own.mesh_rows, own.mesh_columns), dict[tuple[int, int], TunedMesh]()

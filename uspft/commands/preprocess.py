@@ -1,4 +1,4 @@
-"""The command `preprocess`: it fills the cache as a run's start would, but on all cores."""
+"""The command `preprocess`: it fills the cache as the start of a run would, but on all cores."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from uspft.prepare.make_job import prepare_data, with_model
 def preprocess(
     target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool = False
 ) -> int:
-    """Make model and data ready for a run, and say where they are; no GPU is needed.
+    """Fetch the model and tokenise the data for a run, and print where they are; no GPU is needed.
 
-    clean: delete what the cache holds, and make nothing. Raises InputError.
+    clean: delete what the cache holds instead. Raises InputError.
     """
     screen = Console(highlight=False, soft_wrap=True)
     if clean:
@@ -37,7 +37,7 @@ def preprocess(
         recipe = found.here.changed(data={"workers": cores})
         cache = place.data_cache(recipe)
         before = corpora_in(cache)
-        assert found.shape  # or knowing_model had refused it
+        assert found.shape  # `knowing_model` would have refused it
         corpus, evaluation = prepare_data(recipe, found.shape, place, screen)
     made = [folder for folder in corpora_in(cache) if folder not in before]
     reports = [report for folder in made if (report := read_report(folder)).get("seconds")]
@@ -58,7 +58,7 @@ def preprocess(
 
 
 def _empty(cache: Path, screen: Console) -> None:
-    """Empty the cache, and say how much went. Raises Fault."""
+    """Empty the cache, and print how much was deleted. Raises Fault."""
     try:
         gone = empty(cache)
     except OSError as error:
@@ -69,6 +69,6 @@ def _empty(cache: Path, screen: Console) -> None:
 
 
 def _sets(size: CacheSize) -> str:
-    """Return in words how many data sets that is."""
+    """Return a phrase for the number and bytes of data sets."""
     unfinished = f", {size.unfinished:,} of them unfinished" if size.unfinished else ""
     return f"{counted(size.corpora, 'data set')}{unfinished}"

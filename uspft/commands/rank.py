@@ -1,4 +1,4 @@
-"""A run's ranks: how a command starts those of this host, how they meet, and what each runs."""
+"""A run's ranks: how a command starts those of this host, how they connect, and what each runs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from uspft.prepare.host import Invocation, shares_gpus
 from uspft.written import RECIPE
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variables from which torch takes its allocator's settings, the newer first."""
+"""The variables that configure torch's allocator, the newer name first."""
 
 KEEP_FREED = {f"MALLOC_{limit}_THRESHOLD_": str(1 << 40) for limit in ("MMAP", "TRIM")}
-"""Variables that make glibc's malloc keep freed pages, which the next step's logits then use."""
+"""Variables that make glibc's malloc keep freed pages, so that the next step's logits reuse them.
+"""
 
 
 def start_ranks(
@@ -50,17 +51,17 @@ def start_ranks(
     on_stop: str = "saving a checkpoint",
     restart: Restart | None = None,
 ) -> int:
-    """Start this host's ranks, each as `uspft rank WORDS`, wait, and return the exit code.
+    """Start this host's ranks, each as `uspft rank WORDS`, wait for them, and return the exit code.
 
-    The ranks start when all hosts are ready. on_stop: what the ranks do when they are stopped, as
-    the person who stops them is told. restart: decides what follows where the run is lost.
+    The ranks start when all hosts are ready. on_stop: the message on what ranks do when the user
+    stops them. restart: decides what follows if the run is lost.
     """
     launch = recipe.launch
     assert isinstance(launch.processes, int)
     if hosts.count > 1:
         gpus, limit = torch.cuda.device_count(), launch.timeout_minutes * 60
         watch = place.meeting.convene(launch.processes, launch.device, gpus, limit)
-    else:  # also host 0's own part of `verify`
+    else:  # the reference process that `verify` runs on host 0, too
         watch = Watch(hosts)
     return run_ranks(
         [sys.executable, "-m", "uspft", "rank", *words],
@@ -76,13 +77,14 @@ def start_ranks(
 def ranks_environment(device: str, own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of ranks on cpu or cuda.
 
-    own: the user's environment, which wins over what is set here, except for DS_ACCELERATOR.
+    own: the user's environment, which takes precedence, except for DS_ACCELERATOR.
     """
-    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a host without a name is no user's concern
+    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides torch's warning about hosts without a name
     if device == "cuda" and not own.keys() & ALLOCATOR:
-        # Sizes differ from row to row: fixed segments would leave gaps that no row fits.
+        # Sizes differ from row to row: fixed segments would fragment.
         defaults[ALLOCATOR[0]] = "expandable_segments:True"
-    if device == "cuda":  # a transfer that starts late is one that nothing hides
+    # a transfer of low priority may start too late to overlap with computation
+    if device == "cuda":
         defaults["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     if device == "cpu":
         defaults |= KEEP_FREED
@@ -90,25 +92,25 @@ def ranks_environment(device: str, own: Mapping[str, str]) -> dict[str, str]:
 
 
 MEET_SECONDS = 300.0
-"""How long ranks wait for one another's start: all hosts have said before that they are ready."""
+"""How long ranks wait to connect; all hosts have reported ready before."""
 
 
 @contextmanager
 def joined(
     launch: LaunchBlock, environment: Mapping[str, str], *, talks: bool = False, trains: bool = True
 ) -> Iterator[torch.device]:
-    """Yield this rank's device, with torch.distributed and DeepSpeed up; collective.
+    """Yield this rank's device, with torch.distributed and DeepSpeed initialised; collective.
 
-    launch: names the device, and how long collectives wait. environment: what the launcher gave
-    this process. talks: whether DeepSpeed's own loggers print. trains: whether DeepSpeed and
-    transformers are needed. Raises RunFailed where ranks do not meet.
+    launch: has the device and the time-out of collectives. environment: the variables set by the
+    launcher. talks: whether DeepSpeed's loggers print. trains: whether DeepSpeed and transformers
+    are needed. Raises RunFailed where ranks do not connect.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor forwards the signals that it gets
     device = _device(launch.device, environment)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    # autograd's thread says so of its first product on a GPU, and goes on as it should
+    # autograd's thread warns at its first matrix product on a GPU, and works all the same
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-    if trains:  # messages that mean nothing to a user of uspft; errors still come through
+    if trains:  # silences warnings that mean nothing to a user of uspft; errors still appear
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -119,7 +121,7 @@ def joined(
 
         prepare_deepspeed(talks=talks)
     yield device
-    # In order, or gloo may abort a process whose work is done.
+    # exit together: gloo may abort a process otherwise
     dist.barrier()
     dist.destroy_process_group()
 
@@ -137,9 +139,9 @@ def _device(kind: str, environment: Mapping[str, str]) -> torch.device:
 
 
 def join(environment: Mapping[str, str], device: torch.device, limit: timedelta) -> None:
-    """Meet the other ranks, and make the default group, whose collectives wait up to a limit.
+    """Connect to the other ranks and create the default process group.
 
-    Raises RunFailed where the ranks do not meet.
+    limit: time-out of its collectives. Raises RunFailed where the ranks do not connect.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -153,8 +155,8 @@ def join(environment: Mapping[str, str], device: torch.device, limit: timedelta)
             f"{MEET_SECONDS / 60:g} min ({said(error)}); see that hosts reach that port"
         ) from error
     store.set_timeout(limit)
-    # Bound to a device, torch splits every later group off the first; one rank alone has seen
-    # NCCL fail at that (DeepSpeed issue 8248).
+    # With a bound device torch splits every later group off the first; with a single rank NCCL can
+    # fail at that (DeepSpeed issue 8248).
     bound = device.type == "cuda" and world > 1
     dist.init_process_group(
         backend,
@@ -167,19 +169,19 @@ def join(environment: Mapping[str, str], device: torch.device, limit: timedelta)
 
 
 SEEN_SECONDS = 60.0
-"""How long a network file system may go on showing a folder as it was before."""
+"""How long a network file system may show an outdated folder."""
 LOOK_SECONDS = 0.2
 
 
 def ranks_of_host(environment: Mapping[str, str]) -> int:
-    """Return how many ranks each host has, by what the launcher gave this process."""
+    """Return how many ranks each host has, from the launcher's variables."""
     return int(environment["LOCAL_WORLD_SIZE"])
 
 
 def require_shared(folder: Path, environment: Mapping[str, str]) -> None:
-    """Check that every host sees in a folder what the others have written there; collective.
+    """Check that every host sees the files that the others write in a folder; collective.
 
-    environment: what the launcher gave this process. Raises Fault on every rank where one does not.
+    environment: the launcher's variables. Raises Fault on every rank where one host does not.
     """
     hosts = int(environment["WORLD_SIZE"]) // ranks_of_host(environment)
     if hosts == 1:
@@ -209,9 +211,9 @@ def require_shared(folder: Path, environment: Mapping[str, str]) -> None:
 
 
 def _require_none(folder: Path, wrong: str) -> None:
-    """Check that nothing is wrong on any rank; collective.
+    """Raise Fault on every rank where any rank has a problem; collective.
 
-    wrong: what is wrong on this rank, or "". Raises Fault on every rank where one is wrong.
+    wrong: this rank's problem, or "".
     """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, wrong)
@@ -221,7 +223,7 @@ def _require_none(folder: Path, wrong: str) -> None:
 
 
 def _missing(paths: list[Path]) -> set[Path]:
-    """Return those of the files that are not seen within SEEN_SECONDS."""
+    """Return the files that do not appear within SEEN_SECONDS."""
     until = time.monotonic() + SEEN_SECONDS
     while True:
         seen = set(paths[0].parent.iterdir())
@@ -232,9 +234,9 @@ def _missing(paths: list[Path]) -> set[Path]:
 
 
 def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
-    """Be one rank of the job in `folder`, and return its exit code. Raises what the run raises.
+    """Run one rank of the job in `folder`, and return its exit code. Raises what the run raises.
 
-    waiting: says what this rank waits for until the run has a display of its own.
+    waiting: shows what this rank is waiting for until the run has its own display.
     """
     job = Job.read(folder)
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
@@ -272,13 +274,13 @@ def _run(
     first = dist.get_rank() == 0
     limit = deadline(job.recipe.launch.timeout_minutes, first_step=True)
     run = assemble(job, device, Groups(limit, ranks_of_host(environment)), orders=orders)
-    set_deadline(limit)  # in DeepSpeed's groups too
+    set_deadline(limit)  # for DeepSpeed's groups too
     waiting.close()
     if first and job.recipe.model.attention == AUTO:
         leave_recipe(job, run.world.kernel.name, run.refused)
     if first and (line := slower(run.world.kernel, device)):
         print(f"model.attention: {line}", flush=True)
-    asked: list[int] = []  # from here on there is something to save
+    asked: list[int] = []  # from here on a stop signal saves a checkpoint
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     code = 0
     try:
@@ -291,9 +293,10 @@ def _run(
 
 
 def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
-    """Write the recipe that the run leaves, now that the ranks have found which kernel works.
+    """Write the resolved recipe to the output folder, with the attention kernel that the ranks
+    chose.
 
-    refused: a line for each kernel that is installed and was tried before, in vain.
+    refused: a line for each installed kernel that was tried first and failed.
     """
     recipe = job.recipe.changed(model={"attention": kernel})
     write_text(job.output / RECIPE, dump(recipe, job.comments))

@@ -20,15 +20,15 @@ from uspft.data.files.sources import STDLIB
 from uspft.prepare.host import CONFIGS
 
 SHIPPED = CONFIGS.parent / "recipes"
-"""The folder of the shipped recipes, beside the package."""
+"""The folder of the shipped recipes, next to the package."""
 DATA = {"messages": "conversations", "text": "texts"}
-"""What the rows of a recipe hold, by its `data.format`."""
+"""What the data of a recipe are called, by `data.format`."""
 
 
 def recipes(words: Sequence[str], environment: Mapping[str, str], shipped: Path = SHIPPED) -> int:
     """Print the shipped recipes; with the words NAME or NAME FILE copy one. Raises InputError.
 
-    environment: says how uspft was started.
+    environment: used to show how uspft was started.
     """
     typed = to_type(environment, "recipes")
     if wrong := next((word for word in words if word.startswith("-")), None):
@@ -65,7 +65,7 @@ def listing(files: Iterable[Path]) -> str:
 
 
 def cards(recipe: Recipe) -> int:
-    """Return how many processes a recipe is made for, on all hosts together."""
+    """Return how many processes a recipe needs on all hosts together."""
     each = [recipe.launch.processes]
     for one in (alone.parallel_config for alone in layouts_of(recipe)):
         data = one.data_parallel if isinstance(one.data_parallel, int) else 1
@@ -74,7 +74,7 @@ def cards(recipe: Recipe) -> int:
 
 
 def purpose(recipe: Recipe) -> str:
-    """Return a recipe's model, cards, row length, and what it trains on what."""
+    """Return a line on a recipe: model, cards, row length, and what it trains on which data."""
     gpus, model, data = recipe.launch.device == "cuda", recipe.model, recipe.data
     many = counted(cards(recipe), *(("GPU",) if gpus else ("CPU process", "es")))
     trains = "LoRA" if model.adapter else "all weights"
@@ -87,10 +87,10 @@ def purpose(recipe: Recipe) -> str:
 
 
 def copy(recipe: Path, to: Path, program: str) -> None:
-    """Copy a recipe, whose paths then lead from the copy to where they led before.
+    """Copy a recipe and rewrite its relative paths so that they still lead to the same files.
 
     program: how uspft was started, for the commands in the recipe's comments. Raises InputError
-    where `to` is there already, or cannot be written.
+    where `to` exists or cannot be written.
     """
     text = recipe.read_text().replace("./launch.sh", program)
     text = text.replace(f"recipes/{recipe.name}", shlex.quote(str(to)))
@@ -105,7 +105,8 @@ def copy(recipe: Path, to: Path, program: str) -> None:
 
 
 def _paths(node: yaml.Node | None, folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield where a value of a recipe stands that names something in or beside its folder."""
+    """Yield (start, end, path) of each value in a recipe's text that names a path in or next to its
+    folder."""
     if isinstance(node, yaml.CollectionNode):
         for value in node.value:
             yield from _paths(value[1] if isinstance(value, tuple) else value, folder)
@@ -114,7 +115,7 @@ def _paths(node: yaml.Node | None, folder: Path) -> Iterator[tuple[int, int, Pat
 
 
 def _written(target: Path, to: Path, project: Path) -> str:
-    """Return a path as YAML: relative where the copy is inside the project, else absolute."""
+    """Return a path as YAML: relative if the copy is inside the project, else absolute."""
     place, target = to.absolute().parent.resolve(), target.resolve()
     inside = place.is_relative_to(project.resolve())
     name = os.path.relpath(target, place) if inside else str(target)

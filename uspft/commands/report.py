@@ -1,5 +1,6 @@
-"""The command `report`: output folders become one HTML page that needs no network and no script, of
-what runs did beside what was predicted; it is written once, or served while a run lives."""
+"""The command `report`: it shows one or more output folders as one HTML page of measured and
+predicted numbers, which needs no network and no script. The page is written once, or served while a
+run is going on."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ from uspft.prepare.host import Invocation
 from uspft.written import REPORT
 
 HERE, PORT = "127.0.0.1", 8080
-"""Where the page is served: to this machine alone."""
+"""Where the page is served: on this machine only."""
 AGAIN_SECONDS = 10
-"""How often a browser asks for a page that is served."""
+"""How often a browser reloads a served page."""
 
 
 def report(
@@ -50,7 +51,7 @@ def report(
     live: bool = False,
     port: int | None = None,
 ) -> int:
-    """Write the page of output folders, or serve it until interrupted. Raises UsageError."""
+    """Write the page of the output folders, or serve it until interrupted. Raises UsageError."""
     targets = [target, *map(Path, others)]
     if live and file:
         raise UsageError("-o", "does not go with --live, which writes nothing", "leave one out")
@@ -71,7 +72,7 @@ def report(
 
 
 def _write(file: Path, page: str) -> None:
-    """Write a page; an earlier one is replaced, and no other file. Raises UsageError."""
+    """Write a page; only an earlier report may be replaced. Raises UsageError."""
     remedy = "name another file by -o FILE"
     with writing(str(file), remedy):
         if file.exists() and not file.read_text("utf-8", errors="replace").startswith(MARK):
@@ -80,8 +81,8 @@ def _write(file: Path, page: str) -> None:
 
 
 def leave_report(found: Examined, place: Invocation) -> str:
-    """Write the page of a run that has ended to its output folder, and return a line: where it
-    is, or a warning that says why it is not. A run that went well does not fail by it."""
+    """Write the page of a run that has ended to its output folder, and return a line on where it
+    is, or a warning on why it could not be written: the run itself does not fail by it."""
     output = output_of(found.recipe)
     try:
         try:
@@ -95,8 +96,10 @@ def leave_report(found: Examined, place: Invocation) -> str:
 
 
 def _serve(targets: Sequence[Path], place: Invocation, port: int) -> int:
-    """Serve the page on this machine, made anew for each request, until interrupted. What is
-    predicted is worked out once."""
+    """Serve the page on this machine until interrupted, built anew for each request.
+
+    The predictions are computed only once.
+    """
     guesses = [predicted_of(run, place) for run in read_runs(targets)]
 
     class Handler(BaseHTTPRequestHandler):
@@ -114,7 +117,7 @@ def _serve(targets: Sequence[Path], place: Invocation, port: int) -> int:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing of requests."""
+            """Log no requests."""
 
     try:
         server = ThreadingHTTPServer((HERE, port), Handler)
@@ -131,9 +134,9 @@ def _serve(targets: Sequence[Path], place: Invocation, port: int) -> int:
 
 GENERATOR = '<meta name="generator" content="uspft">\n'
 MARK = BEGIN + GENERATOR
-"""What every report begins with, and no other file."""
+"""How every report begins, and no other file."""
 LINES = 100
-"""Ranks and incidents that are listed at most."""
+"""How many ranks and incidents are listed at most."""
 
 LIGHT = "#2f6fb0 #c8641e #2e8b57 #8e44ad #b8860b #c0392b #16808a #6b6b6b".split()
 DARK = "#6ba3d6 #e39a5f #67c58f #c39bd3 #e0c060 #ec7063 #5fc4cd #b0b0b0".split()
@@ -168,8 +171,10 @@ th:first-child, td:first-child, .words td {{ text-align: left; }}
 
 
 def page_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted], again: int = 0) -> str:
-    """Return the page. predicted: of each run. again: after how many seconds a browser asks for it
-    once more; 0: never."""
+    """Return the page.
+
+    predicted: for each run. again: seconds until a browser reloads it; 0: never.
+    """
     title = f"Report: {', '.join(run.name for run in runs)}"
     fresh = f'<meta http-equiv="refresh" content="{again}">\n' if again else ""
     charts = "".join(map(figure, charts_of(runs, predicted)))
@@ -200,12 +205,15 @@ CHARTS = (
     Chart("experts: largest load ÷ mean", ("expert_load", "expert_rank_load")),
     Chart("loss of routers", ("router_loss",)),
 )
-"""The charts of the page, each without its lines."""
+"""The charts of the page, without their data."""
 
 
 def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> list[Chart]:
-    """Return the charts of runs over their steps; what no run has told is in none. Of one run each
-    field has a colour; of several each run has one, and each field a dash."""
+    """Return the charts of runs over their steps; charts without data are left out.
+
+    For a single run each field has a colour; for several runs each run has a colour, and each field
+    a dash pattern.
+    """
     several, found = len(runs) > 1, []
     for chart in CHARTS:
         names = dict.fromkeys(n for run in runs for one in chart.names for n in run.names(one))
@@ -228,7 +236,7 @@ def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> li
 
 
 def _facts(run: ReportedRun) -> dict[str, str]:
-    """Return what a person first asks of a run."""
+    """Return the main facts of a run."""
     first, last = run.steps[0], run.steps[-1]
     losses, evaluations = run.of("loss"), run.of("eval_loss")
     seconds, tokens = (sum(y for _, y in run.of(name)) for name in ("step_seconds", "tokens"))
@@ -257,7 +265,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
 
 
 def _run(run: ReportedRun, predicted: Predicted) -> Iterator[str]:
-    """Yield what stands of one run under the charts of all."""
+    """Yield the section of one run, which follows the charts of all runs."""
     yield f"<h2>{escape(run.name)}</h2>\n<h3>Predicted beside measured</h3>\n"
     yield "".join(f'<div class="note">{escape(line)}</div>' for line in predicted.lines)
     head = ["", "predicted", "measured (median)", "measured ÷ predicted", "why not predicted"]
@@ -280,13 +288,13 @@ def _folded(title: str, text: str) -> str:
 
 
 def _words(record: JournalLine) -> str:
-    """Return a record's fields for a person."""
+    """Return a record's fields as a phrase."""
     each = ((name, v if isinstance(v, str) else json.dumps(v)) for name, v in record.items())
     return ", ".join(f"{name} {value}" for name, value in each)
 
 
 def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
-    """Yield a line for each number that is predicted or may be."""
+    """Yield a table row for each number that is, or may be, predicted: measured and predicted."""
     resident = not run.gpu
     rows = {
         "step_seconds": "seconds of a step",
@@ -311,7 +319,7 @@ def _beside(run: ReportedRun, predicted: Predicted) -> Iterator[list[str]]:
 
 def _loads(run: ReportedRun) -> Iterator[str]:
     """Yield maps of how often each expert was chosen and how much each rank computed, in the last
-    step that says so."""
+    step that logged them."""
     maps = []
     for name, column in (("expert_loads", "expert"), ("expert_rank_loads", "rank")):
         having = [one for one in run.steps if _is_matrix(one.get(name))]
@@ -323,14 +331,14 @@ def _loads(run: ReportedRun) -> Iterator[str]:
 
 
 def _is_matrix(value: Any) -> bool:
-    """Tell whether a value of a record is a list of lists of numbers, none of them empty."""
+    """Tell whether a value of a record is a list of non-empty lists of numbers."""
     rows = value if isinstance(value, list) else []
     lists = all(isinstance(row, list) and row for row in rows)
     return bool(rows) and lists and all(isinstance(one, int | float) for row in rows for one in row)
 
 
 def _ranks(run: ReportedRun, predicted: Predicted) -> str:
-    """Return a table of the ranks: where each stands along the axes that the layout splits."""
+    """Return a table of the ranks: their coordinates in the layout, and their memory."""
     layout = predicted.layout
     assert layout is not None
     labels = {

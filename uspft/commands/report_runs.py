@@ -1,5 +1,5 @@
-"""What a run has left in its output folder, read for its report while it is alive too, and what the
-planner predicts of its step."""
+"""What a report shows of a run: what it has left in its output folder, also while it is going on,
+and what the planner predicts of its step."""
 
 from __future__ import annotations
 
@@ -32,46 +32,49 @@ from uspft.written import ENVIRONMENT, INCIDENTS, METRICS, RECIPE
 
 JournalLine = Mapping[str, Any]
 UNDER = "seconds_under/"
-"""What stands before a strategy's name in the name of its seconds."""
+"""Prefix of the fields that give the seconds under each strategy."""
 HAPPENED = {
     "resumed_from_step": "resumed from step",
     "after_step": "started again after step",
     "step": "bad step",
 }
-"""What a record tells that has a field, and what it is called; a save, which has a step too, tells
-no reason."""
+"""The fields whose value is the step of an event, with the event's label; a save has `step` too,
+but no `why`, and is not shown."""
 MOST = 1e100
-"""What numbers are less than that are drawn."""
+"""Larger numbers are not drawn."""
 REMEDY = "name the output folder of a run that has taken a step"
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run, as far as its files tell."""
+    """A run, as read from its output folder."""
 
     output: Path
     name: str
-    """The folder's name, with those above it where that of another run is the same."""
+    """The folder's name, with its parents' names where two runs have the same."""
     steps: Sequence[JournalLine]
     """The records of training steps, by step."""
     evaluations: Sequence[JournalLine]
     events: Sequence[JournalLine]
-    """The records of neither: saves, resumptions, new starts, and what became of the data."""
+    """Other records: saves, resumptions, restarts, and lines on the data."""
     incidents: Sequence[JournalLine]
     environment: JournalLine
     recipe: str
-    """The resolved recipe's text; empty where it is not there."""
+    """The resolved recipe's text; empty without one."""
     notes: Sequence[str]
-    """What could not be read, for a person."""
+    """Messages on what could not be read."""
 
     def of(self, name: str) -> list[tuple[float, float]]:
-        """Return a number by step, such as `comm_bytes/ring`; what is null, text, not finite or
-        beyond any axis is left out."""
+        """Return the points of a field such as `comm_bytes/ring`, by step, without null, text and
+        numbers that are not finite or too large.
+        """
         pairs = ((step, told.get(name, math.nan)) for step, told in self._numbers)
         return [(step, float(value)) for step, value in pairs if abs(value) < MOST]
 
     def names(self, name: str) -> list[str]:
-        """Return a name, or where it ends in `/` all that begin so, in the order they come."""
+        """Return the field of this name, or, for a name that ends in `/`, all fields that begin
+        with it, in order of appearance.
+        """
         if not name.endswith("/"):
             return [name]
         every = dict.fromkeys(one for _, told in self._numbers for one in told)
@@ -83,13 +86,15 @@ class ReportedRun:
 
     @property
     def gpu(self) -> str:
-        """The first GPU's name; empty on CPUs, where memory is all that a process has resident."""
+        """The first GPU's name; empty on CPUs, where the memory field is the process's resident
+        size.
+        """
         gpus = self.environment.get("gpus")
         return str(gpus[0]) if isinstance(gpus, list) and gpus else ""
 
     @property
     def marks(self) -> list[tuple[float, str]]:
-        """The steps at which something happened, and what."""
+        """The steps at which something happened, with a label."""
         found = set()
         for record in (*self.events, *self.incidents):
             key = next((key for key in HAPPENED if key in record), None)
@@ -100,7 +105,7 @@ class ReportedRun:
 
 
 def read_runs(outputs: Sequence[Path]) -> list[ReportedRun]:
-    """Return the runs of output folders. Raises UsageError, which names what is not there."""
+    """Return the runs of output folders. Raises UsageError for a folder without a run."""
     names = [output.resolve().name for output in outputs]
     each = zip(outputs, names, strict=True)
     return [_read(output, str(output) if names.count(n) > 1 else n) for output, n in each]
@@ -120,7 +125,8 @@ def _read(output: Path, name: str) -> ReportedRun:
     incidents: list[JournalLine] = []
     if (output / INCIDENTS).is_file():
         every, more = _records(output / INCIDENTS)
-        incidents = [one for one in every if "resumed_from_step" not in one]  # as in the journal
+        # numbered as in the journal
+        incidents = [one for one in every if "resumed_from_step" not in one]
         notes += more
     environment, recipe = {}, ""
     try:
@@ -139,7 +145,7 @@ def _read(output: Path, name: str) -> ReportedRun:
 
 
 def _flat(record: JournalLine) -> JournalLine:
-    """Return a step's record with the seconds under each strategy, which stand there in a list."""
+    """Return a step's record with its list of seconds per strategy as separate fields."""
     listed = record.get("strategies")
     every = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     under = {str(one.get("name")): one.get("seconds") for one in every}
@@ -152,8 +158,8 @@ def _is_step(record: JournalLine, key: str = "step") -> bool:
 
 
 def _records(file: Path) -> tuple[list[JournalLine], list[str]]:
-    """Return the objects of a file of JSON Lines, and notes on the lines that are none; the last
-    line of a file that is being written may be in the making, and is no fault."""
+    """Return the objects of a JSON Lines file, and notes on other lines; an incomplete last line is
+    not an error, since the file may still be written."""
     found: list[JournalLine] = []
     damaged: list[str] = []
     lines = file.read_text("utf-8", errors="replace").split("\n")
@@ -174,30 +180,30 @@ def _records(file: Path) -> tuple[list[JournalLine], list[str]]:
 SENT = "comm_bytes/"
 KINDS = {kind: kind for kind in ("all_to_all", "ring", "gather", "tensor", "experts")}
 KINDS["state"] = "states"
-"""The kinds of comm_bytes that the planner counts as the busiest rank sends them, and the name of
-the part of a step that has them."""
+"""The kinds of comm_bytes that the planner predicts for the busiest rank, each with the part of a
+step that sends them."""
 NO_KIND = "the planner does not count it, or not as the busiest rank sends it"
 ALONE = "not predicted: of several layouts in a step other numbers than its seconds"
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What is predicted, and why the rest is not."""
+    """The predictions for a run, and why others are missing."""
 
     numbers: Mapping[str, float] = field(default_factory=dict)
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """By name why a number is not predicted."""
+    """Why a number is not predicted, by its name."""
     lines: tuple[str, ...] = ()
-    """The layout, the hardware, and why nothing more is predicted, for a person."""
+    """Lines on the layout, the hardware, and why nothing more is predicted."""
     parts: str = ""
     """The predicted step by part, as `plan` prints it."""
     layout: Layout | None = None
     experts: int = 1
-    """Experts of a layer."""
+    """Experts in a layer."""
 
 
 def predicted_of(run: ReportedRun, place: Invocation) -> Predicted:
-    """Return what is predicted of a run by what stands in its folder; nothing is written."""
+    """Return the predictions for a run from its output folder; nothing is written."""
     file, ranks = run.output / RECIPE, run.environment.get("ranks")
     if not run.recipe or not isinstance(ranks, int):
         return not_predicted(f"{RECIPE} or the number of ranks is not there")
@@ -210,12 +216,12 @@ def predicted_of(run: ReportedRun, place: Invocation) -> Predicted:
 
 
 def not_predicted(why: str) -> Predicted:
-    """Return that nothing is predicted, and why."""
+    """Return predictions without numbers, and why."""
     return Predicted(lines=tuple(f"not predicted: {line}" for line in why.splitlines()))
 
 
 def predicted(found: Examined, place: Invocation) -> Predicted:
-    """Return what is predicted of a recipe's step. Raises InputError."""
+    """Return the predictions for a recipe's step. Raises InputError."""
     told = tuple(found.settled)
     if strategies_of(found.recipe):
         if seconds := mix_seconds(found, place):
@@ -231,7 +237,7 @@ def predicted(found: Examined, place: Invocation) -> Predicted:
 
 
 def _numbers(one: Ranked) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what is predicted, and why the rest is not."""
+    """Return the predicted numbers by name, and why others are not predicted."""
     numbers, why_not = {"step_seconds": one.seconds}, {}
     numbers["tokens_per_second"] = one.tokens_per_second_per_rank * one.layout.ranks
     if (mfu := one.mfu) is None:
@@ -244,7 +250,8 @@ def _numbers(one: Ranked) -> tuple[dict[str, float], dict[str, str]]:
         numbers["peak_memory_bytes"] = one.memory.peak_bytes
     for kind, part in KINDS.items():
         sent = one.time.bytes_of(part)
-        if kind == "tensor":  # of a sum the planner has the elements, of which ranks send shares
+        # the planner has an all-reduce's whole elements, of which each rank sends a share
+        if kind == "tensor":
             sent *= 0 if one.layout.is_mesh else 2 - 2 / one.layout.tensor
         if sent:
             numbers[SENT + kind] = sent

@@ -1,5 +1,5 @@
-"""The command `train`: it checks, prepares data once, starts ranks, and says where things are: the
-last lines that a person reads tell what came out, and what to try next."""
+"""The command `train`: it checks the recipe, prepares the data, starts the ranks, and ends with
+lines on what came out and what to try next."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Run a recipe and return the exit code. Raises InputError before any rank starts."""
     hosts = place.meeting.hosts
     place.meeting.says("examining the recipe")
-    # Host 0 takes the output folder for all: what others see there may be in the making.
+    # Host 0 leases the output folder for all hosts: others might see it in an intermediate state.
     first = hosts.index == 0
-    environment = place.environment if first else None  # what trackers read; they are on host 0
+    environment = place.environment if first else None  # trackers run on host 0 only
     again = [f"checkpoint.resume={loss.resume}" for loss in place.losses[-1:]]
     found = examine(
         target,
@@ -75,12 +75,12 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     place.meeting.says("making model and data ready")
     output = output_of(found.recipe)
     holding = held_output(output, screen) if first else nullcontext()
-    with found.placed(), holding as lease:  # on host 0 alone, for all hosts
+    with found.placed(), holding as lease:  # on host 0, for all hosts
         found, job, checkpoint, damaged, needed = prepare_job(found, place, screen, lease)
         recipe = found.recipe
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
-                if not is_of_a_run(output):  # it goes on from another folder
+                if not is_of_a_run(output):  # it resumes from another folder
                     open_output(recipe, checkpoint, hosts, place, job.comments)
                 _note(recipe, place, damaged)
                 export_missing(recipe, checkpoint)
@@ -120,7 +120,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 
 def _restart(recipe: Recipe, place: Invocation) -> Restart | None:
-    """Return what becomes of a run that is lost; None where the recipe has it end. Raises Fault."""
+    """Return the function that decides how a lost run restarts; None where the recipe has none.
+    Raises Fault."""
     launch, metrics = recipe.launch, output_of(recipe) / METRICS
     if launch.min_hosts and BY_HOSTFILE in place.environment:
         what = "with --hostfile all hosts end where one is gone"
@@ -141,16 +142,16 @@ def _restart(recipe: Recipe, place: Invocation) -> Restart | None:
 
 
 def _loss(recipe: Recipe, why: str, hosts: Hosts) -> Loss:
-    """Return how a run was lost, and how it starts again: from its own newest checkpoint, or where
-    it has none as it began."""
+    """Return how a run was lost, and where it restarts: from its newest checkpoint, or from the
+    beginning."""
     output, wish = output_of(recipe), recipe.checkpoint.resume
     own = bool(step_folders(output / CHECKPOINTS)) or wish == "never"
     return Loss(why, Journal(output / METRICS).last_step(), hosts, AUTO if own else wish)
 
 
 def _note(recipe: Recipe, place: Invocation, damaged: Sequence[str]) -> None:
-    """Write down which checkpoints are damaged, and, in the journal too, why the run starts again,
-    where it does. Raises Fault."""
+    """Record damaged checkpoints, and in the journal also why the run restarted, if it did. Raises
+    Fault."""
     output = output_of(recipe)
     try:
         for line in damaged:
@@ -164,7 +165,7 @@ def _note(recipe: Recipe, place: Invocation, damaged: Sequence[str]) -> None:
 
 
 def how_to_go_on(recipe: Recipe) -> str:
-    """Return a line that says what is saved of a run that ended early, and how it goes on."""
+    """Return a line on what an interrupted run has saved, and how to continue it."""
     output = output_of(recipe)
     try:
         checkpoint, _ = newest(output, contents=False)
@@ -177,9 +178,9 @@ def how_to_go_on(recipe: Recipe) -> str:
 
 
 def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> str | None:
-    """Return why no step follows the checkpoint that a run would go on from; None: some do.
+    """Return why no step follows the checkpoint to resume; None where steps remain.
 
-    steps: of the whole run, `training.stop_step` left aside.
+    steps: of the whole run, regardless of `training.stop_step`.
     """
     if checkpoint is None:
         return None
@@ -195,7 +196,7 @@ def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> 
 
 
 def all_done(recipe: Recipe, why: str, checkpoint: Checkpoint) -> str:
-    """Return a line that says why nothing is left to do, and where what was done is."""
+    """Return a line on why nothing is left to do, and where the results are."""
     output = output_of(recipe)
     made = [f"{name} {output / name}" for name in EXPORTS if (output / name).exists()]
     where = ", ".join([f"checkpoint {checkpoint.folder}", *made])
@@ -203,11 +204,11 @@ def all_done(recipe: Recipe, why: str, checkpoint: Checkpoint) -> str:
 
 
 def export_missing(recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-    """Write the exports that the recipe asks for and that are not there, or of an earlier step.
+    """Write the exports that the recipe asks for and that are missing or out of date.
 
-    They are where the run ended between its last save and its export, and where the best
-    checkpoint is not that of the last step. checkpoint: of the last step; None: of a run whose
-    ranks have ended, which lacks nothing but the best one. Raises CheckpointError.
+    They are missing if the run was stopped between its last save and its export, or if the best
+    checkpoint is not the last. checkpoint: of the last step; None after the ranks of this run
+    ended, when at most the best one is missing. Raises CheckpointError.
     """
     output, model, adapter = output_of(recipe), recipe.export.huggingface, recipe.model.adapter
     wanted = (model and MODEL) or (adapter and ADAPTER)
@@ -222,7 +223,7 @@ def export_missing(recipe: Recipe, checkpoint: Checkpoint | None) -> None:
 
 QUICKSTART = "quickstart.yaml"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What --max-lora-rank of vLLM may be; left out, it is 16."""
+"""The values that vLLM's --max-lora-rank may have; its default is 16."""
 
 
 def summary(
@@ -234,7 +235,7 @@ def summary(
     chats: bool,
     hosts: int = 1,
 ) -> str:
-    """Return a few lines for the end of a run that went well.
+    """Return the lines at the end of a successful run.
 
     chats: whether it trained on conversations. hosts: how many hosts it ran on.
     """
@@ -247,7 +248,7 @@ def summary(
         first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
         lines.append(f"done: loss {first:.3f} → {last:.3f} (first and last tenth of the steps)")
     best = Best()
-    if recipe.data.eval or recipe.data.eval_fraction:  # else from an earlier run
+    if recipe.data.eval or recipe.data.eval_fraction:  # otherwise they are of an earlier run
         evaluations = [record for record in steps if "eval_loss" in record]
         lines += _evaluated(evaluations)
         best = Best.of(evaluations)
@@ -285,12 +286,14 @@ def _next(
     chats: bool,
     hosts: int,
 ) -> list[str]:
-    """Return lines on what a person may do next: after the quickstart, the same run with another
-    algorithm, which is its point; after other runs, what one does with a model. early: whether
-    patience ended the run. chats, hosts: as of `summary`."""
+    """Return lines on what to do next: after the quickstart, the same run with another algorithm,
+    which is its point; after other runs, how to use the model.
+
+    early: whether patience ended the run. chats, hosts: as in `summary`.
+    """
 
     def command(words: list[str]) -> str:
-        if hosts > 1:  # how it was started on all of them, each host knows a part of
+        if hosts > 1:  # each host knows only its own command line
             return f"started on all {hosts} hosts as this run was, with {shlex.join(words)}"
         keys = {word.partition("=")[0] for word in words}
         kept = [word for word in overrides if word.partition("=")[0] not in keys]
@@ -309,7 +312,7 @@ def _next(
     if chats and any((output / name).is_dir() for name in (MODEL, ADAPTER)):
         lines.append(f"chat:       {place.to_type('chat', str(output))}")
     exported = output / (MODEL if recipe.export.huggingface else ADAPTER)
-    if exported.is_dir() and not holds_tokenizer(exported):  # of samples that were token ids
+    if exported.is_dir() and not holds_tokenizer(exported):  # its samples were token ids
         lacks = f"{shlex.quote(str(exported))} holds no tokenizer, which servers need"
         lines.append(f"serve:      {lacks}: copy yours into it (tokenizer.json and its config)")
     elif recipe.export.huggingface:
@@ -318,7 +321,7 @@ def _next(
         lines.append(f"            for llama.cpp: python convert_hf_to_gguf.py {folder}")
     elif recipe.model.adapter:
         lines += _adapter_served(recipe, place)
-    # What began the run anew, or from elsewhere, is not to do so once more.
+    # The suggested command resumes this run, even if it began from elsewhere or anew.
     here = [] if recipe.checkpoint.resume == AUTO else [f"checkpoint.resume={AUTO}"]
     if training.patience and early:
         longer = f"training.patience={2 * training.patience}"
@@ -334,8 +337,8 @@ def _next(
 
 
 def _adapter_served(recipe: Recipe, place: Invocation) -> list[str]:
-    """Return lines on how an adapter is served that no merged model stands beside: on its base, or
-    merged first, where a server would take config or template of the base and they are others."""
+    """Return lines on how to serve an adapter without a merged model: on its base, or merged first
+    if a server would take config or chat template from the base and those differ."""
     model, output = recipe.model, output_of(recipe)
     assert model.adapter is not None
     own = model.rope_scaling or model.overrides or model.tokenizer or recipe.data.chat_template
@@ -352,7 +355,7 @@ def _adapter_served(recipe: Recipe, place: Invocation) -> list[str]:
 
 
 def _evaluated(records: list[dict[str, Any]]) -> list[str]:
-    """Return a line on the first, last and best evaluation, or none where no loss was finite."""
+    """Return a line on the first, last and best evaluation, or none without a finite loss."""
     losses = [record["eval_loss"] for record in records if record["eval_loss"] is not None]
     known = " → ".join(f"{loss:.3f}" for loss in (losses[:1] + losses[1:][-1:]))
     best = Best.of(records)
@@ -362,7 +365,7 @@ def _evaluated(records: list[dict[str, Any]]) -> list[str]:
 
 
 def _another_layout(recipe: Recipe) -> list[str]:
-    """Return overrides for the same run, split another way: its numbers should not change.
+    """Return overrides for the same run split another way, which should not change its numbers.
 
     Where rows are not split, they ask for twice as many steps instead.
     """

@@ -37,12 +37,11 @@ def verify(
 ) -> int:
     """Compare every layout with one process, print a table, and write OUTPUT/verify/verify.json.
 
-    Returns 0 where every layout equals one process, and with `inject` 0 where every layout shows
-    the fault; else 1, or the exit code of ranks that failed. Raises InputError before any rank
-    starts.
+    Returns 0 where every layout equals one process, or, with `inject`, where every layout shows the
+    fault; else 1, or the exit code of ranks that failed. Raises InputError before any rank starts.
 
-    steps: how many are compared. inject: the fault that every layout is to show. every: whether
-    layouts beyond MAX_LAYOUTS are run too.
+    steps: how many are compared. inject: a fault to inject, which every layout must show. every:
+    whether to run layouts beyond MAX_LAYOUTS too.
     """
     if inject is not None and inject not in FAULTS:
         what = f"unknown fault `{inject}`"
@@ -78,7 +77,8 @@ def verify(
 
 
 def _run(work: VerifyJob, hosts: Hosts, place: Invocation) -> int:
-    """Run one process on the first host, then the layouts on all hosts, and return an exit code."""
+    """Run the reference process on the first host, then the layouts on all hosts, and return an
+    exit code."""
     if hosts.index == 0:
         place.meeting.says("running one process, which the layouts are compared with")
         code = _start(work.alone(), Hosts(), place, "one-process")
@@ -106,7 +106,7 @@ def _start(work: VerifyJob, hosts: Hosts, place: Invocation, logs: str) -> int:
 
 
 def rank(folder: Path, environment: Mapping[str, str], waiting: Waiting) -> int:
-    """Be one rank of the job that `verify` left in `folder`. Raises what the run raises."""
+    """Run one rank of the job that `verify` left in `folder`. Raises what the run raises."""
     work = VerifyJob.read(folder)
     with joined(work.job.recipe.launch, environment) as device:
         waiting.close()

@@ -1,9 +1,9 @@
-"""The tables of algorithms and of objectives, with a row for each; no other place lists them.
+"""The tables of sequence-parallel and tensor-parallel algorithms and of objectives, one row each;
+nothing else lists them.
 
-Rules, layouts, `auto`, `verify`, sentences and README's table read them. A row names the class,
-which is imported only when a layout is made live or a model is made to train. A new algorithm is
-one row here and one file in sequence/ or tensor/, a new objective one row and one file in
-objective/.
+Rules, layouts, `auto`, `verify`, messages and README's table read them. A row names its class,
+which is imported only when a layout is set up or a model is built. A new algorithm is one row here
+and one file in sequence/ or tensor/; a new objective is one row here and one file in objective/.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ AUTO = "auto"
 
 
 class Splits(Enum):
-    """What the ranks that share a row divide in its attention, and how their degrees follow."""
+    """What the ranks that share a row split during attention (heads, tokens or both), and how their
+    degrees follow from the recipe."""
 
     HEADS = "heads: Ulysses degree = context_parallel"
     TOKENS = "tokens: ring degree = context_parallel"
@@ -32,29 +33,29 @@ class AlgorithmRow:
     name: str
     """The value of `context_parallel_algo` or `tensor_parallel_algo` that names it in a recipe."""
     code: str
-    """The place of its class, written `module:Class`."""
+    """The location of its class, written `module:Class`."""
     splits: Splits
     short: str = "ring"
-    """The name of its split of tokens in `strategy` in metrics.jsonl."""
+    """The name of its token split in the `strategy` field of metrics.jsonl."""
     label: str = "ring"
-    """The name of its split of tokens in a sentence that names Ulysses too."""
+    """The name of its token split in messages that also name Ulysses."""
     alone: str = "zigzag ring"
-    """The name of its split in a sentence where tokens alone are split."""
+    """The name of its token split in messages where only tokens are split."""
     synonyms: tuple[str, ...] = ()
     megatron: str = "–"
     """The value of Megatron's `cp_comm_type` that corresponds to it."""
     ulysses_required: bool = False
-    """Whether a recipe must say `ulysses_degree_in_cp`; if not, a degree left out is 1."""
+    """Whether a recipe must give `ulysses_degree_in_cp`; otherwise the default degree is 1."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """The keys of `parallel_config` that it alone has, each with the field of its class."""
+    """The keys of `parallel_config` that only it has, each with the field of its class."""
     automatic: bool = False
-    """Whether `auto` takes it of equals: it sends no keys that nobody needs."""
+    """Whether `auto` prefers it to equally fast ones, because it sends no keys that go unused."""
     all_at_once: bool = False
-    """Whether all keys of a row come to each rank at once."""
+    """Whether each rank receives all keys of a row at once."""
     what: str = ""
-    """What README's table says is split during attention."""
+    """README's table: what is split during attention."""
     legal: str = ""
-    """What README's table says of where it is legal."""
+    """README's table: where the algorithm is legal."""
 
     def degrees(self, context: int, ulysses: int | None) -> tuple[int, int]:
         """Return the (Ulysses, ring) degrees of `context` ranks that share a row.
@@ -72,11 +73,13 @@ class AlgorithmRow:
                 return ulysses or 1, context // (ulysses or 1)
 
     def options_at(self, ring: int) -> set[str]:
-        """Return the keys of those of its options that mean something at a ring degree."""
+        """Return the keys of its options that have an effect at this ring degree."""
         return set(self.options) if ring > 1 or self.splits is Splits.HEADS else set()
 
     def implied_ulysses(self, context: int) -> int | None:
-        """Return the Ulysses degree that need not be written; None where the recipe chooses it."""
+        """Return the Ulysses degree that follows from `context` alone, or None if the recipe must
+        give it.
+        """
         return None if self.splits is Splits.BOTH else self.degrees(context, None)[0]
 
 
@@ -159,14 +162,14 @@ TENSOR = _table(
         legal="mesh columns as `model_parallel` above; rows and columns divide the hidden size",
     ),
 )
-"""By the value of `tensor_parallel_algo`."""
+"""The tensor-parallel algorithms, by the value of `tensor_parallel_algo`."""
 
 MESH_OPTIONS = frozenset(
     option for row in TENSOR.values() if row.splits is Splits.BLOCKS for option in row.options
 )
-"""The keys of `parallel_config` that say how matrices lie on a mesh."""
+"""The keys of `parallel_config` that set how matrices are split over a mesh of ranks."""
 ON_A_MESH = "planned_cp"
-"""How mesh rows share a row of tokens where a recipe does not say."""
+"""The sequence-parallel algorithm that mesh rows use when the recipe names none."""
 
 WHOLE = AlgorithmRow(
     "whole",
@@ -175,11 +178,11 @@ WHOLE = AlgorithmRow(
     what="nothing: the row is whole on its process",
     legal="always",
 )
-"""The row that stands for an algorithm where `context_parallel` is 1."""
+"""The row used when `context_parallel` is 1, so that each rank has whole rows."""
 
 
 def row_of(name: str | None, context: int) -> AlgorithmRow:
-    """Return the row of a recipe's algorithm, or WHOLE where it names none or `context` is 1.
+    """Return the table row of a recipe's algorithm, or WHOLE if it names none or `context` is 1.
 
     context: how many ranks share a row of the data.
     """
@@ -187,7 +190,7 @@ def row_of(name: str | None, context: int) -> AlgorithmRow:
 
 
 def names(table: Mapping[str, AlgorithmRow]) -> str:
-    """Return the names of a table's algorithms, as a sentence lists them."""
+    """Return the names in a table, joined as messages list them."""
     *rest, last = table
     return f"{', '.join(rest)} or {last}" if rest else last
 
@@ -198,7 +201,7 @@ def every_option(table: Mapping[str, AlgorithmRow]) -> set[str]:
 
 
 def having(option: str, table: Mapping[str, AlgorithmRow]) -> list[str]:
-    """Return the names of the algorithms of a table that have an option."""
+    """Return the names of the algorithms in a table that have an option."""
     return [row.name for row in table.values() if option in row.options]
 
 
@@ -209,9 +212,9 @@ class ObjectiveRow:
     name: str
     """The value of `training.objective` that names it."""
     code: str
-    """The place of its class, written `module:Class`."""
+    """The location of its class, written `module:Class`."""
     plain: bool = False
-    """Whether `verify` computes it in plain transformers too (verify/plain.py)."""
+    """Whether `verify` also computes it with plain transformers (verify/plain.py)."""
 
 
 CAUSAL = ObjectiveRow("causal", "uspft.objective.causal:Causal", plain=True)

@@ -107,16 +107,17 @@ ELEMENTS = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
 }
-"""The elements of a recipe that says none, which are DeepSpeed's own but for reduce_bucket_size: of
-that it has ten times as many, 2 GB in float32, of which stage 3 makes a second copy as it sums."""
+"""Default sizes in elements where a recipe gives none. They are DeepSpeed's, except
+reduce_bucket_size: DeepSpeed's default is ten times larger, 2 GB in float32, and ZeRO-3 copies it
+while it reduces."""
 
 
 def elements(zero: Mapping[str, Any], key: str) -> int:
-    """Return how many elements a recipe's fields of ZeRO say, or leave to the default, at a key."""
+    """Return the number of elements that a recipe sets at a key of ZeRO, or its default."""
     return int(zero.get(key, ELEMENTS[key]))
 
 
-# DeepSpeed reads both names; the recipe holds the documented one.
+# DeepSpeed accepts either name; a loaded recipe has the documented one.
 ALIASES = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
@@ -128,7 +129,7 @@ ALIASES = {
     "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
     "allgather_sequential": "stage3_allgather_sequential",
 }
-# Deprecated by DeepSpeed: the key that took its place and what `true` is there.
+# Keys deprecated by DeepSpeed: the key that replaces each, and its value for `true`.
 DEPRECATED: dict[str, tuple[str, Any]] = {
     "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "cpu_offload_param": ("offload_param", {"device": "cpu"}),
@@ -142,7 +143,7 @@ REMOVED: dict[str, tuple[str, str]] = {
     "mics_hierarchical_params_gather": ("MiCS", _INSIDE_A_HOST),
     "zeropp_loco_param": ("LoCo", "leave it out: zero_quantized_gradients stands without it"),
 }
-"""ZeRO's fields that DeepSpeed had: what each belonged to, and what to write instead."""
+"""ZeRO fields that DeepSpeed removed: the feature each belonged to, and what to write instead."""
 
 
 _ZERO = {
@@ -175,7 +176,7 @@ ZeroKeys.__doc__ = "The fields of ZeRO, the short names that DeepSpeed reads too
 
 
 LOWEST_STAGES = {"offload_param": 3, "offload_optimizer": 1}
-"""The lowest stage of ZeRO at which DeepSpeed moves each away."""
+"""The lowest ZeRO stage at which DeepSpeed can offload parameters or optimizer state."""
 
 
 def zero_fields(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,19 +206,20 @@ ZeroFields: Any = Annotated[ZeroKeys, AfterValidator(zero_fields)]
 
 
 def stages_for(fields: Mapping[str, Any]) -> Sequence[int]:
-    """Return the stages at which DeepSpeed takes a recipe's other fields of ZeRO."""
+    """Return the ZeRO stages that DeepSpeed accepts with the recipe's other ZeRO fields."""
     away = [low for key, low in LOWEST_STAGES.items() if _away(fields, key) != "none"]
     shared = _away(fields, "offload_optimizer", "ratio", 1.0) < 1
     return range(max([*away, 3 * shared, 0]), 4)
 
 
 def _away(fields: Mapping[str, Any], key: str, of: str = "device", default: Any = "none") -> Any:
-    """Return what one of the fields that move something away says, or what it means left out."""
+    """Return one setting of an offload block, by default its device, or `default` where absent."""
     return (fields.get(key) or {}).get(of, default)
 
 
 def _combinations(fields: dict[str, Any]) -> Iterator[Finding]:
-    """Yield findings on what DeepSpeed refuses, or silently changes, when the engine starts."""
+    """Yield findings on combinations that DeepSpeed refuses, or silently changes, at engine
+    start."""
     stage = fields["stage"]
     possible = stages_for(fields) if isinstance(stage, Open) else (stage,)
     for key, lowest in LOWEST_STAGES.items():

@@ -1,5 +1,8 @@
-"""One YAML document as a tree in which every key knows its line. Unquoted scalars are read by YAML
-1.2's core schema, with 1_000 as a number and without octal and hexadecimal ones."""
+"""Reading one YAML document as a tree in which every key knows its line, and writing one.
+
+Unquoted scalars follow YAML 1.2's core schema, except that 1_000 is a number and octal and
+hexadecimal numbers are strings.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ _WORDS: dict[str, bool | None] = {
 _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _REAL = re.compile(r"[-+]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 SUFFIXED = "^[0-9]+[kKmM]$"
-"""The pattern of a number of tokens that `token_count` reads, such as 128k."""
+"""The pattern of a token count with a suffix that `token_count` reads, such as 128k."""
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 _NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
-_LONGEST = 40  # characters of a number: int() of thousands of digits is refused by Python itself
+_LONGEST = 40  # in characters: Python's int() refuses thousands of digits
 
 
 def plain(text: str) -> Scalar:
@@ -52,7 +55,7 @@ def token_count(text: str) -> int | None:
 def meant(text: str) -> str | None:
     """Return what to write instead of a string that was surely meant as another value, or None.
 
-    Both readings of a suffix are shown, because k is 1000 in some tools and 1024 in others.
+    For a suffix both readings are shown, because k is 1000 in some tools and 1024 in others.
     """
     lower = text.lower()
     if text == "None":
@@ -70,15 +73,15 @@ def meant(text: str) -> str | None:
     return None
 
 
-MAX_NODES = 100_000  # after aliases are expanded; a real recipe has some hundred
+MAX_NODES = 100_000  # after alias expansion; a real recipe has some hundred
 MAX_DEPTH = 60
 
-Where = Callable[[int], str]  # takes a line, from 1, and returns its place
+Where = Callable[[int], str]  # a function from a line number, counted from 1, to its `FILE:LINE`
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A YAML value and the place of the key or list item that holds it."""
+    """A YAML value with the place (`FILE:LINE`) of the key or list item that it belongs to."""
 
     value: Scalar | dict[str, Tree] | list[Tree]
     where: str
@@ -105,8 +108,8 @@ def places(tree: Tree, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 class Unreadable(Exception):
-    """The error that a file cannot be read: what is wrong with it, the remedy, and the line and key
-    where that is known."""
+    """The error that a file cannot be read: what is wrong, the remedy, and the line and key if
+    known."""
 
     def __init__(self, what: str, remedy: str, line: int | None = None, key: str = "") -> None:
         super().__init__(what)
@@ -114,10 +117,10 @@ class Unreadable(Exception):
 
 
 def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Problem]]:
-    """Return the document in `text` and its problems; no tree where nothing can be read.
+    """Return the document in `text` and its problems; the tree is None if nothing can be read.
 
-    place: returns the place of a line. at: the key whose value the document is. No object is ever
-    constructed from a tag.
+    place: maps a line number to its place. at: the key path of this document in the recipe. No
+    object is ever constructed from a YAML tag.
     """
     reader = _Reader(place)
     try:
@@ -129,6 +132,34 @@ def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Prob
         return None, [_broken(error, text, place, at)]
     except Unreadable as error:
         return None, [Problem(place(error.line or 1), error.key or at, error.what, error.remedy)]
+
+
+def written(data: Any, width: float) -> str:
+    """Return dicts, lists and scalars as YAML that `parse` reads back to equal ones.
+
+    A list without mappings is written in flow style, [a, b], and text that spans lines as a quoted
+    string with escapes. width: the characters after which a line is folded.
+    """
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes each string that `plain` reads as another value; writes no alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def string(self, value: str) -> yaml.Node:
+        style = None if value.isprintable() and isinstance(plain(value), str) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    def items(self, value: list[Any]) -> yaml.Node:
+        flow = not any(isinstance(item, dict) for item in value)
+        return self.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flow)
+
+
+_Dumper.add_representer(str, _Dumper.string)
+_Dumper.add_representer(list, _Dumper.items)
 
 
 def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:
@@ -146,7 +177,7 @@ def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that makes nodes with lines, with scalars unresolved and explicit tags alone."""
+    """A YAML loader that keeps line numbers and leaves scalars as text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own class attribute)
     _depth = 0
@@ -163,13 +194,13 @@ class _Loader(yaml.SafeLoader):
 
 
 def _require_shallow(depth: int, line: int, key: str = "") -> None:
-    """Refuse a depth that would overflow the stack. Raises Unreadable."""
+    """Raise Unreadable if a tree is nested so deep that recursion would overflow the stack."""
     if depth > MAX_DEPTH:
         raise Unreadable(f"is nested more than {MAX_DEPTH} levels deep", "flatten it", line, key)
 
 
 class _Reader:
-    """A reader that makes a tree of nodes, counts what aliases expand to and collects problems."""
+    """A converter from YAML nodes to a Tree that counts expanded aliases and collects problems."""
 
     def __init__(self, place: Where) -> None:
         self.problems: list[Problem] = []
@@ -180,7 +211,7 @@ class _Reader:
     def tree(self, node: yaml.Node, key: str, where: str) -> Tree:
         line = node.start_mark.line + 1
         self._count += 1
-        if self._count > MAX_NODES:  # which would take minutes
+        if self._count > MAX_NODES:  # expanding them would take minutes
             what = f"aliases expand to more than {MAX_NODES} values"
             raise Unreadable(what, "write the values out, or use `base:`", line, key)
         if id(node) in self._open:

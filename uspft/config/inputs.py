@@ -1,4 +1,4 @@
-"""The keys of `model`, of `data` and of one source of samples, from which a run starts."""
+"""The blocks `model` and `data` of a recipe, and one source of samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RECORD_FIELDS = (
     *("messages", "tools", "chat_template_kwargs", "system", "history", "prompt", "completion"),
     *("instruction", "input", "output", "question", "answer", "text", "input_ids", "labels"),
 )
-"""Fields that records may call otherwise."""
+"""The fields of records that a recipe may rename."""
 FIELDS_LEFT_ALONE = (
     *("label", "kto_tag", "weight", "loss", "train", "training", "conversations"),
     *("system_prompt", "system_message", "chosen", "rejected", "chosen_response"),
@@ -53,7 +53,7 @@ FIELDS_LEFT_ALONE = (
     *("preferred_output", "non_preferred_output", "chosen_input_ids", "rejected_input_ids"),
     *("images", "image", "videos", "video", "audios", "audio"),
 )
-"""Fields with which a sample is refused, unless null says to leave them alone."""
+"""Fields that change what a sample trains; a sample with one is refused unless null ignores it."""
 FieldNames = mapping_of(
     "FieldNames",
     {
@@ -64,7 +64,7 @@ FieldNames = mapping_of(
         "roles": Free,
     },
 )
-"""What `data.fields` may say."""
+"""The keys of `data.fields`."""
 
 
 class Source(RecipeBlock):
@@ -77,17 +77,17 @@ class Source(RecipeBlock):
     split: Text | None = None
     """Split of a hub data set; null takes `train`."""
     format: Format | None = None
-    """What is made of this source's records; null takes `data.format`."""
+    """How this source's records become text; null takes `data.format`."""
     fields: Annotated[dict[str, Any] | None, As(FieldNames | None)] = None
-    """What this source names otherwise; its keys win over those of `data.fields`."""
+    """Field names in this source's records; they take precedence over `data.fields`."""
     eod: Natural | None = None
-    """Token id that ends documents inside those of Megatron's index too; null: the index alone."""
+    """Token id that ends a document within a sample of a Megatron index; null: the index alone."""
     weight: Positive | None = None
     """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
     max_samples: Count | None = None
-    """Number of samples, from the first on, that are taken of this source; null takes all."""
+    """Number of samples to take from this source, from the first on; null takes all."""
     max_tokens: Tokens | None = None
-    """Number of tokens that the samples taken of this source have at most; null takes all."""
+    """Most tokens that the samples of this source may have together; null takes all."""
 
     @property
     def title(self) -> str:
@@ -100,7 +100,7 @@ _SOURCES = "a file, a folder, a glob, a hub id, or a list of {path: ...}"
 
 
 def _listed(value: Any) -> Any:
-    """Return sources as a list of mappings; a path stands for a source of its own."""
+    """Return the sources as a list of mappings; a plain path becomes a source."""
     if not isinstance(value, str | list | tuple):
         raise fault(f"expected {_SOURCES}, got {shown(value)}", _REMEDY)
     entries = [value] if isinstance(value, str) else value
@@ -140,16 +140,16 @@ _Token = Annotated[Text, Field(title="a token's text")]
 
 
 class AdapterBlock(RecipeBlock):
-    """The block trains low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
+    """The block trains low-rank matrices next to frozen weights (LoRA, arXiv 2106.09685)."""
 
     type: Literal["lora"] = "lora"
     """The kind of adapter; LoRA is the only one."""
     rank: Count = 16
-    """Rank of the two matrices that stand beside a weight."""
+    """Rank of the two low-rank matrices of an adapted weight."""
     alpha: Positive = 32.0
-    """What the adapter adds to a projection's output is multiplied by alpha ÷ rank."""
+    """Scale of the adapter: its output is multiplied by alpha ÷ rank."""
     dropout: BelowOne = 0.0
-    """Share of an adapter's inputs that training sets to 0, the same ones in every layout."""
+    """Share of an adapter's inputs that dropout sets to 0; the mask is the same in every layout."""
     target_modules: (
         Annotated[tuple[_Module, ...], Strict(False), Field(title="a list of module names")] | None
     ) = None
@@ -160,8 +160,8 @@ class AdapterBlock(RecipeBlock):
     """Matrices of experts and routers to adapt, named as in peft: mlp.experts.down_proj."""
 
 
-# The keys of `model.rope_scaling` by its types, named as Hugging Face names them. A `factor` left
-# out becomes data.sequence_length ÷ the model's original positions, at least 1.
+# The keys of `model.rope_scaling` for each of its types, with Hugging Face's names. A missing
+# `factor` becomes data.sequence_length ÷ the model's original positions, at least 1.
 
 _BY_PAIR = "a list of numbers, one for each pair of a head's dimensions"
 _ByPair = Annotated[tuple[Positive, ...], Strict(False), Field(title=_BY_PAIR)]
@@ -213,7 +213,7 @@ Scaling: Any = Annotated[
     BeforeValidator(_of_a_type),
     Field(title=f"a mapping with rope_type: {' | '.join(TYPES)}"),
 ]
-"""A scaling of rotary positions, whose keys are those of its type."""
+"""A RoPE scaling; which keys it has depends on its type."""
 
 
 _FLOAT16 = elsewhere({"float16": "it needs a loss scale, and no GPU has run it here"})
@@ -248,14 +248,14 @@ class ModelBlock(RecipeBlock):
     freeze: Annotated[
         tuple[Pattern, ...], Strict(False), Field(title="a list of regular expressions")
     ] = ()
-    """Regular expressions; a parameter is not trained where one of them is found in its name."""
+    """Regular expressions; a parameter whose name matches one of them is not trained."""
     add_tokens: Annotated[tuple[_Token, ...], Strict(False), Field(title="a list of tokens")] = ()
-    """Special tokens that the tokenizer lacks; embedding and head grow by rows of their mean."""
+    """Special tokens to add to the tokenizer; their embedding and head rows start as the mean."""
     trust_remote_code: Annotated[
         bool,
         AfterValidator(only(False, "code from the hub is not available yet", "write false")),
         WithJsonSchema({"const": False}),
-        Field(exclude=True),  # from the recipe that a run writes
+        Field(exclude=True),  # from the recipe file that a run writes
     ] = False
     """Whether Python code that a hub model brings may run; not available yet: write `false`."""
 
@@ -270,11 +270,11 @@ class DataBlock(RecipeBlock):
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the samples, drawn by `seed`, that is evaluated on and not trained on."""
     format: Format = "auto"
-    """What is made of records; `auto` tells it from the first record of each file."""
+    """How records become text; `auto` decides by the first record of each file."""
     fields: Annotated[dict[str, Any], As(FieldNames)] = Field(default_factory=dict)
-    """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
+    """Field names of the records: `{messages: dialog, role: speaker, roles: {human: user}}`."""
     prompt_template: Sentences | None = None
-    """Sentences around each `instruction` and `input`: Alpaca's own, or MindSpore's of them."""
+    """Template around each `instruction` and `input`: Alpaca's, or MindSpore's variant."""
     sequence_length: Annotated[int, tokens(2)]
     """Number of tokens in a row, over all ranks that share it."""
     packing: Literal["none", "best_fit"] = "best_fit"
@@ -284,14 +284,14 @@ class DataBlock(RecipeBlock):
     train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
     """Target tokens: all answers (`assistant`, `completion`), the `last` one, or `all` tokens."""
     on_bad_sample: Literal["error", "skip"] = "error"
-    """What happens to a sample that cannot be used; `skip` leaves it out, counted and named."""
+    """What happens to a sample that cannot be used; `skip` leaves it out, counts and names it."""
     unused_fields: Literal["list", "error"] = "list"
-    """What is done about fields of records that nothing uses: they are told, or an error."""
+    """What happens if records have fields that nothing uses: they are listed, or an error."""
     chat_template: FilePath | None = None
     """Jinja file that renders conversations; null takes the tokenizer's own template."""
     shuffle: bool = True
-    """Whether samples come in an order drawn from `seed` and the epoch; else in file order."""
+    """Whether samples are shuffled anew in each epoch, by `seed`; false keeps the file order."""
     workers: Natural = 2
-    """Processes that tokenise (threads, where there is little); `preprocess` takes all cores."""
+    """Processes that tokenise (threads, for small data); `preprocess` uses all cores."""
     cache_dir: FilePath | None = None
     """Folder for tokenised data; null takes `uspft/data` in `$XDG_CACHE_HOME` (~/.cache)."""

@@ -1,4 +1,4 @@
-"""Rules between the keys of one layout: of `parallel_config`, and of each of its strategies."""
+"""Rules between the keys of one layout: `parallel_config` itself, or one of its strategies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from uspft.config.types import Open
 def of_each_layout(
     check: Callable[[str, Degrees], Iterator[Finding]],
 ) -> Callable[[Recipe], Iterator[Finding]]:
-    """Return a rule that asks `check` of every layout of a recipe, with the key where it stands."""
+    """Return a rule that applies `check` to every layout of a recipe, with the layout's key
+    path."""
 
     @wraps(check)
     def rule(recipe: Recipe) -> Iterator[Finding]:
@@ -39,7 +40,8 @@ def of_each_layout(
 
 @of_each_layout
 def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """Require the algorithm by which ranks share a row; on a mesh there is a default."""
+    """Require `context_parallel_algo` where several ranks share a row; on a mesh it has a
+    default."""
     degree = parallel.context_parallel
     if degree > 1 and not parallel.on_a_mesh and parallel.context_parallel_algo is None:
         what = f"is missing, and context_parallel is {degree}"
@@ -47,12 +49,12 @@ def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
 
 
 COPIES = "fine_grain_interleave"
-"""The option that `copies` checks, and not `own_options`."""
+"""The option that `copies` checks instead of `own_options`."""
 
 
 def copies(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse `fine_grain_interleave` where it would hide no transfer, and beside what works on all
-    of a rank's tokens at once."""
+    """Refuse `fine_grain_interleave` where there is no communication to hide, or where a setting
+    works on all tokens of a rank at once."""
     parallel, number = recipe.parallel_config, recipe.parallel_config.fine_grain_interleave
     for at, one in enumerate(strategies_of(recipe)):
         why = "which layouts that switch do not have yet"
@@ -82,7 +84,7 @@ def copies(recipe: Recipe) -> Iterator[Finding]:
 
 @of_each_layout
 def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """Refuse keys of tensor parallelism that do not fit its algorithm and degree."""
+    """Refuse tensor-parallel keys that do not fit the algorithm and degree."""
     degree, name, mesh = parallel.model_parallel, parallel.tensor_parallel_algo, "tensor_mesh"
     if parallel.use_seq_parallel and parallel.on_a_mesh:
         what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
@@ -112,11 +114,13 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
 
 @of_each_layout
 def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """Require the Ulysses degree where nothing implies it, and that it divides a row's ranks."""
+    """Require the Ulysses degree where nothing implies it, and that it divides the ranks of
+    a row."""
     key = f"{at}.ulysses_degree_in_cp"
     degree, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
     product = f"context_parallel: {parallel.context_parallel}"
-    if parallel.mesh_is_open:  # the mesh decides how many ranks share a row: so many at most
+    # at most: the mesh that is chosen will decide how many ranks share a row
+    if parallel.mesh_is_open:
         degree = parallel.model_parallel * parallel.context_parallel
         product = f"model_parallel: {parallel.model_parallel} × {product}"
     elif parallel.mesh_rows > 1:
@@ -145,7 +149,7 @@ def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
 
 @of_each_layout
 def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """Refuse options that only other algorithms have, instead of dropping them."""
+    """Refuse options that the chosen algorithm does not have."""
     shared = ON_A_MESH if parallel.on_a_mesh else None
     for table, name in (
         (CONTEXT, parallel.context_parallel_algo or shared),
@@ -162,7 +166,7 @@ def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
                 yield f"{at}.{option}", what, f"write {AUTO}, or leave it out"
 
 
-# Experts that ranks divide: DeepSpeed 0.19 is silently wrong beside much that is set with them.
+# Expert parallelism: with many settings DeepSpeed 0.19 computes wrong gradients silently.
 
 _ZERO = "deepspeed.zero_optimization"
 _WRONG: dict[str, tuple[object, str]] = {
@@ -170,11 +174,12 @@ _WRONG: dict[str, tuple[object, str]] = {
     "round_robin_gradients": (True, "ends in an error"),
     "reduce_scatter": (False, "averages them with those of ranks that hold others"),
 }
-"""Keys of ZeRO with the value that divided experts cannot have, and what DeepSpeed does there."""
+"""ZeRO settings refused under expert parallelism: the refused value, and what DeepSpeed does with
+it."""
 
 
 def experts(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse settings with which DeepSpeed's gradients of divided experts are wrong."""
+    """Refuse settings with which DeepSpeed computes wrong gradients under expert parallelism."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
     if isinstance(parallel.expert_parallel, Open) and parallel.strategies is not None:
         what = f"is {AUTO}, beside strategies, whose layouts all have it"
@@ -201,7 +206,7 @@ def _shared_in_a_host(recipe: Recipe, beside: str) -> Iterator[Finding]:
         yield f"{_ZERO}.zero_hpz_partition_size", what, "leave it out"
 
 
-# Pipelines: what beside one would be silently wrong or hang, and keys of stages without one.
+# Pipelines: settings that would be wrong or hang with one, and pipeline keys without one.
 
 _LEFT_OUT = f"write {AUTO}, or leave it out"
 _OFF: dict[str, tuple[object, ...]] = {
@@ -212,18 +217,18 @@ _OFF: dict[str, tuple[object, ...]] = {
     "seq_split_num": (1,),
     "sequence_chunks": ("time",),
 }
-"""Keys of stages, each with the values that ask for nothing; a resolved recipe has the first."""
+"""Pipeline keys with the values that switch them off; a resolved recipe has the first one."""
 WITHOUT_STAGES = {
     "pipeline_stage": 1,
     "micro_batch_num": 1,
     "pipeline_interleave": None,
     **{key: values[0] for key, values in _OFF.items()},
 }
-"""The keys of stages in a resolved `parallel_config` without a pipeline."""
+"""The values of the pipeline keys in a resolved `parallel_config` without a pipeline."""
 
 
 def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse pipelines of strategies, except plain stages where weights move between layouts."""
+    """Refuse pipelines in strategies, except plain stages where weights move between layouts."""
     parallel, every = recipe.parallel_config, strategies_of(recipe)
     staged = [number for number, one in enumerate(every) if one.pipeline_stage != 1]
     for number, one in enumerate(every):
@@ -250,7 +255,7 @@ def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
 
 
 def stages(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what cannot stand beside stages, and keys of stages where there is no pipeline."""
+    """Refuse settings that a pipeline does not support, and pipeline keys without a pipeline."""
     parallel = recipe.parallel_config
     yield from _of_strategies(recipe)
     if parallel.strategies is not None:
@@ -276,15 +281,15 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
     staged = any(one.pipeline_stage != 1 for one in strategies_of(recipe))
     for key, values in _OFF.items():
         if staged and key in ("pipeline_scheduler", "offset"):
-            continue  # of a strategy's stages, or refused as such
+            continue  # it belongs to a strategy's pipeline, or was refused above
         why = "and parallel_config.pipeline_stage is 1"
         remedy = f"write {as_written(values[0])}, or pipeline_stage above 1"
         yield from refused(parallel, key, values, why, remedy, "parallel_config")
 
 
 def _chunks(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse chunks of rows under a schedule that takes rows whole, and beside what works on a
-    whole row at once."""
+    """Refuse `seq_split_num` under a schedule that does not split rows, or with a setting that
+    needs a whole row at once."""
     chunks = recipe.parallel_config.seq_split_num
     if chunks == 1:
         why, remedy = "and parallel_config.seq_split_num is 1", "leave it out, or write more chunks"
@@ -300,7 +305,7 @@ def _chunks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def beside_stages(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what cannot stand beside several `pipeline_stage`."""
+    """Refuse settings that do not work with more than one `pipeline_stage`."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
     stages, stage = (
         f"parallel_config.pipeline_stage {parallel.pipeline_stage}",
@@ -321,10 +326,11 @@ def beside_stages(recipe: Recipe) -> Iterator[Finding]:
 
 
 def checkpointed(recipe: Recipe) -> Iterator[Finding]:
-    """Require as many numbers of checkpointed layers as there are stages, or one for all."""
+    """Require one number of checkpointed layers, or one for each stage."""
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
-    staged = any(one.pipeline_stage != 1 for one in strategies_of(recipe))  # `stages` refuses it
+    # `stages` refuses it otherwise
+    staged = any(one.pipeline_stage != 1 for one in strategies_of(recipe))
     if isinstance(given, bool | int) or staged:
         return
     if isinstance(ranks, Open):

@@ -1,5 +1,8 @@
-"""Reading of a recipe, or of every problem at once: the file, the fragments below it and the
-command line above it merge into one tree, which is checked; and writing as YAML."""
+"""Reading and writing of recipes.
+
+The file, its `base` fragments and the overrides of the command line merge into one tree, which is
+checked; every problem is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from uspft.config.algorithms import AUTO
 from uspft.config.deepspeed_fields import REMOVED
-from uspft.config.document import MAX_DEPTH, Tree, Unreadable, bare, parse, places, plain
+from uspft.config.document import MAX_DEPTH, Tree, Unreadable, bare, parse, places, written
 from uspft.config.messages import (
     Node,
     below,
@@ -37,13 +39,13 @@ from uspft.config.recipe import PLANNED, Recipe
 from uspft.config.rules import broken, touches
 from uspft.config.types import as_tree
 
-# Required keys: what to write, and a value that stands in for a faulty one so that rules still run.
+# Required keys: what to write, and a placeholder for a faulty value so that rules still run.
 _REQUIRED: dict[str, tuple[str, Any]] = {
     "data.train": ("write a file, a folder, a glob, a hub id, or a list of them", "stand-in"),
     "data.sequence_length": ("write the tokens of a row, such as 4096 or 128k", 2),
     "training.global_batch_size": ("write the rows of one optimizer step, such as 32", 1),
 }
-_BLOCKS = ("model", "data", "training")  # with required keys: an absent one reads as empty
+_BLOCKS = ("model", "data", "training")  # blocks with required keys: an absent one is read as empty
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,21 @@ class Loaded:
     """A recipe as far as it can be read, with its problems."""
 
     recipe: Recipe
-    """The recipe, in which every faulty key has its default, or a stand-in."""
+    """The recipe, in which every faulty key has its default or a placeholder."""
     origins: Origins
-    """The places where its keys were written."""
+    """The place where each key was written."""
     problems: Sequence[Problem] = ()
     faulty: frozenset[str] = frozenset()
-    """The keys of the problems, and those that their faults may have hidden."""
+    """The keys with problems, and the keys whose problems these may have hidden."""
 
     def sound(self, *keys: str) -> bool:
-        """Return whether no problem touches these keys or blocks."""
+        """Return whether none of these keys or blocks has a problem."""
         return not any(touches(key, bad) for key in keys for bad in self.faulty)
 
     def together(self, findings: Sequence[Finding]) -> RecipeError:
-        """Return the error that tells the problems and these findings: the recipe's own come first,
-        each file's from top to bottom, and the command line's last."""
+        """Return the error with the problems and these findings: those of the recipe file first,
+        then the other files', each from top to bottom, and the command line's last.
+        """
         found = [*self.problems, *(self.origins.problem(*one) for one in findings)]
 
         def order(problem: Problem) -> tuple[bool, bool, str, int]:
@@ -87,7 +90,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Return what `load` does, with the problems in place of an error.
+    """Return the recipe with its problems, where `load` would raise them.
 
     Raises RecipeError where a file cannot be read.
     """
@@ -102,7 +105,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     findings, meant = unknown_keys(raw)
     misnamed = meant - origins.places.keys()
     recipe, wrong = _validated(_without(raw, {key for key, *_ in findings}), misnamed)
-    # A value that was not read rightly has its problem already.
+    # A value that YAML could not read has its problem already.
     misread = {(problem.where, problem.key) for problem in problems}
     found = [origins.problem(*finding) for finding in [*findings, *wrong]]
     problems += [each for each in found if (each.where, each.key) not in misread]
@@ -113,7 +116,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _require_ours(path: Path, raw: dict[str, Any], origins: Origins) -> None:
-    """Raise RecipeError, in one line, where the file is a configuration of another tool."""
+    """Raise a one-line RecipeError if the file is a configuration of another tool."""
     written = {key for key in raw if origins.places.get(key) != COMMAND_LINE}
     if written & {"data", "training"} or written <= set(Recipe.model_fields):
         return
@@ -134,7 +137,7 @@ def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Find
         for key, what, remedy in findings_of(error, tree, Recipe):
             example = what.startswith("is missing") and key in _REQUIRED
             findings.append((key, what, _REQUIRED[key][0] if example else remedy))
-        # The field, in a block or at the top, in which each lies.
+        # The field of a block, or top-level key, that contains each fault.
         wrong = {re.sub(r"\[.*", "", ".".join(key.split(".")[:2])) for key, _, _ in findings}
         faulty = faulty | wrong
         recipe = Recipe.model_validate(_complete(_without(tree, wrong), faulty))
@@ -142,8 +145,8 @@ def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Find
 
 
 def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
-    """Return the tree completed for validation: absent blocks are empty, and faulty required keys
-    have stand-ins."""
+    """Return the tree with absent blocks as empty mappings and placeholders for faulty required
+    keys."""
     result = {**{block: {} for block in _BLOCKS}, **raw}
     for key, (_, value) in _REQUIRED.items():
         block, _, name = key.partition(".")
@@ -162,17 +165,20 @@ def _without(value: Any, keys: Set[str], at: str = "") -> Any:
     return value
 
 
-# The keys that each mapping of a recipe may hold, and what an unknown one was meant to be.
+# The keys that each mapping of a recipe may have, and suggestions for unknown keys.
 
-_BY_THEMSELVES = (".fields", ".rope_scaling")  # their types say more of an unknown key
+# validation has a better message for an unknown key of these
+_BY_THEMSELVES = (".fields", ".rope_scaling")
 _ADAPTER = "model.adapter"
 _ZERO = "deepspeed.zero_optimization"
 
 
 @cache
 def mappings() -> dict[str, Node]:
-    """Return the keys of each mapping of a recipe with their JSON Schemas, by its path, where ""
-    is the top and [] any item of a list; what a key of the model or the data may name is not there.
+    """Return the keys of each mapping of a recipe with their JSON Schemas.
+
+    They are keyed by the mapping's path, where "" is the top and [] any list item. Mappings of free
+    keys are not included.
     """
     top, found = schema_of(Recipe), dict[str, Node]()
 
@@ -190,9 +196,10 @@ def mappings() -> dict[str, Node]:
 
 
 def without_nulls(tree: Tree, at: str = "") -> Tree:
-    """Return the tree without the keys that the command line sets to null and that may not be.
+    """Return the tree without the keys that the command line sets to null although null is not
+    allowed.
 
-    So a key of the recipe or of a fragment gives way to its default.
+    So an override can restore the default of a key that a file or fragment sets.
     """
     if not isinstance(tree.value, dict):
         return tree
@@ -208,11 +215,11 @@ def without_nulls(tree: Tree, at: str = "") -> Tree:
     return Tree(kept, tree.where)
 
 
-_GENERIC = ("type", "path", "name", "device", "enabled")  # say nothing about where they belong
+_GENERIC = ("type", "path", "name", "device", "enabled")  # names too common to tell what was meant
 
 
 def unknown_keys(raw: dict[str, Any]) -> tuple[list[Finding], set[str]]:
-    """Return a finding for each unknown key of a recipe, and the known keys that they mean."""
+    """Return a finding for each unknown key of a recipe, and the known keys that were meant."""
     findings, meant, errors = list[Finding](), set[str](), list[ErrorDetails]()
     try:
         Recipe.model_validate(raw)
@@ -239,14 +246,14 @@ def unknown_keys(raw: dict[str, Any]) -> tuple[list[Finding], set[str]]:
 
 
 def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
-    """Return what to write instead of an unknown key, and the keys that it stands for."""
+    """Return the remedy for an unknown key, and the known keys that it stands for."""
     siblings = tuple(mappings()[pattern])
     theirs = hint_of(key, pattern, value)
     if theirs is not None:
         return theirs.remedy, set(theirs.to)
     near = misspelt(key, siblings)
     if key not in _GENERIC and not (near and near.lower() == key.lower()):
-        # Names inside what goes to DeepSpeed as it is say nothing outside it.
+        # Names inside a DeepSpeed mapping give no hint outside it.
         blocks = (*Recipe.model_fields, "", _ZERO, _ADAPTER)
         homes = [join(b, key) for b, names in mappings().items() if key in names and b in blocks]
         if homes:
@@ -254,27 +261,14 @@ def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
     return meant_key(key, siblings), {join(at, near)} if near else set()
 
 
-class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes each string that `load` would read as another value; writes no alias."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def string(self, value: str) -> yaml.ScalarNode:
-        style = None if isinstance(plain(value), str) else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.string)
-
-
 def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
-    """Return YAML with every key that may be set, which load() reads back to an equal recipe.
+    """Return the recipe as YAML with every key that may be set; load() reads an equal recipe from
+    it.
 
-    comments: sentences that stand above their keys.
+    comments: by key, a sentence to write above it.
     """
     data = as_tree(recipe, all_keys=False)
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    text = written(data, width=100)
     if not comments:
         return text
     tree, _ = parse(text, str)
@@ -290,14 +284,15 @@ def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
     return "".join(lines)
 
 
-# The file, the fragments below it and the command line above it, merged into one tree.
+# Merging of the recipe file, its fragments and the overrides into one tree.
 
 MAX_BYTES = 256 * 1024  # PyYAML reads some 100 KB a second
 MAX_FRAGMENTS = 100  # fragments that name fragments twice double with every level
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list[Problem]]:
-    """Return the merged tree without `base`, and every problem; no tree if a file is unreadable."""
+    """Return the merged tree without `base`, and every problem; the tree is None if a file is
+    unreadable."""
     reader = _Files()
     tree, problems = reader.file(path), reader.problems
     if tree is None or not reader.complete:
@@ -308,7 +303,7 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list
 
 
 def merge(low: Tree, high: Tree) -> Tree:
-    """Return `high` over `low`: mappings merge, lists and scalars replace what stood there."""
+    """Return `low` updated by `high`: mappings merge, lists and scalars are replaced."""
     if not isinstance(low.value, dict) or not isinstance(high.value, dict):
         return high
     merged = dict(low.value)
@@ -318,9 +313,10 @@ def merge(low: Tree, high: Tree) -> Tree:
 
 
 def _opened(tree: Tree) -> Tree:
-    """Return a recipe's tree in which `parallel_config: auto` is a mapping whose keys are auto.
+    """Return a recipe's tree with `parallel_config: auto` expanded to a mapping of keys that are
+    auto.
 
-    So what is written over it stands beside what is left open, and the word replaces a mapping.
+    Overrides of single keys then merge with it.
     """
     key = "parallel_config"
     if not isinstance(tree.value, dict) or key not in tree.value or tree.value[key].value != AUTO:
@@ -331,7 +327,7 @@ def _opened(tree: Tree) -> Tree:
 
 
 def text_of(path: Path, most_bytes: int = MAX_BYTES) -> str:
-    """Return what a file of UTF-8 says. Raises Unreadable."""
+    """Return the text of a UTF-8 file. Raises Unreadable."""
     try:
         if path.is_dir():
             raise Unreadable("is a folder", "name a YAML file")
@@ -352,7 +348,7 @@ def text_of(path: Path, most_bytes: int = MAX_BYTES) -> str:
 
 
 class _Files:
-    """A reader of a file and, below it, the fragments that its `base` lists; collects problems."""
+    """A reader of a recipe file and of the fragments that its `base` lists; collects problems."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -409,7 +405,8 @@ class _Files:
 
 
 def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
-    """Return the tree under one `key.path=value` of the command line; unchanged if it is wrong."""
+    """Return the tree updated by one `key.path=value` of the command line; unchanged if it is
+    wrong."""
     key, new, faults = assigned(text)
     problems += faults
     if new is None:

@@ -1,5 +1,5 @@
-"""What is said of a value that a type refuses, made of the type's JSON Schema and the value; and
-how values and tables are written for a person."""
+"""Messages about values that a type refuses, built from its JSON Schema; and how values and tables
+are printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INSTEAD = {
     "optimizer": "leave it out, or write its keys below it; `optimizer.type` is adamw alone",
     "lr_schedule": "write it as `lr_schedule.type`",
 }
-"""A block for which other tools have one value → what to write instead."""
+"""Blocks for which other tools have a single value: what to write instead."""
 
 
 def shown(value: object) -> str:
@@ -56,15 +56,17 @@ def as_written(value: Any) -> str:
 def refused(
     block: Any, key: str, off: Collection[Any], why: str, remedy: str, at: str = ""
 ) -> Iterator[Finding]:
-    """Yield that a key of a block has a value that cannot stand, unless it is one of those in
-    `off`, which ask for nothing. at: the path of the block."""
+    """Yield a finding if a key has a value outside `off`, the values that ask for nothing.
+
+    at: the path of the block.
+    """
     value = reduce(getattr, key.split("."), block)
     if value not in off:
         yield join(at, key), f"is {as_written(value)}, {why}", remedy
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return lines whose first column stands to the left and whose numbers stand to the right."""
+    """Return rows as aligned lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
@@ -104,7 +106,7 @@ def _edits(one: str, other: str) -> int:
 
 
 class _Untitled(GenerateJsonSchema):
-    """A generator that leaves out the titles that pydantic makes of names: ours are words."""
+    """A schema generator without the titles that pydantic derives from field names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -112,9 +114,10 @@ class _Untitled(GenerateJsonSchema):
 
 @cache
 def schema_of(kind: Any) -> Node:
-    """Return the JSON Schema of a type, in which one `enum` has all the words that it takes.
+    """Return the JSON Schema of a type, with all its words merged into one `enum`.
 
-    A `title` in it is what messages call a value that passes. Whoever changes it takes a copy.
+    A `title` in it is what messages call the value. The result is cached: copy it before changing
+    it.
     """
     made = TypeAdapter(kind).json_schema(schema_generator=_Untitled)
     simple: Node = _simple(made)
@@ -158,14 +161,14 @@ def _simple(node: Any) -> Any:
 
 
 def choices(node: Node) -> list[Any]:
-    """Return the words that a schema lets pass, null among them."""
+    """Return the `enum` values of a schema, null included."""
     return [word for part in node.get("anyOf", [node]) for word in part.get("enum", ())]
 
 
 def words(node: Node, *, items: bool = False) -> str:
-    """Return what messages call the values that a schema lets pass.
+    """Return what messages call the values that a schema accepts.
 
-    items: whether it is also said what each item of a list of a fixed size is.
+    items: whether to describe the items of a list of fixed size too.
     """
     every = [said for part in _kinds(node) if (said := _kind(part, items))]
     named = [one if isinstance(one, str) else shown(one) for one in choices(node)]
@@ -177,7 +180,7 @@ def words(node: Node, *, items: bool = False) -> str:
 
 
 def _kinds(node: Node) -> list[Node]:
-    """Return the alternatives of a schema that are no `enum`."""
+    """Return the alternatives of a schema other than `enum`."""
     parts = node.get("anyOf", [node]) if "title" not in node else [node]
     return [part for part in parts if "enum" not in part]
 
@@ -209,15 +212,14 @@ def _kind(node: Node, items: bool) -> str:
 
 
 def resolved(node: Node, top: Node) -> Node:
-    """Return the schema that a reference names, or the schema itself where it is none."""
+    """Return the schema with its `$ref` followed, if it has one."""
     return top["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
 
 def inside(node: Node, top: Node, value: Any = None) -> list[Node]:
-    """Return the schemas of lists and mappings that a schema lets pass, resolved.
+    """Return the list and mapping schemas among a schema's alternatives, resolved.
 
-    value: where only some of them let the words of a mapping pass, or lists in a list, those are
-    returned.
+    value: alternatives that match its words and its nesting are preferred.
     """
     node = resolved(node, top)
     if "anyOf" in node:
@@ -236,10 +238,10 @@ def inside(node: Node, top: Node, value: Any = None) -> list[Node]:
 
 
 def findings_of(error: ValidationError, given: Any, kind: Any) -> list[Finding]:
-    """Return pydantic's errors on a value of a type as findings, one for each key.
+    """Return the pydantic errors of a value as findings, one for each key.
 
-    Of a type with alternatives each has its error: those at the deepest key count, since they come
-    from the alternative that the value is nearest to.
+    Each alternative of a union reports its own errors; only those at the deepest key count, since
+    they come from the alternative closest to the value.
     """
     top = schema_of(kind)
     by_key: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
@@ -253,12 +255,12 @@ def findings_of(error: ValidationError, given: Any, kind: Any) -> list[Finding]:
 
 
 def below(at: str, token: str | int) -> str:
-    """Return the key path of a key, or of an item of a list, inside `at`."""
+    """Return the key path of the key or list index `token` inside `at`."""
     return join(at, f"[{token}]" if isinstance(token, int) else token)
 
 
 def place_of(error: ErrorDetails, given: Any) -> tuple[str | int, ...]:
-    """Return the key of an error, without pydantic's names of alternatives."""
+    """Return the key path of an error, without the names that pydantic adds for alternatives."""
     at: list[str | int] = []
     for token in error["loc"]:
         held = isinstance(given, dict) and token in given
@@ -300,13 +302,13 @@ def _said(
 
 
 def meant_key(key: str, known: Sequence[str]) -> str:
-    """Return the remedy for a key that is unknown among these."""
+    """Return the remedy for an unknown key: the known one it resembles, or a list of them."""
     near = misspelt(key, known)
     return f"did you mean `{near}`?" if near else f"known here: {', '.join(dict.fromkeys(known))}"
 
 
 def unknown_value(value: object, node: Node) -> tuple[str, str]:
-    """Return what is wrong with a value that is none of the words of a schema, and the remedy."""
+    """Return what is wrong with a value that is not in a schema's `enum`, and the remedy."""
     listed, named = words(node), choices(node)
     if not isinstance(value, str):
         one_of = "one of " if named[1:] else ""
@@ -370,7 +372,7 @@ def _no_text(value: Any, node: Node, wanted: str) -> tuple[str, str]:
 
 
 def _meant_value(value: str, named: Sequence[object]) -> str | None:
-    """Return what a string was most likely meant as, where it is none of the words."""
+    """Return the value that a string most likely stands for, where it is not an allowed word."""
     likely = meant(value)
     if likely == "write null" and None not in named:
         likely = "write none" if "none" in named else None

@@ -1,14 +1,13 @@
-"""The keys of other tools and what becomes of each in a recipe, read from others/TOOL.yaml. They
-also tell what an unknown key of a recipe was meant to be, and which tool a configuration is of.
+"""The keys of other tools and what each becomes in a recipe, read from others/TOOL.yaml.
 
-A row is `KEY: {BECOMES: …}` in the block of its section:
-  same: our key; the value goes there as it is.
-  translate: our keys; the value decides what stands there. say: how.
-  ignore: why it changes nothing here.
-  refuse: what to do. but: values that have no effect and are ignored. unless: our key; if the
-    command line sets it, the key is not refused.
-`*` is every key of a block that has no row of its own. Two more entries are for names that may mean
-something else in a recipe: top: the row holds only outside of blocks; only: only with these values.
+They also give hints for unknown keys of a recipe, and tell which tool a configuration belongs to.
+
+A row is `KEY: {FIELD: …}` under its section. The fields: same: our key, which takes the value
+unchanged. translate: our keys, whose values depend on the given value. say: how. ignore: why the
+key changes nothing here. refuse: what to do instead. but: values that have no effect and are
+ignored. unless: our key; if the command line sets it, the key is not refused. `*` stands for every
+key of a block without a row of its own. Two more fields are for names that may mean something else
+in a recipe: top: the row holds only outside of blocks; only: the row holds only for these values.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ BECOMES: tuple[Becomes, ...] = ("same", "translate", "ignore", "refuse")
 
 @dataclass(frozen=True)
 class KeyRow:
-    """A key of theirs, and what becomes of it."""
+    """A key of another tool, and what it becomes in a recipe."""
 
     key: str
-    """Its path; a last part `*` stands for every key of the block without a row of its own."""
+    """Its path; a last part `*` stands for every key of the block without its own row."""
     becomes: Becomes
     to: str = ""
     """Our key, where there is one."""
     say: str = ""
     """How it is translated, why it is ignored, or what to do instead."""
     but: tuple[Any, ...] = ()
-    """Of a refused key, the values that ask for nothing."""
+    """For a refused key: the values that have no effect."""
     unless: str = ""
-    """Of a refused key, our key which settles it where the command line writes that."""
+    """For a refused key: our key that settles it when the command line sets it."""
     top: bool = False
-    """Of an unknown key of a recipe, whether it means this outside all blocks alone."""
+    """For an unknown key in a recipe: whether the row holds only outside of blocks."""
     only: tuple[Any, ...] = ()
-    """Of an unknown key of a recipe, the values with which it means this; none: all."""
+    """For an unknown key in a recipe: the values for which the row holds; empty: all."""
 
     @property
     def hint(self) -> Hint:
-        """What to write in a recipe in its place."""
+        """The hint to write our key instead."""
         if self.becomes == "ignore":
             return Hint(f"leave it out: {self.say}")
         if self.becomes == "refuse":
@@ -60,7 +59,7 @@ class KeyRow:
         return Hint(said, frozenset({self.to}))
 
     def holds(self, value: Any) -> bool:
-        """Return whether it means this with a value."""
+        """Return whether the row holds for this value of an unknown key."""
         return not self.only or any(type(one) is type(value) and one == value for one in self.only)
 
 
@@ -69,29 +68,29 @@ class Tool:
     """Another tool whose configurations are known."""
 
     name: str
-    """What `--from` takes, and the name of its table."""
+    """Its name for `--from`, and the name of its table."""
     title: str
     below: tuple[str, ...] = ()
-    """Tables whose rows hold too, where its own has none."""
+    """Other tables to look in when its own has no row."""
     by_type: tuple[str, ...] = ()
-    """Lists of mappings whose `type` says what they are, so that it takes the place of an index."""
+    """Paths of lists of mappings in which an item's `type` replaces its index in key paths."""
     by_index: tuple[str, ...] = ()
-    """Lists of mappings each of whose keys is looked up."""
+    """Paths of lists of mappings whose items' keys are looked up one by one."""
     at: str = ""
-    """The block of tables in which its keys stand; empty where they stand at the top."""
+    """The block of its table that holds its keys; empty for the top."""
     strict: bool = False
-    """Whether a key that its table lacks is refused, as the tool does; else it is not taken."""
+    """Whether a key without a row is refused, as the tool itself does; else it is ignored."""
     converts: bool = True
-    """Whether its configurations become recipes, and not only its keys are known."""
+    """Whether its configurations can be converted, or its keys only serve for hints."""
 
 
 @dataclass(frozen=True)
 class KeyTable:
-    """Rows by their paths."""
+    """Rows by key path."""
 
     rows: Mapping[str, KeyRow]
     own: frozenset[str] = field(default_factory=frozenset)
-    """The paths that stand in the tool's own table, and in none below it."""
+    """The paths in the tool's own table, without those of the tables below it."""
 
     def of(self, path: str) -> KeyRow | None:
         """Return the row of a path: its own, or that of the nearest block with a `*`."""
@@ -137,7 +136,7 @@ TOOLS: Mapping[str, Tool] = {
 
 @cache
 def table_of(tool: str) -> KeyTable:
-    """Return the table of a tool, over those below it."""
+    """Return the table of a tool, merged over the tables that it extends."""
     rows: dict[str, KeyRow] = {}
     for name in TOOLS[tool].below if tool in TOOLS else ():
         rows |= table_of(name).rows
@@ -152,7 +151,7 @@ def table_of(tool: str) -> KeyTable:
 
 
 def _row(path: str, said: dict[str, Any]) -> KeyRow:
-    """Return a row. Raises ValueError where it says anything else than a row does."""
+    """Return a row from its YAML. Raises ValueError where it has unknown fields."""
     becomes = [name for name in BECOMES if name in said]
     if len(becomes) != 1:
         raise ValueError(f"{path}: says {sorted(said)}")
@@ -167,28 +166,28 @@ def _row(path: str, said: dict[str, Any]) -> KeyRow:
 _GENERIC = frozenset(
     ("batch_size", "device", "enabled", "format", "name", "names", "path", "seed", "split", "type")
 )
-"""Last parts of paths that say nothing about where they belong."""
+"""Last parts of paths that are too common to tell a tool by."""
 PLAIN = "trl"
-"""The tool whose files may have the Trainer's arguments alone."""
+"""The tool to assume for a file with only arguments of transformers' Trainer."""
 _LEAST = 3
-"""Keys of another tool that a file has at least, to be a configuration of it."""
+"""How many keys of a tool a file must have to count as its configuration."""
 
 
 @dataclass(frozen=True)
 class Hint:
-    """What to write in place of a key of another tool."""
+    """What to write in a recipe in place of another tool's key."""
 
     remedy: str
     """A sentence without its end."""
     to: frozenset[str] = frozenset()
-    """The keys of ours that stand in its place."""
+    """Our keys that replace it."""
 
 
 def hint_of(key: str, at: str, value: Any) -> Hint | None:
-    """Return what an unknown key in the block of a recipe at a path means elsewhere, or None.
+    """Return the hint for an unknown recipe key at a path, or None.
 
-    The whole path decides first; then the key by itself, and last as the last part of a path, where
-    all tools that have such a part mean the same key of ours.
+    It looks for the whole path first, then for the key alone, then for the key as the last part of
+    a path if all tools that have it mean the same key of ours.
     """
     for path in (join(at, key), key):
         for rows in (table_of(name).rows for name in TOOLS):
@@ -202,7 +201,7 @@ def hint_of(key: str, at: str, value: Any) -> Hint | None:
 
 
 def _block(path: str, value: Any) -> Hint | None:
-    """Return what a whole block of another tool's is called here, by the keys written in it."""
+    """Return the hint for a whole block of another tool, by the keys in it."""
     for name, tool in TOOLS.items():
         inside = [row for row in table_of(name).rows.values() if f".{path}." in f".{row.key}"]
         if not inside:
@@ -219,19 +218,17 @@ def _block(path: str, value: Any) -> Hint | None:
 
 
 def tool_of(keys: Collection[str], ours: Collection[str]) -> Tool | None:
-    """Return the tool whose configuration has these keys at its top, or None.
+    """Return the tool whose configuration has these top-level keys, or None if too few match.
 
-    It is the one that knows the most of them beside keys of ours; where several know as many, the
-    one whose own table, without those below it, has the most. Where those are as many too, the file
-    has nothing of its own: it is the Trainer's, if that is among them. None where a file has too
-    few of any.
+    Keys that are also ours do not count. It is the tool that has the most of the others; among
+    equals, the one whose own table has the most; then the Trainer, if it is among them.
     """
     theirs = set(keys) - set(ours)
     marks = {}
     for name, tool in TOOLS.items():
         if tool.converts:
             start, table, known = f"{tool.at}." if tool.at else "", table_of(name), []
-            for paths in (table.rows, table.own):  # the keys that its file has at its top
+            for paths in (table.rows, table.own):  # the keys at the top level of its file
                 inside = (path.removeprefix(start) for path in paths if path.startswith(start))
                 tops = {path.partition(".")[0] for path in inside} - {"*", "accelerate"}
                 known.append(len(theirs & tops))

@@ -11,7 +11,7 @@ MAX_SAID = 160
 
 Finding = tuple[
     str, str, str
-]  # key, what is wrong, what to write instead: a problem without its place
+]  # key, what is wrong, what to write instead; unlike a Problem it has no place
 
 
 def join(at: str, below: str) -> str:
@@ -20,18 +20,21 @@ def join(at: str, below: str) -> str:
 
 
 def said(error: Exception) -> str:
-    """Return in one line what another library's error says, cut off after MAX_SAID characters."""
+    """Return another library's error message on one line, cut to MAX_SAID characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_SAID else text[: MAX_SAID - 1] + "…"
 
 
 def on_one_line(text: str) -> str:
-    """Return a text in which nothing is unseen: a name or a value may hold a line break."""
+    """Return a text with line breaks and other unprintable characters escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def counted(count: int, noun: str, ending: str = "s") -> str:
-    """Return how many there are, such as `1 row` or `1,024 rows`; ending: of more than one."""
+    """Return a count with its noun, such as `1 row` or `1,024 rows`.
+
+    ending: the plural's.
+    """
     return f"{count:,} {noun}{ending * (count != 1)}"
 
 
@@ -52,17 +55,17 @@ class Problem:
 class InputError(ValueError):
     """The error that the user's input is wrong; its text says what is wrong and what to do.
 
-    A traceback would not help the user.
+    It is shown without a traceback.
     """
 
     findings: Sequence[Finding] = ()
-    """The findings that concern keys of the recipe; a command gives each of them its place."""
+    """Findings on keys of the recipe; the command adds the place of each."""
     beside: Sequence[str] = ()
-    """Lines on places in files, which are told before the findings as they are."""
+    """Lines on places in files, printed before the findings."""
 
 
 class UsageError(InputError):
-    """The error that the command line is wrong; its text is one line, as on a recipe's fault."""
+    """The error that the command line is wrong; its text is one line."""
 
     def __init__(self, word: str, what: str, remedy: str) -> None:
         super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
@@ -70,8 +73,8 @@ class UsageError(InputError):
 
 @contextmanager
 def writing(word: str, remedy: str) -> Iterator[None]:
-    """Raise UsageError where what a word of the command line names cannot be written inside the
-    `with` block."""
+    """Turn an OSError inside the `with` block into UsageError: the file or folder that a word of
+    the command line names cannot be written."""
     try:
         yield
     except OSError as error:
@@ -79,9 +82,9 @@ def writing(word: str, remedy: str) -> Iterator[None]:
 
 
 def settings_of(verb: str, words: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return what the words key=value behind a verb say, by key. Raises UsageError.
+    """Return the `key=value` words that follow a verb as a dict. Raises UsageError.
 
-    known: for each key that the verb takes what a value is, such as FOLDER.
+    known: each key that the verb takes, and what its value is, such as FOLDER.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -97,20 +100,20 @@ def settings_of(verb: str, words: Sequence[str], known: Mapping[str, str]) -> di
 
 
 class RunFailed(Exception):
-    """The error that a run cannot go on, and not by a fault of uspft.
+    """The error that a run cannot continue, for a reason outside uspft.
 
-    The text says why and what to do; a traceback would not help the user.
+    Its text says why and what to do; it is shown without a traceback.
     """
 
 
 class Interrupted(Exception):
-    """The error of a run that was asked to stop; what it had done is saved."""
+    """The error of a run that was asked to stop, after it has saved its progress."""
 
 
 class RecipeError(InputError):
-    """The error that carries every problem of a recipe at once; its text has one line for each.
+    """The error with every problem of a recipe, one line each.
 
-    beside: lines on places in files, which come first.
+    beside: lines on places in files, printed first.
     """
 
     def __init__(self, problems: Iterable[Problem], beside: Sequence[str] = ()) -> None:
@@ -119,7 +122,7 @@ class RecipeError(InputError):
 
 
 class Fault(InputError):
-    """The error that a check raises: findings, whose keys are relative to the value checked."""
+    """The error that a check raises: findings whose keys are relative to the checked value."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = list(findings)
@@ -127,7 +130,7 @@ class Fault(InputError):
 
 
 def fault(what: str, remedy: str) -> Fault:
-    """Return a Fault with one finding, about the checked value itself."""
+    """Return a Fault with one finding on the checked value itself."""
     return Fault([("", what, remedy)])
 
 
@@ -139,7 +142,9 @@ class Origins:
     places: Mapping[str, str]
 
     def where(self, key: str) -> str:
-        """Return the place of a key, else of its nearest parent with one, else the file's start."""
+        """Return the place of a key, else of its nearest parent that has one, else of the file's
+        start.
+        """
         while key and key not in self.places:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return self.places.get(key, f"{self.file}:1")

@@ -1,7 +1,7 @@
 """The recipe as typed, frozen blocks, whose field names, types and defaults are a public contract.
 
-A field's type says which values a recipe may write, and the line below it what the key means, as
-docs/keys.md and editors show it.
+A field's type says which values a recipe may write; the string below it says what the key means,
+and appears in docs/keys.md and in editors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from uspft.config.types import (
 
 
 def _algorithms() -> dict[str, str]:
-    """Return the names of algorithms that share a row, each with the one that it stands for."""
+    """Return the names of sequence-parallel algorithms, synonyms included, each with the name that
+    it stands for."""
     synonyms = {other: row.name for row in CONTEXT.values() for other in row.synonyms}
     return {**{name: name for name in CONTEXT}, **synonyms, AUTO: AUTO}
 
@@ -53,7 +54,8 @@ PLANNED = (
     "ulysses_degree_in_cp",
     "expert_parallel",
 )
-"""The keys that `parallel_config: auto` leaves to the planner, beside those whose default does."""
+"""The keys that `parallel_config: auto` leaves to the planner, in addition to those that are `auto`
+by default."""
 
 
 _Mesh = Annotated[tuple[Count, Count], Strict(False), Field(title="[rows, cols]")]
@@ -70,15 +72,15 @@ class Degrees(RecipeBlock):
     data_parallel: Count | Literal["auto"] = "auto"
     """Number of replicas that take different rows; `auto` is processes ÷ the other degrees."""
     model_parallel: CountOrOpen = 1
-    """Tensor parallel degree: ranks that hold parts of one matrix; `auto` asks the planner."""
+    """Tensor parallel degree: ranks that split each weight matrix; `auto` asks the planner."""
     use_seq_parallel: bool = False
-    """Whether tensor parallel ranks also split the tokens between their matrices."""
+    """Whether tensor parallel ranks also split the activations between matrices by tokens."""
     context_parallel: CountOrOpen = 1
     """Number of ranks that share one row; `auto` asks the planner."""
     context_parallel_algo: Annotated[str, OneOf(_algorithms)] | None = None
     """How ranks share a row; required where several do; `auto` chooses, and the run says why."""
     ulysses_degree_in_cp: CountOpenOrNone = None
-    """Ranks that split heads; context_parallel ÷ it split tokens; null: the algorithm's, or 1."""
+    """Ranks that split heads; the rest of context_parallel split tokens; null: as implied, or 1."""
     exchange_stages: Count | Literal["auto"] | None = "auto"
     """Steps in which keys are exchanged; `auto` and null take at least one for each other rank."""
     tensor_parallel_algo: Annotated[str, OneOf(lambda: {name: name for name in TENSOR})] = (
@@ -86,30 +88,32 @@ class Degrees(RecipeBlock):
     )
     """Algorithm with which tensor parallel ranks split a matrix."""
     tensor_mesh: _Mesh | Literal["auto"] | None = "auto"
-    """Rows and columns of meshslice's grid of ranks; `auto` and null leave the choice to it."""
+    """Rows and columns of MeshSlice's mesh of ranks; `auto` and null let the tuner choose."""
     tensor_slices: Count | _Slices | Literal["auto"] | None = "auto"
-    """Number of slices of each product in meshslice; `auto` and null leave the choice to it."""
+    """Slices of each matrix product in MeshSlice; `auto` and null let the tuner choose."""
     pipeline_stage: CountOrOpen = 1
-    """Pipeline stages, on ranks of their own, that the layers are split into; `auto` chooses."""
+    """Number of pipeline stages, each on ranks of its own; `auto` asks the planner."""
     micro_batch_num: Count | Literal["auto"] = "auto"
-    """Number of micro-batches in a step, which the batch decides; without stages `1` stands too."""
+    """Micro-batches in a step; the batch sizes imply it; `1` is allowed too without stages."""
     pp_interleave_num: Count = 1
-    """Number of virtual stages that each stage's ranks take in turn; more make a bubble smaller."""
+    """Virtual stages per pipeline rank; more of them make the bubble smaller."""
     layers_per_stage: Annotated[EachStage, of_stages(Count)] | None = None
-    """Number of layers of each stage; null deals them out so that stages cost alike."""
+    """Number of layers in each stage; null balances the stages by their estimated time."""
     seq_split_num: Count = 1
-    """Number of chunks of a row that follow one another through a pipeline (seqpipe)."""
+    """Number of chunks of a row that pass through a pipeline one after another (seqpipe)."""
     fine_grain_interleave: Count = 1
-    """Number of copies of a layer's work that take turns, which hides tensor parallel transfers."""
+    """Number of interleaved token groups in a layer, which hides tensor parallel communication."""
 
     @property
     def mesh_rows(self) -> int:
-        """The rows of the mesh that holds a matrix; 1 where there is none, or none chosen yet."""
+        """The rows of the mesh that matrices are split over; 1 without a mesh or before it is
+        chosen.
+        """
         return self.tensor_mesh[0] if isinstance(self.tensor_mesh, tuple) else 1
 
     @property
     def on_a_mesh(self) -> bool:
-        """Whether ranks hold matrices over both dimensions, so that mesh rows split tokens."""
+        """Whether matrices are split over both mesh dimensions, so that mesh rows split tokens."""
         blocks = TENSOR[self.tensor_parallel_algo].splits is Splits.BLOCKS
         return blocks and self.model_parallel > 1
 
@@ -120,15 +124,15 @@ class Degrees(RecipeBlock):
 
     @property
     def row_ranks(self) -> int:
-        """The number of ranks that share a row of tokens: the mesh's rows are among them."""
+        """The number of ranks that share a row of tokens, mesh rows included."""
         return self.mesh_rows * self.context_parallel
 
 
 class Strategy(Degrees):
-    """One of several layouts: degrees left out are 1, and `data_parallel` takes what is left."""
+    """One of several layouts; omitted degrees are 1, and `data_parallel` takes the other ranks."""
 
     max_length: Tokens
-    """Number of tokens in the longest row that this layout is for."""
+    """Number of tokens in the longest row that uses this layout."""
 
 
 class ParallelBlock(Degrees):
@@ -139,34 +143,34 @@ class ParallelBlock(Degrees):
         | Literal["auto"]
         | None
     ) = None
-    """Layouts that the samples of one step run under, by length; `auto` chooses; null: one."""
+    """Layouts for rows of different lengths within one step; `auto` chooses; null: one layout."""
     switching: Literal["auto", "in_place", "move"] | None = "auto"
-    """How tensor degrees switch: ranks use parts of what they hold (`in_place`), or it moves."""
+    """Switching of tensor degrees: `in_place` uses parts of local shards; `move` sends weights."""
     expert_parallel: CountOrOpen = 1
-    """Neighbouring ranks of data × context that a layer's experts are spread over, or `auto`."""
+    """Neighbouring data × context ranks among which a layer's experts are divided, or `auto`."""
     pipeline_scheduler: Literal["auto", "gpipe", "1f1b", "seqpipe"] | None = "auto"
-    """Order of a pipeline's work; `auto` is seqpipe where `seq_split_num` is above 1, else 1f1b."""
+    """Pipeline schedule; `auto` is seqpipe where `seq_split_num` is above 1, else 1f1b."""
     sequence_chunks: Literal["time", "tokens"] = "time"
-    """Whether chunks of a row take equal time, by the planner's price, or have equal tokens."""
+    """Whether chunks of a row take equal time, as the planner estimates, or have equal tokens."""
     pipeline_interleave: bool | Literal["auto"] | None = "auto"
-    """Whether stages have virtual ones; `auto` follows `pp_interleave_num`, which says how many."""
+    """Whether stages are interleaved; `auto` follows `pp_interleave_num`, which says how many."""
     offset: Integer | Annotated[EachStage, of_stages(Integer)] | None = None
-    """Layers of each stage beyond the whole share, as in MindSpore; null: `layers_per_stage`."""
+    """Layers of each stage above the even share, as in MindSpore; null: `layers_per_stage`."""
 
 
 class DeepSpeedBlock(RecipeBlock):
-    """These keys go to DeepSpeed as they are; its other settings follow from the other blocks."""
+    """These keys go to DeepSpeed unchanged; its other settings follow from the other blocks."""
 
     zero_optimization: Annotated[dict[str, Any], As(ZeroFields)] = Field(
         default_factory=lambda: {"stage": 1}
     )
     """DeepSpeed's ZeRO settings: `stage` (0 to 3, `auto`, by default 1), offloading and others."""
     aio: Annotated[dict[str, Any] | None, As(Aio | None)] = None
-    """Settings of asynchronous reads and writes in NVMe offloading; null takes DeepSpeed's own."""
+    """Settings of asynchronous reads and writes in NVMe offloading; null takes DeepSpeed's."""
     comms_logger: Annotated[dict[str, Any] | None, As(CommsLogger | None)] = None
-    """Settings of the log that DeepSpeed keeps of its own transfers; null turns it off."""
+    """Settings of DeepSpeed's log of its own communication; null turns it off."""
     flops_profiler: Annotated[dict[str, Any] | None, As(FlopsProfiler | None)] = None
-    """Settings of DeepSpeed's profile of a step, module by module; null turns it off."""
+    """Settings of DeepSpeed's profiler of a step, module by module; null turns it off."""
     wall_clock_breakdown: bool = False
     """Whether DeepSpeed prints how many seconds forward, backward and update take."""
 
@@ -195,19 +199,19 @@ class ScheduleBlock(RecipeBlock):
     type: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up; `wsd` stays at the peak, then falls."""
     warmup_ratio: Fraction | None = 0.03
-    """Length of the warm-up as a share of all steps, rounded up; null beside `warmup_steps`."""
+    """Length of the warm-up as a share of all steps, rounded up; null with `warmup_steps`."""
     warmup_steps: Natural | None = None
-    """Length of the warm-up in steps, given in place of `warmup_ratio`."""
+    """Length of the warm-up in steps, in place of `warmup_ratio`."""
     min_learning_rate: NotNegative = 0.0
     """Learning rate of the last step; at most `optimizer.learning_rate`."""
     warmup_initial: NotNegative = 0.0
     """Learning rate from which the warm-up rises; at most `optimizer.learning_rate`."""
     cycles: Count | None = None
-    """`cosine_restarts` alone: how often the rate falls from the peak; null: once."""
+    """`cosine_restarts` only: how often the rate falls from the peak; null: once."""
     power: Positive | None = None
-    """`polynomial` alone: the power of the share of steps left; null: 1.0, a line."""
+    """`polynomial` only: the power of the share of steps left; null: 1.0, a line."""
     decay_ratio: Fraction | None = None
-    """`wsd` alone: share of all steps, rounded up, in which the rate falls; null: 0.1."""
+    """`wsd` only: share of all steps, rounded up, in which the rate falls; null: 0.1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -224,69 +228,70 @@ class TrainingBlock(RecipeBlock):
     steps: Count | None = None
     """Number of optimizer steps in the run; required unless `training.epochs` is given."""
     epochs: Count | None = None
-    """Number of passes over the data, given in place of `training.steps`."""
+    """Number of passes over the data, in place of `training.steps`."""
     global_batch_size: Count
     """Number of rows in one optimizer step, over all ranks and micro-batches."""
     micro_batch_size: CountOrOpen = 1
-    """Number of rows that one replica takes through one forward; `auto` asks the planner."""
+    """Number of rows in one forward pass of a replica; `auto` asks the planner."""
     stop_step: Count | None = None
-    """Step after which the run ends, with the schedule of all its steps; null: after the last."""
+    """Step after which to stop; the schedule still spans all steps; null: after the last."""
     max_grad_norm: Positive | None = 1.0
-    """Largest norm of the gradients of all parameters together, which clips them; null: none."""
+    """Gradients are clipped to this global norm; null does not clip."""
     max_bad_steps: Natural = 0
-    """Bad steps in a row that are skipped: of a loss or norm that is not finite, or too large."""
+    """Most consecutive bad steps to skip: a loss or norm that is not finite, or too large."""
     max_norm_spike: Annotated[float, Field(gt=1)] | None = None
-    """A gradient norm above this × the median of the last 100 makes a step bad; null: none does."""
+    """A step is bad if its gradient norm is above this × the median of the last 100; null: off."""
     objective: Annotated[str, OneOf(lambda: {name: name for name in OBJECTIVES})] = CAUSAL.name
-    """What a step minimises; `causal`, the cross-entropy of each next token, is the only one."""
+    """What a step minimises; only `causal`, the cross-entropy of each next token, exists."""
     eval_every_steps: Count | None = None
-    """Number of steps between evaluations; the last step has one too; null leaves only that one."""
+    """Steps between evaluations; the last step always has one; null: only after the last step."""
     patience: Count | None = None
     """Evaluations without a lower loss after which the run ends; null: it takes all its steps."""
     eval_micro_batch_size: Count | None = None
     """The `micro_batch_size` of evaluations; null takes that of training."""
     debug: bool = False
-    """Whether ranks compare the rows they share in every step, not only in the first three."""
+    """Whether ranks check in every step that they share the same rows, not only in the first 3."""
 
 
 class MemoryBlock(RecipeBlock):
-    """The block says what is computed again, offloaded or done in tiles, so that a run fits."""
+    """The block says what is recomputed, offloaded or done in tiles to save memory."""
 
     gradient_checkpointing: bool | Count | Annotated[EachStage, of_stages(Natural)] = True
-    """Which layers are computed again in the backward: all, none, or the first n of a stage."""
+    """Layers that are recomputed in the backward: all, none, or the first n of each stage."""
     recompute: Literal["attention", "exchange", "nothing", "auto"] = "auto"
-    """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
+    """What of attention is recomputed: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
     attention_heads: Count | Literal["all", "auto"] = "all"
-    """Query heads of a KV head at once, or all, or `auto`: as fits. With a state: a key head's."""
+    """Query heads per KV head (or per key head of a state) at a time, all, or `auto`: as fits."""
     offload_activations: Literal["none", "cpu"] = "none"
-    """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
+    """Where the saved inputs of checkpointed layers are stored: on the device (`none`) or host."""
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients cross ranks; each rank sums those of its passes in float32."""
+    """Dtype in which gradients are reduced; micro-batches are accumulated in float32."""
     loss_tile_tokens: Tokens | Literal["auto", "none"] = "auto"
-    """Number of tokens whose logits are held at a time; `auto` fills 512 MiB, `none` takes all."""
+    """Tokens whose logits are computed at a time; `auto` fills 512 MiB, `none` takes all."""
     mlp_tile_tokens: Tokens | Literal["auto", "none"] = "none"
-    """Number of tokens that MLPs, experts and norms take at a time; `none` takes all tokens."""
+    """Tokens that MLPs, experts and norms process at a time; `none` takes all tokens."""
 
     @property
     def heads_at_once(self) -> int | None:
-        """How many query heads of each KV head attention works on at once; None: all, or still to
-        be chosen."""
+        """Return how many query heads of each KV head attention computes at a time; None: all, or
+        not chosen yet.
+        """
         return self.attention_heads if isinstance(self.attention_heads, int) else None
 
 
 class CheckpointBlock(RecipeBlock):
-    """The block says when checkpoints are written, which stay, and which one a run goes on from."""
+    """The block says when checkpoints are saved, how many are kept, and which one to resume."""
 
     every_steps: Count | None = 500
-    """Steps between checkpoints; the last step has one too; null saves only if a run is stopped."""
+    """Steps between checkpoints; the last step has one too; null saves only a stopped run."""
     keep_last: Count = 2
-    """Number of newest checkpoints that stay; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
-    """Whether the one with the least loss of an evaluation stays too, and becomes `hf`."""
+    """Whether to keep the checkpoint of lowest evaluation loss too, and export it as `hf`."""
     overlap: bool = False
-    """Whether it is copied to the host's memory and written beside the steps that follow."""
+    """Whether a checkpoint is copied to host memory and written while training continues."""
     resume: Annotated[Text, Field(title="auto, never or the path of a checkpoint")] = "auto"
-    """Checkpoint to go on from: a path, or `auto` for the newest whole one; `never` starts anew."""
+    """Checkpoint to resume: a path, or `auto` for the newest complete one; `never` starts anew."""
 
 
 class ExportBlock(RecipeBlock):
@@ -298,7 +303,7 @@ class ExportBlock(RecipeBlock):
 
 @with_config(STRICT)
 class Wandb(TypedDict, total=False):
-    """Arguments of wandb.init; those on resuming and on what is noted of a run are uspft's own."""
+    """Arguments of wandb.init, except those that uspft sets to resume and describe a run."""
 
     project: Text
     entity: Text
@@ -316,7 +321,7 @@ class Wandb(TypedDict, total=False):
 
 @with_config(STRICT)
 class MlFlow(TypedDict, total=False):
-    """Arguments of accelerate's MLflow tracker, and where the run is kept."""
+    """Arguments of accelerate's MLflow tracker, and where the run is stored."""
 
     experiment_name: Text
     run_name: Text
@@ -337,7 +342,7 @@ class LoggingBlock(RecipeBlock):
     mlflow: Annotated[dict[str, Any] | None, As(MlFlow | None)] = None
     """Settings of an MLflow run, `{}` for one in `output_dir`; null turns MLflow off."""
     report: bool = True
-    """Whether the run ends with `report.html`, a page of its numbers beside those predicted."""
+    """Whether the run ends with `report.html`, a page of measured and predicted numbers."""
 
 
 _DEVICES = elsewhere(
@@ -352,27 +357,26 @@ _DEVICES = elsewhere(
 
 
 class LaunchBlock(RecipeBlock):
-    """The block says how many processes a host starts, and the device that they use."""
+    """The block says how many processes a host starts, and which device they use."""
 
     processes: Count | Literal["auto"] = "auto"
     """Processes on each host; `auto` is its GPUs or, on CPU, the product of the degrees ÷ hosts."""
     device: Annotated[Literal["auto", "cuda", "cpu"], _DEVICES] = "auto"
-    """Where ranks compute; `auto` takes cuda where this host has a GPU."""
+    """Device of the ranks; `auto` takes cuda where this host has a GPU."""
     timeout_minutes: Positive = 10.0
-    """Minutes a collective waits for other ranks before it fails; in the first step three times."""
+    """Minutes until a waiting collective fails; three times as long in the first step."""
     restarts: Natural = 0
-    """Times that a run starts again by itself after a signal, a lost host or a time-out."""
+    """Times that a run restarts by itself after a signal, a lost host or a time-out."""
     min_hosts: Count | None = None
-    """Hosts that must remain for it to start again; null: all of them."""
+    """Hosts that must remain for a restart; null: all of them."""
     hardware: Annotated[Text, Field(title="auto, a name in configs/hardware or a file")] = "auto"
-    """Figures that `plan` and every `auto` take; `auto`: by the GPU's name, else shipped ones."""
+    """Hardware figures for `plan` and every `auto`; `auto`: by the GPU's name, else a default."""
 
 
 class Recipe(RecipeBlock):
     """A recipe describes a whole run: it has these keys, and the blocks below.
 
-    Loading a recipe consumes the key `base`, and fills in `output_dir`, where it is null, from the
-    file's name.
+    Loading merges the fragments of the key `base`, and sets a null `output_dir` by the file's name.
     """
 
     output_dir: FilePath | None = None

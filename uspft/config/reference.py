@@ -1,11 +1,10 @@
-"""Make docs/keys.md and docs/recipe.schema.json.
+"""Generate docs/keys.md and docs/recipe.schema.json.
 
-    .venv/bin/python -m uspft.config.reference [--check] [FOLDER]
+.venv/bin/python -m uspft.config.reference [--check] [FOLDER]
 
-They are made of the recipe's blocks with their checks: every key with its meaning, default and
-type, and the JSON Schema with which editors complete keys and underline mistakes. The command
-writes the files into FOLDER, or into docs/ where no folder is named. With --check it writes
-nothing, and ends with 1 where a file differs from what it would write.
+Both come from the recipe's blocks: every key with its meaning, default and type, and the JSON
+Schema with which editors complete keys and underline mistakes. The files go into FOLDER, by default
+docs/. With --check nothing is written, and the exit status is 1 where a file is out of date.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from uspft.config.recipe import DeepSpeedBlock, Degrees, Recipe
 from uspft.config.types import RecipeBlock, Text, as_tree
 
 GROUPED = "^[-+]?[1-9][0-9]*(_[0-9]+)+([.][0-9]*)?([eE][-+]?[0-9]+)?$"
-"""The pattern of numbers such as 1_000, which are text to an editor and numbers to uspft."""
+"""The pattern of numbers such as 1_000, which JSON Schema sees as text and uspft as numbers."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key that holds a value and not a block: its path, meaning, default and JSON Schema."""
+    """A key whose value is not a block: its path, meaning, default and JSON Schema."""
 
     path: str
     meaning: str
@@ -42,7 +41,7 @@ class Key:
     default: Any = None
     required: bool = False
     later: bool = False
-    """Whether the key asks for a feature that is not there."""
+    """Whether the key asks for a feature that does not exist yet."""
 
     @property
     def name(self) -> str:
@@ -56,11 +55,14 @@ BASE = Key(
     {**_FILES, "title": "a list of files"},
     (),
 )
-"""The key `base`, the only one that a recipe no longer has once it has been read."""
+"""The key `base`, which loading consumes."""
 
 
 def keys(kind: type[RecipeBlock], at: str) -> list[Key]:
-    """Return the keys that hold values in the block of this kind at a path, in order."""
+    """Return the keys of a block and of the blocks inside it, in order.
+
+    at: the block's path.
+    """
     top = schema_of(kind)
     found = [BASE] if kind is Recipe else []
     for name, field in kind.model_fields.items():
@@ -77,10 +79,8 @@ def keys(kind: type[RecipeBlock], at: str) -> list[Key]:
 
 
 def blocks(kind: type[RecipeBlock] = Recipe, at: str = "") -> dict[str, type[RecipeBlock]]:
-    """Return every block by its path, where `[]` stands for any item of a list.
-
-    The first is the recipe itself, whose path is empty.
-    """
+    """Return every block by its path, where `[]` stands for a list item; the recipe itself
+    has ""."""
     found = {at: kind}
 
     def add(annotation: Any, path: str) -> None:
@@ -95,15 +95,15 @@ def blocks(kind: type[RecipeBlock] = Recipe, at: str = "") -> dict[str, type[Rec
 
 
 def summary(kind: type[RecipeBlock]) -> str:
-    """Return the line that says what a block is for: the first of its docstring."""
+    """Return the first line of a block's docstring, which says what the block is for."""
     return (kind.__doc__ or "").partition("\n")[0]
 
 
 def schema() -> Node:
     """Return the content of docs/recipe.schema.json, with which editors check a recipe.
 
-    Keys are required only in items of lists: what a file leaves out may stand in another, or on
-    the command line. Rules between keys are left to `check`.
+    Keys are required only in list items: elsewhere another file or the command line may give them.
+    Rules between keys are left to `check`.
     """
     top, every = deepcopy(schema_of(Recipe)), blocks()
     for at, kind in reversed(every.items()):
@@ -130,7 +130,8 @@ def schema() -> Node:
 
 
 def _lenient(node: Any) -> Any:
-    """Return the schema in which a number may be written as 1_000, which editors read as text."""
+    """Return the schema with numbers that may also be written as 1_000, which JSON Schema sees as
+    text."""
     if isinstance(node, list):
         return [_lenient(item) for item in node]
     if not isinstance(node, dict):
@@ -143,7 +144,7 @@ def _lenient(node: Any) -> Any:
 
 
 def as_json(node: Any, indent: str = "") -> str:
-    """Return a value as JSON whose short parts stand on one line."""
+    """Return a value as JSON that puts short parts on one line."""
     flat, deeper = json.dumps(node, ensure_ascii=False), f"{indent}  "
     if len(indent) + len(flat) <= 90 or not isinstance(node, dict | list):
         return flat
@@ -228,12 +229,13 @@ def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def _inherited(kind: type[RecipeBlock]) -> set[str]:
-    """Return the keys that a block has from another: `strategies` have those of every layout."""
+    """Return the keys that a block inherits from another: `strategies` inherit those of a
+    layout."""
     return set(kind.model_fields) - set(kind.__annotations__)
 
 
 def _rope() -> str:
-    """Return the table of the keys of rope_scaling, each with the types that take it."""
+    """Return the table of the keys of rope_scaling, each with the types that have it."""
     top, nodes, types = schema_of(Scaling), dict[str, Node](), dict[str, list[str]]()
     for one in inside(top, top):
         (kind,) = one["properties"]["rope_type"]["enum"]
@@ -247,7 +249,7 @@ def _rope() -> str:
 
 
 def _theirs() -> str:
-    """Return the table of the keys that go to DeepSpeed, and what each may be."""
+    """Return the table of DeepSpeed's keys and their allowed values."""
     top = schema_of(DeepSpeedBlock)
 
     def rows(node: Node, at: str) -> Iterator[tuple[str, str]]:
@@ -261,10 +263,10 @@ def _theirs() -> str:
 
 
 def put(text: str, part: str, made: str) -> str:
-    """Return a page with one part of it, which stands between two marks, made anew.
+    """Return a page with one of its generated parts replaced.
 
-    The marks are lines, `<!-- made: PART -->` and `<!-- end of PART -->`. Raises ValueError where a
-    page lacks them.
+    The part stands between the lines `<!-- made: PART -->` and `<!-- end of PART -->`. Raises
+    ValueError where the page lacks them.
     """
     begin, end = f"<!-- made: {part} -->\n", f"<!-- end of {part} -->"
     marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
@@ -274,13 +276,13 @@ def put(text: str, part: str, made: str) -> str:
 
 
 def remake(file: Path, part: str, made: str, words: Sequence[str]) -> int:
-    """Make one part of a page anew, as `leave` does."""
+    """Replace one generated part of a page, or compare it with --check, as `leave` does."""
     return leave(file, put(file.read_text(encoding="utf-8"), part, made), words)
 
 
 def leave(file: Path, text: str, words: Sequence[str]) -> int:
-    """Write a file that is made from the code; with `--check` only compare it, and return 1 where
-    it differs."""
+    """Write a generated file; with `--check` in `words` only compare it, and return 1 where it
+    differs."""
     if "--check" not in words:
         file.write_text(text, encoding="utf-8")
     elif not file.is_file() or file.read_text(encoding="utf-8") != text:
@@ -290,7 +292,7 @@ def leave(file: Path, text: str, words: Sequence[str]) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the files, or compare them; return 1 where one differs from what the code says."""
+    """Write or compare both files; return 1 where one is out of date."""
     folder = next((Path(word) for word in words if word != "--check"), DOCS)
     texts = {"keys.md": page(), "recipe.schema.json": as_json(schema()) + "\n"}
     return max([leave(folder / name, made, words) for name, made in texts.items()])

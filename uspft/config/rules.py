@@ -1,6 +1,6 @@
-"""Rules between keys that need no world size and no model.
+"""Rules between keys that need neither the world size nor the model.
 
-What a rule finds is told only where the keys that it has read are free of faults.
+A rule's findings count only where the keys that it read have no faults of their own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from uspft.config.types import RecipeBlock
 
 
 def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
-    """Return what the rules find by sound keys: where one of those that a rule has read is faulty,
-    what it finds from there on would only repeat that fault."""
+    """Return the findings of all rules.
+
+    A rule's findings are dropped from the point where it has read a faulty key, since they would
+    repeat that fault.
+    """
     found: list[Finding] = []
     for rule in RULES:
         read: set[str] = set()
@@ -41,21 +44,21 @@ def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
 
 
 class _Noted:
-    """A block of a recipe that notes the path of each key that a rule reads."""
+    """A proxy of a recipe's block that records the path of each key that a rule reads."""
 
     def __init__(self, block: RecipeBlock, at: str, read: set[str]) -> None:
         self._block, self._at, self._read = block, at, read
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(type(self._block), name, None)
-        if isinstance(own, property):  # it reads keys too
+        if isinstance(own, property):  # a property reads other keys
             return own.fget(self)  # type: ignore[misc]
         return _noted(getattr(self._block, name), join(self._at, name), self._read)
 
 
 class _NotedKeys(Mapping[str, Any]):
-    """A mapping that notes which of its keys are asked for, in whatever way, or itself where all
-    are."""
+    """A proxy of a mapping that records which keys are read, or its own path if all are
+    iterated."""
 
     def __init__(self, values: dict[str, Any], at: str, read: set[str]) -> None:
         self._values, self._at, self._read = values, at, read
@@ -85,7 +88,7 @@ def _noted(value: Any, key: str, read: set[str]) -> Any:
 
 
 def touches(key: str, bad: str) -> bool:
-    """Return whether two keys are one, or one of them lies inside the other."""
+    """Return whether two key paths are equal, or one contains the other."""
     return key == bad or key.startswith(f"{bad}.") or bad.startswith((f"{key}.", f"{key}["))
 
 
@@ -95,7 +98,10 @@ _NULL = (None,)
 def _one_of(
     recipe: Recipe, one: str, other: str, does: str, remedy: str, lacks: str = "is missing"
 ) -> Iterator[Finding]:
-    """Require one of two keys, and refuse both. does: what only one of them does."""
+    """Require exactly one of two keys.
+
+    does: the verb phrase of the message for both, such as `names the model`.
+    """
     values = [attrgetter(key)(recipe) for key in (one, other)]
     if None not in values:
         what = f"stands beside `{one}`, and only one of them {does}"
@@ -138,11 +144,11 @@ def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
 
 
 _OF_SCHEDULE = {"cycles": "cosine_restarts", "power": "polynomial", "decay_ratio": "wsd"}
-"""Keys of `lr_schedule` that one of its types alone has."""
+"""Keys of `lr_schedule` that only one schedule type has."""
 
 
 def _schedule(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what shapes another schedule, and a fall that begins inside the warm-up."""
+    """Refuse keys of other schedule types, and a decay that would begin during the warm-up."""
     block = recipe.lr_schedule
     for key, kind in _OF_SCHEDULE.items():
         value = getattr(block, key)
@@ -176,7 +182,7 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _restarts(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse hosts to start again on where nothing starts again."""
+    """Refuse `launch.min_hosts` without restarts."""
     if not recipe.launch.restarts:
         why = "and with launch.restarts 0 a run never starts again"
         remedy = "write launch.restarts too, or null here"
@@ -184,7 +190,7 @@ def _restarts(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _least_loss(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what compares evaluations where there are none to compare."""
+    """Refuse keys that compare evaluations where there are fewer than two."""
     if not (recipe.data.eval or recipe.data.eval_fraction):
         why, remedy = "there is nothing to evaluate on", "data.eval or data.eval_fraction"
     elif recipe.training.eval_every_steps is None:
@@ -229,7 +235,7 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _recomputed(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what asks for checkpointed layers where there are none."""
+    """Refuse options of checkpointed layers where no layer is checkpointed."""
     if recipe.memory.gradient_checkpointing:
         return
     for key, off in (("memory.recompute", AUTO), ("memory.offload_activations", "none")):
@@ -240,7 +246,8 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _grouped(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse to remember what lies between exchanges of heads, where each group has its own."""
+    """Refuse `recompute: exchange` where attention works on groups of heads, whose exchanges all
+    run again in the backward."""
     if recipe.memory.heads_at_once and recipe.memory.recompute == "exchange":
         what = f"is exchange, and memory.attention_heads is {recipe.memory.attention_heads}: "
         what += "each group of heads is exchanged again in the backward"
@@ -248,7 +255,7 @@ def _grouped(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _reduced(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse to send gradients in a type that is not theirs."""
+    """Refuse bfloat16 gradient reduction unless the model computes in bfloat16."""
     if recipe.memory.gradient_reduction == "bfloat16" != recipe.model.dtype:
         what = f"is bfloat16, and model.dtype is {recipe.model.dtype}"
         yield "memory.gradient_reduction", what, "write float32, or model.dtype: bfloat16"

@@ -1,5 +1,5 @@
-"""The strategies of a recipe, which are layouts for rows of different lengths that a run switches
-between inside one step; and the rules that they and the other keys must satisfy together."""
+"""The strategies of a recipe: layouts for rows of different lengths, between which a run switches
+inside one step; and the rules for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ KEY = "parallel_config.strategies"
 
 
 def strategies_of(recipe: Recipe) -> tuple[Strategy, ...]:
-    """Return the strategies that a recipe lists, shortest rows first; empty if it has one layout or
-    says `auto`."""
+    """Return the strategies that a recipe lists, shortest rows first; empty without a list."""
     return _listed(recipe.parallel_config)
 
 
@@ -26,7 +25,7 @@ def _listed(parallel: ParallelBlock) -> tuple[Strategy, ...]:
 
 
 def row_lengths(recipe: Recipe) -> tuple[int, ...]:
-    """Return the row length of each strategy in tokens, rising, and at most that of `data`."""
+    """Return the row length of each strategy in tokens, rising, at most `data.sequence_length`."""
     most = recipe.data.sequence_length
     return tuple(min(one.max_length, most) for one in strategies_of(recipe))
 
@@ -39,12 +38,12 @@ def ranks_in_lockstep(recipe: Recipe) -> bool:
 
 
 def degrees_of(layout: Degrees) -> dict[str, object]:
-    """Return the layout's keys and values out of a strategy or a `parallel_config`."""
+    """Return the layout keys of a strategy or of `parallel_config`, with their values."""
     return {key: getattr(layout, key) for key in Degrees.model_fields}
 
 
 def under(recipe: Recipe, number: int) -> Recipe:
-    """Return the recipe of the rows of one strategy: its layout, and rows of its length."""
+    """Return the recipe for the rows of one strategy: its layout and its row length."""
     parallel = each_alone(recipe.parallel_config)[number]
     return recipe.changed(
         parallel_config=parallel, data={"sequence_length": row_lengths(recipe)[number]}
@@ -52,22 +51,25 @@ def under(recipe: Recipe, number: int) -> Recipe:
 
 
 def each_alone(parallel: ParallelBlock) -> list[ParallelBlock]:
-    """Return one `parallel_config` per strategy, which has that strategy's layout and no
+    """Return one `parallel_config` per strategy, with that strategy's layout and no
     `strategies`."""
     return [parallel.changed(**degrees_of(one), strategies=None) for one in _listed(parallel)]
 
 
 def alike(parallel: ParallelBlock) -> ParallelBlock:
-    """Return a `parallel_config` whose strategies all have the layout that stands beside them, so
-    that a run packs the same rows and computes them all in one layout."""
+    """Return the `parallel_config` with its own layout in every strategy, so that a run packs the
+    same rows but computes all of them in one layout."""
     own = degrees_of(parallel)
     every = tuple(one.changed(**own) for one in _listed(parallel))
     return parallel.changed(strategies=every) if every else parallel
 
 
 def weights_move(parallel: ParallelBlock) -> bool:
-    """Return whether weights move between the listed layouts: if `switching` says so, or if it is
-    left open and a layout has pipeline stages, since no rank stores another stage's layers."""
+    """Return whether weights move between ranks when the layout switches.
+
+    That is where `switching` says so, or where it is left open and a layout has pipeline stages,
+    because no rank stores another stage's layers.
+    """
     staged = any(one.pipeline_stage != 1 for one in _listed(parallel))
     return parallel.switching == "move" or (staged and parallel.switching in (AUTO, None))
 
@@ -105,8 +107,8 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
 
 
 def one_layout(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse degrees in `parallel_config` itself that differ from the last strategy's, which is
-    that of the longest rows; and `switching` where there are no strategies."""
+    """Refuse degrees in `parallel_config` itself that differ from those of the last strategy (the
+    longest rows), and `switching` without strategies."""
     parallel, every = recipe.parallel_config, strategies_of(recipe)
     beside = [
         key
@@ -134,12 +136,12 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _open(*values: object) -> bool:
-    """Return whether one of the values is left open: auto, null, or a number yet to be chosen."""
+    """Return whether one of the values is not chosen yet: auto, null or Open."""
     return AUTO in values or None in values or any(isinstance(one, Open) for one in values)
 
 
 def switchable(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what a step under several layouts cannot do."""
+    """Refuse settings that do not work with several layouts in one step."""
     if recipe.parallel_config.strategies is None:
         return
     if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
@@ -152,10 +154,10 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
-    """Refuse strategies whose matrix shards do not lie inside those that ranks store.
+    """Refuse strategies whose matrix shards are not contained in the shards that ranks store.
 
     Under `switching: in_place` ranks store the shards of the strategy with the smallest
-    `model_parallel`, and the other strategies compute with parts of these.
+    `model_parallel`; the other strategies compute with parts of them.
     """
     least = min(range(len(every)), key=lambda number: every[number].model_parallel, default=0)
     for number, one in enumerate(every):
@@ -165,7 +167,7 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
             continue
         there = f"{KEY}[{least}], {ways} ways"
         divides = not one.mesh_is_open and degree // one.mesh_rows % ways == 0
-        # The same mesh by name: one that is chosen later may differ.
+        # compared by name only, because a mesh that is chosen later may differ
         named = one.on_a_mesh and not one.mesh_is_open
         same = stored.on_a_mesh and named and one.tensor_mesh == stored.tensor_mesh
         if stored.on_a_mesh or (one.on_a_mesh and not divides):
@@ -190,8 +192,8 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
 
 
 def _movable(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse what does not go with `switching: move`, under which uspft itself shards the optimizer
-    as ZeRO-1 does and DeepSpeed's ZeRO does not run."""
+    """Refuse settings that do not work with `switching: move`, where uspft shards the optimizer as
+    ZeRO-1 does and DeepSpeed's ZeRO does not run."""
     if recipe.memory.gradient_reduction != "float32":
         what = "is bfloat16, and with switching: move gradients go to their owners in float32"
         yield "memory.gradient_reduction", what, "write float32, or switching: in_place"

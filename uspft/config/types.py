@@ -1,8 +1,8 @@
-"""The types of the values of a recipe, and the base class of its blocks.
+"""The types of a recipe's values, and the base class of its blocks.
 
-They are pydantic's own, strict: a whole number may stand for a real one, `128k` for a number of
-tokens, and 5e8 for a whole number where DeepSpeed reads one, but no other type for another. A title
-is what messages and docs/keys.md call a value (messages.py).
+They are pydantic's strict types, with three exceptions: a whole number may stand for a float,
+`128k` for a number of tokens, and 5e8 for a whole number in DeepSpeed's keys. A type's title is
+what messages and docs/keys.md call the value (messages.py).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class RecipeBlock(BaseModel):
-    """A mapping of the recipe, which refuses unknown keys and whose values never change.
+    """A frozen block of the recipe, which refuses unknown keys.
 
-    The line below a field says what its key means.
+    The string below a field says what its key means.
     """
 
     model_config = STRICT | ConfigDict(
@@ -50,8 +50,9 @@ class RecipeBlock(BaseModel):
     )
 
     def changed(self, **values: Any) -> Self:
-        """Return the block with other values of some keys; a mapping changes keys of the block
-        that stands at its key. Values are not checked."""
+        """Return a copy with other values for some keys; a mapping for a nested block changes that
+        block's keys. Values are not validated.
+        """
         for key, value in values.items():
             if isinstance(block := getattr(self, key), RecipeBlock) and isinstance(value, dict):
                 values[key] = block.changed(**value)
@@ -62,7 +63,8 @@ OneBlock = TypeVar("OneBlock", bound=RecipeBlock)
 
 
 def validated(kind: type[OneBlock], given: Any) -> OneBlock:
-    """Return a block of these values. Raises Fault, whose findings carry the keys inside it."""
+    """Return a block with these values. Raises Fault, whose findings have the key paths inside the
+    block."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -71,7 +73,7 @@ def validated(kind: type[OneBlock], given: Any) -> OneBlock:
 
 @dataclass(frozen=True)
 class As:
-    """A marker in an annotation: pydantic validates `kind`, and mypy reads the annotated type."""
+    """An annotation for which pydantic validates as `kind`, while mypy sees the annotated type."""
 
     kind: Any
 
@@ -85,9 +87,9 @@ class As:
 
 
 class Open(int):
-    """A number that the planner chooses, which a recipe writes as `auto`.
+    """A number left to the planner, which a recipe writes as `auto`.
 
-    Until it is chosen it counts as 1, so that what reads a recipe sees one that splits nothing.
+    Until it is chosen it is an int of value 1, as if nothing were split.
     """
 
     def __str__(self) -> str:
@@ -100,7 +102,10 @@ OPEN = Open(1)
 
 
 def or_open(written: Any) -> WrapValidator:
-    """Return a validator for which `auto` is a number that stays open; `written` may be written."""
+    """Return a validator that turns `auto` into an Open number.
+
+    written: whether a number may be written instead.
+    """
 
     def read(value: Any, number: Callable[[Any], Any]) -> Any:
         return OPEN if isinstance(value, Open) or value == AUTO else number(value)
@@ -109,7 +114,7 @@ def or_open(written: Any) -> WrapValidator:
 
 
 def tokens(least: int) -> As:
-    """Return the type of numbers of tokens, where k and m are binary."""
+    """Return the type of token counts from `least` on, in which the suffixes k and m are binary."""
 
     def binary(value: Any) -> Any:
         count = token_count(value) if isinstance(value, str) else None
@@ -126,7 +131,7 @@ Natural = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountOrOpen = Annotated[Count, or_open(Count)]
 CountOpenOrNone = Annotated[Count | None, or_open(Count | None)]
-EXPONENT = BeforeValidator(  # DeepSpeed's own examples write 5e8
+EXPONENT = BeforeValidator(  # DeepSpeed's examples write 5e8
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )
 Tokens = Annotated[int, tokens(1)]
@@ -140,7 +145,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _said(value: str) -> str:
-    if "\0" in value or value == "None":  # "None": what YAML has as null was meant
+    if "\0" in value or value == "None":  # YAML's null was meant
         raise PydanticCustomError("no_text", "no text")
     return value
 
@@ -160,8 +165,10 @@ FilePath = Annotated[
 
 
 def elsewhere(known: Mapping[str, str]) -> BeforeValidator:
-    """Return a validator that refuses words of other tools, each with a sentence without its end
-    that says why."""
+    """Return a validator that refuses words of other tools.
+
+    known: each word with the reason, a sentence without its full stop.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and (said := known.get(value.lower())):
@@ -173,9 +180,9 @@ def elsewhere(known: Mapping[str, str]) -> BeforeValidator:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A name in a table, which is looked up at each validation, so that rows added later count.
+    """A word from a table that is looked up at each validation, so that rows added later count.
 
-    names: returns the names, each with what it stands for: itself, or what it is a synonym of.
+    names: returns the words, each with the word that it is a synonym of, or itself.
     """
 
     names: Callable[[], Mapping[str, str]]
@@ -196,17 +203,16 @@ class OneOf:
         return {"enum": list(self.names())}
 
 
-# Lists, which are tuples in the recipe (hence Strict(False)), and mappings.
+# Lists (tuples in the recipe, hence Strict(False)) and mappings.
 
 
 EachStage = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""A number for each stage: [p], or [v][p] with virtual stages."""
+"""A number for each pipeline stage: [p], or [v][p] with virtual stages."""
 _BY_STAGE = "[one a stage] or [[one a stage], one list a virtual stage]"
 
 
 def of_stages(number: Any) -> As:
-    """Return the type of a number for each stage of a pipeline, or a list of them for each virtual
-    stage."""
+    """Return the type of one number per pipeline stage, or of one such list per virtual stage."""
 
     def kind(value: Any) -> str:
         lists = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple)
@@ -234,8 +240,10 @@ def _free(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def only(off: object, what: str, remedy: str) -> Callable[[Any], Any]:
-    """Return a check that refuses every value but the one that asks for nothing. what: may hold
-    `{}`, the value."""
+    """Return a check that refuses every value but `off`, which asks for nothing.
+
+    what: the message, in which `{}` is the refused value.
+    """
 
     def check(value: Any) -> Any:
         if value != off:
@@ -246,13 +254,13 @@ def only(off: object, what: str, remedy: str) -> Callable[[Any], Any]:
 
 
 def mapping_of(name: str, keys: Mapping[str, Any]) -> Any:
-    """Return the type of mappings that may have these keys alone, each with values of its type."""
+    """Return the type of mappings with only these keys, each with a value of its type."""
     made: Any = typing_extensions.TypedDict
     return with_config(STRICT)(made(name, dict(keys), total=False))
 
 
 Free = Annotated[dict[str, Any], AfterValidator(_free)]
-"""A mapping of any keys, in which strings that were surely meant otherwise are refused."""
+"""A mapping of any keys; strings that were surely meant as another type are refused."""
 
 
 def _pattern(value: str) -> str:
@@ -270,9 +278,9 @@ Pattern = Annotated[Text, AfterValidator(_pattern), Field(title="a regular expre
 
 
 def as_tree(value: Any, *, all_keys: bool = True) -> Any:
-    """Return a recipe, or a part of one, as the dicts, lists and scalars of YAML and JSON.
+    """Return a recipe, or a part of one, as plain dicts, lists and scalars.
 
-    all_keys: whether the keys of features that are not there are among them.
+    all_keys: whether to include the keys of features that do not exist yet.
     """
     if isinstance(value, BaseModel):
         value = {

@@ -1,4 +1,5 @@
-"""Configurations of other tools become recipes: key by key, and none is left out unsaid."""
+"""Conversion of other tools' configurations to recipes, key by key; each key is converted or
+reported."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ CONVERTERS: Mapping[str, Callable[[Conversion, int | None], int]] = {
     "trl": convert_trl,
     "accelerate": convert_accelerate,
 }
-"""What makes a recipe of a configuration, by the tool's name."""
+"""The converter for each tool, by name."""
 _DEFAULTS = {"axolotl": axolotl.DEFAULTS, "swift": swift.DEFAULTS}
-"""What holds in a tool where an argument is left out, beside the Trainer's own defaults."""
+"""A tool's own defaults where they differ from the Trainer's."""
 
 
 def convert_theirs(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
-    """Return the recipe that a configuration becomes, and what became of each key.
+    """Return the recipe for a configuration, and what became of each of its keys.
 
-    given: keys of ours that the command line writes. ranks: how many processes there are; None: as
-    many as the configuration says.
+    given: our keys that the command line sets. ranks: the number of processes; None: as in the
+    configuration.
     """
     tool = theirs.tool.name
     names = axolotl.NAMES if tool == "axolotl" else {}

@@ -1,5 +1,5 @@
-"""accelerate's configuration, alone or beside a Trainer's arguments: degrees, devices, precision;
-and what is sharded, as it, DeepSpeed or FSDP says beside any tool's arguments."""
+"""accelerate's configuration, alone or with a Trainer's arguments (degrees, devices, precision);
+and the sharding settings of accelerate, DeepSpeed or FSDP with any tool's arguments."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MISSING = {
     "data.sequence_length": "N",
     "training.steps": "N",
 }
-"""What a recipe needs and accelerate's file does not have."""
+"""The keys that a recipe needs and accelerate's file does not have, with example values."""
 
 
 def convert_accelerate(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that a configuration becomes, as CONVERTERS says; the keys of the command
-    line stand for the script's arguments."""
+    """Convert accelerate's configuration alone, as CONVERTERS says; the command line sets what a
+    training script's arguments would."""
     where = f"{AT}.num_processes"
     for key, example in MISSING.items():
         others = {"model.config"} if key.startswith("model") else {"training.epochs"}
@@ -66,7 +66,7 @@ def split(run: Conversion) -> int:
 
 
 def world(run: Conversion) -> int | None:
-    """Return how many devices the file says there are: processes, or the product of degrees."""
+    """Return the number of devices in the file: processes, or the product of degrees."""
     key = f"{AT}.num_processes"
     if run.written(key):
         return run.whole(key, least=1)
@@ -76,7 +76,7 @@ def world(run: Conversion) -> int | None:
 
 
 def layout(run: Conversion) -> None:
-    """Write the degrees."""
+    """Convert the degrees."""
     key = run.written(*_keys("tp_size"))
     if degree(run, "tp_size") > 1:
         run.put("parallel_config.model_parallel", degree(run, "tp_size"), key)
@@ -104,7 +104,7 @@ def layout(run: Conversion) -> None:
 
 
 def precision(run: Conversion) -> None:
-    """Write the compute type that accelerate says."""
+    """Convert accelerate's compute dtype."""
     key = f"{AT}.mixed_precision"
     if not run.written(key) or "model.dtype" in run.given:
         return
@@ -117,7 +117,7 @@ def precision(run: Conversion) -> None:
 
 
 def devices_sharding(run: Conversion) -> None:
-    """Write what is sharded, from accelerate's file or the arguments' own."""
+    """Convert the sharding settings of accelerate's file or of the arguments."""
     stage = run.written(f"{ZERO}.zero_stage")
     if stage:
         _accelerates_zero(run)
@@ -133,7 +133,7 @@ def devices_sharding(run: Conversion) -> None:
 
 
 def _accelerates_zero(run: Conversion) -> None:
-    """Write accelerate's own settings of ZeRO."""
+    """Convert accelerate's own ZeRO settings."""
     for name in ("optimizer", "param"):
         key, file = f"{ZERO}.offload_{name}_device", f"{ZERO}.offload_{name}_nvme_path"
         where = run.value(key, "none")
@@ -161,18 +161,19 @@ def _accelerates_zero(run: Conversion) -> None:
             run.ignored(count, "the arguments rule")
 
 
-# What DeepSpeed or FSDP shards, beside arguments of any tool.
+# Sharding by DeepSpeed or FSDP, with any tool's arguments.
 
 ZERO_BLOCK = "deepspeed.zero_optimization"
 AUTO = "auto"
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
-"""DeepSpeed's schedules that have their like here."""
+"""DeepSpeed's schedules that have an equivalent here."""
 
 
 def sharding(run: Conversion, key: str = "deepspeed", fsdp: str = "fsdp_config") -> None:
-    """Write ZeRO's settings, from DeepSpeed's configuration or FSDP's.
+    """Convert the sharding settings of DeepSpeed or FSDP.
 
-    key: theirs that names DeepSpeed's file or holds its contents. fsdp: the block of FSDP's.
+    key: the tool's key with DeepSpeed's configuration, or the path of its file. fsdp: the tool's
+    block for FSDP.
     """
     if isinstance(run.value(key), str):
         _file(run, key)
@@ -185,7 +186,8 @@ def sharding(run: Conversion, key: str = "deepspeed", fsdp: str = "fsdp_config")
 
 
 def _file(run: Conversion, key: str) -> None:
-    """Read the file that a key names, or take the stage of a shipped one by its name."""
+    """Read the file that a key names; the name of a configuration shipped with the tool gives the
+    ZeRO stage."""
     name = str(run.value(key))
     if with_file(run.theirs, key, "deepspeed"):
         return
@@ -194,7 +196,7 @@ def _file(run: Conversion, key: str) -> None:
         run.changed(key, "the stage of the command line stands in its place")
     elif stage and not name.endswith(".json"):
         run.put(f"{ZERO_BLOCK}.stage", int(stage[1]), key)
-        if "offload" in name:  # as a configuration that their tool ships under such a name
+        if "offload" in name:  # as in the names of shipped configurations
             _offload(run, int(stage[1]), key)
     else:
         hint = stage[1] if stage else "3"
@@ -203,7 +205,8 @@ def _file(run: Conversion, key: str) -> None:
 
 
 def _offload(run: Conversion, stage: int, *keys: str) -> None:
-    """Write that the host holds what a stage shards of the optimizer, and of the parameters."""
+    """Write CPU offloading of what the ZeRO stage shards: optimizer states and, at stage 3,
+    parameters."""
     if stage:
         run.put(f"{ZERO_BLOCK}.offload_optimizer", {"device": "cpu"}, *keys)
     if stage == 3:
@@ -211,7 +214,7 @@ def _offload(run: Conversion, stage: int, *keys: str) -> None:
 
 
 def _zero(run: Conversion) -> None:
-    """Take `zero_optimization` and `aio` as they stand, without values that are auto there."""
+    """Copy `zero_optimization` and `aio`, without values that are `auto`."""
     for block, known in ((ZERO_BLOCK, ZeroKeys), ("deepspeed.aio", Aio)):
         for path, value in run.theirs.block(block).items():
             key, name = f"{block}.{path}", path.partition(".")[0]
@@ -228,7 +231,7 @@ def _zero(run: Conversion) -> None:
 
 
 def _beside(run: Conversion) -> None:
-    """Refuse what contradicts the arguments in DeepSpeed's file, as their tool does."""
+    """Refuse values of DeepSpeed's file that contradict the arguments, as the tool does."""
     ours = run.outcome.values
     micro, batch = (ours.get(f"training.{name}_batch_size") for name in ("micro", "global"))
     for key, wanted in (
@@ -261,7 +264,7 @@ def _beside(run: Conversion) -> None:
 
 
 def _scheduler(run: Conversion) -> None:
-    """Write DeepSpeed's own schedule, which stands in place of the arguments'."""
+    """Convert the scheduler of DeepSpeed's file, which replaces that of the arguments."""
     at, ours = "deepspeed.scheduler", run.outcome.values
     if not run.written(f"{at}.type"):
         return
@@ -285,7 +288,7 @@ def _scheduler(run: Conversion) -> None:
 
 
 def _fully(run: Conversion, at: str) -> None:
-    """Write the stage that shards what FSDP shards."""
+    """Write the ZeRO stage that shards the same as FSDP."""
     block = run.theirs.block(at)
     found: dict[str, Any] = {key.removeprefix("fsdp_"): value for key, value in block.items()}
     words = run.value("fsdp", "")

@@ -15,7 +15,7 @@ NAMES = {
     "lr_scheduler_type": "lr_scheduler",
     "optim": "optimizer",
 }
-"""What the Trainer's arguments are called."""
+"""axolotl's names for the Trainer's arguments."""
 DEFAULTS = {
     "per_device_train_batch_size": 1,
     "num_train_epochs": 1.0,
@@ -35,15 +35,16 @@ OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 CHATS = ("chat_template", "chat_template.default", "sharegpt", "chatml.sharegpt")
 PAIRS = ("alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
 MARKS = ("weight", "loss", "train", "training")
-"""What a turn's own mark of training is called here."""
+"""Our names for a turn's training mask."""
 
 
 def convert_axolotl(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, as CONVERTERS says."""
+    """Convert axolotl's configuration, as CONVERTERS says."""
     batch = _batch(run, ranks)
     trainer.updates(run, _warmup)
     _least(run)
-    off = run.value("bf16") is False or run.value("float32") is True  # bf16 is auto there
+    # axolotl's bf16 is auto by default
+    off = run.value("bf16") is False or run.value("float32") is True
     half = run.value("bfloat16") or not off
     trainer.precision(run, default="bfloat16" if half else "float32")
     _model(run)
@@ -60,7 +61,7 @@ def convert_axolotl(run: Conversion, ranks: int | None) -> int:
 
 
 def _batch(run: Conversion, ranks: int | None) -> int:
-    """Write the keys of the batch and of context parallelism.
+    """Convert the batch and context parallelism.
 
     The context-parallel algorithm follows from the name of axolotl's ring function, and the number
     of devices from its data parallel degrees, if they are given.
@@ -90,7 +91,8 @@ def _batch(run: Conversion, ranks: int | None) -> int:
 
 
 def _warmup(run: Conversion) -> None:
-    """Write the warm-up as axolotl counts it: a share is rounded down, and one step is two."""
+    """Convert the warm-up, which axolotl counts its own way: a share is rounded down, and one step
+    counts as two."""
     steps, share, block = "warmup_steps", "warmup_ratio", "lr_schedule"
     total = run.outcome.values.get("training.steps")
     if run.written(steps):
@@ -107,7 +109,7 @@ def _warmup(run: Conversion) -> None:
 
 
 def _least(run: Conversion) -> None:
-    """Write the rate at which a cosine ends."""
+    """Convert the final rate of a cosine schedule."""
     key = "cosine_min_lr_ratio"
     if not run.written(key):
         return
@@ -155,7 +157,7 @@ def _adapter(run: Conversion) -> None:
 
 
 def _rows(run: Conversion) -> None:
-    """Write how rows are filled, and what becomes of longer samples."""
+    """Convert packing, and what happens to samples longer than a row."""
     if not run.written("sequence_len"):
         run.put("data.sequence_length", 512, why="sequence_len, 512 where it is left out")
     trainer.packing(run, run.flag("sample_packing"), "sample_packing")
@@ -169,7 +171,7 @@ def _rows(run: Conversion) -> None:
 
 
 def _data(run: Conversion) -> None:
-    """Write the samples: a source for each of theirs, or for each of its files."""
+    """Convert the data: one source for each data set, or for each of its files."""
     for ours, lists in (
         ("data.train", ("datasets", "pretraining_dataset")),
         ("data.eval", ("test_datasets",)),
@@ -189,7 +191,7 @@ def _data(run: Conversion) -> None:
 
 
 def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
-    """Return the sources of one item of their data."""
+    """Return the sources for one data set."""
     kind = run.value(f"{item}.type") or ("completion" if item.startswith("pretraining") else None)
     form = _form(run, item, kind)
     if form is None:
@@ -201,10 +203,10 @@ def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
 
 
 def _form(run: Conversion, item: str, kind: Any) -> str | None:
-    """Return the format of a data set of theirs, or None where it is refused."""
+    """Return the format of a data set, or None where it is refused."""
     key = f"{item}.type"
     if not isinstance(kind, str | None) or run.theirs.block(key):
-        return None  # a form of its own, which the table refuses
+        return None  # a custom type, which the table refuses
     name = (kind or "input_ids").partition(":")[0]
     if name in CHATS or name.startswith("sharegpt"):
         run.changed(key, "here `format: messages`")
@@ -234,7 +236,7 @@ def _form(run: Conversion, item: str, kind: Any) -> str | None:
 
 
 def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
-    """Return what the records' fields are called, by our names."""
+    """Return data.fields for a data set."""
     found: dict[str, Any] = {}
     of_turns = form == "messages"
     shares = of_turns and kind.startswith(("sharegpt", "chatml.sharegpt"))
@@ -280,7 +282,7 @@ def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
 
 
 def _outputs(run: Conversion) -> None:
-    """Write checkpoints, evaluations and logs."""
+    """Convert checkpoints, evaluations and logging."""
     trainer.saving(run, steps_win=True)
     if not run.written("save_total_limit"):
         run.put("checkpoint.keep_last", 4)

@@ -1,8 +1,13 @@
-"""One configuration of another tool on its way: what is read, written and said; and what it gives:
-a recipe with comments, and a line for each key not taken as it is."""
+"""The state of one conversion: the other tool's values, the recipe that is written, and the
+remarks; and its outcome, a recipe with comments and a line for each key that was not copied
+unchanged.
+
+"Theirs" are the other tool's keys, "ours" the recipe's.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +15,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from uspft.config.document import parse, places, plain
+from uspft.config.document import parse, places, written
 from uspft.config.messages import as_written
 from uspft.config.other_tools import table_of
 from uspft.config.problems import Problem
@@ -18,18 +23,18 @@ from uspft.config.recipe import Recipe
 from uspft.convert.theirs import Theirs
 
 HUGE = 1e100
-"""What no number of a configuration comes near; infinity and what is no number are not below it."""
+"""An upper bound on valid numbers, which infinity and NaN do not satisfy."""
 NOTHING = "asks for nothing at this value"
 ACCELERATE = "accelerate"
-"""The block in which the keys of accelerate's file stand, which are said without it."""
+"""The internal block for the keys of accelerate's file; messages omit it."""
 
 
 class Conversion:
-    """Their values, each taken once, and the outcome that grows.
+    """The other tool's values, each read once, and the outcome so far.
 
-    given: keys of ours that the command line writes, which settle what would be refused. names:
-    what the tool calls the Trainer's arguments, where that is something else. defaults: what holds
-    where one of those arguments is left out.
+    given: our keys that the command line sets, so that their keys for the same need not be
+    converted. names: the tool's names for the Trainer's arguments, where they differ. defaults: the
+    values of omitted Trainer arguments.
     """
 
     def __init__(
@@ -46,23 +51,24 @@ class Conversion:
         self._spoken: set[str] = set()
 
     def key(self, name: str) -> str:
-        """Return the tool's name of an argument of the Trainer's."""
+        """Return the tool's name of a Trainer argument."""
         return self._names.get(name, name)
 
     def written(self, *keys: str | None) -> str | None:
-        """Return the first of their keys that is written, with a value beside null; or None."""
+        """Return the first of their keys that is set to a value other than null, or None."""
         return next((key for key in keys if key and self.value(key) is not None), None)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of theirs, or a default where it is absent or null."""
+        """Return the value of their key, or the default where it is absent or null."""
         found = self.theirs.values.get(key)
         return default if found is None or found.value is None else found.value
 
     def whole(self, *keys: str, default: int | None = None, least: int | None = None) -> int:
-        """Return the first of these keys' values, which is a whole number; else it is refused.
+        """Return the value of the first of these keys that is set; anything but a whole number is
+        refused.
 
-        default: None: what holds where the argument is left out, else 1. least: what it is at
-        least; None: it may be any.
+        default: for omitted keys; None: the argument's default, else 1. least: the lower bound;
+        None: none.
         """
         key, default = (
             self.written(*keys),
@@ -78,9 +84,10 @@ class Conversion:
         return int(found)
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        """Return the first of these keys' values, which is a number; else it is refused.
+        """Return the value of the first of these keys that is set; anything but a number is
+        refused.
 
-        default: None: what holds where the argument is left out.
+        default: for omitted keys; None: the argument's default.
         """
         key, default = self.written(*keys), self.defaults[keys[0]] if default is None else default
         found = default if key is None else self.value(key)
@@ -98,11 +105,10 @@ class Conversion:
         why: str = "",
         remedy: str = "",
     ) -> str:
-        """Return the word of a key, which is one of those that are known here; any other is
-        refused, and nothing returned.
+        """Return the word of a key if it is in `known`; otherwise refuse it and return "".
 
-        default: what holds where the key is left out. why: what is said behind another word.
-        remedy: what to do; none: write one of those that are known.
+        default: for an omitted key. why: text after the refused word. remedy: what to do; empty:
+        write one of `known`.
         """
         found = self.value(key, default)
         if str(found) in known:
@@ -113,7 +119,7 @@ class Conversion:
         return ""
 
     def flag(self, *keys: str, default: bool = False) -> bool:
-        """Return whether the first of these keys that is written is true."""
+        """Return whether the first of these keys that is set is true."""
         key = self.written(*keys)
         found = default if key is None else self.value(key)
         if isinstance(found, bool):
@@ -122,8 +128,11 @@ class Conversion:
         return default
 
     def put(self, ours: str, value: Any, *keys: str | None, say: str = "", why: str = "") -> None:
-        """Write a key of ours; keys: theirs that it is from, if any. say: what differs. why: the
-        comment, in place of what these keys say."""
+        """Write our key.
+
+        keys: their keys that the value comes from. say: how it differs from theirs. why: the
+        comment, by default these keys with their values.
+        """
         self.outcome.values[ours] = value
         there = [key for key in keys if key and key in self.theirs.values]
         if there:
@@ -149,29 +158,28 @@ class Conversion:
         self._say("ignored", key, what)
 
     def told(self, what: str, *keys: str | None) -> None:
-        """Say what becomes of those of these keys that are written."""
+        """Report what becomes of those of these keys that are set."""
         for key in filter(self.written, keys):
             self.changed(str(key), what)
 
     def settled(self, ours: str, *keys: str | None) -> bool:
-        """Return whether the command line writes a key of ours; say so of those of these keys that
-        are written."""
+        """Return whether the command line sets our key; if so, report that for these keys."""
         if ours in self.given:
             self.told(in_place(ours), *keys)
         return ours in self.given
 
     def idle(self, why: str, *keys: str | None) -> None:
-        """Say why those of these keys that are written change nothing here."""
+        """Report why those of these keys that are set change nothing here."""
         for key in filter(self.written, keys):
             self.ignored(str(key), why)
 
     def dropped(self, why: str, *keys: str) -> None:
-        """Say why those of these keys that are there, be it with null, change nothing here."""
+        """Report why those of these keys that are present, even as null, change nothing here."""
         for key in filter(self.theirs.values.__contains__, keys):
             self.ignored(key, why)
 
     def switch(self, key: str, ours: str, value: Any) -> None:
-        """Write a key of ours where theirs is true; at another value it asks for nothing."""
+        """Write our key if theirs is true; otherwise theirs has no effect."""
         if self.value(key) is True:
             self.put(ours, value, key)
         else:
@@ -181,7 +189,10 @@ class Conversion:
         self._say("refused", key, what, remedy)
 
     def wrong(self, key: str, remedy: str, more: str = "") -> None:
-        """Refuse a key for its value. more: what is said behind it."""
+        """Refuse the value of a key.
+
+        more: text after the value.
+        """
         self.refuse(key, f"is {short(self.value(key))}{more}", remedy)
 
     def _say(self, weight: str, key: str, what: str, remedy: str = "") -> None:
@@ -193,17 +204,17 @@ class Conversion:
             self.outcome.remarks.append(remark)
 
     def taken(self, key: str) -> None:
-        """Note that a key of theirs stands in the recipe as it is, so that it needs no line."""
+        """Mark their key as copied unchanged, so that it needs no line."""
         self._spoken.add(key)
 
     def spoken(self, key: str) -> bool:
-        """Tell whether something was said of a key of theirs, or nothing has to be."""
+        """Tell whether their key is reported already, or needs no report."""
         return key in self._spoken
 
     def ended(self, batch: int) -> Outcome:
-        """Return the outcome under the keys of the command line, in which all is spoken of.
+        """Return the outcome, with the command line's keys set and every remaining key reported.
 
-        batch: the rows of one update by their formula, which the recipe has.
+        batch: the rows per optimizer step by the tool's formula, with which the recipe must agree.
         """
         outcome = self.outcome
         for path, found in self.theirs.values.items():
@@ -222,7 +233,7 @@ class Conversion:
         return outcome
 
     def _by_its_row(self, path: str, value: Any) -> None:
-        """Take what is the same, and say what the table says of any other key."""
+        """Copy a key that is the same here, or report what the table says of it."""
         row = self.table.of(path.partition("#")[0])
         if row is None:
             self._unknown(path)
@@ -242,7 +253,7 @@ class Conversion:
             self.wrong(path, row.say)
 
     def _unknown(self, path: str) -> None:
-        """Speak of a key that the tool's table lacks."""
+        """Report a key that the tool's table lacks."""
         key, above = path.partition("#")[0], path
         while above := above.rpartition(".")[0]:
             holds = any(row.startswith(f"{above}.") for row in self.table.rows)
@@ -270,22 +281,22 @@ class Conversion:
 
 
 def in_place(ours: str) -> str:
-    """Return what is said of a key of theirs in whose place the command line writes ours."""
+    """Return the remark on their key when the command line sets our key instead."""
     return f"`{ours}` of the command line stands in its place"
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Tell whether a value is a whole number, which true and false are not."""
+    """Tell whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(key: str) -> str:
-    """Return a key as its file has it, without the block in which accelerate's stand here."""
+    """Return a key as in its file, without the internal block of accelerate's keys."""
     return key.removeprefix(f"{ACCELERATE}.")
 
 
 def short(value: Any) -> str:
-    """Return a value as YAML writes it, in a line that is cut off where it is long."""
+    """Return a value as one line of YAML, cut off where it is long."""
     if value is None or isinstance(value, bool):
         return as_written(value)
     if isinstance(value, list | dict):
@@ -302,10 +313,10 @@ WEIGHTS = ("refused", "changed", "ignored")
 
 @dataclass(frozen=True)
 class Remark:
-    """What became of one key of theirs."""
+    """What became of one of their keys."""
 
     weight: str
-    """One of WEIGHTS."""
+    """One of WEIGHTS, by which remarks are grouped."""
     where: str
     key: str
     what: str
@@ -319,13 +330,13 @@ class Remark:
 
 @dataclass
 class Outcome:
-    """The recipe's keys so far, by their paths, and the remarks."""
+    """The recipe's values so far, by key path, and the remarks."""
 
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
-    """What of theirs a key of ours is from."""
+    """The comment on our key: the keys of theirs that it comes from."""
     sources: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Of a key of ours, the place and the key of theirs that it is from."""
+    """The place and name of their key that our key comes from."""
     remarks: list[Remark] = field(default_factory=list)
 
     @property
@@ -344,7 +355,7 @@ class Outcome:
         return found
 
     def theirs(self, problem: Problem) -> Problem:
-        """Return a problem of the recipe as one of the key of theirs that the value is from."""
+        """Return a problem of the recipe as a problem of their key that the value comes from."""
         key = problem.key
         while key and key not in self.sources:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
@@ -354,7 +365,7 @@ class Outcome:
         return Problem(where, name, f"as `{problem.key}`: {problem.what}", problem.remedy)
 
     def recipe(self, source: Path) -> str:
-        """Return the recipe as YAML, with a comment behind each value that was translated."""
+        """Return the recipe as YAML, with a comment after each translated value."""
         tree: dict[str, Any] = {name: {} for name in Recipe.model_fields}
         for path, value in self.values.items():
             *above, key = path.split(".")
@@ -363,9 +374,7 @@ class Outcome:
                 block = block.setdefault(name, {})
             block[key] = value
         tree = {name: value for name, value in tree.items() if value != {}}
-        text = yaml.dump(
-            tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=float("inf")
-        )
+        text = written(tree, width=math.inf)
         found, _ = parse(text, str)
         lines = text.splitlines()
         for key, where in places(found) if found else ():
@@ -375,26 +384,3 @@ class Outcome:
                 said = "".join(c if c.isprintable() else repr(c)[1:-1] for c in comment)
                 lines[at] = f"{lines[at]}  # {said}"
         return "\n".join([f"# Converted from {source.name}.", *lines, ""])
-
-
-class _Plain(yaml.SafeDumper):
-    """A dumper that writes lists of plain values, and no mappings, in one line."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _in_a_line(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
-    flat = not any(isinstance(item, dict) for item in value)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flat)
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    """Return a text that stands in one line, so that a comment may follow it, and is read as text:
-    a recipe's 1e5 is a number."""
-    style = None if value.isprintable() and isinstance(plain(value), str) else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Plain.add_representer(list, _in_a_line)
-_Plain.add_representer(str, _text)

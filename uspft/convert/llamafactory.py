@@ -1,4 +1,4 @@
-"""LLaMA-Factory's configuration as a recipe, and that of 360-LLaMA-Factory."""
+"""The configurations of LLaMA-Factory and 360-LLaMA-Factory as recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from uspft.convert.conversion import NOTHING, Conversion, short
 from uspft.convert.theirs import read_tree
 
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
-"""What 360-LLaMA-Factory calls Megatron's ways of sharing a row."""
+"""360-LLaMA-Factory's names for the values of Megatron's cp_comm_type."""
 LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "quantization_bit")
 COLUMNS = {
     "prompt": "instruction",
@@ -24,13 +24,13 @@ COLUMNS = {
     "tools": "tools",
     "messages": "messages",
 }
-"""The columns of dataset_info.json, and our names of what is in them."""
+"""The columns of dataset_info.json, and our names for these fields."""
 TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
 MEDIA = ("images", "videos", "audios")
 
 
 def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, as CONVERTERS says."""
+    """Convert LLaMA-Factory's configuration, as CONVERTERS says."""
     degree = run.whole("sequence_parallel_size", least=1)
     batch = trainer.global_batch(run, degree, None, ranks)
     if mode := run.choice("sequence_parallel_mode", MODES, "zigzag-ring"):
@@ -73,13 +73,13 @@ def _model(run: Conversion) -> None:
 
 
 def _words(value: Any) -> list[str]:
-    """Return a list, or what stands between commas."""
+    """Return a list, or the items of a text with commas."""
     found = value if isinstance(value, list) else str(value).split(",")
     return [str(word).strip() for word in found if str(word).strip()]
 
 
 def _stage(run: Conversion) -> bool:
-    """Return whether the stage is pre-training, in which texts train whole."""
+    """Return whether the stage is pre-training, which trains on all tokens of texts."""
     kinds = {"sft": "a recipe trains answers", "pt": "texts, all of which train"}
     why = ", and training is by cross-entropy on texts and answers"
     if stage := run.choice("stage", kinds, "sft", why=why):
@@ -105,7 +105,7 @@ def _adapter(run: Conversion) -> None:
 
 
 def _rows(run: Conversion, texts: bool) -> None:
-    """Write how rows are filled, and what becomes of longer samples."""
+    """Convert packing, and what happens to samples longer than a row."""
     if not run.written("cutoff_len"):
         run.put("data.sequence_length", 2048, why="cutoff_len, 2048 where it is left out")
     neat = run.flag("neat_packing")
@@ -126,7 +126,7 @@ def _rows(run: Conversion, texts: bool) -> None:
 
 
 def _data(run: Conversion, texts: bool) -> None:
-    """Write the samples, as dataset_info.json describes them."""
+    """Convert the data, described in dataset_info.json."""
     for ours, key in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         if run.settled(ours, key) or not run.written(key):
             continue
@@ -151,7 +151,7 @@ def _data(run: Conversion, texts: bool) -> None:
 
 
 def _mixed(run: Conversion) -> None:
-    """Write how often each source is taken."""
+    """Convert how often each source is taken."""
     strategy = run.value("mix_strategy", "concat")
     shares = run.value("interleave_probs")
     sources = run.outcome.values.get("data.train")
@@ -171,7 +171,7 @@ def _mixed(run: Conversion) -> None:
 
 
 def _source(run: Conversion, key: str, name: str, texts: bool) -> dict[str, Any]:
-    """Return the source that a name of dataset_info.json stands for; empty where it is refused."""
+    """Return the source for an entry of dataset_info.json; empty where it is refused."""
     folder = str(run.value("dataset_dir", "data"))
     place = run.theirs.place(f"{folder}/dataset_info.json")
     ours = "data.train" if key == "dataset" else "data.eval"
@@ -196,7 +196,7 @@ def _source(run: Conversion, key: str, name: str, texts: bool) -> dict[str, Any]
 def _described(
     run: Conversion, key: str, name: str, said: dict[str, Any], folder: Path, texts: bool
 ) -> dict[str, Any]:
-    """Return a source as its description says it; empty where it is refused."""
+    """Return the source for an entry with this description; empty where it is refused."""
     blocks = (said.get(name) for name in ("columns", "tags"))
     columns, tags = ({**block} if isinstance(block, dict) else {} for block in blocks)
     hub, file = said.get("hf_hub_url"), said.get("file_name")

@@ -1,7 +1,8 @@
-"""MindSpore Transformers' configuration as a recipe: its model, its training, and what it shards,
-computes again and offloads.
+"""MindSpore Transformers' configuration as a recipe: the model, training, and what is sharded,
+recomputed and offloaded.
 
-The global batch is counted by their formulas before anything is translated, and again after.
+The global batch is computed with MindSpore's formulas before the conversion, and compared with the
+recipe's after it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from uspft.convert.mindspore_layout import (
 
 
 def convert_mindspore(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that a file becomes, as CONVERTERS says."""
+    """Convert a MindSpore Transformers configuration, as CONVERTERS says."""
     degrees = degrees_of(run)
     their_errors(run, degrees)
-    batch = run.whole("runner_config.batch_size") * degrees.data  # by their formulas
+    batch = run.whole("runner_config.batch_size") * degrees.data  # MindSpore's formula
     batch *= run.whole("micro_batch_interleave_num")
     steps = "runner_config.gradient_accumulation_steps"
     batch *= run.whole("parallel_config.micro_batch_num" if degrees.stages > 1 else steps)
@@ -73,7 +74,8 @@ DIMENSIONS = {
     "eos_token_id": ("eos_token_id", 2),
     "pad_token_id": ("pad_token_id", 0),
 }
-"""Their dimensions: the name in a Hugging Face config, and the default there."""
+"""MindSpore's model dimensions: each one's name in Hugging Face's config, and MindSpore's
+default."""
 SHAPE = (
     *(*DIMENSIONS, "n_kv_heads", "intermediate_size", "multiple_of", "ffn_dim_multiplier"),
     *("max_position_embedding", "qkv_has_bias", "tie_word_embeddings"),
@@ -84,7 +86,7 @@ SCALED = {"PI": "linear", "YARN": "yarn", "LLAMA3": "llama3", "DYNAMIC_NTK": "dy
 
 
 def model(run: Conversion) -> None:
-    """Write the model: its folder, or its dimensions for random weights."""
+    """Convert the model: its folder, or its dimensions for random weights."""
     _dtype(run)
     folder = run.written("pretrained_model_dir", "load_checkpoint")
     theirs = run.value("load_ckpt_format", "safetensors") != "safetensors"
@@ -118,14 +120,14 @@ def _dtype(run: Conversion) -> None:
 
 
 def _not_here(run: Conversion, why: str) -> None:
-    """Leave the model's dimensions out, and say why."""
+    """Report why the model's dimensions are not converted."""
     names = (*SHAPE, "extend_method", "scaling_factor")
     run.dropped(why, *(f"{CONFIG}.{name}" for name in names))
     run.idle(why, "model.arch.type")
 
 
 def _dimensions(run: Conversion) -> None:
-    """Write model.config of their dimensions, each under its name in Hugging Face's."""
+    """Convert the dimensions to model.config, under Hugging Face's names."""
     why, remedy = (
         ", of which only dimensions are written",
         "add model.name_or_path=FOLDER of such a model",
@@ -162,7 +164,7 @@ def _dimensions(run: Conversion) -> None:
 def intermediate_size(
     hidden: int, written: int | None, multiple: int, multiplier: float | None
 ) -> int:
-    """Return the MLP's inner size as LLaMA's code counts it, where it is not written.
+    """Return the MLP's intermediate size by LLaMA's formula, unless it is given.
 
     It is 4 · hidden · 2/3, times the multiplier, rounded up to a multiple.
     """
@@ -193,7 +195,7 @@ def _positions(run: Conversion) -> None:
     run.put("model.rope_scaling", scaling, method, *inner.values())
 
 
-# Training: its length, optimizer, schedule and outputs.
+# Training: length, optimizer, schedule and outputs.
 
 SCHEDULES = {
     "ConstantWarmUpLR": "constant",
@@ -207,7 +209,10 @@ ADAMW = ("AdamW", "FusedAdamW", "FP32StateAdamWeightDecay")
 
 
 def _length(run: Conversion, batch: int) -> None:
-    """Write how long the run is. batch: the rows of one update."""
+    """Convert the length of the run.
+
+    batch: the rows per optimizer step.
+    """
     total, epochs = run.whole("lr_schedule.total_steps", default=-1), "runner_config.epochs"
     rows = rows_of_blend(run)
     if given := {"training.steps", "training.epochs"} & set(run.given):
@@ -253,7 +258,7 @@ def _optimizer(run: Conversion) -> None:
 
 
 def _schedule(run: Conversion) -> None:
-    """Write the learning rate's schedule; theirs begins at rate 0, a step before ours."""
+    """Convert the learning rate schedule; MindSpore's starts at rate 0, one step before ours."""
     block = "lr_schedule"
     why = ", which has no like here"
     kind = run.choice(f"{block}.type", SCHEDULES, "CosineWithWarmUpLR", why=why)
@@ -290,7 +295,7 @@ def _schedule(run: Conversion) -> None:
 
 
 def outputs(run: Conversion) -> None:
-    """Write where the run goes on from, and what it logs."""
+    """Convert the checkpoint to resume, and logging."""
     resume = run.value("resume_training", False)
     if isinstance(resume, str):
         what = f"is {resume}, a checkpoint of MindSpore's"
@@ -311,7 +316,7 @@ def outputs(run: Conversion) -> None:
         run.put("logging.tensorboard", True, board)
 
 
-# What is sharded, computed again and offloaded.
+# Sharding, recomputation and offloading.
 
 OPTIMIZER = "parallel.parallel_optimizer_config"
 RECOMPUTE = "recompute_config"
@@ -319,11 +324,11 @@ ZERO = "deepspeed.zero_optimization"
 
 
 def sharding(run: Conversion, degrees: TheirDegrees, micro_batches: int) -> None:
-    """Write the ZeRO stage that shards what their optimizer parallelism does.
+    """Write the ZeRO stage that shards the same as MindSpore's optimizer parallelism.
 
-    Off is 0, which stages, divided experts and several micro-batches in bfloat16 cannot have, on is
-    1, with accumulated gradients 2, and with weights gathered again in the backward 3.
-    micro_batches: how many an update has here.
+    Without it the stage is 0, or 1 where stages, expert parallelism or several micro-batches in
+    bfloat16 do not support 0; with it 1, with sharded gradient accumulation 2, and with weights
+    gathered again in the backward 3. micro_batches: per optimizer step of the recipe.
     """
     shards = "parallel.enable_parallel_optimizer"
     gradients = f"{OPTIMIZER}.gradient_accumulation_shard"
@@ -351,7 +356,8 @@ def sharding(run: Conversion, degrees: TheirDegrees, micro_batches: int) -> None
 
 
 def _least(run: Conversion, stage: int) -> None:
-    """Write the size from which on parameters are sharded: theirs is in KB, ours in elements."""
+    """Convert the size from which parameters are sharded: MindSpore's is in KB, ours in
+    elements."""
     key = f"{OPTIMIZER}.parallel_optimizer_threshold"
     if not run.written(key):
         return
@@ -368,7 +374,7 @@ def _least(run: Conversion, stage: int) -> None:
 
 
 def memory(run: Conversion, stages: int) -> None:
-    """Write which layers are computed again, and what is offloaded."""
+    """Convert which layers are recomputed, and what is offloaded."""
     full, some = f"{RECOMPUTE}.recompute", f"{RECOMPUTE}.select_recompute"
     whole, selected = _layers(run, full, stages), _layers(run, some, stages)
     if whole is None or selected is None:
@@ -396,10 +402,10 @@ def memory(run: Conversion, stages: int) -> None:
 
 
 def _layers(run: Conversion, key: str, stages: int) -> Any:
-    """Return whether layers are computed again, or how many of each stage; None where that is an
-    error there too.
+    """Return whether layers are recomputed, or how many of each stage; None where MindSpore refuses
+    the value too.
 
-    Patterns of operators stand for all layers that have them.
+    Patterns of operators count as all layers that have them.
     """
     inside = {name: f"{key}.{name}" for name in run.theirs.block(key)}
     told = [run.value(name) for name in inside.values()] if inside else [run.value(key, False)]
@@ -419,7 +425,7 @@ def _layers(run: Conversion, key: str, stages: int) -> Any:
                 run.refuse(where, f"is {short(value)}", "write whole numbers")
                 return None
         if isinstance(value, list) and all(isinstance(one, str) for one in value):
-            value = bool(value)  # patterns
+            value = bool(value)  # patterns of operators
         if value is True or found is True:
             found = True
         elif _is_flat(value) and _is_flat(found):
@@ -434,5 +440,5 @@ def _is_flat(value: Any) -> bool:
 
 
 def _most(one: list[int], other: list[int]) -> list[int]:
-    """Return the larger number of each stage."""
+    """Return the elementwise maximum over stages."""
     return [max(pair) for pair in zip_longest(one, other, fillvalue=0)]

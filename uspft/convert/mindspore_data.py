@@ -1,4 +1,4 @@
-"""The samples of a configuration of MindSpore Transformers, and how they become rows."""
+"""The data of a MindSpore Transformers configuration, and how samples become rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ALPACA, PACKING, TAKE = (
 BLEND = f"{LOADER}.config"
 HUGGING_FACE, MEGATRON = ("HFDataLoader", "CommonDataLoader"), "BlendedMegatronDatasetDataLoader"
 _KINDS = ("json", "csv", "parquet", "arrow", "text")
-"""What `load_dataset` calls files by, in place of a data set."""
+"""Names by which `load_dataset` reads files instead of a data set."""
 _SLICE = re.compile(r"(\w+)\[:(\d+)\]")
 PAGE = "docs/coming-from-mindspore.md"
 
 
 def data(run: Conversion) -> None:
-    """Write the samples, and how they become rows."""
+    """Convert the data, and how samples become rows."""
     kind = str(run.value(f"{LOADER}.type", "MindDataset"))
     _rows(run, indexed=kind == MEGATRON)
     inside = [key for key in run.theirs.values if key.startswith(f"{LOADER}.")]
@@ -42,7 +42,7 @@ def data(run: Conversion) -> None:
 
 
 def _hugging_face(run: Conversion) -> None:
-    """Write what `load_dataset` reads, and what handlers make of it."""
+    """Convert the arguments of `load_dataset`, and the handlers of its samples."""
     place, files = run.value(f"{LOADER}.path"), run.value(f"{LOADER}.data_files")
     if place is None and not run.theirs.has_block(f"{LOADER}.data_files"):
         run.refuse(f"{LOADER}.path", "is missing", "add data.train=FILE")
@@ -84,7 +84,7 @@ def _hugging_face(run: Conversion) -> None:
 
 
 def _split(run: Conversion) -> tuple[str | None, int | None]:
-    """Return the split's name, and the number of its first samples to use (None: all)."""
+    """Return the split's name, and how many of its first samples to use (None: all)."""
     key = f"{LOADER}.split"
     split = run.value(key)
     if split is None:
@@ -98,7 +98,7 @@ def _split(run: Conversion) -> tuple[str | None, int | None]:
 
 
 def _taken(run: Conversion) -> int | None:
-    """Return how many samples are taken, where that comes before they are packed."""
+    """Return how many samples are used, if that limit applies before packing."""
     key = f"{TAKE}.n"
     if not run.written(key):
         return None
@@ -111,7 +111,7 @@ def _taken(run: Conversion) -> int | None:
 
 
 def _blend(run: Conversion) -> None:
-    """Write the indices of a blend of Megatron's, with their weights."""
+    """Convert a blend of Megatron indices, with their weights."""
     key = f"{BLEND}.data_path"
     why, remedy = ", and only documents of token ids are read", "add data.train=FILE"
     kind = f"{LOADER}.datasets_type"
@@ -141,7 +141,7 @@ def _blend(run: Conversion) -> None:
 
 
 def _indices(listed: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the sources of a blend; none where it is neither a path nor weights and paths."""
+    """Yield the sources of a blend; none unless it is a path, or weights and paths."""
     if len(listed) == 1 and isinstance(listed[0], str):
         yield {"path": listed[0]}
         return
@@ -155,7 +155,7 @@ def _indices(listed: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, which may be a text; None where it is none."""
+    """Return a number, which may be given as text, or None."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -163,7 +163,7 @@ def _number(value: Any) -> float | None:
 
 
 def _shares(run: Conversion) -> None:
-    """Write which share of the documents is not trained on."""
+    """Convert the share of documents that is not trained on."""
     key = f"{BLEND}.split"
     told = run.value(key)
     if told is None:
@@ -184,8 +184,8 @@ def _shares(run: Conversion) -> None:
 
 
 def rows_of_blend(run: Conversion) -> int | None:
-    """Return how many rows of a blend are trained on in one epoch, as `sizes` says; None where it
-    does not."""
+    """Return how many rows of a blend are trained on in one epoch, from `sizes`; None
+    without them."""
     key = f"{LOADER}.sizes"
     told = run.value(key)
     if told is None or run.value(f"{LOADER}.type") != MEGATRON:
@@ -213,7 +213,10 @@ def _tokenizer(run: Conversion) -> None:
 
 
 def _rows(run: Conversion, *, indexed: bool) -> None:
-    """Write the length of a row and how it is filled. indexed: whether data is Megatron's."""
+    """Convert the length of a row and packing.
+
+    indexed: whether the data are Megatron indices.
+    """
     lengths = (
         f"{CONFIG}.seq_length",
         f"{PACKING}.seq_length",

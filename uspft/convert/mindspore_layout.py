@@ -1,5 +1,5 @@
-"""The layout of a run of MindSpore Transformers: degrees, context, stages, experts; and what its
-own checks refuse, in our words, before ours."""
+"""The layout of a MindSpore Transformers configuration: degrees, context parallelism, stages,
+experts; and the configurations that MindSpore itself refuses, which are refused here too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ CONFIG, BLOCK = "model.model_config", "parallel_config"
 THEIRS = {row.megatron: row for row in CONTEXT.values()} | {
     name: row for row in CONTEXT.values() for name in (row.name, *row.synonyms)
 }
-"""The algorithms by their names in both vocabularies."""
+"""The algorithms by Megatron's names and by ours."""
 GATHER, RING, OLD = "all_gather", "p2p", {"hybird": "hybrid"}
-"""Megatron's words for what their default is, without and with a ring; and an old spelling."""
+"""Megatron's names for MindSpore's default algorithm, without and with a ring; and an old
+spelling."""
 SEQUENCE = (f"{BLOCK}.use_seq_parallel", f"{BLOCK}.sequence_parallel")
 ALGORITHM = (f"{BLOCK}.context_parallel_algo", f"{BLOCK}.cp_comm_type")
 EXPERTS = (f"{BLOCK}.expert_parallel", f"{BLOCK}.expert_model_parallel_size")
@@ -30,14 +31,14 @@ _REPLICAS = (f"{BLOCK}.data_parallel", f"{BLOCK}.data_parallel_size")
 
 @dataclass(frozen=True)
 class TheirDegrees:
-    """The degrees that are in effect there: `parallel_mode` may overrule those that are written."""
+    """The effective degrees: `parallel_mode` may overrule the ones in the configuration."""
 
     data: int
     tensor: int = 1
     context: int = 1
     stages: int = 1
     alone: bool = False
-    """Whether data parallelism is all there is, whatever the block says."""
+    """Whether the mode allows only data parallelism."""
 
     @property
     def product(self) -> int:
@@ -45,7 +46,10 @@ class TheirDegrees:
         return self.data * self.tensor * self.context * self.stages
 
     def told(self, batch: int, micro: int) -> str:
-        """Return the layout in words. batch: rows of an update. micro: those of a micro-batch."""
+        """Return the layout as a phrase.
+
+        batch: rows per optimizer step. micro: rows per micro-batch.
+        """
         names = {"data": self.data, "tensor": self.tensor, "context": self.context}
         shown = [f"{name} {degree}" for name, degree in names.items() if degree > 1]
         shown += [f"{self.stages} stages"] * (self.stages > 1)
@@ -55,7 +59,7 @@ class TheirDegrees:
 
 
 def degrees_of(run: Conversion) -> TheirDegrees:
-    """Return the degrees as they are in effect; where the file counts devices, those given."""
+    """Return the effective degrees."""
     mode = run.value("parallel.parallel_mode", 1)
     parallel = run.flag("use_parallel", default=True)
     if not parallel or mode in (0, "data_parallel"):
@@ -78,10 +82,10 @@ def degrees_of(run: Conversion) -> TheirDegrees:
 
 
 def layout(run: Conversion, degrees: TheirDegrees, batch: int, ranks: int | None) -> int:
-    """Write the layout, and return its data parallel degree: what other ranks leave for it.
+    """Convert the layout, and return its data parallel degree.
 
-    batch: the rows of an update, which stays. ranks: how many processes there are; None: as many as
-    there.
+    batch: the rows per optimizer step, which stay the same. ranks: the number of processes; None:
+    as in the configuration.
     """
     replicas = _replicas(run, degrees, batch, ranks)
     _tensor(run, degrees)
@@ -123,12 +127,13 @@ def _divides(replicas: int, batch: int) -> bool:
 
 
 def micro_batch(run: Conversion, batch: int, replicas: int) -> int:
-    """Return the rows of a micro-batch: theirs, or fewer where a replica's rows are no multiple."""
+    """Return the rows per micro-batch: MindSpore's, or fewer where that does not divide a replica's
+    rows."""
     return math.gcd(max(1, batch // replicas), max(1, run.whole("runner_config.batch_size")))
 
 
 def _tensor(run: Conversion, degrees: TheirDegrees) -> None:
-    """Write how activations are split between matrices, and matrices over a mesh."""
+    """Convert how activations are split between matrices, and matrices over a mesh."""
     if degrees.alone:
         inside = [f"{BLOCK}.{key}" for key in run.theirs.block(BLOCK)]
         idle = [key for key in inside if not run.spoken(key)]
@@ -153,7 +158,7 @@ def _tensor(run: Conversion, degrees: TheirDegrees) -> None:
 
 
 def algorithm_of(run: Conversion) -> AlgorithmRow | None:
-    """Return the algorithm that a word of either vocabulary names; None where none is called so."""
+    """Return the algorithm with a name of Megatron's or ours, or None."""
     key = run.written(*ALGORITHM)
     word = str(run.value(key)) if key else GATHER
     for old, new in OLD.items():
@@ -162,7 +167,7 @@ def algorithm_of(run: Conversion) -> AlgorithmRow | None:
 
 
 def _context(run: Conversion, context: int) -> None:
-    """Write the algorithm of context parallelism."""
+    """Convert the context-parallel algorithm."""
     key, ring = run.written(*ALGORITHM), f"{CONFIG}.use_ring_attention"
     degree = f"{BLOCK}.ulysses_degree_in_cp"
     if context == 1:
@@ -187,7 +192,7 @@ def _context(run: Conversion, context: int) -> None:
 
 
 def _stages(run: Conversion, stages: int) -> None:
-    """Write how layers are split over stages, and in which order they work."""
+    """Convert the pipeline's stages and schedule."""
     interleave = "parallel.pipeline_config.pipeline_interleave"
     offset, each = f"{CONFIG}.offset", f"{CONFIG}.layers_per_stage"
     micro = f"{BLOCK}.micro_batch_num"
@@ -217,7 +222,7 @@ def _stages(run: Conversion, stages: int) -> None:
 
 
 def _experts(run: Conversion) -> None:
-    """Write how many ranks experts are spread over, where the model has any."""
+    """Convert the expert parallel degree, if the model has experts."""
     key, experts = run.written(*EXPERTS), "moe_config.expert_num"
     if key is None or run.spoken(key):
         return
@@ -230,26 +235,26 @@ def _experts(run: Conversion) -> None:
 
 
 def all_of(value: Any) -> list[Any]:
-    """Return the numbers of nested lists."""
+    """Return the numbers of nested lists as one list."""
     return [one for item in value for one in all_of(item)] if isinstance(value, list) else [value]
 
 
-# What their own checks refuse.
+# Configurations that MindSpore refuses.
 
 DEEPEST = 10
-"""How deep their YAML may be."""
+"""The deepest nesting of MindSpore's YAML."""
 LEAST_MASKED = 2048
-"""The length that rows must exceed where masks are compressed."""
+"""Rows must be longer than this where masks are compressed."""
 _TOO = "an error there too"
 _FLASH, _RING = f"{CONFIG}.use_flash_attention", f"{CONFIG}.use_ring_attention"
 _MASKS, _EOD = f"{CONFIG}.use_attn_mask_compression", f"{CONFIG}.use_eod_attn_mask_compression"
 _HEADS, _EXPERTS = f"{CONFIG}.num_heads", "moe_config.expert_num"
 Wrong = Iterator[tuple[str, str, str]]
-"""Of each error the key, what is wrong, and the remedy."""
+"""Errors as (key, what is wrong, remedy)."""
 
 
 def their_errors(run: Conversion, degrees: TheirDegrees) -> None:
-    """Refuse what their own checks refuse; other modes than training too."""
+    """Refuse what MindSpore itself refuses, and modes other than training."""
     mode = run.value("run_mode", "train")
     if mode not in ("train", "finetune"):
         run.refuse("run_mode", f"is {short(mode)}", "only training is converted: write finetune")
@@ -271,7 +276,7 @@ def _devices(run: Conversion, degrees: TheirDegrees) -> Wrong:
 
 
 def _flash(run: Conversion, degrees: TheirDegrees) -> Wrong:
-    """What needs flash attention, which is off where an old configuration leaves it out."""
+    """Yield settings that need flash attention, which old configurations turn off by omission."""
     default = run.value(f"{CONFIG}.type") != "LlamaConfig"
     if run.flag(_FLASH, default=default):
         return

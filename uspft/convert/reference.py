@@ -1,8 +1,9 @@
-"""Make the tables of docs/coming-from-TOOL.md that say what becomes of each key, and of Megatron's.
+"""Generate the tables of docs/coming-from-TOOL.md on what becomes of each key, and that of
+Megatron's.
 
-    .venv/bin/python -m uspft.convert.reference [--check]
+.venv/bin/python -m uspft.convert.reference [--check]
 
-With --check it writes nothing, and ends with 1 where a page has another table.
+With --check nothing is written, and the exit status is 1 where a page is out of date.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from uspft.convert.conversion import short
 DOCS = Path(__file__).parents[2] / "docs"
 HEAD = "| there | here |\n| --- | --- |\n"
 SHARED = ("trainer", "deepspeed")
-"""Tables below those of several tools, which the page of the Trainer has."""
+"""Tables that several tools extend, printed on the Trainer's page."""
 
 
 def page_of(tool: str) -> Path:
@@ -42,7 +43,7 @@ def parts() -> dict[str, tuple[Path, str]]:
 
 
 def table(rows: Iterable[KeyRow]) -> str:
-    """Return a heading and a table for each block of theirs, in the table's order."""
+    """Return a heading and a table for each of the tool's blocks, in order."""
     blocks: dict[str, list[KeyRow]] = {}
     for row in rows:
         blocks.setdefault(row.key.rpartition(".")[0], []).append(row)
@@ -71,7 +72,7 @@ def _line(row: KeyRow) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Make the tables, or compare them; return 1 where a page has another."""
+    """Write or compare the tables; return 1 where a page is out of date."""
     return max(remake(page, name, made, words) for name, (page, made) in parts().items())
 
 

@@ -25,13 +25,13 @@ LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_dtype", "target_modules
 OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
 LOSSES = {"default": "assistant", "last_round": "last", "all": "all"}
 COLUMNS = {"query": "prompt", "response": "completion"}
-"""Their fields of pairs, and ours."""
+"""ms-swift's fields of pairs, and ours."""
 LEAST = 16
-"""Rows that a step has at least there, where nothing says the accumulation."""
+"""The least rows in a step when gradient accumulation is not given."""
 
 
 def convert_swift(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, as CONVERTERS says."""
+    """Convert ms-swift's arguments, as CONVERTERS says."""
     tuner = run.written(*TUNERS)
     full = tuner is not None and run.value(tuner) == "full"
     run.defaults["learning_rate"] = 1e-5 if full else 1e-4
@@ -51,14 +51,14 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     trainer.evaluating(run)
     every = values.get("checkpoint.every_steps")
     if evaluates and every and not run.written("eval_steps", "eval_strategy"):
-        run.put("training.eval_every_steps", every)  # evaluations come with checkpoints there
+        run.put("training.eval_every_steps", every)  # ms-swift evaluates whenever it saves
     trainer.logs(run)
     return batch
 
 
 def _batch(run: Conversion, ranks: int | None) -> int:
-    """Write the batch, and how many ranks share a row; without an accumulation it is what makes 16
-    rows, as there."""
+    """Convert the batch, and how many ranks share a row; without an accumulation a step has LEAST
+    rows, as in ms-swift."""
     degree = run.whole("sequence_parallel_size", least=1)
     split = degree * run.whole("deepspeed_autotp_size", least=1)
     key = run.written("nproc_per_node", "ENV.NPROC_PER_NODE")
@@ -104,7 +104,7 @@ def _model(run: Conversion) -> None:
 
 
 def _json(run: Conversion, key: str) -> dict[str, Any]:
-    """Return the mapping that a text of JSON says; else it is refused."""
+    """Return the mapping in a JSON text; anything else is refused."""
     try:
         found = json.loads(str(run.value(key)))
     except (ValueError, RecursionError):
@@ -130,7 +130,7 @@ def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
 
 
 def _rows(run: Conversion) -> None:
-    """Write how rows are filled, what becomes of longer samples, and which tokens train."""
+    """Convert packing, what happens to samples longer than a row, and which tokens train."""
     if run.written("packing_length"):
         run.put("data.sequence_length", run.whole("packing_length"), "packing_length", "max_length")
     elif not run.written("max_length") and "data.sequence_length" not in run.given:
@@ -151,7 +151,7 @@ def _rows(run: Conversion) -> None:
 
 
 def _data(run: Conversion) -> None:
-    """Write the samples."""
+    """Convert the data."""
     for ours, key in (("data.train", "dataset"), ("data.eval", "val_dataset")):
         if not run.written(key) or run.value(key) == []:
             continue
@@ -180,7 +180,7 @@ def _data(run: Conversion) -> None:
 
 
 def _source(run: Conversion, text: str) -> dict[str, Any]:
-    """Return the source that PATH:SUBSET#NUMBER means."""
+    """Return the source for PATH:SUBSET#NUMBER."""
     path, _, number = text.partition("#")
     name = ""
     if run.theirs.place(path) is None and ":" in path:

@@ -1,4 +1,4 @@
-"""A configuration of another tool as it stands in its files: paths, values and lines."""
+"""A configuration of another tool as written in its files: paths, values and lines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from uspft.config.recipe import Recipe
 
 MAX_BYTES = 1 << 20
 BESIDE = "accelerate"
-"""The tool whose file may stand beside another's."""
+"""The tool whose file may accompany another tool's."""
 _ABOVE = 4
-"""Folders above a configuration in which what it names is looked for: tools run in one of them."""
+"""How many parent folders of a configuration are searched for the files that it names: tools run in
+one of them."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +41,24 @@ class Theirs:
     tool: Tool
 
     def has_block(self, path: str) -> bool:
-        """Return whether a block with this path is written."""
+        """Return whether a block with this path is present."""
         return any(key == path or key.startswith((f"{path}.", f"{path}[")) for key in self.values)
 
     def block(self, path: str) -> dict[str, Any]:
-        """Return what stands in the block with this path, by the paths below it."""
+        """Return the values in the block with this path, by the paths below it."""
         start = f"{path}."
         return {k[len(start) :]: v.value for k, v in self.values.items() if k.startswith(start)}
 
     def items(self, path: str) -> list[str]:
-        """Return the paths of a list's items that are written."""
+        """Return the paths of a list's items."""
         found = (re.match(rf"{re.escape(path)}\[\d+\]", key) for key in self.values)
         return list(dict.fromkeys(match[0] for match in found if match))
 
     def place(self, name: str) -> Path | None:
-        """Return the file or folder that the configuration means by a name, where it exists here.
+        """Return the file or folder that the configuration means by a name, if it exists here.
 
-        It is looked for from where the command runs, beside the configuration, and above that.
+        It is searched for in the working directory, next to the configuration, and in the folders
+        above that.
         """
         folders = (Path(), self.file.parent, *self.file.resolve().parents[1 : _ABOVE + 1])
         places = (one / name for one in folders)
@@ -64,10 +66,10 @@ class Theirs:
 
 
 def read_theirs(file: Path, tool: str | None = None, *more: Path) -> Theirs:
-    """Return what a file says, over the file that its `base_config` names.
+    """Return the values of a file, merged over the file that its `base_config` names.
 
-    tool: the one whose configuration it is; None: by its keys. more: files of accelerate's beside
-    it. Raises InputError with every problem, a line each.
+    tool: whose configuration it is; None: guessed from its keys. more: accelerate's files. Raises
+    InputError with every problem, a line each.
     """
     tree = read_tree(file)
     known = TOOLS[tool] if tool else which_tool(file, tree)
@@ -102,9 +104,10 @@ def which_tool(file: Path, tree: Tree) -> Tool:
 
 
 def with_file(theirs: Theirs, key: str, at: str) -> bool:
-    """Put what the JSON or YAML file that a key names says at a block; return whether it did.
+    """Add the values of the JSON or YAML file that a key names, below a block; return whether there
+    was one.
 
-    Raises InputError where the file is there and cannot be read.
+    Raises InputError where the file exists and cannot be read.
     """
     found = theirs.values.get(key)
     place = theirs.place(found.value) if found and isinstance(found.value, str) else None
@@ -118,7 +121,8 @@ def with_file(theirs: Theirs, key: str, at: str) -> bool:
 
 
 def read_tree(file: Path, above: tuple[Path, ...] = ()) -> Tree:
-    """Return the mapping in a file, over those that its `base_config` names. Raises InputError."""
+    """Return the mapping in a file, merged over those that its `base_config` names. Raises
+    InputError."""
     try:
         here = file.resolve()
     except (OSError, ValueError, RuntimeError) as error:
@@ -135,7 +139,7 @@ def read_tree(file: Path, above: tuple[Path, ...] = ()) -> Tree:
         except (ValueError, RecursionError) as error:
             line = getattr(error, "lineno", 1)
             raise _wrong(file, "is not JSON", "write what json.loads reads", line) from error
-        text = text.replace("\t", "  ")  # as YAML reads it: without tabs between its tokens
+        text = text.replace("\t", "  ")  # YAML does not allow tabs between tokens
     tree, problems = parse(text, lambda line: f"{file}:{line}")
     if problems or tree is None:
         raise RecipeError(problems)
@@ -168,7 +172,7 @@ def _flat(tree: Tree, at: str, tool: Tool) -> Iterator[tuple[str, Any, str]]:
 
 
 def _without_none(value: Any) -> Any:
-    """Return a value in which Python's None, which they write for null, is null."""
+    """Return a value with the word None, as tools write null, replaced by null."""
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     return None if isinstance(value, str) and value in ("None", "") else value

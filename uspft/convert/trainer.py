@@ -30,9 +30,9 @@ DEFAULTS: Mapping[str, Any] = {
     "logging_steps": 500,
     "report_to": (),
 }
-"""What holds there where a key is left out, as transformers 5 has it."""
+"""The Trainer's defaults in transformers 5."""
 SMALLER = ("8bit", "4bit", "fp8", "apex", "anyprecision")
-"""Parts of names of AdamW whose states are not float32 there."""
+"""Parts of the names of AdamW variants whose states are not float32."""
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -45,11 +45,11 @@ SCHEDULES = {
 }
 KERNEL = "`model.attention: auto` takes the fastest kernel that is exact"
 MINUTES = 24 * 60
-"""The longest that a collective waits: theirs are often months, which say for ever."""
+"""The longest time-out of collectives to write: tools often set months, which means for ever."""
 
 WHOLE = "there is no adapter: all weights train"
 SHIPPED = ("chatml", "llama3", "gemma")
-"""The templates of data/templates, by the names that axolotl and LLaMA-Factory have for them."""
+"""The templates of data/templates, by their names in axolotl and LLaMA-Factory."""
 
 
 def global_batch(
@@ -59,11 +59,10 @@ def global_batch(
     ranks: int | None,
     accumulation: int | None = None,
 ) -> int:
-    """Write the batch, and return the rows of one update by their formula.
+    """Convert the batch, and return the rows per optimizer step by the tool's formula.
 
-    split: how many devices share a row. world: how many devices the file says there are. ranks: how
-    many there are here, which are those there where the file says nothing. accumulation: what holds
-    where its key is left out; None: one.
+    split: how many devices share a row. world: the number of devices in the file. ranks: the number
+    here, used where the file has none. accumulation: the default of its key; None: one.
     """
     micro_key, steps_key = run.key("per_device_train_batch_size"), "gradient_accumulation_steps"
     micro, steps = run.whole(micro_key), run.whole(steps_key, default=accumulation)
@@ -91,7 +90,7 @@ def global_batch(
 
 
 def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str | None) -> None:
-    """Write how many ranks share a row, and by which algorithm, named as Megatron does."""
+    """Write how many ranks share a row, and the algorithm with this name of Megatron's."""
     if degree > 1:
         row = next(row for row in CONTEXT.values() if row.megatron == megatron)
         run.put("parallel_config.context_parallel", degree, key)
@@ -101,14 +100,17 @@ def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str | 
 
 
 def updates(run: Conversion, warm_up: Callable[[Conversion], None] | None = None) -> None:
-    """Write how long the run is, its optimizer, and its schedule. warm_up: as of `schedule`."""
+    """Convert the length of the run, its optimizer, and its schedule.
+
+    warm_up: as in `schedule`.
+    """
     length(run)
     optimizer(run)
     schedule(run, warm_up)
 
 
 def length(run: Conversion) -> None:
-    """Write how long the run is."""
+    """Convert the length of the run."""
     steps_key, epochs_key = "max_steps", run.key("num_train_epochs")
     steps = run.whole(steps_key, default=-1)
     if any(run.settled(f"training.{name}", steps_key, epochs_key) for name in ("steps", "epochs")):
@@ -127,7 +129,7 @@ def length(run: Conversion) -> None:
 
 
 def optimizer(run: Conversion) -> None:
-    """Write AdamW with its settings, and the clipping."""
+    """Convert AdamW's settings, and gradient clipping."""
     key = run.key("optim")
     kind = str(run.value(key, run.defaults[key])).lower()
     if "adamw" not in kind or kind == "adamw_mini":
@@ -146,9 +148,9 @@ def optimizer(run: Conversion) -> None:
 
 
 def schedule(run: Conversion, warm_up: Callable[[Conversion], None] | None = None) -> None:
-    """Write the learning rate's schedule; theirs begins at rate 0, a step before ours.
+    """Convert the learning rate schedule; the Trainer's starts at rate 0, one step before ours.
 
-    warm_up: writes the warm-up; None: as the Trainer counts it.
+    warm_up: a function that converts the warm-up; None: as the Trainer counts it.
     """
     key = run.key("lr_scheduler_type")
     kind = str(run.value(key, run.defaults[key]))
@@ -169,7 +171,7 @@ def schedule(run: Conversion, warm_up: Callable[[Conversion], None] | None = Non
 
 
 def _shape(run: Conversion, kind: str) -> None:
-    """Write what the scheduler's own arguments say."""
+    """Convert the scheduler's own arguments."""
     block = "lr_scheduler_kwargs"
     written = {key: f"{block}.{key}" for key in run.theirs.block(block)}
     peak = run.outcome.values["optimizer.learning_rate"]
@@ -201,12 +203,12 @@ def _shape(run: Conversion, kind: str) -> None:
 
 
 def of_peak(peak: float, run: Conversion, key: str) -> float:
-    """Return the share of the peak rate that a key says, rounded to 12 digits."""
+    """Return the share of the peak rate that a key gives, rounded to 12 digits."""
     return float(f"{peak * run.number(key, default=0.0):.12g}")
 
 
 def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -> None:
-    """Write a rate that stays and then falls along a line."""
+    """Convert a rate that is constant and then falls linearly."""
     for name, default in (("decay_type", "cosine"), ("warmup_type", "linear")):
         key = written.pop(name, f"{block}.{name}")
         if run.choice(key, ("linear",), default, why=", and the rate moves along a line here"):
@@ -229,7 +231,7 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
 
 
 def warmup(run: Conversion) -> None:
-    """Write the warm-up: steps where there are some, else a share of all, rounded up as here."""
+    """Convert the warm-up: steps if given, else a share of all steps, rounded up as here."""
     steps = run.number("warmup_steps", default=0.0)
     if steps >= 1:
         run.put("lr_schedule.warmup_steps", int(steps), "warmup_steps")
@@ -240,7 +242,10 @@ def warmup(run: Conversion) -> None:
 
 
 def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> None:
-    """Write the compute type. default: what holds where nothing asks for another."""
+    """Convert the compute dtype.
+
+    default: if no argument sets it.
+    """
     if "model.dtype" in run.given:
         return
     asks = run.value(half)
@@ -258,7 +263,7 @@ def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> 
 
 
 def checkpointing(run: Conversion, *keys: str) -> None:
-    """Write which layers are checkpointed, that is, computed again in the backward."""
+    """Convert activation checkpointing."""
     names = ("gradient_checkpointing", *keys)
     asks = any(run.value(name) for name in names)
     asks = asks if run.written(*names) else run.defaults[names[0]]
@@ -273,16 +278,16 @@ def checkpointing(run: Conversion, *keys: str) -> None:
 
 
 def outputs(run: Conversion) -> None:
-    """Write checkpoints, evaluations and logs."""
+    """Convert checkpoints, evaluations and logging."""
     saving(run)
     evaluating(run)
     logs(run)
 
 
 def saving(run: Conversion, *, steps_win: bool = False) -> None:
-    """Write when checkpoints come, and which one the run goes on from.
+    """Convert when checkpoints are saved, and which one is resumed.
 
-    steps_win: whether a number of steps holds whatever the strategy says.
+    steps_win: whether a number of steps counts whatever the strategy is.
     """
     strategy, every = "save_strategy", "save_steps"
     kind = run.value(strategy, run.defaults[strategy])
@@ -311,7 +316,7 @@ def saving(run: Conversion, *, steps_win: bool = False) -> None:
 
 
 def _every(run: Conversion, ours: str, key: str, default: Any) -> None:
-    """Write a number of steps, which may be a share of all of them."""
+    """Convert an interval in steps, which may be a share of all steps."""
     found = run.number(key, default=float(default)) if default or run.written(key) else None
     total = run.outcome.values.get("training.steps")
     if found is None:
@@ -325,7 +330,7 @@ def _every(run: Conversion, ours: str, key: str, default: Any) -> None:
 
 
 def evaluating(run: Conversion) -> None:
-    """Write when evaluations come, where there are samples for them."""
+    """Convert when evaluations run, if there are samples for them."""
     strategy = run.written("eval_strategy", "evaluation_strategy")
     every, kind = "eval_steps", run.value(strategy) if strategy else None
     if not {"data.eval", "data.eval_fraction"} & {*run.outcome.values, *run.given}:
@@ -342,7 +347,7 @@ def evaluating(run: Conversion) -> None:
 
 
 def logs(run: Conversion) -> None:
-    """Write which trackers get the numbers, how long collectives wait, and the device."""
+    """Convert the trackers, the time-out of collectives, and the device."""
     asked = run.value("report_to", run.defaults["report_to"])
     names = [str(one).lower() for one in (asked if isinstance(asked, list | tuple) else [asked])]
     known = {"tensorboard": True, "wandb": {}, "mlflow": {}}
@@ -365,7 +370,7 @@ def logs(run: Conversion) -> None:
 
 
 def device(run: Conversion, *keys: str) -> None:
-    """Write that the host computes, where the first of these keys that is written says so."""
+    """Write device: cpu where the first of these keys that is set asks for it."""
     if run.flag(*keys):
         run.put("launch.device", "cpu", run.written(*keys))
     else:
@@ -373,10 +378,10 @@ def device(run: Conversion, *keys: str) -> None:
 
 
 def held_out(run: Conversion, key: str, *, whole: bool = True, beside: bool = False) -> None:
-    """Write the share of the samples that is evaluated on.
+    """Convert the share of the samples that is evaluated on.
 
-    whole: whether a number from 1 on counts samples there, which is refused. beside: whether it
-    stands beside data to evaluate on too, in place of being left out.
+    whole: whether a number from 1 on counts samples, which is refused. beside: whether the tool
+    allows it together with evaluation data, instead of ignoring it.
     """
     ours = "data.eval_fraction"
     share = run.number(key, default=0.0)
@@ -391,22 +396,25 @@ def held_out(run: Conversion, key: str, *, whole: bool = True, beside: bool = Fa
 def weighted(
     run: Conversion, sources: list[dict[str, Any]], weights: list[Any], *keys: str
 ) -> None:
-    """Write how often each source is taken. keys: theirs that say it."""
+    """Convert how often each source is taken.
+
+    keys: the tool's keys for it.
+    """
     for source, weight in zip(sources, weights, strict=True):
         source["weight"] = weight
     run.told("here each source's weight: shares of tokens here, of samples there", *keys)
 
 
 def scaled(run: Conversion, block: Mapping[str, Any], *keys: str) -> None:
-    """Write how positions are scaled, as a block of theirs says it."""
+    """Convert the scaling of positions in a block."""
     found = {("rope_type" if key == "type" else key): value for key, value in block.items()}
     run.put("model.rope_scaling", found, *keys)
 
 
 def listed(run: Conversion, item: str, more: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a source for each file that an item of their data names; none where it names none.
+    """Return a source for each file that an item of the tool's data names; none if it names none.
 
-    more: what each has beside its path, and the name and split that the item says.
+    more: keys of each source besides its path and the item's name and split.
     """
     here, at_path, at_files = "here in `data.train`:", f"{item}.path", f"{item}.data_files"
     path, files = run.value(at_path), run.value(at_files)
@@ -433,9 +441,9 @@ def listed(run: Conversion, item: str, more: dict[str, Any]) -> list[dict[str, A
 
 
 def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
-    """Write which projections LoRA adapts; a word for all linear ones is null.
+    """Convert the projections that LoRA adapts; a word for all linear ones becomes null.
 
-    targets: their key. default: what holds where it is left out.
+    targets: the tool's key. default: its default.
     """
     found = run.value(targets, default)
     if isinstance(found, str):
@@ -445,15 +453,20 @@ def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
 
 
 def adapter_defaults(run: Conversion, *rows: tuple[str, str, float]) -> None:
-    """Write what holds there of an adapter where a key of theirs is left out: our name, that key,
-    and its default."""
+    """Write the tool's defaults for omitted keys of an adapter.
+
+    rows: our key, the tool's key, and its default.
+    """
     for name, key, default in rows:
         if not run.written(key):
             run.outcome.values[f"model.adapter.{name}"] = default
 
 
 def named_adapter(run: Conversion, targets: str, every: str) -> None:
-    """Write which projections LoRA adapts, which must be said. every: what says all of them."""
+    """Convert the projections that LoRA adapts, which the tool requires.
+
+    every: the word for all of them.
+    """
     if run.written(targets):
         adapter(run, targets)
     elif "model.adapter.target_modules" not in run.given:
@@ -462,7 +475,7 @@ def named_adapter(run: Conversion, targets: str, every: str) -> None:
 
 
 def whole_weights(run: Conversion) -> None:
-    """Say that weights are not quantised."""
+    """Report that weights are not quantised."""
     for key in ("load_in_4bit", "load_in_8bit"):
         if run.value(key):
             run.changed(key, "left out: weights are not quantised")
@@ -471,19 +484,22 @@ def whole_weights(run: Conversion) -> None:
 
 
 def model_named(run: Conversion, key: str) -> None:
-    """Refuse a configuration that names no model, where the command line names none either."""
+    """Refuse a configuration without a model, unless the command line names one."""
     if not run.written(key) and not {"model.name_or_path", "model.config"} & set(run.given):
         run.refuse(key, "is missing", "add model.name_or_path=FOLDER")
 
 
 def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
-    """Write whether documents are packed into rows. more: what is said beside that."""
+    """Convert packing.
+
+    more: a further remark.
+    """
     say = f"documents of a row never see one another{more}" if packs else "each sample is a row"
     run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
 
 
 def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -> None:
-    """Write the template that a name or a Jinja file says; the tokenizer's own is null."""
+    """Convert the chat template, given by name or as a Jinja file; the tokenizer's own is null."""
     ours = "data.chat_template"
     if file_key:
         text = str(run.value(file_key))
@@ -502,7 +518,8 @@ def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -
         run.put(ours, None, name_key, say="the tokenizer's own")
     elif name in SHIPPED:
         below = Path("data", "templates", f"{name}.jinja")
-        whole = Path(__file__).parents[2] / below  # where it is not below here
+        # an absolute path where the template is not below the working directory
+        whole = Path(__file__).parents[2] / below
         run.put(ours, str(below if below.exists() or not whole.exists() else whole), name_key)
     else:
         what = f"the text of {short(name)} is not here; null is the tokenizer's own"

@@ -1,4 +1,4 @@
-"""TRL's supervised fine-tuning, and a Trainer's arguments by themselves, as a recipe."""
+"""TRL's supervised fine-tuning, and a Trainer's arguments alone, as a recipe."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LORA = (
 )
 OVERLONG = {"bfd": "truncate", "bfd_split": "split", "bfd-requeue": "split", "wrapped": "split"}
 OF_SFT = {"learning_rate": 2e-5, "gradient_checkpointing": True, "logging_steps": 10}
-"""What holds in TRL's supervised fine-tuning beside the Trainer's own defaults."""
+"""TRL's defaults in supervised fine-tuning where they differ from the Trainer's."""
 OF_MODEL = ("model_name_or_path", "trust_remote_code", "attn_implementation")
-"""Keys that a script without TRL often has too."""
+"""Keys that scripts without TRL often have too."""
 
 
 def convert_trl(run: Conversion, ranks: int | None) -> int:
-    """Write the recipe that arguments become, as CONVERTERS says."""
+    """Convert TRL's arguments, as CONVERTERS says."""
     own = {path.partition(".")[0] for path in table_of("trl").own} - {*OF_MODEL, "env"}
     sft = any(key.partition(".")[0].partition("[")[0] in own for key in run.theirs.values)
     run.defaults |= OF_SFT if sft else {}
@@ -69,7 +69,7 @@ def _adapter(run: Conversion) -> None:
 
 
 def _rows(run: Conversion, *, sft: bool) -> None:
-    """Write how rows are filled, what becomes of longer samples, and which tokens train."""
+    """Convert packing, what happens to samples longer than a row, and which tokens train."""
     lengths = ("max_length", "max_seq_length")
     cut = next((key for key in lengths if key in run.theirs.values), None)
     if not run.written(*lengths) and "data.sequence_length" not in run.given:
@@ -103,7 +103,7 @@ def _rows(run: Conversion, *, sft: bool) -> None:
 
 
 def _data(run: Conversion) -> None:
-    """Write the samples."""
+    """Convert the data."""
     items = run.theirs.items("datasets")
     inside = [key for key in run.theirs.values if key.startswith("datasets[")]
     if run.settled("data.train", "dataset_name", "dataset_config", *inside):
@@ -133,7 +133,7 @@ def _data(run: Conversion) -> None:
 
 
 def _named(run: Conversion, key: str, default: str) -> dict[str, Any]:
-    """Return the source that the keys of one data set say."""
+    """Return the source for the keys of one data set."""
     source: dict[str, Any] = {"path": str(run.value("dataset_name"))}
     if run.written("dataset_config"):
         source["name"] = str(run.value("dataset_config"))

@@ -1,4 +1,4 @@
-"""Faults of the data, as messages that name file and line."""
+"""Errors in the data, as messages that name file and line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from uspft.config.problems import Finding, InputError, on_one_line
 
 SHOWN_LINES, SHOWN_PLACES = 20, 3
 _OWN = re.compile(r"'[^']*'|0x[0-9a-f]{2}|\d[\d,.]*|(?<= the fields )[^;]*|(?<=, but )[^;]*")
-"""What differs between faults of one kind: quoted values, bytes, numbers, lists of fields."""
+"""The parts in which faults of one kind differ: quoted values, bytes, numbers, lists of fields."""
 
 
 class DataError(InputError):
-    """The data is wrong; each of `lines` is 'FILE:LINE: what; remedy', ready to be printed.
+    """The error that data is wrong; each of `lines` is 'FILE:LINE: what; remedy', ready to print.
 
     Faults in keys of the recipe are `findings`, and their lines are 'key: what; remedy'.
     """
@@ -35,7 +35,7 @@ def wrong_key(key: str, what: str, remedy: str) -> DataError:
 class BadRecord:
     """A record that cannot be used, its place, and what is wrong with it.
 
-    where: 'FILE:LINE', or the file alone where no line is at fault. what: 'what is wrong; remedy'.
+    where: 'FILE:LINE', or only the file if no line is at fault. what: 'what is wrong; remedy'.
     file: the number of the file or split among all that are read.
     """
 
@@ -45,20 +45,20 @@ class BadRecord:
 
 
 def place(shown: str, line: int, number: int = 0) -> str:
-    """Return the place of a record, by which faults and rows name it.
+    """Return the place of a record in messages.
 
-    number: that of an element of a JSON array, counted from 1, of which many may be on one line; 0
-    elsewhere.
+    number: the index of an element of a JSON array, counted from 1, since a line may have many
+    elements; 0 elsewhere.
     """
     return f"{shown}:{line} (record {number})" if number else f"{shown}:{line}"
 
 
 class SampleFault(Exception):
-    """One sample is wrong; the text is 'what; remedy', without the place."""
+    """The error that one sample is wrong; its text is 'what; remedy', without the place."""
 
 
 def grouped(told: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong and the remedy, once for all things with the same fault and remedy.
+    """Yield (what is wrong, remedy), merged over things with the same fault and remedy.
 
     told: a thing's name, what is wrong with it, and the remedy.
     """
@@ -72,14 +72,14 @@ def grouped(told: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
 
 
 class Faults:
-    """The faults of all records, grouped by kind; SHOWN_LINES groups are told."""
+    """A collection of faults, grouped by kind; SHOWN_LINES groups are printed."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
         self._more = 0
 
     def add(self, where: str, what: str) -> None:
-        """Note one fault.
+        """Add one fault.
 
         where: 'FILE:LINE' or a key of the recipe. what: 'what is wrong; remedy'.
         """
@@ -110,7 +110,7 @@ class Faults:
 
 @dataclass
 class _Group:
-    """Faults that differ only as _OWN says; `what` is that of the first."""
+    """Faults that differ only in the parts that match _OWN; `what` is that of the first."""
 
     what: str
     count: int = 0
@@ -129,12 +129,12 @@ class _Group:
 
 
 def a_kind(value: Any) -> str:
-    """Return the JSON type of a value in words, with its article."""
+    """Return the name of a value's JSON type with its article."""
     named = kind(value)
     return named if named == "null" else f"a{'n' * (named[0] in 'aeiou')} {named}"
 
 
 def kind(value: Any) -> str:
-    """Return the JSON type of a value in words."""
+    """Return the name of a value's JSON type."""
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")

@@ -1,8 +1,8 @@
-"""Make the table of docs/coming-from.md that says what becomes of the fields of others' data.
+"""Generate the table in docs/coming-from.md on the fields of other tools' data.
 
-    .venv/bin/python -m uspft.data.reference [--check]
+.venv/bin/python -m uspft.data.reference [--check]
 
-With --check it writes nothing, and ends with 1 where the page has another table.
+With --check nothing is written, and the exit status is 1 where the page is out of date.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def table() -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Make the table, or compare it; return 1 where the page has another."""
+    """Write or compare the table; return 1 where the page is out of date."""
     return remake(PAGE, "data", table(), words)
 
 

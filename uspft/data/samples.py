@@ -1,8 +1,8 @@
-"""What a sample is on its way from a file to a corpus: an object, a record, text, and tokens.
+"""The forms of a sample between a file and a corpus: entry, record, text and tokens.
 
-files/readers makes an Entry, as its file holds it; records/reader a Record, checked and under our
-names; chat/rendering, of a conversation, a Rendered, its text with what trains; corpus/tokenise a
-Sample, ids and labels, which a corpus keeps.
+files/readers returns an Entry, as in its file; records/reader a Record, checked and under our
+names; chat/rendering a Rendered conversation, its text with the spans that train; corpus/tokenise a
+Sample, ids and labels, which a corpus stores.
 """
 
 from __future__ import annotations
@@ -23,60 +23,62 @@ NOT_TRAINED = -100
 
 
 class Origin(NamedTuple):
-    """Where a sample was read, as a corpus keeps it."""
+    """The place where a sample was read, as a corpus stores it."""
 
     file: int
-    """The number of its file or split, among all that are read."""
+    """The number of its file or split among all that are read."""
     line: int
     """The line, counted from 1; in a table, the number of the record."""
     number: int = 0
-    """Which element of a JSON array it is, counted from 1; 0 elsewhere."""
+    """The index in a JSON array, counted from 1; 0 elsewhere."""
 
     def place(self, shown: str) -> str:
-        """Return the place as faults name it. shown: the file's or split's name."""
+        """Return the place as messages name it.
+
+        shown: the file's or split's name.
+        """
         return place(shown, self.line, self.number)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample as its file holds it: an object, with its line and number as of Origin."""
+    """A sample as in its file: an object, with its line and number as in Origin."""
 
     line: int
     content: dict[str, Any] | bytes
-    """The object, or a line of JSON that is parsed only where it is tokenised."""
+    """The object, or a line of JSON that is parsed only when it is tokenised."""
     size: int
-    """About how many bytes of the file it takes; 1 in a hub data set. For progress."""
+    """About how many bytes of the file it takes, for progress; 1 in a hub data set."""
     number: int = 0
 
 
 @dataclass(frozen=True)
 class Record:
-    """A sample as it was read: fields are checked for names and types, not yet for token ids."""
+    """A sample as it was read, with names and types of its fields checked, but not token ids."""
 
     format: str
     fields: dict[str, Any]
     """The fields of its format, under our names."""
     origin: Origin
     shape: str = ""
-    """What the first record of a file looks like, in words; empty for the others."""
+    """A phrase for the shape, on the first record of a file; else empty."""
     system_added: bool = False
-    """Whether its first turn was made of a field `system`: faults count turns without it."""
+    """Whether its first turn comes from a field `system`; messages count turns without it."""
     unused: tuple[str, ...] = ()
-    """Its fields that nothing uses; on a table's first record, also the columns that are not
-    read."""
+    """Fields that nothing uses; on a table's first record, also the columns that are not read."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, with the spans of it that train: characters [start, stop), which rise
-    and do not touch."""
+    """A conversation as text, with the spans that train: characters [start, stop), sorted and not
+    adjacent."""
 
     text: str
     spans: Spans
     unused: tuple[str, ...] = ()
-    """Fields that nothing uses, of its record and of its turns."""
+    """Fields of its record and of its turns that nothing uses."""
     lost: str = ""
-    """What the chat template leaves out of it; empty where that is nothing."""
+    """What the chat template leaves out of it; empty for nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,5 +92,5 @@ class Sample:
     labels: NDArray[np.int32]
     origin: Origin
     unused: tuple[str, ...] = ()
-    """As in Rendered. Neither this nor `lost` is in the corpus; its report tells of them."""
+    """As in Rendered. Neither this nor `lost` is stored in the corpus, only in its report."""
     lost: str = ""

@@ -1,4 +1,5 @@
-"""The seam to DeepSpeed: its configuration from recipe and layout, and ZeRO 0 to 3 as one step.
+"""The interface to DeepSpeed: its configuration from recipe and layout, and ZeRO 0 to 3 behind one
+step function.
 
-Nothing is imported here: only ranks need DeepSpeed, and `check` must do without it.
+Nothing is imported here: only ranks need DeepSpeed, and `check` must run without it.
 """

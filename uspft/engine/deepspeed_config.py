@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
 
 REDUCTION = {"float32": "fp32", "bfloat16": "bf16"}
-"""DeepSpeed's names of the types in which gradients cross ranks."""
+"""DeepSpeed's names of the dtypes in which gradients are reduced."""
 
 
 def micro_batches(recipe: Recipe, layout: Layout) -> int:
     """Return the number of forward passes per step on each replica.
 
-    Where a step's rows do not fill them, the last passes have empty rows.
+    If a step has too few rows, the last passes have empty rows.
     """
     rows = recipe.training.micro_batch_size * layout.data
     return math.ceil(recipe.training.global_batch_size / rows)
@@ -30,7 +30,7 @@ def most_passes(recipe: Recipe, layout: Layout) -> int:
 
     layout: that of the recipe, or with strategies that of the longest rows.
     """
-    if strategies_of(recipe):  # a row holds at least one sample
+    if strategies_of(recipe):  # a row has at least one sample
         return recipe.training.global_batch_size
     return micro_batches(recipe, layout)
 
@@ -42,9 +42,9 @@ def deepspeed_config(
 
     Ranks that share a row count as data-parallel ones: DeepSpeed averages gradients over them too,
     and the loss is scaled for it (engine/zero.py). Accumulation is float32 whatever the compute
-    type. replicas: how many ranks hold the same parameters. passes: forward passes per
-    step. trained: how many elements a rank has gradients of, where that is known: DeepSpeed
-    allocates a bucket of reduce_bucket_size at once, and more would never be filled.
+    dtype. replicas: how many ranks store the same parameters. passes: forward passes per step.
+    trained: a rank's number of gradient elements, where known: DeepSpeed allocates a bucket of
+    reduce_bucket_size at once, and a larger one would never be filled.
     """
     micro = recipe.training.micro_batch_size
     zero = {"stage": 1} | dict(recipe.deepspeed.zero_optimization)

@@ -1,6 +1,7 @@
-"""Messages between the ranks of a pipeline, received in the order in which each sender sends them.
+"""Point-to-point messages between the ranks of a pipeline, received in each sender's order.
 
-Nothing is negotiated: both ends of a message know its shape, and its place among others.
+Nothing is negotiated: sender and receiver both know a message's shape and its position in the
+order.
 """
 
 from __future__ import annotations
@@ -20,41 +21,43 @@ if TYPE_CHECKING:
     from uspft.comm import Group
 
 AHEAD = 2
-"""How many sent tensors may wait on a line to be taken."""
+"""How many sent tensors may be waiting for their receiver on one connection."""
 PATIENCE = 0.9
-"""The share of a group's limit that a receive waits: at the limit itself NCCL ends the process, and
-nothing would tell what was waited for."""
+"""The share of a group's time-out that a receive waits: at the time-out itself NCCL ends the
+process, without a message on what it waited for."""
 
 
 PipelineMessage = Action | str
-"""The action that takes what is sent, a stage's output or the gradient of its input; or TIE."""
+"""A message is named by the action that receives it (for a stage's output, or the gradient of its
+input), or TIE."""
 TIE = "gradient of the tied table"
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The ways between the ranks of a pipeline, which are meant by their places along it."""
+    """The connections between the ranks of a pipeline, which are numbered by their pipeline
+    index."""
 
     group: Group
     ways: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
-    """By (sender, receiver), as ranks of all, what carries that way alone; else the group does.
+    """By (sender, receiver) as global ranks, the process group for that direction; empty: the
+    pipeline's group.
 
-    Under NCCL each way needs its own: of one communicator it ends what was started first first, so
-    that a send would wait for a receive before it.
+    NCCL needs a group for each direction: within one communicator operations end in the order of
+    their start, so that a send would wait for an earlier receive.
     """
 
     @property
     def posts_ahead(self) -> bool:
-        """Whether a message may be awaited before it is needed.
+        """Whether receives are posted before they are needed.
 
-        NCCL's receive is a kernel that runs until its message is there. CUDA loads a kernel when it
-        is first asked for, which may wait for all that runs: a rank that computes behind a receive
-        could stop, and with it what it is to send, for which the sender of its message waits.
+        Not with NCCL, whose receive is a kernel that runs until its message arrives. CUDA may wait
+        for running kernels when it loads another one, so that two ranks could wait for each other.
         """
         return not self.ways
 
     def send(self, to: int, x: Tensor) -> dist.Work:
-        """Start to send a tensor, which must live until that is done; the books count it."""
+        """Start to send a tensor, which must stay alive until it is sent; the bytes are counted."""
         here, there = self.group.ranks[self.group.index], self.group.ranks[to]
         self.group.books.add("pipeline", x.numel() * x.element_size())
         work = dist.isend(x, there, group=self.ways.get((here, there), self.group.handle))
@@ -64,7 +67,7 @@ class Lines:
     def receive(self, source: int, out: Tensor) -> Callable[[], None]:
         """Start to receive a tensor; return the function that waits for it.
 
-        That raises RuntimeError where nothing comes within the group's limit.
+        The function raises RuntimeError where nothing arrives within the group's time-out.
         """
         here, there = self.group.ranks[self.group.index], self.group.ranks[source]
         handle = self.ways.get((there, here), self.group.handle)
@@ -81,7 +84,7 @@ class Lines:
 
 
 class Mail:
-    """What comes to this rank and leaves it in a step, received in each sender's order."""
+    """The messages of this rank in a step, received in each sender's order."""
 
     def __init__(
         self,
@@ -89,7 +92,8 @@ class Mail:
         coming: Sequence[Sequence[PipelineMessage]],
         buffer: Callable[[PipelineMessage], Tensor],
     ) -> None:
-        """coming: by rank what it sends to this one, in order. buffer: returns memory for it."""
+        """coming: for each rank, the messages that it sends to this one, in order. buffer: returns
+        memory for one."""
         self._lines, self._here, self._buffer = lines, lines.group.index, buffer
         self._from = {m: rank for rank, every in enumerate(coming) for m in every}
         self._coming = [deque(every) for every in coming]
@@ -100,14 +104,14 @@ class Mail:
             self._post(rank)
 
     def _post(self, rank: int) -> None:
-        """Start to receive what comes next from a rank."""
+        """Start to receive the next message from a rank."""
         if rank != self._here and self._coming[rank]:
             message = self._coming[rank].popleft()
             x = self._buffer(message)
             self._posted[message] = x, self._lines.receive(rank, x)
 
     def send(self, to: int, message: PipelineMessage, x: Tensor) -> None:
-        """Send a tensor, which is kept until it is taken."""
+        """Send a tensor, which stays alive until it is received."""
         x = x.detach()
         if to == self._here:
             self._own[message] = x
@@ -120,7 +124,7 @@ class Mail:
     def receive(self, message: PipelineMessage) -> Tensor:
         """Wait for a message.
 
-        Raises RuntimeError, which names it, where no rank sends it or it does not come.
+        Raises RuntimeError, which names it, where no rank sends it or it does not arrive.
         """
         source = self._from.get(message)
         if source is None:
@@ -139,7 +143,8 @@ class Mail:
         return x
 
     def close(self) -> None:
-        """Wait until all that was sent is taken. Raises RuntimeError where something is left."""
+        """Wait until all sent tensors are received. Raises RuntimeError where a message is left
+        over."""
         for line in self._under_way.values():
             for _, work in line:
                 work.wait()

@@ -1,9 +1,10 @@
-"""A step of a pipeline: each rank runs the actions of its schedule, and sends on what they make.
+"""A step of a pipeline: each rank runs the actions of its schedule, and sends their results on.
 
-Nothing is negotiated: both ends of a message know its shape from their own share of the batch, and
-its place among others from the schedule. Ranks that share rows run equal lists of actions, so what
-they exchange inside an action waits for no other rank. A backward action is the engine's backward
-pass of a scalar, whose gradient is the one that came from the next stage.
+Nothing is negotiated: sender and receiver know a message's shape from their share of the batch, and
+its position in the order from the schedule. Ranks that share rows run equal lists of actions, so
+that their communication inside an action waits for no other rank. A backward action is the engine's
+backward pass of a scalar, constructed so that a stage's output gets the gradient received from the
+next stage.
 """
 
 from __future__ import annotations
@@ -43,12 +44,11 @@ def pipelined(
     device: torch.device,
     holders: Holders | None = None,
 ) -> tuple[StagedModel, Pipeline]:
-    """Return the stages of this rank as a module, and what runs them; collective.
+    """Return this rank's stages as a module, and the runner of its pipeline; collective.
 
-    groups: the process groups of this process. device: where the engine will run the module, whose
-    parameters may not be there yet. holders: of a table of embeddings that is the head's too, which
-    the last stage has a copy of; None where it holds the table itself, as weights that move are
-    held.
+    groups: the process groups of this process. device: where the engine will run the module; its
+    parameters may still be elsewhere. holders: of tied embeddings, of which the last stage has a
+    copy; None if the last stage stores the table itself, as under `switching: move`.
     """
     group = mesh.pipeline
     module = StagedModel(parts, objective, stages, group.index)
@@ -73,8 +73,8 @@ def pipelined(
 
 
 class _Given(torch.autograd.Function):
-    """A scalar 0 made of a stage's output, whose backward pass gives that output the gradient that
-    came from the next stage."""
+    """A scalar 0 computed from a stage's output, whose backward gives that output the gradient
+    received from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, gradient: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class _Given(torch.autograd.Function):
 
 
 class KeysUnderWay:
-    """The keys and states that a rank keeps of earlier chunks, for each micro-batch in each of its
+    """The keys and states that a rank saves of earlier chunks, for each micro-batch in each of its
     stages, from the first chunk's forward to the first chunk's backward."""
 
     def __init__(self, chunks: int) -> None:
@@ -95,20 +95,21 @@ class KeysUnderWay:
         self.by_pass: dict[tuple[int, int], RowKeys] = {}
 
     def part(self, batch: Batch, action: Action) -> Batch:
-        """Return the micro-batch of an action, or the chunk of it."""
+        """Return an action's micro-batch, or its chunk of one."""
         if self._chunks == 1:
             return batch
         keys = self.by_pass.setdefault((action.stage, action.micro_batch), RowKeys())
         return replace(batch.chunks[action.chunk], keys=keys)
 
     def forget(self, action: Action, last: bool) -> None:
-        """Free what an action's stage has kept, if it was the last one of its micro-batch."""
+        """Free what an action's stage has saved, if this was its micro-batch's last action
+        there."""
         if last:
             self.by_pass.pop((action.stage, action.micro_batch), None)
 
 
 class Pipeline:
-    """What runs the stages of one rank in the order of the schedule; a `StageRunner`."""
+    """The runner of one rank's stages in the order of the schedule; a `StageRunner`."""
 
     def __init__(
         self,
@@ -119,9 +120,9 @@ class Pipeline:
         tied: TiedTable | None,
         first: int,
     ) -> None:
-        """lines: between the ranks along the pipeline. tied: on its first and last rank, where the
-        table of embeddings is the head's too. first: the first stage that trains: before it there
-        is no backward, and none of its input."""
+        """lines: connections between the ranks of the pipeline. tied: the tied embeddings, on its
+        first and last rank. first: the first stage that trains: no earlier stage has a backward,
+        and its input needs no gradient."""
         self._module, self._stages, self._lines = module, stages, lines
         self._tied, self._first = tied, first
         self._ties = tied is not None and tied.trains
@@ -160,9 +161,9 @@ class Pipeline:
         lists: Sequence[Sequence[Action]],
         sums: Tensor,
     ) -> Tensor:
-        """Take the actions of this rank, and add to `sums` the terms of which it counts the tokens.
+        """Run this rank's actions, and add to `sums` the terms of tokens that it counts.
 
-        lists: the actions of each rank along the pipeline.
+        lists: the actions of each rank of the pipeline.
         """
         mine, mail, trains = lists[self._place], self._mail(lists, batches), torch.is_grad_enabled()
         last = max((n for n, one in enumerate(mine) if one.kind == "backward"), default=None)
@@ -194,7 +195,8 @@ class Pipeline:
                     mail.send(0, TIE, self._tied.gradient())
             if trains and (kind, stage, chunk) == self._lap:
                 engine.laps.mark()
-        if trains and last is None:  # all stages of this rank are before the first that trains
+        # all of this rank's stages are before the first one that trains
+        if trains and last is None:
             nothing = engine.take(batches[-1], scales, None, None)
             engine.backward(nothing, batches[-1], last=True)
         mail.close()
@@ -210,7 +212,10 @@ class Pipeline:
         *,
         last: bool,
     ) -> None:
-        """Take the backward of an action. last: whether it is this rank's last one in the step."""
+        """Run the backward of an action.
+
+        last: whether it is this rank's last one in the step.
+        """
         stage = action.stage
         if stage == self._stages.count - 1:
             loss = made.sum()
@@ -224,7 +229,8 @@ class Pipeline:
         engine.backward(loss, batch, last=last)
 
     def updated(self, engine: ZeroEngine) -> None:
-        """Give the last stage the table's new values; collective over the ranks of a pipeline."""
+        """Send the table's new values to the last stage; collective over the ranks of a
+        pipeline."""
         if self._tied:
             self._tied.spread(engine.stage)
 
@@ -235,7 +241,7 @@ class Pipeline:
         return x.requires_grad_(torch.is_grad_enabled() and action.stage > self._first)
 
     def _sent(self, action: Action) -> tuple[int, Action]:
-        """Return what an action sends, and to which rank along the pipeline."""
+        """Return the message that an action sends, and the pipeline index of its receiver."""
         stage = action.stage + (1 if action.kind == "forward" else -1)
         return self._stages.rank_of(stage), action._replace(stage=stage)
 

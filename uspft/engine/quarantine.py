@@ -1,11 +1,11 @@
-"""The means to use DeepSpeed 0.19 without a compiler or its chatter, and where ranks hold different
-parameters.
+"""Patches for DeepSpeed 0.19: to use it without a compiler or log noise, and on ranks with
+different parameters.
 
 On CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
-where there is no compiler). Every ZeRO engine imports its Muon optimizer, which no recipe can name,
-and with it torch's whole compiler (2 s of CPU a rank). It also logs at INFO. Upstream range:
+without a compiler). Every ZeRO engine imports its Muon optimizer, which no recipe can name, and
+with it torch's whole compiler (2 s of CPU per rank). It also logs at INFO. Upstream range:
 deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes; for
-what ranks with different parameters need tests/parity/test_holders.py and test_pipelines.py do.
+ranks with different parameters tests/parity/test_holders.py and test_pipelines.py do.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 def prepare_deepspeed(*, talks: bool = False) -> None:
-    """Make DeepSpeed ready: call once before its first use, after torch.distributed is up.
+    """Prepare DeepSpeed: call once before its first use, after torch.distributed is initialised.
 
-    talks: whether its own loggers stay at INFO, where a recipe asks for what they say.
+    talks: whether its loggers stay at INFO, because a recipe asks for their output.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
     logger.setLevel(logging.INFO if talks else logging.ERROR)
-    # Reading this table probes how every op would be built: not on GPUs, which have no such op.
+    # Reading this table probes every op's build; GPUs have no such op, so it is not read there.
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _import_muon_uncompiled()
-    # torch 2.13 warns on every call of collectives that DeepSpeed uses under their older names.
+    # torch 2.13 warns on every call of a collective by the older names that DeepSpeed uses.
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module=r"torch\.distributed.*|deepspeed.*"
     )
@@ -52,7 +52,7 @@ def prepare_deepspeed(*, talks: bool = False) -> None:
 def _import_muon_uncompiled() -> None:
     """Import DeepSpeed's Muon optimizer without compiling its kernels.
 
-    Any other use of DeepSpeed's compiler is as before.
+    Other uses of its compiler are unchanged.
     """
     from deepspeed.runtime import compiler
 
@@ -64,9 +64,9 @@ def _import_muon_uncompiled() -> None:
 
 
 def forget_mpu() -> None:
-    """Take back the `mpu` that DeepSpeed keeps for the whole process.
+    """Reset the `mpu` that DeepSpeed stores for the whole process.
 
-    Otherwise the next engine, which may have none of its own, would be given it.
+    Otherwise the next engine, which may have none, would use it.
     """
     from deepspeed.utils import groups
 
@@ -74,12 +74,13 @@ def forget_mpu() -> None:
 
 
 def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device) -> None:
-    """Have a ZeRO optimizer sum the norm once a step over the ranks that hold the model's parts.
+    """Make a ZeRO optimizer sum the norm once a step over the ranks that store one copy of the
+    model.
 
-    DeepSpeed 0.19 does so once for each group of parameters (stages 1 and 2) or sub-group (stage 3)
-    of this rank: where another rank has another number of them, it waits for ever. At stage 1 in
-    bfloat16 it has an optimizer that sums once anyway. At stage 3 it sums nothing over ranks
-    that hold parts of an expert's matrix, and counts on each of them what they hold alike.
+    DeepSpeed 0.19 sums once for each of this rank's parameter groups (stages 1 and 2) or sub-groups
+    (stage 3): where another rank has a different number of them, it hangs. At stage 1 in bfloat16
+    its optimizer sums once anyway. At stage 3 it does not sum over ranks with parts of an expert's
+    matrix, and counts replicas on each of them.
     """
     reduce = getattr(optimizer, "_model_parallel_all_reduce", None)
     if reduce is None:
@@ -90,8 +91,11 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
             reduce(tensor=tensor, op=op)
 
     def over_model(norms: list[torch.Tensor]) -> torch.Tensor:
-        """Return the norm over all ranks of the group. norms: this rank's; DeepSpeed writes −1 for
-        one that is not finite, and inf is returned."""
+        """Return the norm over all ranks of the group.
+
+        norms: this rank's; DeepSpeed writes −1 for one that is not finite, for which inf is
+        returned.
+        """
         every = torch.stack([norm.float().reshape(()) for norm in norms])
         here = torch.where(every < 0, torch.inf, every).square().sum()
         squares = here.to(device)
@@ -109,11 +113,11 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
 
 
 def judge_norm(optimizer: Any, stage: int, judge: Callable[[Any], Any]) -> None:
-    """Have DeepSpeed's optimizer take for the gradient's norm what `judge` makes of it.
+    """Make DeepSpeed's optimizer use judge(norm) in place of the gradient's norm.
 
-    DeepSpeed 0.19 throws the gradients of a step away where their norm is inf, and leaves weights
-    and moments as they are; it has no way to refuse any other norm. Each of its optimizers asks for
-    the norm once a step, at another place.
+    DeepSpeed 0.19 discards a step's gradients if their norm is inf, without changing weights or
+    moments; it cannot refuse any other norm. Each of its optimizers computes the norm once a step,
+    in a different place.
     """
     if stage == 3:
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -143,12 +147,13 @@ def judge_norm(optimizer: Any, stage: int, judge: Callable[[Any], Any]) -> None:
 
 
 def reduce_in_one_order(optimizer: Any, together: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Have ZeRO-1 and 2 put gradients into buckets in an order that is the same on all ranks.
+    """Make ZeRO-1 and 2 put gradients into buckets in the same order on all ranks.
 
-    DeepSpeed 0.19 sums over ranks what stands at the same place of their buckets, in which it puts
-    gradients as they come. together: parameters whose gradients one function of autograd returns;
-    torch takes those in any order, which differs between ranks that run other layouts. They go into
-    buckets when all of them have come, or the backward pass has ended.
+    DeepSpeed 0.19 reduces what is at the same position of the ranks' buckets, which it fills in the
+    order in which gradients are computed. together: parameters whose gradients one autograd
+    function returns; torch accumulates those in any order, which differs between ranks with other
+    layouts. They are put into buckets once all of them are computed, or the backward pass has
+    ended.
     """
     if not hasattr(optimizer, "process_gradients"):  # stages 0 and 3
         return
@@ -179,10 +184,11 @@ def reduce_in_one_order(optimizer: Any, together: Sequence[Sequence[nn.Parameter
 
 
 def begin_accumulation(optimizer: Any) -> None:
-    """Have ZeRO-3 add up all gradients of a step, from nothing.
+    """Make ZeRO-3 accumulate all gradients of a step, starting from zero.
 
-    DeepSpeed 0.19 has the first backward pass take the place of the last step's gradients; one of
-    a stage alone leaves those of this rank's other stages, to which their own are then added.
+    In DeepSpeed 0.19 the first backward pass overwrites the last step's gradients. The backward of
+    one stage overwrites only its own, and those of the rank's other stages would be added to old
+    ones.
     """
     optimizer.micro_step_id = 1
     if (buffer := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
@@ -190,16 +196,16 @@ def begin_accumulation(optimizer: Any) -> None:
 
 
 def leaves_out_unreached(engine: Any) -> bool:
-    """Return whether only those gradients cross ranks that a step's last backward pass reaches.
+    """Return whether only gradients that a step's last backward pass reaches are reduced.
 
-    DeepSpeed 0.19 keeps the others, of a rank's other stages, to itself at stage 1 where it reduces
-    beside the backward pass.
+    At stage 1 with overlapping reduction, DeepSpeed 0.19 does not reduce those of a rank's other
+    stages.
     """
     return bool(engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm())
 
 
 def compare_traces_within(optimizer: Any, group: Group) -> None:
-    """Have ZeRO-3 compare the order of modules among the ranks that hold the same parameters alone.
+    """Make ZeRO-3 compare the order of modules only among the ranks with the same parameters.
 
     DeepSpeed 0.19 compares it over all ranks, and refuses ranks that run other modules.
     """
@@ -219,10 +225,11 @@ def compare_traces_within(optimizer: Any, group: Group) -> None:
 
 
 def _require_same(group: Group, numbers: list[int]) -> None:
-    """Require that all ranks of a group have the same numbers, from the smallest on; collective.
+    """Check that all ranks of a group have the same module numbers, relative to the smallest;
+    collective.
 
-    DeepSpeed numbers all modules of a process: another engine before this one may have had other
-    stages on these ranks. Raises RuntimeError.
+    DeepSpeed numbers all modules of a process, and an earlier engine may have had other stages on
+    these ranks. Raises RuntimeError.
     """
     numbers = [number - min(numbers) for number in numbers]
     every: list[Any] = [numbers]

@@ -1,16 +1,16 @@
-"""How DeepSpeed 0.19 is told which ranks hold copies of a parameter, and hooks on the gradients of
+"""How DeepSpeed 0.19 is told which ranks store copies of a parameter, and hooks on the gradients of
 such parameters.
 
 The "model parallel unit" (mpu) tells it the process groups; hooks sum the gradients of parameters
 that are replicated over tensor ranks inside the backward. How often a gradient is counted follows
 from parameters/counting.py.
 
-Experts are held by fewer ranks than the rest. DeepSpeed has tables of process groups for the
+Experts are stored by fewer ranks than the rest. DeepSpeed has tables of process groups for the
 experts of its own MoE layer, which it looks up by name. Stages 1 and 2 use them for parameter
 groups that are marked, if the model contains a MoE layer; stage 3 asks each parameter, before it is
-partitioned, for marks of its AutoEP. DeepSpeed then sums over the ranks that hold the same experts
-and divides by the number that hold the same part of the rest, so that losses need no other scale.
-Upstream range: deepspeed >= 0.19, < 0.20. tests/parity/test_holders.py fails when upstream changes.
+partitioned, for marks of its AutoEP. DeepSpeed then sums over the ranks with the same experts and
+divides by the number with the same part of the rest, so that losses need no other scale. Upstream
+range: deepspeed >= 0.19, < 0.20. tests/parity/test_holders.py fails when upstream changes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Access to weights and Adam moments by parameter name, however an engine shards them; and the
 AdamW that all engines use.
 
-Each rank that holds a part of a parameter (parameters/shards.py) stores a fragment [start, stop) of
-the flattened part. A rank reads its own fragments directly; `gather` sends values to other ranks,
-each at most once per rank.
+Each rank with a part of a parameter (parameters/shards.py) stores a fragment [start, stop) of the
+flattened part. A rank reads its own fragments directly; `gather` sends values to other ranks, each
+at most once per rank.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ class Keeper(Protocol):
         return largest(values, self.holders.everyone, self.device)
 
     def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""
+        """Return the part of a parameter that this rank and those of its `zero_of` group store
+        together."""
         return self.holders.part(name)
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        """Return (start, flat values) of what this rank keeps of its part of a parameter.
+        """Return (start, flat values) of this rank's fragment of its part of a parameter.
 
-        It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
-        A frozen parameter has its weight alone, in the compute type. kind: one of `KINDS`, or
-        `GRADIENT`.
+        It is the whole part if ZeRO does not shard it. Nothing is moved. A frozen parameter has
+        only its weight, in the compute dtype. kind: one of `KINDS`, or `GRADIENT`.
         """
         ...
 
 
 class Wanted(NamedTuple):
-    """A parameter's float32 values that a rank is to have.
+    """A request to send float32 values of a parameter to a rank.
 
     kind: one of `KINDS`, for the master weight or an Adam moment, or `GRADIENT`. part: which of the
     values. to: the rank.
@@ -88,9 +88,9 @@ class Wanted(NamedTuple):
 
 
 class Fragments:
-    """A table of which rank keeps which values of each parameter's part.
+    """A table of which rank stores which values of each parameter's part.
 
-    All ranks are asked once, when it is made; collective.
+    It is gathered from all ranks once, at construction; collective.
     """
 
     def __init__(self, engine: Keeper) -> None:
@@ -108,7 +108,7 @@ class Fragments:
         self._engine = engine
 
     def sources(self, wanted: Wanted) -> list[tuple[int, Interval]]:
-        """Return (rank, interval of its own part) pairs that give each wanted value once."""
+        """Return (rank, interval of its own part) pairs that cover each wanted value once."""
         shards, shape = self._engine.holders.shards, wanted.part.shape
         found: list[tuple[int, Interval]] = []
         for part, ranks in shards.parts(wanted.name, shape).items():
@@ -116,7 +116,7 @@ class Fragments:
                 continue
             covered = 0
             keeping = [(r, held) for r in ranks if (held := self._by_rank[r].get(wanted.name))]
-            # Where several keep the same, the rank that wants it is asked first.
+            # Where several ranks have the same values, the receiving rank itself comes first.
             keeping.sort(key=lambda one: (one[1], one[0] != wanted.to, one[0]))
             for rank, (start, stop) in keeping:
                 if stop > covered:
@@ -126,11 +126,12 @@ class Fragments:
 
 
 def gather(engine: Keeper, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
-    """Yield each part that this rank wants, float32 on the engine's device, in order; collective.
+    """Yield each part that is wanted on this rank, float32 on the engine's device, in order;
+    collective.
 
-    Every rank calls it with the same list and takes all that comes. Parts come in batches of at
-    most BATCH_BYTES or one part, which bounds what is under way. Where only one rank wants parts,
-    it holds no more than one batch.
+    Every rank calls it with the same list and consumes all results. Parts are sent in batches of at
+    most BATCH_BYTES, or of one part, which bounds memory. If only one rank wants parts, it has at
+    most one batch in memory.
     """
     rank = engine.holders.everyone.index
     for _, batch in groupby(_numbered(wanted), key=lambda pair: pair[0]):
@@ -145,10 +146,10 @@ def gather(engine: Keeper, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, T
 def on_first_rank(
     engine: Keeper, names: Sequence[str], kind: str = "weight"
 ) -> Iterator[Callable[[str], Tensor] | None]:
-    """Yield on the first rank a function that reads whole float32 values; collective.
+    """Yield on rank 0 a function that reads whole float32 values; collective.
 
-    It reads each of `names` once, in this order. On other ranks it is None, and the rank gives what
-    it keeps.
+    It must read each of `names` once, in this order. On other ranks it is None, and the rank sends
+    its values.
     """
     wanted = [Wanted(kind, name, Part.whole(engine.part_of(name).shape), 0) for name in names]
     coming = gather(engine, wanted)
@@ -164,7 +165,7 @@ def on_first_rank(
 
 
 def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
-    """Yield each wanted part with the number of the batch that it goes in."""
+    """Yield each wanted part with the index of its batch."""
     number = size = 0
     for one in wanted:
         size += 4 * one.part.count
@@ -176,8 +177,7 @@ def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
 def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[int, Tensor]]]:
     """Exchange the values of one batch over all ranks.
 
-    Returns, for each item that this rank wants, by its number, each source in turn with the flat
-    values from it.
+    Returns, for each part wanted on this rank, by its number, (source, flat values) pairs.
     """
     everyone, device = engine.holders.everyone, engine.device
     rank = everyone.index
@@ -191,7 +191,7 @@ def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[i
                 leaving[one.to].append(values[start - at : stop - at].to(device, torch.float32))
             if one.to == rank:
                 coming[source] += stop - start
-    own = leaving[rank]  # stays where it is
+    own = leaving[rank]  # not sent
     leaving[rank], coming[rank] = [], 0
     empty = torch.empty(0, dtype=torch.float32, device=device)
     out = torch.empty(sum(coming), dtype=torch.float32, device=device)
@@ -215,7 +215,7 @@ def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[i
 
 
 def _assembled(engine: Keeper, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Assemble a wanted part from what its sources sent."""
+    """Assemble a wanted part from the values of its sources."""
     shards = engine.holders.shards
     whole = one.part
     by_part: dict[Part, list[Tensor]] = {}
@@ -249,7 +249,8 @@ def set_adam_steps(engine: Keeper, steps: int) -> None:
 def adamw(
     decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], options: OptimizerBlock
 ) -> torch.optim.AdamW:
-    """Return AdamW over parameters of which only the first are decayed: those that are not 1-D."""
+    """Return AdamW over parameters, of which only `decayed` have weight decay: those that are not
+    1-D."""
     groups = [
         {"params": list(decayed), "weight_decay": options.weight_decay},
         {"params": list(plain), "weight_decay": 0.0},
@@ -259,12 +260,12 @@ def adamw(
         lr=options.learning_rate,
         betas=options.betas,
         eps=options.eps,
-        fused=True,  # else every step allocates 4 or 8 bytes more for each parameter here
+        fused=True,  # otherwise every step allocates 4 or 8 more bytes per parameter
     )
 
 
 def start_moments(adam: torch.optim.Optimizer) -> None:
-    """Give Adam its states before its first step, all 0."""
+    """Create Adam's states before its first step, all 0."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             zeros = [torch.zeros_like(parameter) for _ in range(2)]

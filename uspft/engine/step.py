@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class BadStep(RunFailed):
-    """A step was refused: weights and moments are as before it, and further steps may be taken."""
+    """The error that a step was refused: weights and moments are unchanged, and training can
+    continue."""
 
     def __init__(self, what: str, result: StepResult) -> None:
         super().__init__(what)
@@ -32,11 +33,11 @@ class BadStep(RunFailed):
 
 
 class NotFinite(BadStep):
-    """The loss or the gradient norm is not a finite number."""
+    """The error that the loss or the gradient norm is not finite."""
 
 
 class TooLarge(BadStep):
-    """The gradient norm is larger than the step was allowed to have."""
+    """The error that the gradient norm exceeds the step's limit."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class StepResult:
 
 
 class Laps:
-    """A stopwatch on this rank's device, which times pieces of work that follow one another."""
+    """A stopwatch on this rank's device for consecutive pieces of work."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -81,7 +82,7 @@ class Laps:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> tuple[float, ...]:
-        """Return how long each lap was, once a device has ended its work."""
+        """Return the seconds of each lap, after waiting for the device."""
         if self._on_device:
             self._marks[-1].synchronize()
             return tuple(a.elapsed_time(b) / 1000 for a, b in pairwise(self._marks))
@@ -159,7 +160,8 @@ class Engine(Keeper, Protocol):
         if look:
             look()
         first, loss = next(iter(means.items()))
-        norm = self.update(most if math.isfinite(loss) else -math.inf)  # else it is refused
+        # a loss that is not finite refuses the step
+        norm = self.update(most if math.isfinite(loss) else -math.inf)
         seconds, switching = self.seconds(len(batches))
         result = StepResult(means, counts, norm, stops > 0, False, seconds, switching)
         for what, value in {first: loss, "gradient norm": norm}.items():

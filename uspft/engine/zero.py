@@ -1,11 +1,12 @@
-"""An engine that hides ZeRO 0 to 3 behind one step with the loss and gradients of one process.
+"""An engine that puts ZeRO 0 to 3 behind one step function, with the loss and gradients of one
+process.
 
-A step has a beginning (which counts over all ranks what the objective's terms are divided by), a
-runner over micro-batches, and an end (norm, checks, update). The engine scales the loss itself: of
-each term a rank has (its part) × Z ÷ (the count of the step, over all micro-batches and ranks; of
-the cross-entropy, target tokens), where DeepSpeed averages gradients over Z ranks at every stage
-(parameters/counting.py). Sequence parallelism stays hidden from DeepSpeed, whose own scale for it
-depends on the stage.
+A step first sums the divisors of the objective's terms over all ranks, then runs its micro-batches,
+and then computes the norm, checks it and updates. The engine scales the loss itself: for each term
+a rank's loss is (its part) × Z ÷ (the divisor over all micro-batches and ranks; for the
+cross-entropy, the target tokens), where DeepSpeed averages gradients over Z ranks at every stage
+(parameters/counting.py). DeepSpeed does not know of sequence parallelism, since its own scale for
+that depends on the stage.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ if TYPE_CHECKING:
 
 
 def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
-    """Return the function that partitions filled parameters under ZeRO-3; None at other stages.
+    """Return the function that partitions loaded parameters under ZeRO-3; None at other stages.
 
-    Each is partitioned over the ranks that hold the same part of it.
+    Each is partitioned over the ranks with the same part of it.
     """
     config = deepspeed_config(recipe, holders.zero.size, passes=1)
     if config["zero_optimization"]["stage"] != 3:
@@ -92,15 +93,18 @@ class ZeroEngine(Engine):
         passes: int,
         pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine. passes: micro-batches of a step, or the most where steps differ.
-        pipeline: runs the module's stages, where it has some alone."""
+        """Build the engine.
+
+        passes: micro-batches per step, or the most if steps differ. pipeline: the runner of the
+        module's stages, if it has only some.
+        """
         self.module, self.holders, self.device = module, holders, device
         self.averaged = counting.averaged(holders)
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
         self._pipeline = pipeline
         self.named = module.named()
-        """Every parameter by its Hugging Face name, kept because a walk over the whole module for
-        each parameter would take too long. What this rank holds nothing of has no elements here."""
+        """Every parameter by its Hugging Face name, stored because traversing the module for each
+        lookup would be slow. A parameter of which this rank stores nothing has no elements here."""
         here = {name: p for name, p in self.named.items() if holders.holds(name)}
         idle = [pipeline.idle] if pipeline and pipeline.idle is not None else []
         self._parameters = [*here.values(), *idle]
@@ -111,7 +115,7 @@ class ZeroEngine(Engine):
         _gather_at_once(module)  # type: ignore[arg-type]
         trains = [p for p in self._parameters if p.requires_grad]
         trained = sum(getattr(p, "ds_numel", p.numel()) for p in trains)
-        with redirect_stdout(StringIO()):  # it prints memory tables past its logger
+        with redirect_stdout(StringIO()):  # it prints memory tables without its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
@@ -121,7 +125,7 @@ class ZeroEngine(Engine):
         reduce_in_one_order(self.deepspeed.optimizer, _together(module))  # type: ignore[arg-type]
         whole: Any = self.deepspeed.optimizer
         self.adam = getattr(whole, "optimizer", whole)
-        """torch's AdamW, whose states DeepSpeed may hold in flat partitions."""
+        """torch's AdamW, whose states DeepSpeed may store in flat partitions."""
         layout = holders.shards.layout
         parts_of_experts = self.stage == 3 and layout.experts > 1 and layout.tensor > 1
         if self.stage and (layout.pipeline > 1 or parts_of_experts):
@@ -130,22 +134,22 @@ class ZeroEngine(Engine):
             if self.stage == 3 and layout.pipeline > 1:
                 compare_traces_within(self.deepspeed.optimizer, holders.zero)
         self._most = math.inf
-        """The largest gradient norm with which the step under way is taken."""
+        """The largest gradient norm with which the current step may update."""
         self._refused: float | None = None
-        """The gradient norm for which the step under way was refused."""
+        """The gradient norm for which the current step was refused."""
         if self.deepspeed.optimizer is not self.adam:
             judge_norm(self.deepspeed.optimizer, self.stage, self._judge)
         self._require_float32_buffers()
         self._masters = {} if self.stage else _masters(whole, self.adam)
         if self.stage < 3:
-            # DeepSpeed finds moments by parameter only for those groups that have them after the
-            # first group's first step (stages 1 and 2, 0.19.8).
+            # DeepSpeed finds moments by parameter only for groups that had them before the first
+            # group's first step (stages 1 and 2, 0.19.8).
             start_moments(self.adam)
         if pipeline:
             pipeline.updated(self)
 
     def _require_float32_buffers(self) -> None:
-        """Require that DeepSpeed has rounded no buffer. Raises RuntimeError.
+        """Check that DeepSpeed has not rounded any buffer. Raises RuntimeError.
 
         Rotary frequencies rounded to bfloat16 are silently wrong on long rows.
         """
@@ -184,7 +188,8 @@ class ZeroEngine(Engine):
         return mapping.lp_fragment_address.start, values.detach()
 
     def _gradient(self, parameter: Any) -> tuple[int, Tensor]:
-        """Return (start, flat values) of what this rank keeps of a gradient, scaled as the loss."""
+        """Return (start, flat values) of this rank's fragment of a gradient, still scaled like the
+        loss."""
         if id(parameter) in self._masters:
             made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             return 0, made.detach().flatten()
@@ -195,7 +200,8 @@ class ZeroEngine(Engine):
             return 0, parameter.detach().new_empty(0)
         kept = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach().flatten()
         place = mapping.lp_fragment_address
-        if kept.numel() == parameter.numel():  # stage 1 sums bfloat16 whole, on every rank
+        # stage 1 accumulates whole bfloat16 gradients on every rank
+        if kept.numel() == parameter.numel():
             kept = kept[place.start : place.start + place.numel]
         return place.start, kept
 
@@ -216,9 +222,9 @@ class ZeroEngine(Engine):
             safe_set_local_optimizer_state(parameter, padded, kind)
 
     def make_moments(self, empty: Batch) -> None:
-        """Make Adam's states, by a step over one batch without targets, at learning rate 0.
+        """Create Adam's states by a step over a batch without targets at learning rate 0.
 
-        DeepSpeed makes them only in its own first step; nothing else changes.
+        DeepSpeed creates them only in its first step; nothing else changes.
         """
         self.step([empty], 0.0, stop=False)
 
@@ -230,13 +236,13 @@ class ZeroEngine(Engine):
         return terms
 
     def take(self, batch: Batch, scales: Scales, stage: int | None, x: Tensor | None) -> Tensor:
-        """Take a micro-batch through a stage of a module that has some, as its forward does."""
+        """Run the forward of one stage of a staged module for a micro-batch."""
         made: Tensor = self.deepspeed(batch, scales, stage, x)
         return made
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         self.replicas.world = batch.world
-        # Set each time, since steps may differ in how many micro-batches they have.
+        # Set each time, since the number of micro-batches may differ between steps.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
         if not last:
@@ -265,9 +271,9 @@ class ZeroEngine(Engine):
         return norm
 
     def _judge(self, norm: Any) -> Any:
-        """Return what is taken for the gradient's norm: inf has the gradients thrown away.
+        """Return what DeepSpeed should use as the gradient's norm: inf discards the gradients.
 
-        norm: a number, or a tensor of one; of finite ones all ranks take the largest.
+        norm: a number, or a tensor of one; if finite, the maximum over all ranks counts.
         """
         if self._most == math.inf:
             return norm
@@ -280,13 +286,14 @@ class ZeroEngine(Engine):
         return norm + math.inf
 
     def _mark_gradients(self) -> None:
-        """Mark gradients as their parameters: at stage 0 in 16 bits the norm asks them (0.19.8)."""
+        """Copy marks from parameters to their gradients, where the norm looks for them at stage 0
+        in 16 bits (0.19.8)."""
         for parameter in self._parameters if self.stage == 0 else ():
             if hasattr(parameter, "model_parallel") and parameter.grad is not None:
                 parameter.grad.model_parallel = True  # type: ignore[attr-defined]
 
     def _norm(self) -> float:
-        """Return the 2-norm of the whole gradient, if each rank has its parts' gradients whole."""
+        """Return the 2-norm of the whole gradient, if each rank's gradients are not sharded."""
         holders = self.holders
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=torch.float64)
@@ -308,7 +315,7 @@ class ZeroEngine(Engine):
                 yield
         finally:
             self.deepspeed.train()
-            # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
+            # Under ZeRO-3 the last pass has fetched weights for a backward that never runs.
             self.deepspeed.empty_partition_cache()
 
     def stages_for(self, batch: Batch) -> StageRunner | None:
@@ -322,12 +329,12 @@ class ZeroEngine(Engine):
 
 
 def _gather_at_once(module: nn.Module) -> None:
-    """Make ZeRO-3 gather all weights of a module in tiles once for all of its tiles, or of one that
-    attends in groups of heads, once for all of these; and adapters with their parameters.
+    """Make ZeRO-3 gather all weights of a tiled module once for all of its tiles, those of
+    attention in groups of heads once for all groups, and adapters with their parameters.
 
-    DeepSpeed then hooks none of the modules inside it. It must be told before it has hooked any.
-    Where ranks divide experts, each has other tiles: activation functions that were hooked inside
-    these would run more often on some ranks, which DeepSpeed refuses.
+    DeepSpeed then adds no hooks to the modules inside, so it must be told before it adds any. Under
+    expert parallelism ranks have different numbers of tiles: activation functions with hooks inside
+    would run more often on some ranks, which DeepSpeed refuses.
     """
     for part in module.modules():
         tiled = _in_tiles(part) and any(True for _ in part.children())
@@ -342,11 +349,11 @@ def _in_tiles(part: Any) -> bool:
 
 
 def _together(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Return which parameters have their gradients from one function of autograd: of experts, of
-    modules in tiles, and of what attends in groups of heads beside these."""
+    """Return the groups of parameters whose gradients come from one autograd function: those of
+    experts, of tiled modules, and the others of attention in groups of heads."""
     found: list[list[nn.Parameter]] = []
     taken: set[int] = set()
-    for name, part in reversed(list(module.named_modules())):  # the inner ones first
+    for name, part in reversed(list(module.named_modules())):  # inner modules first
         experts = any(is_experts(n) for n, _ in part.named_parameters(name, recurse=False))
         if experts or _in_tiles(part) or getattr(part, WHOLE, False):
             some = [p for p in part.parameters() if p.requires_grad and id(p) not in taken]
@@ -356,9 +363,9 @@ def _together(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters that train: those that are decayed, and those of one dimension.
+    """Return the trained parameters with weight decay, and those without, which are 1-D.
 
-    A partitioned parameter looks 1-D, so its whole shape is asked for.
+    A partitioned parameter looks 1-D, so its whole shape counts.
     """
     trained = [p for p in parameters if p.requires_grad]
     dims = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
@@ -367,7 +374,7 @@ def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], l
 
 
 def _masters(optimizer: Any, adam: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
-    """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
+    """Return AdamW's tensor for each parameter at stage 0, by the parameter's id.
 
     It is the parameter itself or its float32 copy.
     """
@@ -380,7 +387,7 @@ def _masters(optimizer: Any, adam: torch.optim.Optimizer) -> dict[int, nn.Parame
 def _unpadded(parameter: Any, values: Tensor) -> tuple[int, Tensor]:
     """Return (start, flat values) of this rank's fragment under ZeRO-3, without its padding.
 
-    ZeRO-3 cuts a parameter in equal fragments; the last may be longer than what is left.
+    ZeRO-3 cuts a parameter into equal fragments; the last may exceed the parameter's end.
     """
     start = min(values.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)
     return start, values.flatten()[: parameter.ds_numel - start]

@@ -1,5 +1,5 @@
-"""The hosts of one run, as variables of torchrun or SLURM name them; the ranks of this one, and the
-interface that leads to the others."""
+"""The hosts of one run, from the variables of torchrun or SLURM; this host's ranks, and its network
+interface to the others."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from uspft.config.problems import InputError, counted
 
 MAX_PORT = 65535
 ELSEWHERE = socket.AF_INET, "198.51.100.1"
-"""An address of RFC 5737 that nobody has, so that the default route leads there."""
+"""A reserved address (RFC 5737) that no host has, so that the default route applies to it."""
 
 
 class LaunchError(InputError):
-    """The environment is wrong about the hosts; the text names the variable and its value."""
+    """The error that the environment describes the hosts wrongly; the text names the variable and
+    its value."""
 
 
 @dataclass(frozen=True)
 class Hosts:
     """The hosts of one run; port 0 means that a free port is found, on one host only.
 
-    index: which of them this host is. address, port: where host 0 is reached.
+    index: of this host. address, port: of host 0.
     """
 
     count: int = 1
@@ -39,7 +40,7 @@ class Hosts:
 
     @property
     def watch_port(self) -> int:
-        """The port on which the first host's supervisor listens to the others."""
+        """The port on which host 0's supervisor listens for the others."""
         return self.port + 1
 
 
@@ -62,7 +63,7 @@ class LocalRanks:
 
 
 def misfit(here: dict[str, Any], there: dict[str, Any], host: int | None) -> str:
-    """Return why what a host would start does not fit host 0, or "" where it does."""
+    """Return why what a host would start does not match host 0, or "" where it does."""
     if there.get("device") != here.get("device"):
         return (
             f"host {host} computes on {there.get('device')}, host 0 on {here.get('device')}: "
@@ -90,12 +91,11 @@ def resolve(address: str) -> tuple[socket.AddressFamily, str]:
 
 
 def interface_to(address: str) -> str | None:
-    """Return the network interface that leads to an address, or that carries it; None: unknown.
+    """Return the network interface that leads to an address, or that has it; None: unknown.
 
-    The kernel's route decides: to connect a datagram socket sends nothing, and gives the address of
-    this side. Debian maps a host's own name to 127.0.1.1, which other hosts cannot reach; for such
-    a name, the interface of the default route is taken. An address that itself says loopback means
-    it.
+    It follows the kernel's route: connecting a datagram socket sends nothing, and gives this side's
+    address. Debian maps a host's own name to 127.0.1.1, which other hosts cannot reach; such a name
+    gets the interface of the default route. An explicit loopback address is taken as it is.
     """
     try:
         family, place = resolve(address)
@@ -110,7 +110,7 @@ def interface_to(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address, or a name such as localhost, says of itself that it is loopback."""
+    """Tell whether an address, or a name such as localhost, is explicitly loopback."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -119,7 +119,7 @@ def is_loopback(address: str) -> bool:
 
 def carriers() -> dict[str, str]:
     """Return the interface of each IP address of this host, second addresses included."""
-    # A second address may stand under a label, eth0:1; gloo wants the interface.
+    # A second address may have a label as its interface, eth0:1; gloo wants eth0.
     return {
         one.address.partition("%")[0]: name.partition(":")[0]
         for name, addresses in psutil.net_if_addrs().items()
@@ -129,7 +129,7 @@ def carriers() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on at this moment."""
+    """Return a port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -138,8 +138,8 @@ def free_port() -> int:
 def hosts_from(environment: Mapping[str, str]) -> Hosts:
     """Read the hosts from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as torchrun names them.
 
-    Where NNODES is not set, a SLURM step tells them. Raises LaunchError with a line for every
-    variable that is missing or wrong.
+    Without NNODES they come from a SLURM step. Raises LaunchError with a line for every variable
+    that is missing or wrong.
     """
     if "NNODES" not in environment:
         found = slurm_variables(environment)
@@ -177,8 +177,7 @@ def hosts_from(environment: Mapping[str, str]) -> Hosts:
 
 
 def planned_hosts(environment: Mapping[str, str]) -> int:
-    """Return how many hosts a run would have that is started from here, for commands that start
-    none.
+    """Return how many hosts a run started from here would have, for commands that start no ranks.
 
     In a SLURM batch script, or a shell of `salloc`, they are those of the allocation. Raises
     LaunchError as `hosts_from` does.
@@ -189,19 +188,18 @@ def planned_hosts(environment: Mapping[str, str]) -> int:
 
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""From this number on, steps are SLURM's own: those of a batch script and of a shell of `salloc`.
-(slurm/slurm.h)"""
+"""From this number on, step ids are special: those of a batch script and of a shell of `salloc`
+(slurm/slurm.h)."""
 PORTS = range(15000, 25000, 2)
-"""Where a step's MASTER_PORT lies: below the ports that Linux gives out, and each with the next one
+"""The range of a step's MASTER_PORT: below Linux's ephemeral ports, and each with the next port
 free for the supervisors."""
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT of a step of several hosts.
+    """Return NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT of a step on several hosts.
 
-    Returns nothing outside SLURM, and where one host is all there is. A MASTER_ADDR or MASTER_PORT
-    that the user has set stays. Raises LaunchError where the command does not run once on each
-    host.
+    Returns nothing outside SLURM, and on a single host. A MASTER_ADDR or MASTER_PORT set by the
+    user stays. Raises LaunchError where the command does not run once on each host.
     """
     if "SLURM_JOB_ID" not in environment:
         return {}
@@ -236,7 +234,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def in_step(environment: Mapping[str, str]) -> bool:
-    """Tell whether `srun` has started this process, rather than a batch script or a shell."""
+    """Tell whether `srun` started this process, rather than a batch script or a shell."""
     step = environment.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
 

@@ -1,7 +1,7 @@
-"""The rendezvous of a run's hosts before their ranks start: a refusal on one of them ends all.
+"""The rendezvous of a run's hosts before their ranks start; an error on one of them ends all.
 
-Each host opens its line before it looks at anything, says what it does while it gets ready, and
-starts its ranks when all are. A host that ends before tells the others why.
+Each host connects before it checks anything, reports what it does while it prepares, and starts its
+ranks when all hosts are ready. A host that ends early tells the others why.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from uspft.launcher.terminal import say
 from uspft.launcher.watch import Alarm, Message, Watch
 
 PATIENCE_SECONDS = 5.0
-"""How long a host that is ready waits before it says for whom."""
+"""How long a ready host waits before it prints which hosts it waits for."""
 AGAIN_SECONDS = 10.0
-"""How long it then waits before it says that it waits for another."""
+"""How long it waits before it prints that again for another host."""
 HEARD_SECONDS = 10.0
-"""How long a host that ends early stays, to tell those that have not called yet."""
+"""How long a host that ends early stays, to tell hosts that have not connected yet."""
 
 LEAVE_SECONDS = 1.0
 """How long it then waits for them to close the connection."""
@@ -35,20 +35,20 @@ class Meeting:
     """This host's part in the rendezvous of a run's hosts; with one host nothing is waited for."""
 
     def __init__(self, hosts: Hosts | None = None) -> None:
-        """Open the line to the other hosts. Raises LaunchError where its port is taken."""
+        """Start to connect to the other hosts. Raises LaunchError where the port is taken."""
         self.hosts = hosts or Hosts()
         self.watch = Watch(self.hosts)
         self.alarm: Alarm | None = None
-        """What another host has said that ends the run."""
+        """The message of another host that ends the run."""
         self.again: Loss | None = None
-        """How the run was lost, where it starts again."""
+        """How the run was lost, if it restarts."""
         self.begun = False
-        """Whether a stop interrupts the main thread; before, while modules are imported, an end by
-        another host leaves the process at once."""
+        """Whether a stop interrupts the main thread; before that, while modules are imported, a
+        stop by another host exits the process."""
         self.ended = False
-        """Whether the command has ended: its exit code stands, whatever another host says then."""
+        """Whether the command has ended, so that its exit code is final."""
         self.hurried = False
-        """Whether this host does not wait for the others to hear how it ended."""
+        """Whether this host skips waiting for the others to hear how it ended."""
         self._last: Message | None = None
         self._rest = threading.Event()
         self._listener: threading.Thread | None = None
@@ -76,17 +76,17 @@ class Meeting:
             self.watch.close()
 
     def says(self, doing: str) -> None:
-        """Note what this host does now, for hosts that wait for it."""
+        """Set what this host is doing, for the messages of hosts that wait for it."""
         self.watch.doing = doing
 
     def end(self, code: int, text: str = "") -> int:
-        """Note how this host ends by itself, for the others, and return its exit code."""
+        """Set how this host ends by itself, for the others, and return its exit code."""
         text = f"host {self.hosts.index} ({socket.gethostname()}): {text}"
         return self._ends(code, text)
 
     def interrupted(self, code: int, text: str) -> int:
-        """Say why the command was interrupted, note it, and return its exit code: another host's,
-        where that one has ended the run, and else this one's."""
+        """Print why the command was interrupted, and return its exit code: that of the host that
+        ended the run, if another did, else this one's."""
         if self.alarm:
             say(self.alarm.text)
             return self._ends(self.alarm.code, self.alarm.text)
@@ -99,23 +99,25 @@ class Meeting:
         return code
 
     def least(self, name: str, mine: int, limit_seconds: float) -> int:
-        """Wait until every host has given a number under a name, and return the least of them.
+        """Wait until every host has given a number under a name, and return the least of them, so
+        that all hosts decide alike by it.
 
-        What hosts choose by such a number, they choose alike. Raises RunFailed where a host has not
-        called within the limit, and LaunchError where one has left.
+        Raises RunFailed where a host has not connected within the limit, and LaunchError where one
+        has left.
         """
         if self.hosts.count == 1:
             return mine
-        self.watch.given[name] = mine  # which the listening thread sends
+        self.watch.given[name] = mine  # the listening thread sends it
         self._wait(lambda: name in self.watch.least(), lambda: None, limit_seconds)
         return self.watch.least()[name]
 
     def convene(self, ranks: int, device: str, gpus: int, limit_seconds: float) -> Watch:
-        """Wait until every host is ready to start its ranks, and return the lines to them.
+        """Wait until every host is ready to start its ranks, and return the connections to them.
 
-        ranks, device, gpus: what this host starts, on what, and how many GPUs it has. It says for
-        whom it waits. Raises RunFailed where a host has not called within the limit, LaunchError
-        where one has left, and KeyboardInterrupt where one has ended the run: `alarm` says why.
+        ranks, device, gpus: what this host starts, on which device, and how many GPUs it has. It
+        prints which hosts it waits for. Raises RunFailed where a host has not connected within the
+        limit, LaunchError where one has left, and KeyboardInterrupt where one has ended the run:
+        `alarm` says why.
         """
         self._take_over()
         self.watch.doing = "ready"
@@ -128,9 +130,10 @@ class Meeting:
     def _wait(
         self, over: Callable[[], bool], news: Callable[[], Alarm | None], limit_seconds: float
     ) -> bool:
-        """Wait for other hosts, and return whether it was said for whom. Raises as `convene` does.
+        """Wait for other hosts, and return whether a message about it was printed. Raises as
+        `convene` does.
 
-        over: tells whether nothing is waited for any more. news: returns what another host raised.
+        over: returns whether the wait is over. news: returns another host's alarm, if any.
         """
         began, spoke, said = time.monotonic(), 0.0, ""
         while not over():
@@ -148,7 +151,7 @@ class Meeting:
 
     def _heed(self, alarm: Alarm | None) -> None:
         """Raise an error where another host has ended the run, or left it."""
-        if alarm and alarm.kind == "stop":  # it comes after `go`, and is the ranks' concern
+        if alarm and alarm.kind == "stop":  # sent after `go`: left to the ranks' supervision
             self.watch.alarms.insert(0, alarm)
         elif alarm:
             self.alarm = alarm
@@ -160,8 +163,8 @@ class Meeting:
             )
 
     def _listen(self) -> None:
-        """Keep the connections alive beside the main thread; where another host ends the run,
-        interrupt it, or leave."""
+        """Keep the connections alive in a thread; where another host ends the run, interrupt the
+        main thread, or exit."""
         while not self._rest.wait(POLL_SECONDS):
             alarm = self.watch.news()
             if alarm is None or self.ended:
@@ -174,14 +177,14 @@ class Meeting:
             os._exit(alarm.code)
 
     def _take_over(self) -> None:
-        """Let the main thread have the lines for itself."""
+        """Stop the thread, so that the main thread uses the connections alone."""
         if self._listener:
             self._rest.set()
             self._listener.join()
             self._listener = None
 
     def _be_heard(self, last: Message) -> None:
-        """Tell the other hosts why this one has ended, also those that call within a while."""
+        """Tell the other hosts why this one has ended, also those that connect within a while."""
         until = time.monotonic() + HEARD_SECONDS
         while not (self.watch.all_called() or self.hurried) and time.monotonic() < until:
             self.watch.news()
@@ -189,5 +192,5 @@ class Meeting:
         self.watch.tell(last["kind"], last["text"], last["code"])
         until = time.monotonic() + LEAVE_SECONDS
         while self.watch.lines and time.monotonic() < until:
-            self.watch.news()  # a line that is closed with something unread on it loses the last
+            self.watch.news()  # closing a socket with unread input may lose the last message sent
             time.sleep(POLL_SECONDS)

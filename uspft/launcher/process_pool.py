@@ -1,7 +1,7 @@
-"""Processes that work for this one: concurrent.futures' pool over multiprocessing's fork server.
+"""A pool of worker processes: concurrent.futures' pool over multiprocessing's fork server.
 
-The server makes the imports once and forks the workers, so that this process, whose threads may
-hold locks, is not forked.
+The server imports modules once and forks the workers, so that this process, whose threads may hold
+locks, is never forked.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _HELD_BACK = (signal.SIGINT, signal.SIGHUP)
-"""Signals for this process alone, which ends the workers; SIGTERM is how the pool ends them."""
+"""Signals that only this process handles, which then ends the workers; the pool ends them by
+SIGTERM."""
 _UNKNOWN = 255
-"""What multiprocessing calls the exit code of a process whose server is no more."""
+"""The exit code that multiprocessing reports for a process whose fork server has died."""
 
 
 class ProcessPool:
-    """A pool of at most `count` processes, each of which starts when there is work for it."""
+    """A pool of at most `count` processes, each started when there is work for it."""
 
     def __init__(self, count: int, modules: Sequence[str]) -> None:
-        """Start the server, which imports the modules while this process does other things."""
+        """Start the server, which imports the modules in the background."""
         self.count = count
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(list(modules))
         self._executor: ProcessPoolExecutor | None = None
         self._others, self._processes = set(active_children()), set[BaseProcess]()
-        tracker.ensure_running()  # which would let the signals through again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # a mask is inherited
+        tracker.ensure_running()  # starting it later would unblock the signals
+        # child processes inherit the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
         try:
             with _environment_of_workers():
                 forkserver.ensure_running()
@@ -43,28 +45,29 @@ class ProcessPool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def begin(self, initialise: Callable[..., object], *given: Any) -> None:
-        """Give what each process calls once, before its first work, and with what."""
+        """Set the function that each process calls once, before its first work, and its
+        argument."""
         self._executor = ProcessPoolExecutor(
             self.count, self._context, _initialised, (initialise, given)
         )
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
-        """Hand out work. The future raises BrokenProcessPool once a process was killed."""
+        """Submit work. The future raises BrokenProcessPool once a process was killed."""
         executor: Any = self._executor
         assert executor, "begin comes first"
         future: Future[Any] = executor.submit(work, *given)
         if len(self._processes) < self.count:
             self._processes.update(set(active_children()) - self._others)
-            # The thread that watches processes was woken before this one was started, and would not
-            # see its end. There is no public name for waking it again.
+            # The thread that watches processes was woken before this one started, and would miss
+            # its end; there is no public way to wake it again.
             with suppress(OSError):
                 executor._executor_manager_thread_wakeup.wakeup()
         return future
 
     def end_of_first(self) -> str:
-        """Return in words how that process ended whose end broke the pool."""
+        """Return a phrase on how the process ended that broke the pool."""
         for process in self._processes:
-            process.terminate()  # the pool does so too, but not with one that it was just starting
+            process.terminate()  # the pool does not terminate a process that it is just starting
         self._shut_down()
         codes = [process.exitcode for process in self._processes]
         code = next((one for one in codes if one not in (None, -signal.SIGTERM)), None)
@@ -75,13 +78,13 @@ class ProcessPool:
         return f"ended with exit code {code}"
 
     def close(self) -> None:
-        """End the processes, whatever they do, and the server."""
+        """End the processes, even busy ones, and the server."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
         self._shut_down()
-        # multiprocessing keeps the server, with all its imports, until this process ends, and has
-        # no public name for its end.
+        # multiprocessing keeps the server with all its imports until this process ends, and has no
+        # public way to stop it.
         server: Any = forkserver._forkserver
         if server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
@@ -89,20 +92,21 @@ class ProcessPool:
             server._stop()
 
     def _shut_down(self) -> None:
-        """Wait until the processes have ended; what waits for one is cancelled."""
+        """Wait until the processes have ended; pending work is cancelled."""
         executor: Any = self._executor
         if executor:
-            if sys.version_info < (3, 11, 5):  # else a half-written message is waited for: gh-94777
+            # older versions wait for a half-written message: gh-94777
+            if sys.version_info < (3, 11, 5):
                 executor._call_queue._reader.close()
             executor.shutdown(cancel_futures=True)
 
 
 @contextmanager
 def _environment_of_workers() -> Iterator[None]:
-    """Change the environment while the server starts, which inherits it.
+    """Change the environment while the server starts and inherits it.
 
-    Its import path is this process's, which launch.sh starts with -S; and a process has one thread:
-    the tokenizer's own would only get into one another's way.
+    It gets this process's import path, which launch.sh sets up with -S; and each process runs one
+    thread, because the tokenizer's own threads would compete for cores.
     """
     before = dict(os.environ)
     os.environ.update(
@@ -118,13 +122,13 @@ def _environment_of_workers() -> Iterator[None]:
 
 
 def _initialised(initialise: Callable[..., object], given: Sequence[Any]) -> None:
-    """Begin a process's work."""
+    """Initialise a worker process."""
     end_with_parent()
     initialise(*given)
 
 
 def end_with_parent() -> None:
-    """Have this process end when the one that it works for does, even where that one is killed."""
+    """Make this process end when its parent does, even if that is killed."""
 
     def watch() -> None:
         if parent := parent_process():

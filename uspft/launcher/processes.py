@@ -1,5 +1,5 @@
-"""The ranks of one host as processes: started, polled and ended, with none left behind; and why a
-run failed: what ranks leave behind of it, and which of that is the cause."""
+"""The ranks of one host as processes: starting, polling and ending them, with none left behind; and
+why a run failed: the errors that ranks report, and which of them is the cause."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Rank:
     ended: float = 0.0
 
     def look(self) -> None:
-        """Note whether the process has ended, and if so, kill what it left running."""
+        """Note whether the process has ended; if so, kill its remaining children."""
         if self.status is not None:
             return
-        # The leader stays a zombie until its group is dead: so no other process gets its number.
+        # The leader stays a zombie until its group is dead, so that its process id is not reused.
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         self.ended = time.time()
@@ -51,7 +51,7 @@ class Rank:
         self.status = self.process.wait()
 
     def kill(self) -> None:
-        """End the process and all of its children at once."""
+        """Kill the process and all of its children."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -62,7 +62,8 @@ class Rank:
             os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap it
 
     def saves(self) -> bool:
-        """Tell whether the process has begun to heed a request to stop, rather than end at once."""
+        """Tell whether the process handles a stop request by saving; before that it would end at
+        once."""
         try:
             text = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:
@@ -73,7 +74,7 @@ class Rank:
     def failure(self) -> Failure | None:
         """Return how the rank failed, or None where it has not.
 
-        A rank may have reported its error and still hang on its way out.
+        A rank may have reported its error and still hang on exit.
         """
         left = from_error_file(self.error_file)
         if left or self.status in (None, 0, INTERRUPTED):
@@ -89,17 +90,17 @@ def start(
     log_dir: Path,
     error_dir: Path,
 ) -> list[Rank]:
-    """Start this host's ranks, each with its output in a log of its own.
+    """Start this host's ranks, each with its output in its own log.
 
     Rank 0 prints to this process's stdout, and only its stderr is logged. Raises OSError where the
-    command cannot be started; ranks started before that are ended.
+    command cannot be started, after ending the ranks already started.
     """
     shared = shared_environment(ranks, environment)
     supervisor = os.getpid()
 
     def tie_to_supervisor() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:  # it died before the line above
+        if os.getppid() != supervisor:  # the supervisor died before prctl
             os._exit(1)
 
     started: list[Rank] = []
@@ -108,7 +109,7 @@ def start(
         log, error_file = log_dir / f"rank-{number}.log", error_dir / f"rank-{number}.json"
         own = {"RANK": str(number), "LOCAL_RANK": str(local), ERROR_FILE: str(error_file)}
         try:
-            with log.open("ab") as output:  # after what an earlier start left there
+            with log.open("ab") as output:  # after the output of an earlier start
                 log_start = output.tell()
                 process = subprocess.Popen(
                     command,
@@ -127,16 +128,16 @@ def start(
 
 
 def shared_environment(ranks: LocalRanks, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that all ranks of this host have in common."""
+    """Return the environment variables that all ranks of this host share."""
     hosts = ranks.hosts
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks.count)),
-        "PYTHONUNBUFFERED": "1",  # a killed rank's last lines are in its log
+        "PYTHONUNBUFFERED": "1",  # so that a killed rank's last lines are in its log
         "PYTHONFAULTHANDLER": "1",
     }
     if hosts.count > 1 and (interface := interface_to(hosts.address)):
-        # NCCL takes a plain eth1 for eth10 too.
+        # With `=`: otherwise NCCL matches eth1 with eth10 too.
         defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {
         **defaults,
@@ -150,10 +151,7 @@ def shared_environment(ranks: LocalRanks, environment: Mapping[str, str]) -> dic
 
 
 def kill_all(ranks: Sequence[Rank]) -> None:
-    """End every rank and its children, and return when they are gone.
-
-    It waits for GONE_SECONDS at most.
-    """
+    """Kill every rank and its children, and wait until they are gone, for GONE_SECONDS at most."""
     for rank in ranks:
         rank.kill()
     deadline = time.monotonic() + GONE_SECONDS
@@ -165,7 +163,7 @@ def kill_all(ranks: Sequence[Rank]) -> None:
 
 # Why a run failed.
 
-ERROR_FILE = "USPFT_ERROR_FILE"  # where a rank is told to write its error
+ERROR_FILE = "USPFT_ERROR_FILE"  # the file to which a rank writes its error
 WRONG_INPUT = 2  # exit code of a rank that found the data wrong
 LAST_LINES = 20
 
@@ -173,9 +171,9 @@ TIMED_OUT = re.compile(
     r"Timed out waiting (?P<gloo>\d+)ms"
     r"|WorkNCCL\([^)]*OpType=(?P<collective>\w+)[^)]*Timeout\(ms\)=(?P<nccl>\d+)"
 )
-"""What gloo and NCCL say of a collective that has waited too long for other ranks."""
+"""The messages of gloo and NCCL when a collective has timed out."""
 
-# What a rank says when another one is gone: gloo, NCCL, the store, a collective's time-out.
+# A rank's messages when another one is gone: gloo, NCCL, the store, a collective's time-out.
 CONSEQUENCES = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe"
     r"|remote process exited|ncclRemoteError|communicator was aborted|pair closure"
@@ -189,7 +187,7 @@ CONSEQUENCES = re.compile(
 class Failure:
     """How one rank failed; `time` is in seconds of this host's clock.
 
-    consequence: it looks as if this rank failed because another one was gone.
+    consequence: whether this rank seems to have failed because another one was gone.
     """
 
     rank: int
@@ -210,9 +208,10 @@ class Failure:
 
 
 def report_exception(path: str | Path, rank: int, error: BaseException, code: int = 1) -> None:
-    """Leave an exception for the supervisor, which prints it once; the rank then exits with `code`.
+    """Write an exception to the rank's error file, from which the supervisor prints it; the rank
+    then exits with `code`.
 
-    With code 2, wrong input, the user is shown the message alone; RunFailed has no traceback.
+    With code 2, wrong input, only the message is shown; RunFailed has no traceback.
     """
     path, message = Path(path), str(error)
     found = Failure(rank, time.time(), message, "", code)
@@ -231,7 +230,7 @@ def report_exception(path: str | Path, rank: int, error: BaseException, code: in
 
 
 def waited(said: str, collective: str = "") -> str:
-    """Return the sentence for a collective that timed out, from what was said of it, or ""."""
+    """Return the sentence for a collective that timed out, from the error's text, or ""."""
     found = TIMED_OUT.search(said)
     if not found:
         return ""
@@ -241,7 +240,7 @@ def waited(said: str, collective: str = "") -> str:
 
 
 def collective_in(error: BaseException) -> str:
-    """Return the collective that raised an error, and where uspft asked for it; "" for none."""
+    """Return the collective that raised an error, and uspft's line that called it; "" for none."""
     frames = extract_tb(error.__traceback__)
     calls = [f.name for f in frames if "/torch/distributed/" in f.filename and f.name[0] != "_"]
     places = [f for f in frames if "/uspft/" in f.filename]
@@ -251,7 +250,7 @@ def collective_in(error: BaseException) -> str:
 
 
 def from_error_file(path: Path) -> Failure | None:
-    """Read the failure that a rank left in its error file, or None where it left nothing."""
+    """Read the failure from a rank's error file, or None where it is empty."""
     try:
         return Failure(**json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -259,7 +258,7 @@ def from_error_file(path: Path) -> Failure | None:
 
 
 def from_status(rank: Rank, status: int) -> Failure:
-    """Describe the failure of a rank that left no error, from its exit status and its log."""
+    """Return the failure of a rank that reported no error, from its exit status and its log."""
     printed = rank.log.read_bytes()[rank.log_start :].decode(errors="replace")
     lines = printed.splitlines()[-LAST_LINES:]
     # gloo and NCCL abort a process whose peer is gone; so does a failed assertion in C++.
@@ -281,8 +280,8 @@ def from_status(rank: Rank, status: int) -> Failure:
 
 
 def root_cause(failures: list[Failure]) -> Failure:
-    """Return the failure that the others follow from: the earliest that is not about a peer.
+    """Return the failure that caused the others: the earliest that is not about a peer.
 
-    Of those that are, one that has waited for a peer goes before one that has lost it.
+    If all are about a peer, a time-out goes before a lost connection.
     """
     return min(failures, key=lambda one: (one.consequence, not one.waited, one.time))

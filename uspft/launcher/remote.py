@@ -1,4 +1,4 @@
-"""The start of a command on every host of a hostfile, by ssh: each then has its own supervisor."""
+"""The start of a command on every host of a hostfile, by ssh; each host has its own supervisor."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from uspft.launcher.terminal import say
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 NO_CONNECTION = 255
-"""The exit code with which ssh says that it did not reach a host."""
+"""ssh's exit code where it did not reach a host."""
 PORT = "29500"
-"""MASTER_PORT where the user sets none, as torchrun and DeepSpeed have it."""
+"""The default MASTER_PORT, as in torchrun and DeepSpeed."""
 BY_HOSTFILE = "USPFT_BY_HOSTFILE"
-"""The variable that says on each host that all of them end where one is gone."""
+"""The variable that tells a host that all hosts end when one is gone."""
 TAKEN_ALONG = (
     *("USPFT_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "FI_", "HF_", "OMP_", "MALLOC_"),
     *("XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy"),
 )
-"""Beginnings of the names of variables that every host gets as they are here."""
+"""Prefixes of environment variables that are copied to every host."""
 END_SECONDS = 10.0
-"""How long the other hosts are given to end by themselves, after one has failed."""
+"""How long the other hosts may take to end by themselves after one has failed."""
 KILL_SECONDS = 30.0
 
-# The first line of stdin is the environment, which may hold secrets: no command line shows it. Each
-# later line asks to stop, and its end, where the connection is lost, to save and end.
+# The first line of stdin is the environment, which may hold secrets and must not be on a command
+# line. Each later line asks to stop; end of file, also when the connection is lost, asks to save
+# and end.
 SCRIPT = """\
 IFS= read -r settings; eval "$settings"; cd {folder} || exit 2
 exec 3<&0
@@ -49,11 +50,11 @@ wait $child; code=$?; kill $heed 2>/dev/null; exit $code
 def run_on_hosts(
     file: Path, words: Sequence[str], environment: Mapping[str, str], program: Sequence[str]
 ) -> int:
-    """Run a command on every host of a hostfile, and return the exit code for all of them.
+    """Run a command on every host of a hostfile, and return one exit code for all.
 
     words: the command without its `--hostfile`. program: what starts uspft, at the same path on
-    every host. Slots become launch.processes, unless the words set that. What host 0 prints is
-    shown as it is, lines of others after their names. Raises LaunchError.
+    every host. Slots become launch.processes, unless the words set that. Output of host 0 is shown
+    unchanged, lines of others after the host's name. Raises LaunchError.
     """
     if told := next((name for name in ("NNODES", "NODE_RANK") if name in environment), None):
         raise LaunchError(f"{told} is set beside --hostfile, which sets it on each host; unset it")
@@ -89,7 +90,7 @@ def run_on_hosts(
 def _start(
     name: str, script: str, settings: Mapping[str, str], *, shown: bool
 ) -> subprocess.Popen[bytes]:
-    """Start a host's command; where the host is this one, without ssh. Raises LaunchError."""
+    """Start a host's command, without ssh on this host. Raises LaunchError."""
     here = ["sh", "-c", script]
     command = here if _is_here(name) else [*SSH, name, shlex.join(here)]
     output = None if shown else subprocess.PIPE
@@ -99,7 +100,7 @@ def _start(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output if shown else subprocess.STDOUT,
-            start_new_session=True,  # a terminal's Ctrl-C would end ssh itself
+            start_new_session=True,  # otherwise a terminal's Ctrl-C would end ssh itself
         )
     except OSError as error:
         raise LaunchError(f"{command[0]}: {error.strerror}; --hostfile needs it") from error
@@ -111,7 +112,7 @@ def _start(
 
 
 def _write(process: subprocess.Popen[bytes], line: str) -> None:
-    """Write a line to a host's command; one that has ended needs none."""
+    """Write a line to a host's command, unless it has ended."""
     assert process.stdin
     with contextlib.suppress(OSError):
         process.stdin.write(line.encode() + b"\n")
@@ -134,10 +135,10 @@ def _is_here(name: str) -> bool:
 
 
 def _follow(remotes: Mapping[str, subprocess.Popen[bytes]], signals: Signals) -> int:
-    """Wait until all commands have ended, and return the code of the one that failed first.
+    """Wait until all commands have ended, and return the exit code of the first that failed.
 
-    Where one has failed, the others hear of it from one another; those that do not end are asked
-    to after a while, and left after another.
+    Where one has failed, the other hosts learn it from one another; those that do not end are asked
+    to stop after END_SECONDS, and abandoned after as long again.
     """
     ended: dict[str, int] = {}
     asked, code, failed = 0, 0, 0.0
@@ -157,7 +158,7 @@ def _follow(remotes: Mapping[str, subprocess.Popen[bytes]], signals: Signals) ->
             return code
         if signals.count > asked or (waited > END_SECONDS and not asked):
             asked += 1
-            for process in remotes.values():  # a second time, to stop at once
+            for process in remotes.values():  # the second request: stop at once
                 _write(process, "stop")
         time.sleep(POLL_SECONDS)
 
@@ -168,10 +169,11 @@ SLOTS = re.compile(r"slots=(\d+)")
 
 
 def read_hostfile(file: Path) -> tuple[list[str], int | None]:
-    """Return the hosts of a file in their order, and how many ranks each starts; None: not said.
+    """Return the hosts of a file in order, and the ranks per host, or None if the file does not
+    say.
 
-    A host that stands on several lines has the slots of all of them. Raises LaunchError, with file
-    and line, where a line cannot be read, or where hosts differ in their slots.
+    A host on several lines has the slots of all of them. Raises LaunchError, with file and line,
+    where a line cannot be read, or where hosts have different numbers of slots.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
-"""Start one process per rank of this host and see all of them to one common end; and whether a run
-that was lost starts again, and on which hosts.
+"""Supervision of this host's ranks, one process each, to one common end; and whether a lost run
+restarts, and on which hosts.
 
-A run is lost by a signal that ended a rank, a host that is gone, or a collective that waited in
-vain. Host 0 decides for all; where it is gone itself, nobody does, and the run ends.
+A run is lost when a signal ends a rank, a host is gone, or a collective times out. Host 0 decides
+for all; if it is gone itself, the run ends.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ class Loss(NamedTuple):
 
     why: str
     step: int
-    """The last step that it had recorded."""
+    """The last step in its journal."""
     hosts: Hosts
-    """Those of the next start."""
+    """The hosts of the next start."""
     resume: str
     """The `checkpoint.resume` of the next start."""
 
 
 @dataclass
 class Restart:
-    """Whether a lost run may start again, and what its hosts have decided."""
+    """Whether a lost run may restart, and the decision of its hosts."""
 
     may: Callable[[str], bool]
-    """A function of the reason of the loss that returns whether the run may start again; called on
-    host 0 alone."""
+    """Returns whether the run may restart after a loss for this reason; called on host 0 only."""
     least_hosts: int | None = None
     """The number of hosts that must remain; None: all."""
     why: str = ""
     hosts: Hosts | None = None
-    """The hosts on which the run starts again; None: it does not."""
+    """The hosts on which the run restarts; None: it does not."""
 
     def decide(self, watch: Watch, why: str) -> None:
-        """Find out whether the run starts again, and where; the ranks have ended.
+        """Decide whether the run restarts, and where; its ranks have ended.
 
-        watch: the lines to the other hosts, all of which decide alike.
+        watch: the connections to the other hosts, all of which get the same decision.
         """
         self.why, here = why, watch.hosts
         remaining = self._of_all(watch) if watch.host == 0 else _heard(watch)
@@ -66,10 +65,11 @@ class Restart:
             self.hosts = Hosts(len(remaining), place, here.address, here.port)
 
     def _of_all(self, watch: Watch) -> list[int]:
-        """Return the hosts that start again, none where nobody does, and tell the others."""
+        """Return, on host 0, the hosts that restart (empty if the run ends), and tell the
+        others."""
         began, vetoed = time.monotonic(), False
         while any(line.heard < began + BEAT_SECONDS for line in watch.lines):
-            alarm = watch.news()  # a line that stays silent is given up in there
+            alarm = watch.news()  # it drops connections that stay silent
             vetoed = vetoed or bool(alarm and alarm.kind == "failed" and not alarm.lost)
             time.sleep(POLL_SECONDS)
         remaining = sorted({0, *(line.host for line in watch.lines if line.host is not None)})
@@ -81,7 +81,7 @@ class Restart:
 
 
 def _heard(watch: Watch) -> list[int]:
-    """Return the hosts that start again, as host 0 says; none where it says nothing."""
+    """Return the hosts that restart, as received from host 0; empty where nothing comes."""
     until = time.monotonic() + 3 * SILENCE_SECONDS
     while watch.again is None and watch.lines and time.monotonic() < until:
         watch.news()
@@ -89,10 +89,10 @@ def _heard(watch: Watch) -> list[int]:
     return watch.again or []
 
 
-SETTLE_SECONDS = 2.0  # how long the ranks are given to say why, after the first one failed
+SETTLE_SECONDS = 2.0  # time for the other ranks to report their errors after the first one failed
 SAVES, NOTHING_YET = "saving a checkpoint", "there is nothing to save yet"
 STOPPED_EARLY = "stopped before the run had begun"
-SAME_SIGNAL_SECONDS = 0.2  # a signal sent to the process and to its group is one signal
+SAME_SIGNAL_SECONDS = 0.2  # a signal sent to both the process and its group counts once
 
 
 class Signals:
@@ -103,7 +103,7 @@ class Signals:
         self.last = -SAME_SIGNAL_SECONDS
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Count a signal, unless the one before it came less than SAME_SIGNAL_SECONDS ago."""
+        """Count a signal, unless the previous one came less than SAME_SIGNAL_SECONDS ago."""
         now = time.monotonic()
         if now - self.last >= SAME_SIGNAL_SECONDS:
             self.count += 1
@@ -113,7 +113,7 @@ class Signals:
     def caught(self) -> Iterator[None]:
         """Count signals inside the `with` block, and restore their former handlers after it."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it stays unheard
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self.note) for number in numbers}
         try:
@@ -134,12 +134,12 @@ class Supervision:
     on_stop: str
     stopping: bool = False
     lost: str = ""
-    """Why the run was lost, where it has failed and nothing of it was wrong."""
+    """Why the run was lost, if it failed for no fault of its own."""
 
     def follow(self) -> int:
         """Follow the ranks until the run is over, and return its exit code.
 
-        No error of a rank is raised here.
+        It raises no error of a rank.
         """
         while True:
             alarm = self.look()
@@ -158,11 +158,11 @@ class Supervision:
             time.sleep(POLL_SECONDS)
 
     def stopped_early(self) -> bool:
-        """Tell whether a rank was ended by the request to stop, before it knew how to save."""
+        """Tell whether a stop request ended a rank before it could handle the signal."""
         return self.stopping and any(rank.status == -signal.SIGTERM for rank in self.ranks)
 
     def look(self) -> Alarm | None:
-        """Note what changed on this host, and return the alarm of another host, if any."""
+        """Update the state of this host, and return another host's alarm, if any."""
         for rank in self.ranks:
             rank.look()
         if self.terminal:
@@ -172,7 +172,7 @@ class Supervision:
     def stop(self, *, is_own: bool) -> None:
         """Ask every rank, here and on the other hosts, to save and end.
 
-        is_own: the request came to this host, which tells the others.
+        is_own: whether the request came to this host, which then tells the others.
         """
         self.stopping = True
         if is_own:
@@ -184,7 +184,7 @@ class Supervision:
             rank.stop()
 
     def abandon(self, how: str) -> int:
-        """Tell the other hosts to end at once, say why, and return the exit code.
+        """Tell the other hosts to end at once, print why, and return the exit code.
 
         The ranks of this host are left to `run_ranks`, which kills them.
         """
@@ -193,23 +193,23 @@ class Supervision:
         return INTERRUPTED
 
     def fail(self) -> int:
-        """Give the other ranks a moment to say why, then name the cause, once, on every host.
+        """Give the other ranks time to report, then print the cause once on every host.
 
-        Returns the exit code that goes with the cause.
+        Returns the cause's exit code.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             alarm = self.look()
             failures = [failure for rank in self.ranks if (failure := rank.failure())]
             cause = root_cause(failures)
-            if self.stopped_early():  # a rank may hear first that a peer is gone
+            if self.stopped_early():  # a rank may first notice that a peer is gone
                 return self.abandon(STOPPED_EARLY)
             if alarm and alarm.kind == "failed" and cause.consequence:
                 return self.follow_alarm(alarm)
             is_settled = all(rank.status is not None for rank in self.ranks)
             if time.monotonic() > deadline or (is_settled and not self.watch.lines):
                 break
-            # What no other rank caused is the cause; its rank may still be on its way out.
+            # A failure that is no consequence is the cause; its rank may still be exiting.
             if not cause.consequence and time.monotonic() > deadline - SETTLE_SECONDS * 3 / 4:
                 break
             time.sleep(POLL_SECONDS)
@@ -222,7 +222,7 @@ class Supervision:
         there = f"host {self.watch.host} ended the run ({headline}); its own output has the cause"
         self.watch.tell("failed", there, cause.code, lost=cause.lost)
         self.lost = headline if cause.lost else ""
-        # Wrong input is told as it is before any rank starts: the message alone.
+        # Wrong input is shown as before ranks start: only the message.
         say(headline if cause.code != WRONG_INPUT or cause.details else cause.summary)
         if cause.details:
             say(cause.details)
@@ -235,7 +235,8 @@ class Supervision:
         return alarm.code
 
     def end(self) -> int:
-        """Return the code of ranks that ended without failure, once other hosts' ranks have too."""
+        """Return the exit code of ranks that ended without failure, once other hosts' ranks have
+        ended too."""
         code = max(rank.status or 0 for rank in self.ranks)
         is_first = self.watch.host == 0
         if not is_first:
@@ -262,12 +263,11 @@ def run_ranks(
     on_stop: str = SAVES,
     restart: Restart | None = None,
 ) -> int:
-    """Run a command as this host's ranks, and return the exit code for all of them.
+    """Run a command as this host's ranks, and return one exit code for all.
 
-    watch: the lines to the other hosts, which are closed in the end. restart: decides what follows
-    where the run is lost. The code is 0 where all ended
-    well, 130 where they were stopped, 2 where a rank found wrong input, and 1 where one failed, in
-    which case the cause is printed. Must be called from the main thread.
+    watch: the connections to the other hosts, closed in the end. restart: decides what follows a
+    lost run. The code is 0 if all ended well, 130 if they were stopped, 2 if a rank found wrong
+    input, and 1 if one failed, whose cause is printed. Must be called from the main thread.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     signals = Signals()

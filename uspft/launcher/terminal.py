@@ -1,5 +1,5 @@
-"""What a person sees of a run: output to a terminal that may be gone before the run ends, which
-outlives it, and what a process waits for: a spinner with the time, or a line in a log."""
+"""Output to a terminal that may close before the run ends; and a display of what a process waits
+for: a spinner with the time, or a line in a log."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Patient:
 
 
 def outlive_terminal() -> None:
-    """Let this process print to its terminal as long as there is one, and run on without it."""
+    """Let this process print to its terminal while there is one, and run on without it."""
     sys.stdout, sys.stderr = (cast("TextIO", Patient(one)) for one in (sys.stdout, sys.stderr))
 
 
 def show_cursor() -> None:
-    """Show a terminal's cursor, which a process that was ended at once may have hidden."""
+    """Show a terminal's cursor, which a killed process may have hidden."""
     with suppress(OSError, ValueError):
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")
@@ -64,7 +64,7 @@ def show_cursor() -> None:
 
 
 class LogOnTerminal:
-    """A copier of rank 0's log to this process's stderr, from byte `start` of the log on."""
+    """A copier of rank 0's log, from byte `start` on, to this process's stderr."""
 
     def __init__(self, log: Path, start: int) -> None:
         self.log = log
@@ -81,12 +81,12 @@ class LogOnTerminal:
 
 
 TOLD_SECONDS = 15.0
-"""How long a wait lasts before it is told where output is not a terminal."""
+"""How long a wait lasts before it is printed where output is not a terminal."""
 
 
 class Waiting:
-    """What is waited for now: on a terminal with a spinner and how long it has lasted, elsewhere a
-    line for each wait that lasts TOLD_SECONDS."""
+    """A display of what is waited for: on a terminal a spinner with the seconds, elsewhere a line
+    for each wait that lasts TOLD_SECONDS."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -98,20 +98,20 @@ class Waiting:
             transient=True,
             disable=not console.is_terminal,
         )
-        """What a terminal shows, by itself once it is started, or in another live view."""
+        """The terminal's display, shown alone or in another live view."""
         self._what: str | None = None
         self._timer: threading.Timer | None = None
 
     @classmethod
     def of_rank(cls, environment: Mapping[str, str]) -> Waiting:
-        """Return a started display of what a rank waits for; only the first rank's is visible."""
+        """Return a started display of what a rank waits for; visible on rank 0 only."""
         quiet = environment["RANK"] != "0"
         waiting = cls(Console(highlight=False, soft_wrap=True, quiet=quiet))
         waiting.view.start()
         return waiting
 
     def now(self, what: str) -> None:
-        """Tell what is waited for from now on."""
+        """Set what is waited for."""
         self.over()
         self._what = what
         self.view.add_task(what)
@@ -122,7 +122,7 @@ class Waiting:
             self._timer.start()
 
     def over(self) -> None:
-        """Tell that nothing is waited for any more."""
+        """End the current wait."""
         self._what = None
         if self._timer:
             self._timer.cancel()
@@ -130,13 +130,13 @@ class Waiting:
             self.view.remove_task(task)
 
     def close(self) -> None:
-        """Take it off the screen, and leave the cursor as it was."""
+        """Remove the display, and show the cursor again."""
         self.over()
         self.view.stop()
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
-        """Tell what is waited for inside the `with` block, and afterwards what was before it."""
+        """Display a wait inside the `with` block, and afterwards the previous one."""
         before = self._what
         self.now(what)
         try:
@@ -147,5 +147,5 @@ class Waiting:
                 self.now(before)
 
     def _say(self, line: str) -> None:
-        with suppress(ValueError):  # the stream may be closed by now
+        with suppress(ValueError):  # the stream may be closed
             self._console.print(line, markup=False)

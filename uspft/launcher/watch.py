@@ -1,10 +1,10 @@
 """Connections between the supervisors of several hosts, so that all start and end together.
 
-Host 0 listens on MASTER_PORT + 1 and passes on what it hears. Each message is a JSON object on a
-line of its own: hello (who), beat (every second: what the host does and gives, and by host 0 whom
-all wait for and what is least), ready (what it would start), go (by host 0, when all are ready),
-stop, failed, done, again (by host 0, of a lost run). Nothing here blocks, as calls of torch's
-TCPStore do while host 0 is silent, past their time-out; nor does that tell when a host is gone.
+Host 0 listens on MASTER_PORT + 1 and forwards messages. Each message is a JSON object on one line:
+hello (who), beat (every second: what the host does and its numbers; from host 0 also whom all wait
+for and the least numbers), ready (what it would start), go (from host 0, when all are ready), stop,
+failed, done, again (from host 0, after a lost run). Nothing here blocks, unlike torch's TCPStore,
+whose calls hang while host 0 is silent and which does not report a lost host.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from uspft.launcher.hosts import Hosts, LaunchError, misfit, resolve
 
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 20.0  # a host whose cable was cut ends the run after this
+SILENCE_SECONDS = 20.0  # a host that is silent for so long ends the run
 RETRY_SECONDS = 1.0
 SEND_SECONDS = 2.0
 MAX_LINE_BYTES = 1 << 16
 NAMED = 4
-"""How many of the hosts that others wait for are named in one sentence."""
+"""How many of the missing hosts one message names."""
 
 Message = dict[str, Any]
 
@@ -38,28 +38,28 @@ class Alarm:
     text: str = ""
     code: int = 1
     lost: bool = False
-    """Whether the run was lost there, and nothing of it was wrong."""
+    """Whether the run was lost there for no fault of its own."""
 
 
 @dataclass
 class Line:
-    """A connection to another host's supervisor; host is None until that host has said hello."""
+    """A connection to another host's supervisor; host is None until its hello."""
 
     socket: socket.socket
     host: int | None = None
     name: str = ""
-    """What the host calls itself."""
+    """The host's own name."""
     doing: str = ""
     ready: Message | None = None
     """What the host would start, once it is ready."""
     given: dict[str, int] = field(default_factory=dict)
-    """As of this host."""
+    """The host's numbers by name."""
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
     done: bool = False
 
     def send(self, message: Message) -> bool:
-        """Send one message, and return False where the line is dead."""
+        """Send one message, and return False where the connection is dead."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -67,7 +67,8 @@ class Line:
         return True
 
     def receive(self) -> list[Message] | None:
-        """Return the messages that came, or None where the line is closed or what came is none."""
+        """Return the received messages, or None where the connection is closed or one is
+        invalid."""
         try:
             fresh = self.socket.recv(MAX_LINE_BYTES)
             *lines, self.unread = (self.unread + fresh).split(b"\n")
@@ -84,19 +85,20 @@ class Watch:
     """This host's connections to the supervisors of the others; a run of one host has none."""
 
     def __init__(self, hosts: Hosts) -> None:
-        """Listen for other hosts, on host 0 alone. Raises LaunchError where the port is taken."""
+        """Listen for other hosts, on host 0 only. Raises LaunchError where the port is taken."""
         self.hosts = hosts
         self.host = hosts.index
         self.doing = ""
         self.ready: Message | None = None
         self.begun = False
-        self.given: dict[str, int] = {}  # by name numbers of which all hosts take the least
-        self.told = ""  # by host 0: whom all wait for
+        # this host's numbers by name, of which all hosts take the least
+        self.given: dict[str, int] = {}
+        self.told = ""  # from host 0: whom all wait for
         self.told_least: dict[str, int] = {}
         self.called: set[int] = set()
         self.closed = False
         self.again: list[int] | None = None
-        """By host 0: the hosts on which a lost run starts again, if it has said so."""
+        """From host 0: the hosts on which a lost run restarts; None before it says so."""
         self.lines: list[Line] = []
         self.alarms: list[Alarm] = []
         self.beaten = self.tried = -SILENCE_SECONDS
@@ -114,7 +116,8 @@ class Watch:
                 ) from error
 
     def news(self) -> Alarm | None:
-        """Keep the lines alive, and return an alarm where another host raised one or is gone."""
+        """Keep the connections alive, and return an alarm where another host raised one or
+        is gone."""
         if self.hosts.count == 1:
             return None
         self.connect()
@@ -136,15 +139,15 @@ class Watch:
         return self.alarms.pop(0) if self.alarms else None
 
     def tell(self, kind: str, text: str = "", code: int = 1, **more: Any) -> None:
-        """Send a message to all connected hosts; host 0 passes alarms on to the others."""
+        """Send a message to all connected hosts; host 0 forwards alarms to the others."""
         message = {"kind": kind, "host": self.host, "text": text, "code": code, **more}
         for line in self.lines:
-            line.send(message)  # a dead line shows when it is listened to
+            line.send(message)  # reading will notice a dead connection
 
     def begins(self) -> bool:
-        """Tell whether all hosts start their ranks, as host 0 decides, once all are ready.
+        """Return whether all hosts start their ranks: host 0 decides so once all are ready.
 
-        Hosts that do not fit together end the run instead.
+        Hosts that do not match end the run instead.
         """
         if self.host or self.begun or self.waits_for():
             return self.begun
@@ -158,9 +161,9 @@ class Watch:
         return True
 
     def waits_for(self) -> str:
-        """Return the hosts that are not ready, with what each does; "" where the ranks may start.
+        """Return the hosts that are not ready, with what each does; "" when the ranks may start.
 
-        Other hosts than host 0 know only what that one has told them.
+        Hosts other than host 0 know only what host 0 has told them.
         """
         if self.begun:
             return ""
@@ -179,7 +182,8 @@ class Watch:
         return "; ".join(waiting[:NAMED] + more)
 
     def least(self) -> dict[str, int]:
-        """Return the least of the numbers that all hosts have given, by name; host 0 finds it."""
+        """Return, by name, the least of the numbers that all hosts have given; host 0
+        computes it."""
         if self.host:
             return self.told_least
         every = [self.given, *(line.given for line in self.lines if line.host is not None)]
@@ -188,24 +192,25 @@ class Watch:
         return {n: min(one[n] for one in every) for n in self.given if all(n in x for x in every)}
 
     def all_called(self) -> bool:
-        """Tell whether every other host has connected; others than host 0 only know of host 0."""
+        """Tell whether every other host has connected; hosts other than 0 only connect to
+        host 0."""
         return len(self.called) == (1 if self.host else self.hosts.count - 1)
 
     def is_over(self) -> bool:
-        """Tell whether every host that was on the line is done too."""
+        """Tell whether every connected host is done."""
         return all(line.done for line in self.lines if line.host is not None)
 
     def close(self) -> None:
-        """Close all lines, and stop listening and calling."""
+        """Close all connections, and stop listening and connecting."""
         for open_socket in [line.socket for line in self.lines] + [self.listener, self.connecting]:
             if open_socket:
                 open_socket.close()
         self.lines, self.closed = [], True
 
     def connect(self) -> None:
-        """Call host 0 again and again until it answers, since it may start minutes later.
+        """Try to connect to host 0 until it answers, since it may start minutes later.
 
-        Each call of this method takes one step and returns at once.
+        Each call of this method makes one attempt's next step and returns at once.
         """
         if self.host == 0 or self.lines:
             return
@@ -221,7 +226,7 @@ class Watch:
             return
         answered, self.connecting = self.connecting, None
         failed = answered.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        # A call to an unused local port may reach itself.
+        # A connection to an unused local port may reach itself.
         if failed or answered.getsockname() == answered.getpeername():
             answered.close()
             return
@@ -234,14 +239,14 @@ class Watch:
             line.send({"kind": "ready", "start": self.ready})
 
     def add(self, connected: socket.socket) -> Line:
-        """Add a new connection to the lines of this watch, and return its line."""
+        """Add a new connection, and return its Line."""
         connected.settimeout(SEND_SECONDS)
         line = Line(connected)
         self.lines.append(line)
         return line
 
     def listen_to(self, line: Line) -> None:
-        """Act on what came from one host."""
+        """Handle the messages of one host."""
         messages = line.receive()
         if messages is None:
             self.lose(line, "is gone")
@@ -268,7 +273,7 @@ class Watch:
                 self.raise_alarm(Alarm(kind, text, code, lost), source=line)
 
     def greet(self, line: Line, hello: Message) -> None:
-        """Note which host is on the line; hosts that do not fit together end the run."""
+        """Record which host is connected; hosts that do not match end the run."""
         host, count = int(hello.get("host", 0)), self.hosts.count
         line.name, line.doing = hello.get("name", ""), hello.get("text", "")
         problem = ""
@@ -287,7 +292,7 @@ class Watch:
             self.raise_alarm(alarm, source=line)
 
     def raise_alarm(self, alarm: Alarm, source: Line) -> None:
-        """Keep an alarm for the supervisor; host 0 also sends it to all hosts but its source."""
+        """Store an alarm for the supervisor; host 0 also sends it to all hosts but its source."""
         self.alarms.append(alarm)
         if self.host == 0:
             for line in self.lines:
@@ -295,7 +300,7 @@ class Watch:
                     line.send(asdict(alarm))
 
     def lose(self, line: Line, how: str) -> None:
-        """Drop a line; unless that host was done, or never said who it is, the run has failed."""
+        """Drop a connection; the run has failed, unless that host was done or never said hello."""
         line.socket.close()
         self.lines.remove(line)
         if line.host is not None and not line.done:

@@ -1,4 +1,5 @@
-"""A run's reports on itself: its progress on the screen, metrics.jsonl, peak memory and sizes."""
+"""A run's reports: its progress on the screen, metrics.jsonl, peak memory, and external
+trackers."""
 
 from uspft.metrics.console import RunDisplay
 from uspft.metrics.journal import Best, Journal, as_size, finite, peak_memory_bytes

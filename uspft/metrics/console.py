@@ -1,4 +1,4 @@
-"""The display of a run for a person: a live view on a terminal, elsewhere a line now and then."""
+"""The progress display of a run: a live view on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunDisplay:
         if self._done < self._steps:
             self._waiting.now(f"step {self._done + 1}, the first of this start")
         if self._terminal.is_terminal:
-            self._live.start(refresh=True)  # a line that is said meanwhile would run into it
+            self._live.start(refresh=True)  # a line printed while it starts would run into it
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -68,8 +68,7 @@ class RunDisplay:
         self._live.stop()
 
     def view(self) -> Group:
-        """Return what a terminal shows: the bar, the last step, the evaluations, and what is waited
-        for."""
+        """Return the live view: the bar, the last step, the evaluations, and what is waited for."""
         told = [line for line in (self._facts, self._evaluated) if line]
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in told]
         return Group(self._bar, *lines, self._waiting.view)
@@ -79,16 +78,16 @@ class RunDisplay:
 
     @contextmanager
     def waits(self, what: str) -> Iterator[None]:
-        """Say that this is waited for inside the `with` block."""
+        """Show what is waited for inside the `with` block."""
         with self._waiting.on(what):
-            if self._live.is_started:  # what is waited for may be over before the next drawing
+            if self._live.is_started:  # the wait may be over before the next drawing
                 self._live.refresh()
             yield
 
     def evaluation(self, record: dict[str, Any], before: Best) -> None:
-        """Show an evaluation's record in one line, with the best so far where that is another.
+        """Show an evaluation's record in one line, with the best so far if that is another.
 
-        before: the best of the evaluations before it.
+        before: the best of the earlier evaluations.
         """
         loss = _shown(record["eval_loss"])
         sets = record.get("eval_sets", {})

@@ -1,5 +1,5 @@
-"""The file metrics.jsonl, in which each logged step is one object, appended once; its best
-evaluation, and the peak memory that it tells of."""
+"""The file metrics.jsonl, to which each logged step is appended as one object; the best evaluation
+in it, and measures of peak memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.also: Callable[[dict[str, Any]], None] = lambda record: None
-        """What else takes each record, once it is written."""
+        """Also called with each record, once it is written."""
 
     def cut_back(self, step: int) -> None:
-        """Drop the records that came after a checkpoint's step, and note the resumption."""
+        """Drop the records after a checkpoint's step, and add one on the resumption."""
         kept = [
             line + "\n"
             for line, record in self._lines()
@@ -54,11 +54,11 @@ class Journal:
         """Yield each whole line of the file, with its record."""
         lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
         for line in lines:
-            with suppress(json.JSONDecodeError):  # the torn last line of a killed run
+            with suppress(json.JSONDecodeError):  # a killed run may leave an incomplete last line
                 yield line, json.loads(line)
 
     def sync(self) -> None:
-        """Bring what has been written to the disk, so that no checkpoint outlives its records.
+        """Flush the file to disk, so that no checkpoint outlives its records.
 
         Raises OSError.
         """
@@ -73,24 +73,24 @@ class Journal:
 
 @dataclass(frozen=True)
 class Best:
-    """The evaluation with the least loss, the earliest of equals."""
+    """The evaluation with the lowest loss, the earliest among equals."""
 
     step: int | None = None
-    """The step that it followed; None where no loss has been finite yet."""
+    """The step before it; None if no loss was finite yet."""
     loss: float = math.inf
     since: int = 0
-    """How many evaluations have come since without a lower loss."""
+    """How many evaluations followed without a lower loss."""
 
     @classmethod
     def of(cls, evaluations: Iterable[dict[str, Any]]) -> Best:
-        """Return the best of these records of metrics.jsonl, in their order."""
+        """Return the best evaluation of records of metrics.jsonl, in order."""
         best = cls()
         for record in evaluations:
             best = best.after(record)
         return best
 
     def after(self, record: dict[str, Any]) -> Best:
-        """Return the best after one more evaluation; a loss that is not finite never is."""
+        """Return the best after one more evaluation; one whose loss is not finite never is."""
         loss = record["eval_loss"]
         if loss is not None and loss < self.loss:
             return Best(record["step"], loss)
@@ -98,7 +98,7 @@ class Best:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak of the allocated device memory, or on CPU the largest resident set so far."""
+    """Return the peak allocated device memory, or on CPU the largest resident set so far."""
     if device.type == "cuda":
         import torch
 
@@ -108,7 +108,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def finite(value: float) -> float | None:
-    """Return a number as JSON can hold it: None for NaN and infinity."""
+    """Return a number for JSON: None for NaN and infinity."""
     return value if math.isfinite(value) else None
 
 

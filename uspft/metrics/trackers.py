@@ -1,7 +1,7 @@
-"""The experiment trackers that a recipe names, through accelerate; each has the same numbers.
+"""The experiment trackers of a recipe, through accelerate; all get the same numbers.
 
-Names are those of metrics.jsonl, with `/` before what lies inside another field, such as
-`comm_bytes/ring`. One rank alone makes and feeds them.
+Names are those of metrics.jsonl, with `/` for nested fields, such as `comm_bytes/ring`. One rank
+alone creates and feeds them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 EVENTS, RUNS = "events", "trackers.json"
 """The folder of TensorBoard's files, and the file with the ids of the other trackers' runs."""
 WANDB = "wandb"
-"""The folder in which Weights & Biases keeps a run before it is sent."""
+"""The folder in which Weights & Biases stores a run before it is uploaded."""
 PROJECT = "uspft"
-"""The project, or experiment, that a run belongs to where the recipe names none."""
+"""The default project, or experiment, of a run."""
 _UNFIT = re.compile(r"[^\w. /-]+")
 _NAMES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow"}
 _REACHED = "see that it can be reached from here"
@@ -37,9 +37,9 @@ _REMEDIES = {
     "wandb": f"run `wandb login` or set WANDB_API_KEY, {_REACHED}, or write `mode: offline` there",
     "mlflow": _REACHED,
 }
-"""The remedy where a tracker does not start, by its key."""
+"""The remedy when a tracker fails to start, by its key."""
 FINISHED, KILLED, FAILED = "FINISHED", "KILLED", "FAILED"
-"""How a run ends, in MLflow's words: by itself, because it was asked to stop, by an error."""
+"""MLflow's statuses of a run that ended by itself, was asked to stop, or failed."""
 Say = Callable[[str], None]
 Waits = Callable[[str], AbstractContextManager[None]]
 
@@ -75,7 +75,7 @@ def tracking(
                 continue
             try:
                 tracker.log(values, step=record["step"])
-            except Exception as error:  # each service has its own kinds
+            except Exception as error:  # each service raises its own kinds
                 del started[key]
                 say(f"logging.{key}: {said(error)}; no more goes there, metrics.jsonl has it all")
 
@@ -90,7 +90,7 @@ def tracking(
             except Exception as error:
                 told = f"cannot be started: {said(error)}; {_REMEDIES[key]}"
                 raise RunFailed(f"logging.{key}: {told}; or leave logging.{key} out") from error
-            finally:  # so that the next start goes on in the runs that were begun in vain
+            finally:  # so that the next start continues in the same runs
                 if runs:
                     write_text(output / RUNS, json.dumps(runs) + "\n")
         yield log
@@ -107,7 +107,7 @@ def tracking(
 
 
 def _end(key: str, tracker: Any, ending: str) -> None:
-    """End a tracker's run with how it ended; one that was asked to stop may be resumed."""
+    """End a tracker's run with its status; one that was asked to stop may be resumed."""
     if key == "mlflow" and ending != FINISHED:
         import mlflow
 
@@ -122,7 +122,7 @@ def numbers(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
     """Return the numbers of a record, flat; null, text, lists and the step are left out."""
     found: dict[str, float] = {}
     for key, value in record.items():
-        # MLflow takes no name that another path would mean too, such as a/../b or a//b.
+        # MLflow refuses names that are not normalised paths, such as a/../b or a//b.
         parts = (part.strip() for part in _UNFIT.sub("_", key).split("/"))
         name = before + ("/".join(part for part in parts if part.strip(".")) or "_")
         if isinstance(value, Mapping):
@@ -133,7 +133,7 @@ def numbers(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
 
 
 def _runs(output: Path) -> dict[str, str]:
-    """Return the ids of the runs that earlier parts of this run have made, by tracker."""
+    """Return the ids of the runs that earlier starts of this run created, by tracker."""
     try:
         return dict(json.loads((output / RUNS).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -141,13 +141,13 @@ def _runs(output: Path) -> dict[str, str]:
 
 
 def _prepare_accelerate() -> None:
-    """Let accelerate look at the processes that there are, as its trackers ask; nothing changes."""
+    """Let accelerate detect the processes, as its trackers require; nothing changes."""
     import torch
     from accelerate import PartialState
 
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on the number of threads, which stays
+        warnings.simplefilter("ignore")  # about the number of threads, which stays the same
         PartialState(cpu=True)
     torch.set_num_threads(threads)
 
@@ -155,7 +155,7 @@ def _prepare_accelerate() -> None:
 def _tensorboard(recipe: Recipe, output: Path, first_step: int) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
-    # Where a killed run had gone further, its later steps are hidden.
+    # Hides the later steps of a killed run that went further.
     tracker = TensorBoardTracker(EVENTS, output, purge_step=first_step + 1)
     tracker.start()
     tracker.log({"recipe": f"```\n{dump(recipe)}```"}, step=first_step)
@@ -163,7 +163,7 @@ def _tensorboard(recipe: Recipe, output: Path, first_step: int) -> Any:
 
 
 def start_wandb(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
-    """Start Weights & Biases, in the run that `runs` has of it; a new one is noted there."""
+    """Start Weights & Biases, in the run in `runs` if there is one; a new one is added there."""
     from accelerate.tracking import WandBTracker
 
     given = {"name": output.name, "dir": str(output), **(recipe.logging.wandb or {})}
@@ -179,10 +179,10 @@ def start_wandb(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
 def start_mlflow(
     recipe: Recipe, output: Path, runs: dict[str, str], first_step: int, say: Say
 ) -> Any:
-    """Start MLflow, in the run that `runs` has of it where a training can go on in that after
-    `first_step`; a new one is noted there.
+    """Start MLflow, in the run in `runs` if that can continue after `first_step`; a new one is
+    added there.
 
-    say: told of a new run that takes the place of another.
+    say: called with a line if a new run replaces another.
     """
     import mlflow
     from accelerate.tracking import MLflowTracker
@@ -203,13 +203,14 @@ def start_mlflow(
         if why:
             mlflow.set_tag(GOES_ON_FROM, earlier)
             say(f"logging.mlflow: {why}; this goes on in a new run, {runs['mlflow']}")
-        if new:  # what a run was started with cannot be changed there
+        if new:  # parameters of a run cannot be changed
             tracker.store_init_configuration(dict(_settings(as_tree(recipe))))
     return tracker
 
 
 def _settings(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key of a recipe by its dotted path, with a value of a kind that trackers take."""
+    """Yield each key of a recipe by its dotted path, with a value of a type that trackers
+    accept."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _settings(value, f"{at}.{key}" if at else str(key))
@@ -220,22 +221,22 @@ def _settings(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 MLFLOW = "mlflow"
-"""The folder of MLflow's database, where nothing says that runs are kept elsewhere."""
+"""The default folder of MLflow's database."""
 GOES_ON_FROM = "uspft.goes_on_from"
 """The tag with the id of the run that a new one replaces."""
 _AT_START = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-_OF_RECORDS = ("loss", "eval_loss")  # of which every record of a step or an evaluation has one
-# What would begin a query in a URI, or stand for another character.
+_OF_RECORDS = ("loss", "eval_loss")  # every record of a step or an evaluation has one of these
+# Characters that would begin a query in a URI, or an escape.
 _NOT_IN_URI = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")
 
 
 def kept_at(recipe: Recipe, output: Path) -> str:
-    """Return the URI of the place where a recipe's runs are kept."""
+    """Return the URI of the store of a recipe's runs."""
     if asked := (recipe.logging.mlflow or {}).get("tracking_uri"):
         return str(asked)
     import mlflow
 
-    # What the environment names has been read by MLflow itself.
+    # MLflow itself reads the environment.
     return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else kept_in(output)
 
 
@@ -252,9 +253,9 @@ def shown(uri: str) -> str:
 
 @contextmanager
 def hurried() -> Iterator[None]:
-    """Let MLflow give a server up in seconds inside the `with` block, not in minutes.
+    """Let MLflow give up on a server within seconds inside the `with` block, instead of minutes.
 
-    What the environment says of retries and waits stands.
+    Retries and time-outs in the environment take precedence.
     """
     from mlflow import environment_variables
 
@@ -270,9 +271,9 @@ def hurried() -> Iterator[None]:
 
 
 def why_not(run_id: str, first_step: int) -> str | None:
-    """Return why a training cannot go on after `first_step` in a run, or None where it can.
+    """Return why a training cannot continue after `first_step` in a run, or None where it can.
 
-    MLflow takes no point back: a step that runs again would have two there.
+    MLflow cannot delete points: a repeated step would have two.
     """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException

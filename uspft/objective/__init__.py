@@ -1,15 +1,15 @@
-"""What a step minimises, one file for each objective in config/algorithms.py. Here: what each has,
-its terms, what each is divided by, and what is logged of it.
+"""What a step minimises, one file for each objective in config/algorithms.py. Here: the interface
+of an objective, its terms, their divisors, and what is logged of it.
 
-Every rank gives its part of each term: the parts of all ranks that share rows add up to the term,
-and so do their gradients. The step divides each term by its divisor's number over the whole step,
-known before the first forward.
+Every rank computes its part of each term: the parts of all ranks that share rows add up to the
+term, and so do their gradients. The step divides each term by its divisor's count over the whole
+step, known before the first forward.
 
-Of what is no sum over tokens, such as a function of whole documents, ranks that share a row make
-their parts in three steps, since a differentiable all-reduce would multiply gradients by the number
-of these ranks, and a plain one has no gradient. `document_sums` adds up over the ranks, and gives
-each the gradient of its own tokens alone; every rank works out the same function of the sums;
-`once` lets the value count on one rank, and the gradient pass on all.
+For what is not a sum over tokens, such as a function of whole documents, ranks that share a row
+compute their parts in three steps, since a differentiable all-reduce would multiply gradients by
+the number of these ranks, and a plain one has no gradient. `document_sums` sums over the ranks, and
+gives each the gradient of its own tokens only; every rank computes the same function of the sums;
+`once` counts the value on one rank only, and passes the gradient on all.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 Scales = tuple[float | None, ...]
-"""The factor of each term of an objective; None where the term is not wanted."""
+"""The factor of each term of an objective; None skips the term."""
 
 
 @dataclass(frozen=True)
 class Divisor:
-    """What a term is summed over, and how many of it a micro-batch has."""
+    """What a term is averaged over, and how many of these a micro-batch has."""
 
     name: str
-    """The key of metrics.jsonl for how many a step has, where the loss is divided by that."""
+    """The key of metrics.jsonl for their number in a step, if the loss is divided by it."""
     of: Callable[[Batch], int]
-    """Counts those of a micro-batch; with `by_token` those that this rank holds."""
+    """Counts those of a micro-batch; with `by_token` only this rank's."""
     by_token: bool = False
-    """Whether the ranks that share rows count each its own tokens."""
+    """Whether each of the ranks that share rows counts its own tokens."""
 
 
 TARGETS = Divisor("target_tokens", lambda batch: batch.targets, by_token=True)
@@ -57,9 +57,9 @@ class Term:
     """One of an objective's values: a sum over rows, whose mean is logged."""
 
     name: str
-    """The key of metrics.jsonl that has its mean."""
+    """The key of metrics.jsonl for its mean."""
     per: Divisor
-    """What its mean is over."""
+    """What it is averaged over."""
     evaluated: bool = True
     """Whether evaluations have it too."""
 
@@ -69,34 +69,36 @@ class Objective(Protocol):
 
     terms: tuple[Term, ...]
     """The first is `loss`: it must be finite, and evaluations are compared by it. A term that is
-    logged and not minimised has no gradient."""
+    logged but not minimised has no gradient."""
 
     def __call__(self, model: CausalModel, batch: Batch, scales: Scales) -> Tensor:
         """Return this rank's part of each term of a micro-batch times its scale, [terms];
         collective over the ranks that share its rows.
 
-        model: may be taken forward as often as it takes, in the same way on all ranks. A term
-        whose scale is None is 0.
+        model: may run any number of forwards, the same on all ranks. A term whose scale is None is
+        0.
         """
         ...
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return what evaluations have beside the means of its terms, which are given."""
+        """Return further values for evaluations, derived from the means of its terms."""
         ...
 
     def loss_of_guessing(self, vocabulary: int) -> float | None:
-        """Return the loss of a model that guesses among so many tokens; None where unknown."""
+        """Return the loss of a model that guesses uniformly among this many tokens; None where
+        unknown."""
         ...
 
 
 def make_objective(name: str, config: Any) -> Objective:
-    """Return the objective that a recipe names, of a model with this config."""
+    """Return the objective with this name for a model with this config."""
     objective: Objective = resolve_name(OBJECTIVES[name].code)(config)
     return objective
 
 
 class TrainedModel(nn.Module):
-    """An nn.Module that is one function of a micro-batch, so that DeepSpeed sees one forward."""
+    """An nn.Module whose forward is the objective of a micro-batch, so that DeepSpeed sees one
+    forward."""
 
     def __init__(self, parts: CausalModel, objective: Objective) -> None:
         super().__init__()
@@ -130,9 +132,10 @@ def document_sums(values: Tensor, batch: Batch) -> Tensor:
 
 
 def once(whole: Tensor, batch: Batch) -> Tensor:
-    """Return this rank's part of what all ranks that share a micro-batch's rows have worked out.
+    """Return this rank's part of a value that all ranks sharing a micro-batch's rows have computed.
 
-    It is all of it on the first of them, and 0 on the others; the gradient passes on every one.
+    It is the whole value on the first of them, and 0 on the others; the gradient passes on every
+    one.
     """
     here = batch.world.mesh.context.index == 0
     found: Tensor = with_backward(

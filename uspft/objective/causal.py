@@ -1,4 +1,4 @@
-"""The cross-entropy of each next token, and beside it the load-balancing loss of routers."""
+"""The cross-entropy of each next token, and the load-balancing loss of routers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Causal:
         part = part * (config.router_aux_loss_coef * scale)
         if len(groups) == 1:
             return part
-        # One of the tensor ranks is counted, and each has the gradient of its own tokens.
+        # The value counts on one of the tensor ranks, but each gets the gradient of its own tokens.
         whole = sum_over(part.detach().clone(), mesh.columns, "router")
         return part + (whole - part).detach()
 

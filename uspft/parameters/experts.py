@@ -66,7 +66,7 @@ class Spelling(NamedTuple):
     down: str
 
     def matrices(self, block: str, kind: str, expert: int) -> list[str]:
-        """Return the names in files of the matrices that make one expert's part of a parameter."""
+        """Return the file names of the matrices that make up one expert's part of a parameter."""
         names = (self.gate, self.up) if kind == "gate_up_proj" else (self.down,)
         return [f"{block}.{self.module}.experts.{expert}.{name}.weight" for name in names]
 
@@ -131,8 +131,8 @@ def expert_words(model: Any) -> set[str]:
 
 
 def stored_in(files: Collection[str]) -> dict[str, Stored]:
-    """Return by the name that transformers has for it what makes each parameter, in files of any
-    spelling.
+    """Return, by transformers' name of each parameter, the tensors in the files that make it up, in
+    any spelling.
 
     files: the names of all tensors in the files.
     """
@@ -172,7 +172,7 @@ def stored_in(files: Collection[str]) -> dict[str, Stored]:
 
 
 def _three(block: str) -> list[str]:
-    """Return the names in files of a convolution's parts."""
+    """Return the file names of a convolution's parts."""
     return [f"{block}.{part}_conv1d.weight" for part in "qkv"]
 
 
@@ -183,7 +183,10 @@ def _renamed(name: str, kind: str) -> str:
 
 
 def shape_of(stored: Stored, held: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of a parameter. held: the shapes of tensors in files, by name."""
+    """Return the shape of a parameter.
+
+    held: the shapes of tensors in files, by name.
+    """
     first, *rest = held[stored.parts[0]]
     if stored.quantised:
         return whole_shape((first, *rest))

@@ -1,5 +1,5 @@
-"""The filling of a module on meta, one parameter after another, partitioned at once in ZeRO-3, with
-values of files or drawn from the seed."""
+"""Loading a module on the meta device, one parameter after another, from files or by random
+initialisation; under ZeRO-3 each parameter is partitioned at once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from uspft.parameters.shards import Holders
 
 BATCH_BYTES = 1 << 28
-"""Bytes of parameters that are whole on a rank at one time while a ZeRO-3 model is filled.
+"""Bytes of parameters that are whole on a rank at a time while a ZeRO-3 model is loaded.
 
-A larger parameter is whole alone.
+A larger parameter is loaded by itself.
 """
 
 Partition = Callable[[dict[str, nn.Parameter]], None]
-"""A function that is called with filled parameters, by name, and takes their memory away (ZeRO-3).
+"""A function that partitions loaded parameters, by name, and frees their memory (ZeRO-3).
 
-Those of which this rank holds nothing are not among them.
+Parameters without elements on this rank are not passed.
 """
 
 
@@ -41,10 +41,10 @@ def fill(
     holders: Holders,
     partition: Partition | None = None,
 ) -> None:
-    """Give a module on meta the parts of its parameters that this rank holds; collective.
+    """Load this rank's parts of a module's parameters from the meta device; collective.
 
-    Values are read on one of the ranks that hold a part; the others' parameters are left for the
-    engine's broadcast. partition: None leaves parameters whole. Raises WeightsError.
+    Values are read on one of the ranks with the same part; the engine broadcasts them to the
+    others. partition: None leaves parameters whole. Raises WeightsError.
     """
     pending: dict[str, nn.Parameter] = {}
     for name, (empty, owners) in places(model).items():
@@ -66,10 +66,10 @@ def fill(
 
 
 def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:
-    """Read a part of a parameter, on this rank alone of those that hold the part."""
+    """Read a part of a parameter, on one of the ranks that store the part."""
     if part.is_whole or not source.draws(name):
         return source.read(name, part)
-    # Drawn whole or not at all: on one rank, which hands out the parts.
+    # Random weights can only be drawn whole: one rank draws them, and sends the parts.
     tensor, own = holders.tensor, torch.empty(part.size)
     if tensor.index:
         dist.recv(own, src=tensor.ranks[0], group=tensor.handle)
@@ -86,22 +86,22 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """Return a generator whose draws are a function of the seed and a parameter's name alone."""
+    """Return a generator that depends only on the seed and a parameter's name."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class RandomWeights:
-    """Random weights as a function of the seed and each parameter's name alone.
+    """Random weights that depend only on the seed and each parameter's name.
 
-    They are drawn as transformers initialises them: projections, embeddings, experts and their
-    routers are normal(0, initializer_range), and so are attention's sinks and a router's bias. The
-    padding token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0. Of
-    a gated delta net the convolution is normal too, and `decays` says how its gates start.
+    They are initialised as in transformers: projections, embeddings, experts and their routers are
+    normal(0, initializer_range), and so are attention's sinks and a router's bias. The padding
+    token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0. In a gated
+    delta net the convolution is normal too, and `decays` initialises the gates.
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float) -> None:
-        # Of a projection and its adapter's wrapper, which share a name, the projection comes last.
+        # A projection and its adapter's wrapper share a name; the projection comes last and wins.
         self._modules = {plain_name(name): module for name, module in model.named_modules()}
         self._seed, self._std = seed, std
         self._config: Any = getattr(model, "config", None)
@@ -140,10 +140,9 @@ class RandomWeights:
 
 
 def decays(kind: str, shape: tuple[int, ...], source: torch.Generator, config: Any) -> Tensor:
-    """Return a new `A_log` or `dt_bias` of a gated delta net, as transformers starts it.
+    """Return the initial `A_log` or `dt_bias` of a gated delta net, as in transformers.
 
-    Both are drawn from ranges that OLMo Hybrid's config has; elsewhere A is uniform(0.01, 16) and
-    the bias of the step is 1.
+    OLMo Hybrid's config has ranges for both; elsewhere A is uniform(0.01, 16) and the bias is 1.
     """
     least, most = (
         getattr(config, "linear_a_log_min", 0.01),
@@ -156,11 +155,11 @@ def decays(kind: str, shape: tuple[int, ...], source: torch.Generator, config: A
     first, last = math.log(config.linear_dt_min), math.log(config.linear_dt_max)
     step = torch.empty(shape).uniform_(first, last, generator=source).exp_()
     step.clamp_(min=config.linear_dt_init_floor)
-    return step + torch.log(-torch.expm1(-step))  # softplus of it is the step
+    return step + torch.log(-torch.expm1(-step))  # its softplus is the step
 
 
 class SplitWeights:
-    """Weights that take what trains from one source, and what is frozen from another."""
+    """Weights that take trained parameters from one source, and frozen ones from another."""
 
     def __init__(self, trained: Collection[str], source: Weights, rest: Weights) -> None:
         self._trained, self._source, self._rest = trained, source, rest

@@ -1,5 +1,5 @@
-"""The parameters of a module by their names in files, which do without the words that peft inserts
-for an adapter."""
+"""The parameters of a module by their names in files, without the words that peft inserts for an
+adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """The name that peft gives a model's only adapter."""
 BESIDE = "_adapter"
-"""The end of the name of a module that is the adapter of the parameter that it is named after."""
+"""The suffix of the module of a parameter's adapter, after the parameter's own name."""
 _INSERTED = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)|(\.weight)?{BESIDE}(?=\.lora_)")
 
 
@@ -29,9 +29,10 @@ def is_adapter(name: str) -> bool:
 
 
 def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Return every parameter by its first name in files, with all its (module, attribute) places.
+    """Return every parameter by its first name in files, with all (module, attribute) pairs that
+    refer to it.
 
-    Tied parameters have several places.
+    Tied parameters have several pairs.
     """
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():

@@ -1,4 +1,5 @@
-"""Parts of a parameter, as ranges along each of its dimensions, and the boxes that two share."""
+"""Parts of a parameter, as ranges along each of its dimensions, and the boxes in which two parts
+overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a parameter: along each dimension some ranges of it, laid end to end."""
+    """A part of a parameter: some ranges along each dimension, concatenated."""
 
     shape: Shape
     """The shape of the whole parameter."""
@@ -33,9 +34,9 @@ class Part:
 
     @classmethod
     def nothing(cls, shape: Sequence[int]) -> Part:
-        """Return the part that has no element of a parameter of this shape.
+        """Return the empty part of a parameter of this shape.
 
-        Raises ValueError for a number, which cannot be left out.
+        Raises ValueError for a scalar, which cannot be left out.
         """
         if not shape:
             raise ValueError("a parameter of one number is held whole")
@@ -56,17 +57,18 @@ class Part:
         return prod(self.size)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Cut the part out of a whole tensor; nothing is copied where the part is all of it."""
+        """Cut the part out of a whole tensor; nothing is copied if the part is all of it."""
         if self.is_whole:
             return whole
         return cut(whole, self.ranges) if self.count else whole.new_empty(self.size)
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yield the part's boxes: where each lies in the whole, and where in the part."""
+        """Yield the part's boxes: the position of each in the whole, and in the part."""
         yield from _pairs([laid_out(ranges) for ranges in self.ranges])
 
     def within(self, box: Box) -> Part:
-        """Return as a part of the whole parameter a box of this part, given in its coordinates."""
+        """Return a box of this part, given in the part's coordinates, as a part of the whole
+        parameter."""
         found = []
         for ranges, (first, last) in zip(self.ranges, box, strict=True):
             mine = [
@@ -78,7 +80,8 @@ class Part:
         return Part(self.shape, tuple(found))
 
     def meets(self, other: Part) -> Iterator[tuple[Box, Box]]:
-        """Yield each box that two parts of a parameter share: where in this, where in the other."""
+        """Yield each box in which two parts of a parameter overlap: its position in this, and in
+        the other."""
         sides = [
             _overlaps(laid_out(mine), laid_out(theirs))
             for mine, theirs in zip(self.ranges, other.ranges, strict=True)
@@ -87,7 +90,7 @@ class Part:
 
 
 def read_boxes(held: Any, part: Part) -> Tensor:
-    """Read a part out of a slice of a safetensors file, its own bytes alone."""
+    """Read a part out of a safetensors slice, without reading other bytes."""
     if part.is_whole or not part.shape:
         value: Tensor = held[:] if part.shape else held[...]
         return value
@@ -103,7 +106,8 @@ def read_boxes(held: Any, part: Part) -> Tensor:
 def _overlaps(
     mine: Sequence[tuple[Range, Range]], theirs: Sequence[tuple[Range, Range]]
 ) -> list[tuple[Range, Range]]:
-    """Return where two parts' ranges along a dimension meet: in the one, and in the other."""
+    """Return the overlaps of two parts' ranges along a dimension: positions in the one, and in the
+    other."""
     found = []
     for ((a, b), (at, _)), ((c, d), (other, _)) in product(mine, theirs):
         start, stop = max(a, c), min(b, d)
@@ -126,7 +130,7 @@ def as_slices(box: Box) -> tuple[slice, ...]:
 def flat_boxes(size: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return elements [start, stop) of a tensor in memory order, as boxes in that order.
 
-    There are at most two boxes for each dimension, and one more.
+    There are at most two boxes per dimension, plus one.
     """
     if start >= stop:
         return []

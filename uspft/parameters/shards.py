@@ -126,7 +126,8 @@ class Shards:
                 yield split, split.ranges_of(at, degree)
 
     def parts(self, name: str, shape: Sequence[int]) -> dict[Part, list[int]]:
-        """Return every part of a parameter, and the ranks that hold it, in rank order."""
+        """Return every distinct part of a parameter, with the ranks that store it, in rank
+        order."""
         found: dict[Part, list[int]] = {}
         for place, ranks in enumerate(self._ranks):
             here = [rank for rank in ranks if self.holds(name, rank)]
@@ -182,7 +183,10 @@ class Holders:
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
-        """Make the groups of a layout's ranks; collective. shapes: of the whole model."""
+        """Create the groups of a layout's ranks; collective.
+
+        shapes: of the whole model.
+        """
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
         # DeepSpeed needs a process group even where this rank is its only member.

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class WeightsError(InputError):
-    """A model's files lack a parameter, hold one of another shape, or cannot be read."""
+    """The error that a model's files lack a parameter, have one of another shape, or cannot be
+    read."""
 
     def __init__(self, what: str, remedy: str) -> None:
         self.findings = [("model.name_or_path", what, remedy)]
@@ -41,7 +42,7 @@ _FLOATS = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-"""Types of floating point by their name in headers."""
+"""Floating point dtypes by their name in headers."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _AGAIN = "save weights and config.json together, with save_pretrained"
 
@@ -76,7 +77,8 @@ class FolderWeights:
             name: one._replace(parts=[self._own_names[part] for part in one.parts])
             for name, one in (made | plain).items()
         }
-        """By its Hugging Face name, what makes a parameter, by the names in the files."""
+        """For each parameter by its Hugging Face name, the names of the tensors that make it up in
+        the files."""
         self._names = made.keys()
 
     def draws(self, name: str) -> bool:
@@ -201,7 +203,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield tensors
     except WeightsError:
         raise
-    except Exception as error:  # safetensors has several kinds, none of them exported
+    except Exception as error:  # safetensors raises several types, none of them exported
         raise _unreadable(path, error) from error
 
 
@@ -241,7 +243,7 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
 
 
 _ROWS = 4096
-"""How many rows are in memory at one time for the mean."""
+"""How many rows are in memory at a time for the mean."""
 
 
 def table_names(model: Any) -> set[str]:
@@ -299,14 +301,14 @@ def _mean(held: Any, rows: int) -> Tensor:
 
 
 PIECE = 64
-"""The bytes in the middle of each tensor that are digested; enough, since training changes every
+"""The bytes in the middle of each tensor that are hashed; enough, since training changes every
 tensor."""
 
 
 def base_digest(block: ModelBlock) -> str:
-    """Return a digest of config.json, every tensor's name, type and shape, and a piece of each.
+    """Return a hash of config.json, every tensor's name, type and shape, and a few bytes of each.
 
-    If weights are random, only the config is digested. Raises WeightsError, OSError.
+    If weights are random, only the config is hashed. Raises WeightsError, OSError.
     """
     if isinstance(block.config, dict):
         text = json.dumps(block.config, sort_keys=True)
@@ -321,7 +323,7 @@ def base_digest(block: ModelBlock) -> str:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each tensor's name in a folder's safetensors files, and the bytes to digest of it."""
+    """Yield each tensor's name in a folder's safetensors files, and the bytes to hash of it."""
     for path in FolderWeights(folder).files:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -1,1 +1,1 @@
-"""How layers are split over ranks: stages, and the order in which each rank works on them."""
+"""How layers are split over ranks: the stages, and the schedules in which ranks run them."""

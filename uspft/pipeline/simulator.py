@@ -1,5 +1,5 @@
-"""What a schedule costs: its actions run in order on every rank, each as soon as what it needs is
-there."""
+"""A simulation of a schedule: each rank runs its actions in order, each as soon as its inputs have
+arrived."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from uspft.pipeline.schedules import Action
 
 Lists = Sequence[Sequence[Action]]
-"""By rank, the actions in their order."""
+"""The actions of each rank, in order."""
 
 
 class Timed(NamedTuple):
@@ -23,15 +23,15 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what, in the unit of the costs; time starts at 0."""
+    """The times of all actions, in the unit of the costs; time starts at 0."""
 
     ranks: tuple[tuple[Timed, ...], ...]
     peaks: tuple[int, ...]
-    """By rank, the most stage inputs, of chunks, that it keeps for backwards at a time."""
+    """For each rank, the most stage inputs (of chunks) that it stores for backwards at a time."""
 
     @property
     def end(self) -> float:
-        """When the last rank has done all."""
+        """When the last action ends."""
         return max((timed[-1].end for timed in self.ranks if timed), default=0)
 
     @property
@@ -50,10 +50,10 @@ def simulate(
 ) -> Timeline:
     """Return when each action of some lists begins and ends.
 
-    cost: how long an action takes. link: how long what an action makes is under way to another
-    rank; it keeps neither rank from working, but what goes from one rank to the same other one goes
-    one after another. Raises ValueError, which names the actions that wait, where ranks wait for
-    one another, or for what no rank does.
+    cost: the duration of an action. link: the duration of a transfer of an action's result to
+    another rank; it overlaps with work on both ranks, but transfers from one rank to the same other
+    rank run one after another. Raises ValueError, which names the waiting actions, on a deadlock or
+    where an input is never computed.
     """
     rank_of = {one: rank for rank, actions in enumerate(lists) for one in actions}
     last, chunks = _most(rank_of)
@@ -88,7 +88,10 @@ def simulate(
 
 
 def needs(action: Action, last: int, chunks: int = 1) -> list[Action]:
-    """Return the actions that must be done before another one. last: the last stage."""
+    """Return the actions that must be done before another one.
+
+    last: the last stage.
+    """
     kind, stage, _, chunk = action
     if kind == "forward":
         found = [action._replace(stage=stage - 1)] if stage else []
@@ -106,13 +109,14 @@ def _most(actions: Iterable[Action]) -> tuple[int, int]:
 
 
 def _taker(action: Action) -> Action:
-    """Return the action of another stage, if there is one, that needs what an action makes."""
+    """Return the action of another stage, if any, that needs an action's result."""
     kind, stage, micro_batch, chunk = action
     return Action(kind, stage + (1 if kind == "forward" else -1), micro_batch, chunk)
 
 
 def _peak(actions: Sequence[Action]) -> int:
-    """Return the most inputs kept at a time, where those without a backward are not kept."""
+    """Return the most inputs stored at a time; inputs of actions without a backward are not
+    stored."""
     kept = {one._replace(kind="forward") for one in actions if one.kind == "backward"}
     now = most = 0
     for one in actions:
@@ -122,7 +126,7 @@ def _peak(actions: Sequence[Action]) -> int:
 
 
 def _waiting(lists: Lists, ranks: Sequence[Sequence[Timed]], rank_of: dict[Action, int]) -> str:
-    """Say which action of each rank waits for which."""
+    """Return a phrase on which action of each rank waits for which."""
     said, done = [], {one.action for timed in ranks for one in timed}
     last, chunks = _most(rank_of)
     for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):

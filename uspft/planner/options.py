@@ -98,7 +98,7 @@ class Options:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of an element of the gradients that cross ranks."""
+        """The bytes per element in which gradients are reduced."""
         return 2 if self.gradient_reduction == "bfloat16" else GRADIENT_BYTES
 
     @property
@@ -181,7 +181,7 @@ def stage_of(recipe: Recipe) -> int:
 
 
 def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
-    """Return the slices of each product that a recipe asks for; None where they are `auto`."""
+    """Return the slices of each product that a recipe sets; None where they are `auto`."""
     asked = parallel.tensor_slices
     every = (asked,) * 4 if isinstance(asked, int) else asked
     return every if isinstance(every, tuple) else None

@@ -1,1 +1,1 @@
-"""The work before ranks start: a recipe becomes a job. No process of a run is started here."""
+"""The work before ranks start: a recipe becomes a job. No rank is started here."""

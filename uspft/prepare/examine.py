@@ -1,4 +1,4 @@
-"""The examination of a recipe: everything that can be known before a process starts."""
+"""The examination of a recipe: everything that can be checked before a process starts."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ LAYOUT = (
     *("launch.processes", "launch.device", "launch.hardware"),
 )
 PRECISION = ("model.dtype", "model.attention", "launch.device")
-"""The keys that one part of the examination reads, which is left out where one of them is faulty;
-SOURCES, SHAPE and LAYOUT are those of other parts."""
+"""The keys that `precision` findings depend on; they are skipped if one of these is faulty.
+SOURCES, SHAPE and LAYOUT are the same for other findings."""
 UNTOLD = f"is {AUTO}, and nothing says on how many processes"
 SUMMED = ("deepspeed.zero_optimization.stage", "deepspeed.zero_optimization.offload_optimizer")
-"""Keys that may be wrong because of the type in which gradients are summed, `model.dtype`."""
+"""Keys whose findings depend on the dtype in which gradients are summed, `model.dtype`."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A recipe in which no error shows so far, with every `auto` resolved that can be."""
+    """A recipe without known errors, with every `auto` resolved that can be."""
 
     loaded: Loaded
     known: Known
@@ -54,7 +54,7 @@ class Examined:
     layout: Layout
     not_checked: list[str] = field(default_factory=list)
     decision: Decision | None = None
-    """What the planner chose of what the recipe leaves open."""
+    """What the planner chose for the open keys."""
 
     @property
     def shape(self) -> ModelShape | None:
@@ -62,18 +62,18 @@ class Examined:
 
     @property
     def corpus(self) -> Path:
-        """The folder of the tokenised training data, which has been read."""
+        """The folder of the tokenised training data."""
         assert self.known.corpus
         return self.known.corpus
 
     @property
     def is_open(self) -> bool:
-        """Whether the layouts are yet to be chosen, by the lengths of the data."""
+        """Whether layouts are not chosen yet because that needs the lengths of the data."""
         return self.recipe.parallel_config.strategies == AUTO
 
     @property
     def why_strategies(self) -> str | None:
-        """What `strategies: auto` became and the reason; None where it was not asked or is open."""
+        """What `strategies: auto` became and why; None where it was not used or is open."""
         asked, found = self.loaded.recipe, self.known.weighed
         if asked.parallel_config.strategies != AUTO or found is None:
             return None
@@ -85,14 +85,13 @@ class Examined:
 
     @property
     def hardware(self) -> str:
-        """What `launch.hardware` became, for a person."""
-        assert self.known.cluster  # found, or the recipe would have been refused
+        """What `launch.hardware` became."""
+        assert self.known.cluster  # otherwise the recipe would have been refused
         return self.known.cluster.sentence
 
     @property
     def memory(self) -> tuple[str | None, str]:
-        """What a rank needs of its card's memory, for a person; or None, and why nothing predicts
-        it."""
+        """A sentence on a rank's memory and its card's; or None, and why it cannot be predicted."""
         if self.is_open:
             return None, "the layouts are not chosen yet"
         if self.shape is None or self.known.cluster is None:
@@ -102,12 +101,12 @@ class Examined:
 
     @property
     def here(self) -> Recipe:
-        """The recipe as this host reads it, with folders in place of hub ids."""
+        """The recipe as this host reads it, with local folders in place of hub ids."""
         return placed(self.recipe, self.known.places)
 
     @property
     def sentence(self) -> str:
-        """The layout, ZeRO stage and compute type in words for a person."""
+        """The layout, ZeRO stage and compute dtype as a phrase."""
         recipe, parallel = self.recipe, self.recipe.parallel_config
         layout = self.layout.sentence(parallel.context_parallel_algo, open_=parallel.mesh_is_open)
         if self.is_open:
@@ -117,13 +116,13 @@ class Examined:
 
     @property
     def each_layout(self) -> list[tuple[Recipe, Layout]]:
-        """The layout of each strategy, or the only one, with the recipe of its rows alone."""
+        """The layout of each strategy, or the only one, each with the recipe of its rows."""
         every, ranks = layouts_of(self.recipe), self.layout.ranks
         return [(alone, settled_layout(alone.parallel_config, ranks)) for alone in every]
 
     @property
     def strategies(self) -> list[str]:
-        """A line for each strategy, where the recipe has several: its rows, and their layout."""
+        """A line for each strategy, if the recipe has several: its rows and their layout."""
         lines, shortest = [], 1
         for alone, layout in self.each_layout if strategies_of(self.recipe) else ():
             length = alone.data.sequence_length
@@ -136,7 +135,7 @@ class Examined:
 
     @property
     def settled(self) -> list[str]:
-        """How the run is split, by which hardware file, and why; a line each, for a person."""
+        """Lines on how the run is split, by which hardware file, and why."""
         told = [
             ("layout", self.sentence),
             ("stages", stages_sentence(self.recipe, self.layout, self.loaded.recipe, self.known)),
@@ -149,26 +148,26 @@ class Examined:
 
     @property
     def wasted(self) -> list[str]:
-        """A line `key: what; remedy` for each thing that leaves ranks without work."""
+        """A line `key: what; remedy` for each thing that leaves ranks idle."""
         return [*wasted(self.recipe, self.layout, self.each_layout, self.shape)]
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
-        """Return the examination of another recipe, which `change` makes from the user's own."""
+        """Return the examination of another recipe, which `change` makes from the user's."""
         loaded = replace(self.loaded, recipe=change(self.loaded.recipe))
         return replace(self, loaded=loaded).knowing()
 
     def knowing(self, **more: Any) -> Examined:
-        """Return the examination with more facts, which are given as fields of Known."""
+        """Return the examination with more facts, given as fields of Known."""
         known = replace(self.known, **more)
         recipe, decision = resolved(self.loaded.recipe, known)
         layout = settled_layout(recipe.parallel_config, self.layout.ranks)
         return replace(self, known=known, recipe=recipe, layout=layout, decision=decision)
 
     def knowing_model(self, places: Mapping[str, str]) -> Examined:
-        """Return the examination with the model in these folders of this host, by key of `model`.
+        """Return the examination with the model in these local folders, by key of `model`.
 
-        The model may not have been on this host before. Raises Fault where it cannot be trained,
-        where rows are longer than it can take, or where the layout does not split it.
+        The model may be new to this host. Raises Fault where it cannot be trained, where rows are
+        longer than it supports, or where the layout cannot split it.
         """
         local = placed(self.loaded.recipe, places)
         shape = shape_of(local.model)
@@ -183,9 +182,9 @@ class Examined:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Turn findings raised inside the `with` block into a RecipeError that has their places.
+        """Convert findings raised inside the `with` block to a RecipeError with their places.
 
-        An InputError without findings comes out as it is.
+        An InputError without findings is raised unchanged.
         """
         try:
             yield
@@ -207,8 +206,8 @@ def examine(
 ) -> Examined:
     """Load and check a recipe, without a device or network, and without writing a file.
 
-    hosts: how many hosts the run has. ranks: processes of all hosts together; None: as many as the
-    recipe and this machine say. trains: whether a run follows, which takes the output folder.
+    hosts: how many hosts the run has. ranks: processes on all hosts together; None: derived from
+    the recipe and this machine. trains: whether a run follows, which needs the output folder.
     environment: of the processes that would train; None: there are none. Raises RecipeError with
     all problems at once.
     """
@@ -222,10 +221,10 @@ def examine(
     findings += source_problems(asked.data) if sound(*SOURCES) else []
     findings += tracker_findings(asked, environment) if sound("logging") else []
     findings += in_the_way(asked, path) if trains and sound("output_dir", "checkpoint") else []
-    # What of the data and the tokenizer cannot be looked at on this machine.
+    # What cannot be checked of the data and the tokenizer on this machine.
     open_questions = list(not_checked(asked.data))
     tokenizer = tokenizer_of(asked.model)
-    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises where it may not look
+    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises without permission
         open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
     shape = shape_of(asked.model) if sound(*SHAPE) else None
     if isinstance(shape, ModelShape):
@@ -248,7 +247,7 @@ def examine(
     layout = layout_of(recipe.parallel_config, ranks)
     if recipe.parallel_config.strategies == AUTO and ranks is None:
         findings.append((KEY, UNTOLD, "write launch.processes, or list the strategies"))
-    elif isinstance(layout, Layout) and (key := degrees_are_open(recipe)):  # still
+    elif isinstance(layout, Layout) and (key := degrees_are_open(recipe)):  # even now
         what, remedy = UNTOLD, "write launch.processes (check and plan also take --ranks N)"
         if ranks is not None:
             what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
@@ -259,9 +258,9 @@ def examine(
             what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
             more.append(("launch.processes", what, "start as many on each host"))
         open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
-        if AUTO not in open_yet:  # else data may change what it is
+        if AUTO not in open_yet:  # otherwise the data may decide it
             more += exchange_findings(recipe, layout)
-        # Gradients are summed in the type that is written, if it is one.
+        # Findings on the dtype of gradient sums are only valid if model.dtype is.
         findings += [one for one in more if sound("model.dtype") or one[0] not in SUMMED]
         if known.shape:
             findings += check_length(known.shape, asked.model, asked.data.sequence_length)

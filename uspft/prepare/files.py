@@ -1,6 +1,6 @@
-"""The files and folders that a recipe names: where each relative path leads, what is missing, not
-writable or in the way; and the output folder, which one run holds, where an earlier run's files go
-aside, and whose disk must have the space that checkpoints and exports need."""
+"""The files and folders that a recipe names: where each relative path leads, and what is missing,
+not writable or in the way; and the output folder, which one run leases, where files of an earlier
+run are moved aside, and which needs disk space for checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def output_of(recipe: Recipe) -> Path:
 
 @contextmanager
 def held_output(output: Path, screen: Console) -> Iterator[Lease]:
-    """Hold the output folder inside the `with` block, where no other run may use it, and yield the
-    lease.
+    """Lease the output folder inside the `with` block, so that no other run may use it, and yield
+    the lease.
 
-    A folder that was made here and is still empty is deleted in the end. Raises Fault where another
-    run holds the folder or it cannot be written.
+    A folder that was created here and is still empty is deleted in the end. Raises Fault where
+    another run has the lease or the folder cannot be written.
     """
     made = not output.exists()
     try:
@@ -95,11 +95,10 @@ def open_output(
     place: Invocation,
     comments: Mapping[str, str] | None = None,
 ) -> Path | None:
-    """Move aside what an earlier run left, and write environment.json and the resolved recipe.
+    """Move an earlier run's files aside, and write environment.json and the resolved recipe.
 
-    Where ranks are to choose the attention kernel, they write the recipe. comments: what stands
-    above its keys. Returns the folder to which files were moved; None: there were none to move.
-    Raises Fault.
+    If the ranks choose the attention kernel, they write the recipe instead. comments: by key, what
+    to write above it. Returns the folder to which files were moved, or None. Raises Fault.
     """
     output = output_of(recipe)
     here = (output / CHECKPOINTS).resolve()
@@ -108,7 +107,7 @@ def open_output(
             moved = set_aside(output, later_than(output, checkpoint.step))
             outdate_exports(output)
         else:
-            moved = set_aside(output, written(output))  # no host's ranks log there before all may
+            moved = set_aside(output, written(output))  # the hosts log there only after this
         write_text(output / ENVIRONMENT, environment_of(recipe, hosts, place))
         if recipe.model.attention != AUTO:
             write_text(output / RECIPE, dump(recipe, comments))
@@ -124,8 +123,8 @@ LIBRARIES = (
 
 
 def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
-    """Return the surroundings of a run as JSON text: the command, versions, the number of ranks,
-    this host's GPUs, and the commit of uspft's own checkout."""
+    """Return the environment of a run as JSON text: the command, versions, the number of ranks,
+    this host's GPUs, and the commit of uspft's checkout."""
     processes, gpus = recipe.launch.processes, []
     assert isinstance(processes, int)
     if recipe.launch.device == "cuda":
@@ -133,7 +132,7 @@ def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
 
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     commit, git = None, ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    with suppress(OSError):  # there is no git to ask
+    with suppress(OSError):  # git is not installed
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     found = {
         "command": place.command,
@@ -148,20 +147,21 @@ def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
 
 
 METADATA = "__metadata__"
-"""What of a safetensors file's header is no tensor."""
+"""The key of a safetensors header that is not a tensor."""
 STATES = 3
-"""Float32 values that a checkpoint holds for each parameter: the weight and Adam's two moments."""
+"""Float32 values in a checkpoint for each parameter: the weight and Adam's two moments."""
 
 
 def space_needed(recipe: Recipe, trained: int, parameters: int) -> int:
-    """Return how many bytes a run will still write: checkpoints, one more than stay, and exports.
+    """Return how many bytes a run will still write: its exports, and one more checkpoint than it
+    keeps.
 
-    trained, parameters: how many of the model's parameters train, and how many there are in all.
-    Checkpoints of the run that this one goes on from are there already, and do not count.
+    trained, parameters: how many of the model's parameters train, and how many it has. Existing
+    checkpoints of a resumed run do not count.
     """
     model, every = recipe.model, recipe.checkpoint.every_steps
-    steps = recipe.training.stop_step or recipe.training.steps  # None: its epochs decide
-    wanted = 1  # a run that is stopped saves one whatever it is told
+    steps = recipe.training.stop_step or recipe.training.steps  # None: it follows from the epochs
+    wanted = 1  # a run that is stopped always saves one
     if recipe.checkpoint.keep_best:
         wanted = recipe.checkpoint.keep_last + 2
     elif every:
@@ -176,8 +176,8 @@ def space_needed(recipe: Recipe, trained: int, parameters: int) -> int:
 
 
 def passed_through(name: str | None) -> int:
-    """Return the bytes of a multimodal checkpoint's tensors that do not train and that an export
-    has too; 0 of another model, and of one whose files are not in a folder here."""
+    """Return the bytes of a multimodal checkpoint's tensors that are not trained but exported too;
+    0 for another model, and for one whose files are not here."""
     folder = Path(name or "")
     if not name or not os.path.isfile(folder / "config.json"):
         return 0
@@ -185,13 +185,13 @@ def passed_through(name: str | None) -> int:
         if not is_multimodal(json.loads((folder / "config.json").read_text("utf-8"))):
             return 0
         return sum(_foreign_bytes(file) for file in sorted(folder.glob("*.safetensors")))
-    except (OSError, ValueError, KeyError, TypeError):  # reading the weights says what is wrong
+    except (OSError, ValueError, KeyError, TypeError):  # reading the weights will report it
         return 0
 
 
 def _foreign_bytes(file: Path) -> int:
-    """Return the bytes of what is not the language model's in a safetensors file, whose header says
-    where each tensor begins and ends."""
+    """Return the bytes of a safetensors file's tensors outside the language model, from its
+    header."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(min(size, file.stat().st_size)))
@@ -200,7 +200,7 @@ def _foreign_bytes(file: Path) -> int:
 
 
 def nearest(folder: Path) -> Path:
-    """Return a folder, or where it is not there the nearest of those that it would be made in."""
+    """Return a folder, or if it does not exist its nearest existing parent."""
     above = folder.absolute()
     while not os.path.exists(above):
         above = above.parent
@@ -208,13 +208,13 @@ def nearest(folder: Path) -> Path:
 
 
 def space_free(folder: Path) -> int:
-    """Return how many bytes this user may still write where a folder is, or would be made."""
+    """Return how many bytes this user may write in a folder, or where it would be created."""
     disk = os.statvfs(nearest(folder))
     return disk.f_bavail * disk.f_frsize
 
 
 def space_finding(recipe: Recipe, needed: int) -> Finding | None:
-    """Return what is wrong where a run is yet to write more bytes than its disk has; else None."""
+    """Return the finding that a run needs more bytes than its disk has free, or None."""
     output, keep = output_of(recipe), recipe.checkpoint.keep_last
     free = space_free(output)
     if needed <= free:
@@ -228,9 +228,9 @@ def space_finding(recipe: Recipe, needed: int) -> Finding | None:
 
 
 def file_findings(recipe: Recipe) -> list[Finding]:
-    """Return findings on named files that are not there, and on folders that cannot be written.
+    """Return findings on files that do not exist, and on folders that cannot be written.
 
-    A named checkpoint that is not whole counts too.
+    An incomplete checkpoint to resume counts too.
     """
     found = []
     resume, tokenizer = recipe.checkpoint.resume, recipe.model.tokenizer
@@ -260,21 +260,23 @@ def file_findings(recipe: Recipe) -> list[Finding]:
 
 
 def not_whole(error: CheckpointError) -> Fault:
-    """Return the Fault that tells of a checkpoint from which a run cannot go on."""
+    """Return the Fault for a checkpoint that a run cannot resume."""
     remedy = "name a whole one, .../checkpoints/step-00000500, or write never to start anew"
     return Fault([("checkpoint.resume", str(error), remedy)])
 
 
 def not_writable(key: str, folder: Path) -> Finding | None:
-    """Return the finding that a folder, made where it is missing, cannot be written, or None where
-    it can be. key: what names the folder."""
+    """Return the finding that a folder, created if missing, cannot be written, or None.
+
+    key: the key that names the folder.
+    """
     why: str | None = None
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.stat(folder)
         there = nearest(folder)
         mount = os.statvfs(there)
-        # The kernel's own folders let root pass, and yet nothing can be made there.
+        # root has permission in the kernel's own file systems, but cannot create anything there
         kernels = mount.f_blocks == 0 and not there.stat().st_mode & 0o222
         if not there.is_dir():
             why = f"{there} is not a folder"
@@ -288,7 +290,7 @@ def not_writable(key: str, folder: Path) -> Finding | None:
 
 
 def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
-    """Return findings on what a run would move aside or replace although it must not.
+    """Return findings on files that a run would move or replace although it must not.
 
     These are its own inputs, and files that no run has written. file: the recipe's own.
     """
@@ -330,28 +332,28 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, Path]]:
 
 
 def _is_inside(path: Path, output: Path) -> bool:
-    """Tell whether a path lies in what a run writes into an output folder."""
+    """Tell whether a path is in a part of an output folder that a run writes."""
     place, root = (Path(os.path.realpath(p)) for p in (path, output))
     return place.is_relative_to(root) and is_written(place.relative_to(root))
 
 
 def _is_resolved(file: Path) -> bool:
-    """Tell whether a recipe file was left by a run, so that the next run would write the same."""
+    """Tell whether a run wrote this recipe file; the next run would write the same."""
     with suppress(OSError, ValueError):
         return file.read_text(encoding="utf-8") == dump(load(file).recipe)
     return False
 
 
 class Found(NamedTuple):
-    """A recipe whose relative paths have been looked up, and those of them that lead nowhere."""
+    """A recipe whose relative paths have been looked up, and the missing ones."""
 
     recipe: Recipe
-    """The recipe, with each path as it is read from the folder of the command."""
+    """The recipe, with paths relative to the working directory."""
     missing: dict[str, list[str]]
-    """The places where a path was looked for in vain, by the path's key."""
+    """Where a path was looked for but not found, by its key."""
 
     def told(self, finding: Finding) -> Finding:
-        """Return the finding; its text also tells where a path that is nowhere was looked for."""
+        """Return the finding, with the places where a missing path was looked for in its text."""
         key, what, remedy = finding
         looked = self.missing.get(key)
         if looked is None:
@@ -362,7 +364,7 @@ class Found(NamedTuple):
 def find_paths(recipe: Recipe, file: Path) -> Found:
     """Find what the recipe in `file` reads: model, tokenizer, data, template, checkpoint, hardware.
 
-    The paths that a run writes to, output_dir and cache_dir, stay as they are written.
+    The paths that a run writes to, output_dir and cache_dir, stay unchanged.
     """
     missing: dict[str, list[str]] = {}
 
@@ -374,7 +376,7 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
         beside = os.path.join(file.parent, name)
         if os.path.realpath(beside) == os.path.realpath(name) and _is_there(name):
             return value
-        if _is_there(beside):  # without detours through `..`, where it leads to the same place
+        if _is_there(beside):  # shorter, without `..`, if it leads to the same place
             short = os.path.normpath(beside)
             same = os.path.exists(beside) and os.path.exists(short)
             return type(value)(short if same and os.path.samefile(beside, short) else beside)
@@ -397,7 +399,8 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
     for block in ("train", "eval"):
         if sources := getattr(recipe.data, block):
             at = [f"data.{block}[{n}].path" for n in range(len(sources))]
-            at = at if at[1:] else [f"data.{block}.path"]  # as messages name the only one
+            # messages name a single source without its index
+            at = at if at[1:] else [f"data.{block}.path"]
             blocks["data"][block] = tuple(
                 source.changed(path=found(key, source.path, words=(STDLIB,)))
                 for key, source in zip(at, sources, strict=True)
@@ -406,7 +409,7 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
 
 
 def _is_there(name: str) -> bool:
-    """Tell whether files or a folder have this name, or match it where it is a pattern."""
-    if os.path.exists(name) or os.path.isfile(f"{name}.idx"):  # both files of an index
+    """Tell whether a file or folder has this name, or matches it as a glob."""
+    if os.path.exists(name) or os.path.isfile(f"{name}.idx"):  # the common name of an index's files
         return True
     return glob.has_magic(name) and next(glob.iglob(name, recursive=True), None) is not None

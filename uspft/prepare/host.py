@@ -1,6 +1,6 @@
-"""This host: how a command was started on it, its GPUs, and what a recipe asks for that it lacks.
+"""This host: how the command was started, its GPUs, and what a recipe needs that it lacks.
 
-torch, whose import takes seconds, is imported only where there may be a GPU to be asked.
+torch takes seconds to import, and is imported only where there may be a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from uspft.launcher.meeting import Meeting
 from uspft.launcher.supervise import Loss
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-"""The folder beside the package that holds shapes of hub models and fragments of recipes."""
+"""The folder next to the package with configurations of hub models and recipe fragments."""
 
 
 @dataclass(frozen=True)
@@ -38,39 +38,39 @@ class Invocation:
     environment: Mapping[str, str] = field(default_factory=dict)
     cache: Path = Path(".cache")
     ranks: int | None = None
-    """The N of `--ranks N`: another number of processes than this machine would start."""
+    """The N of `--ranks N`, in place of the number of processes that this machine would start."""
     meeting: Meeting = field(default_factory=Meeting)
-    """The line to the other hosts of the run."""
+    """The connection to the other hosts of the run."""
     losses: tuple[Loss, ...] = ()
-    """How earlier starts of the run were lost, where this one follows them."""
+    """How earlier starts of the run were lost, if this one follows them."""
 
     def data_cache(self, recipe: Recipe) -> Path:
         """Return the folder in which tokenised data is kept."""
         return Path(recipe.data.cache_dir or self.cache / "data")
 
     def to_type(self, *words: str) -> str:
-        """Return a command of uspft with these words, to be typed where the user stands."""
+        """Return a command line of uspft with these words, as the user would type it."""
         return to_type(self.environment, *words)
 
 
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libamdhip64.so")
-"""The drivers' libraries of which torch needs one to see a GPU."""
+"""GPU driver libraries, of which torch needs one."""
 AMPERE = 8
 """The major compute capability from which GPUs have flash attention, and bfloat16 in hardware."""
 PCI = Path("/sys/bus/pci/devices")
 NODES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA, DISPLAY = "0x10de", "0x03"
-"""The vendor, and the beginning of the class, of a GPU on the PCI bus."""
+"""The PCI vendor id of NVIDIA, and the beginning of the PCI class of GPUs."""
 NONE_GIVEN = "No CUDA GPUs are available"
-"""What torch says where the driver works and shows this process no GPU."""
+"""torch's message where the driver works but shows no GPU to this process."""
 HIDDEN = ("", "-1")
-"""Values of CUDA_VISIBLE_DEVICES with which a user hides all GPUs."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 KEY, ANYWAY = "launch.device", "or write launch.device: cpu"
 
 
 def has_driver() -> bool:
-    """Tell whether a driver of GPUs is on this host."""
+    """Tell whether this host has a GPU driver."""
     for name in LIBRARIES:
         with suppress(OSError):
             ctypes.CDLL(name)
@@ -79,7 +79,7 @@ def has_driver() -> bool:
 
 
 def gpu_count() -> int:
-    """Return how many GPUs torch sees on this host; it is not imported where there is no driver."""
+    """Return how many GPUs torch sees on this host, without importing it if there is no driver."""
     if "torch" not in sys.modules and not has_driver():
         return 0
     import torch
@@ -88,7 +88,7 @@ def gpu_count() -> int:
 
 
 def gpu_name() -> str | None:
-    """Return the name of this host's first GPU, or None where there is none to be asked."""
+    """Return the name of this host's first GPU, or None without one."""
     if gpu_count():
         import torch
 
@@ -100,9 +100,9 @@ def gpu_name() -> str | None:
 def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> None:
     """Check that this host has the GPUs and the attention kernel that the recipe names.
 
-    `check` does without this, since it may run elsewhere. asked: `launch.device` before `auto` was
-    settled. Raises Fault where something is lacking, and where `auto` would pass over a GPU that is
-    in this machine.
+    `check` skips this, since it may run elsewhere. asked: `launch.device` before `auto` was
+    resolved. Raises Fault where something is missing, and where `auto` would ignore a GPU of this
+    machine.
     """
     from uspft.kernels.choose import is_installed
 
@@ -126,15 +126,14 @@ def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> 
 
 
 def shares_gpus(environment: Mapping[str, str]) -> bool:
-    """Tell whether more ranks than this host has GPUs may share them, to try a layout out."""
+    """Tell whether more ranks may share this host's GPUs than it has, to try out a layout."""
     return environment.get("USPFT_SHARE_GPUS") == "1"
 
 
 def usable() -> int:
     """Return how many GPUs torch can use here.
 
-    torch counts those that the driver manages, also where it is too old for this torch: only a
-    start of CUDA tells.
+    torch also counts GPUs whose driver is too old for it; only initialising CUDA shows that.
     """
     import torch
 
@@ -146,7 +145,7 @@ def usable() -> int:
 
 
 def why_none(environment: Mapping[str, str]) -> str | None:
-    """Return why torch can use no GPU although there is one in this machine.
+    """Return why torch cannot use a GPU that is in this machine.
 
     Returns None where there is none, or where the user hides it.
     """
@@ -173,7 +172,8 @@ def why_none(environment: Mapping[str, str]) -> str | None:
 
 
 def has_node() -> bool:
-    """Tell whether there is a device node of an NVIDIA GPU, which sandboxes show without a bus."""
+    """Tell whether there is a device node of an NVIDIA GPU, which sandboxes show without a
+    PCI bus."""
     return any(NODES.glob("nvidia[0-9]*"))
 
 
@@ -190,7 +190,7 @@ def in_machine() -> bool:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver that is loaded, or None."""
+    """Return the version of the loaded NVIDIA driver, or None."""
     with suppress(OSError):
         line = DRIVER.read_text().partition("\n")[0]
         if found := re.search(r"(?<![\d.])\d{3,}\.\d+(\.\d+)?", line):
@@ -199,7 +199,7 @@ def driver_version() -> str | None:
 
 
 def _require_flash(processes: int) -> None:
-    """Check that the GPU of each process is new enough; no CUDA context is made on it. Raises
+    """Check that the GPU of each process is new enough, without creating a CUDA context. Raises
     Fault."""
     import torch
 
@@ -220,12 +220,12 @@ PACKAGES = {
     "logging.wandb": ("wandb",),
     "logging.mlflow": ("mlflow", "mlflow-skinny"),
 }
-"""By key the packages of which one must be installed, the first of which is to be recommended."""
+"""By key, packages of which one must be installed; messages recommend the first."""
 NO_FILE_STORE = Version("3.13")
-"""The version of MLflow from which it keeps no runs in a folder of plain files."""
-_NOT_FOLDERS = ("databricks", "databricks-uc", "uc")  # URIs of MLflow that have no scheme
+"""From this version MLflow does not store runs in plain folders."""
+_NOT_FOLDERS = ("databricks", "databricks-uc", "uc")  # MLflow's URIs without a scheme
 _WANDB_HOST = "api.wandb.ai"
-# What may log in, change the host or take a run offline; Weights & Biases reads it by itself.
+# Variables that log in, change the host or take a run offline; Weights & Biases reads them.
 WANDB_VARIABLES = tuple(
     f"WANDB_{name}"
     for name in "API_KEY IDENTITY_TOKEN_FILE MODE DISABLED BASE_URL CONFIG_DIR".split()
@@ -234,9 +234,9 @@ WANDB_SETTINGS = ("wandb/settings", "~/.config/wandb/settings")
 
 
 def tracker_findings(recipe: Recipe, environment: Mapping[str, str] | None) -> list[Finding]:
-    """Return a finding for each tracker that the recipe asks for and that could not start here.
+    """Return a finding for each tracker in the recipe that could not start here.
 
-    environment: what trackers read; None: only what is not installed is looked for.
+    environment: of the trackers; None: only check whether they are installed.
     """
     wandb, mlflow = recipe.logging.wandb, recipe.logging.mlflow
     wanted = (recipe.logging.tensorboard, wandb is not None, mlflow is not None)
@@ -264,7 +264,8 @@ def _version(package: str) -> Version | None:
 def _file_store(
     asked: Mapping[str, object], installed: Version, environment: Mapping[str, str]
 ) -> list[Finding]:
-    """Return a finding where MLflow's runs are to be kept in a folder, and it keeps none there."""
+    """Return a finding where MLflow's runs should go to a folder, and its version does not support
+    that."""
     own = asked.get("tracking_uri")
     uri = str(own or environment.get("MLFLOW_TRACKING_URI", ""))
     allowed = environment.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
@@ -279,7 +280,7 @@ def _file_store(
 
 
 def _logged_out(asked: Mapping[str, object], environment: Mapping[str, str]) -> list[Finding]:
-    """Return a finding where Weights & Biases is to be reached, and nothing logs in."""
+    """Return a finding where Weights & Biases would be online without credentials."""
     told = [name for name in WANDB_VARIABLES if environment.get(name)]
     told += [file for file in WANDB_SETTINGS if os.path.exists(os.path.expanduser(file))]
     if asked.get("mode") == "offline" or "settings" in asked or told or _has_netrc(environment):
@@ -290,7 +291,7 @@ def _logged_out(asked: Mapping[str, object], environment: Mapping[str, str]) -> 
 
 
 def _has_netrc(environment: Mapping[str, str]) -> bool:
-    """Tell whether the file of passwords in the home folder has one for Weights & Biases."""
+    """Tell whether the home folder's .netrc has credentials for Weights & Biases."""
     home = Path.home()
     named = environment.get("NETRC")
     for file in [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]:

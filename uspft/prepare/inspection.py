@@ -1,5 +1,5 @@
-"""What `inspect` shows, as values: the first rows, which ranks hold what of them, and a histogram
-of the samples' lengths."""
+"""What `inspect` shows, as values: the first rows, which ranks have which tokens of them, and a
+histogram of sample lengths."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from uspft.prepare.examine import Examined
 
 Decode = Callable[[list[int]], str]
-"""What makes text of token ids."""
+"""A decoder from token ids to text."""
 
 _COUNTED_ROWS = 10_000
 _NOT_TRAINED = -100
 
 
 class Stretch(NamedTuple):
-    """Neighbouring tokens of one document, of which all train or none does."""
+    """A run of neighbouring tokens of one document, which all train or all do not."""
 
     first: int
-    """The place of the first token in the row."""
+    """The position of the first token in the row."""
     ids: list[int]
     trained: bool
     decode: Decode
 
     def ends(self, head: int, tail: int) -> tuple[list[int], list[int]]:
-        """Return the tokens that are shown: the first and last ones where there are more than
-        `head` and `tail` together; else all, and none."""
+        """Return the tokens to show: the first `head` and last `tail` ones if there are more, else
+        all, and none."""
         if len(self.ids) <= head + tail:
             return self.ids, []
         return self.ids[:head], self.ids[-tail:]
@@ -54,7 +54,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class SeenDocument:
-    """A document of a row: where it comes from, where it lies, and its tokens."""
+    """A document of a row: its origin, its position, and its tokens."""
 
     origin: str
     span: Span
@@ -66,7 +66,7 @@ class SeenDocument:
 
 
 class HeldPart(NamedTuple):
-    """Ranks that hold the same positions of a row, in this order."""
+    """Ranks that have the same positions of a row, and these positions in their order."""
 
     ranks: list[int]
     spans: tuple[Span, ...]
@@ -84,10 +84,10 @@ class SeenRow:
     index: int
     step: int
     layout: str
-    """The layout and its algorithm, in words."""
+    """The layout and its algorithm as a phrase."""
     segments: Segments
     trained: NDArray[np.bool_]
-    """Which positions of the row hold a token that trains."""
+    """Which positions of the row have a token that trains."""
     documents: list[SeenDocument]
     holders: list[HeldPart]
 
@@ -97,7 +97,7 @@ class SeenRow:
 
 
 class Bin(NamedTuple):
-    """How many samples have from `least` to `most` tokens, and how many tokens they have."""
+    """How many samples have from `least` to `most` tokens, and their tokens together."""
 
     least: int
     most: int
@@ -112,7 +112,7 @@ class Filling(NamedTuple):
     """All rows of the epoch."""
     counted: int
     tokens: int
-    """Of the rows that were counted, without padding."""
+    """Tokens in the counted rows, without padding."""
     row_tokens: int
 
     @property
@@ -122,7 +122,7 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` shows beside what preparing the data says."""
+    """What `inspect` shows beyond the messages of preparing the data."""
 
     lengths: list[Bin]
     filling: Filling | None
@@ -131,9 +131,10 @@ class Inspection:
 
 
 def inspected(found: Examined, count: int, decode: Decode) -> Inspection:
-    """Return how long the samples are, how full rows are, and the first `count` rows.
+    """Return the lengths of samples, how full rows are, and the first `count` rows of the first
+    epoch.
 
-    The first epoch's rows are all that are shown.
+    decode: from token ids to text.
     """
     recipe, whole = found.recipe, Corpus.open(found.corpus)
     switches = bool(strategies_of(recipe))
@@ -150,7 +151,7 @@ def inspected(found: Examined, count: int, decode: Decode) -> Inspection:
 
 def bins(lengths: NDArray[np.int64]) -> list[Bin]:
     """Return the samples by length, in powers of two, from the shortest to the longest."""
-    powers = np.frexp(lengths.astype(np.float64))[1] - 1  # exact, where a logarithm is not
+    powers = np.frexp(lengths.astype(np.float64))[1] - 1  # exact, unlike a logarithm
     found = []
     for power in range(int(powers.min()), int(powers.max()) + 1):
         inside = lengths[powers == power]
@@ -159,16 +160,16 @@ def bins(lengths: NDArray[np.int64]) -> list[Bin]:
 
 
 class _Way(NamedTuple):
-    """A layout of rows of a length, with the recipe that has it alone."""
+    """A layout for rows of one length, with the recipe of these rows."""
 
     length: int
     recipe: Recipe
     layout: Layout
     cut: Cut | None = None
-    """How rows are cut into chunks, where they go through stages in several."""
+    """How rows are cut into chunks, if they pass through pipeline stages in chunks."""
 
     def order(self, row: Segments) -> list[tuple[Span, ...]]:
-        """Return the positions that each context rank holds."""
+        """Return the positions that each context rank has."""
         algorithm = of_recipe(self.recipe, self.layout)
         return (Chunked(algorithm, self.cut) if self.cut else algorithm).token_order(row)
 
@@ -194,7 +195,7 @@ def _seen(
     way = ways[0] if len(ways) == 1 else ways[bisect_left([w.length for w in ways], size)]
     row = stream.row_of([index], way.length)
     trained = np.zeros(way.length, bool)
-    trained[1:] = row.labels[:-1] != _NOT_TRAINED  # a label is the next token
+    trained[1:] = row.labels[:-1] != _NOT_TRAINED  # labels are the next tokens
     training = recipe.training
     step, number = divmod(index, training.global_batch_size)
     replica = number // training.micro_batch_size % way.layout.data
@@ -225,7 +226,7 @@ def _documents(
 
 
 def _holders(way: _Way, row: Row, replica: int) -> list[HeldPart]:
-    """Return who holds what of a row that a replica takes."""
+    """Return which ranks have which positions of a row of this replica."""
     layout = way.layout
     places = [layout.coordinates(rank) for rank in range(layout.ranks)]
     found = []
@@ -239,8 +240,8 @@ def _holders(way: _Way, row: Row, replica: int) -> list[HeldPart]:
 
 
 def texts_of(ids: Sequence[int], decode: Decode) -> list[tuple[str, int]]:
-    """Return the texts of tokens, each with how many tokens it is: several where they share a
-    character's bytes."""
+    """Return the texts of tokens, each with its number of tokens: several if they share the bytes
+    of a character."""
     found: list[tuple[str, int]] = []
     waiting: list[int] = []
     for one in ids:

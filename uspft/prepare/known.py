@@ -1,5 +1,5 @@
-"""The facts by which a recipe is resolved: machine, model, data and predictions; and two of them as
-the planner takes them: the hardware file that the recipe means, and its step."""
+"""The facts by which a recipe is resolved: machine, model, data and predictions; and the planner's
+views of two of them: the recipe's hardware file, and its step."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from uspft.switching.choose.drawn_steps import DrawnSteps
 
 KEY = "launch.hardware"
 STANDS_IN = {"cuda": "h100", "cpu": "cpu"}
-"""The shipped file that a run on a device takes where no other is known to fit it."""
+"""The hardware file for each device where no other is known to fit."""
 
 
 class Cluster(NamedTuple):
-    """The hardware that a run is planned for, and why it is that."""
+    """The hardware that a run is planned for, and why this one."""
 
     hardware: Hardware
     why: str
 
     @property
     def sentence(self) -> str:
-        """The file's name, why it was taken, and what it describes, for a person."""
+        """The file's name, why it was taken, and what it describes."""
         return f"{self.hardware.name} ({self.why}): {self.hardware.what}"
 
 
@@ -48,10 +48,11 @@ def shipped() -> dict[str, Path]:
 
 
 def cluster_of(wish: str, device: str, gpu: str | None) -> tuple[Cluster | None, list[Finding]]:
-    """Return what `launch.hardware` means for a run on cpu or cuda, or what is wrong with it.
+    """Return the hardware that `launch.hardware` means for a run on cpu or cuda, or what is wrong
+    with it.
 
-    wish: auto, a shipped name, or a path that is read from the folder of the command. gpu: the name
-    of this host's GPU.
+    wish: auto, a shipped name, or a path relative to the working directory. gpu: the name of this
+    host's GPU.
     """
     files = shipped()
     if wish != AUTO:
@@ -80,13 +81,13 @@ def cluster_of(wish: str, device: str, gpu: str | None) -> tuple[Cluster | None,
 
 
 class Weighed(NamedTuple):
-    """The predicted times of several layouts in one step, and of each alone."""
+    """The predicted times of several layouts in one step, and of each layout alone."""
 
     choice: SwitchingChoice
     drawn: DrawnSteps
-    """The steps that were predicted."""
+    """The sample steps that were predicted."""
     source: str
-    """Of which samples the lengths are, for a person."""
+    """A phrase for the samples whose lengths were used."""
 
 
 @dataclass(frozen=True)
@@ -97,35 +98,36 @@ class Known:
     gpus: int = 0
     """How many GPUs this host has."""
     ranks: int | None = None
-    """How many processes all hosts have together, where the command says so."""
+    """The number of processes on all hosts, if the command gives it."""
     shape: ModelShape | None = None
     """The sizes of the model."""
     corpus: Path | None = None
-    """The folder of the tokenised training data, once that is read."""
+    """The folder of the tokenised training data, once it exists."""
     evaluation: Mapping[str, Path] = field(default_factory=dict)
     """The folders of the tokenised evaluation sets, by title."""
     rows: Sequence[Segments] = ()
-    """The documents of the run's first rows; none where the data is not read yet."""
+    """The documents of the run's first rows; empty before the data is read."""
     memory_bytes: int | None = None
-    """Memory of the host that has least, where the run has several."""
+    """Memory of the host with the least, if the run has several."""
     cluster: Cluster | None = None
     """The hardware file that the run is planned by, and why."""
     weighed: Weighed | None = None
-    """Of a recipe with strategies, what they take; known once the data's lengths are."""
+    """The predicted times of strategies, once the data's lengths are known."""
     formats: Sequence[str] = ()
-    """The format of each source of training and then of evaluation data, in their order."""
+    """The format of each source of training data and then of evaluation data."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """The folder on this host that each key of `model` with a hub id stands for."""
+    """The local folder for each key of `model` with a hub id."""
 
     def hardware_on(self, ranks: int) -> Hardware:
-        """Return the cluster's figures where so many ranks run, as many on each host."""
+        """Return the cluster's figures for this number of ranks, the same on each host."""
         assert self.cluster
         return self.cluster.hardware.on_hosts_of(-(-ranks // self.hosts))
 
 
 def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
     """Return the recipe's step, with rows of one document each."""
-    # What the file leaves out is as transformers has it, such as how many experts a token meets.
+    # Keys that config.json omits have transformers' defaults, such as the number of experts per
+    # token.
     whole = replace(model, raw=model.full)
     options = options_of(settled_memory(recipe, whole), Layout())
     row = Segments.single(recipe.data.sequence_length)
@@ -133,8 +135,8 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
 
 
 def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
-    """Return the values that `memory.recompute` may take on a device: under `auto` all of them, but
-    on CPUs only the first."""
+    """Return the values that `memory.recompute` may have on a device: all under `auto`, but on CPUs
+    only the first."""
     asked, again = recipe.memory.recompute, recipe.memory.gradient_checkpointing
     if asked == AUTO and again and device != "cpu":
         return RECOMPUTES
@@ -142,7 +144,7 @@ def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
 
 
 def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
-    """Return the recipe with the tiles settled that are `auto`."""
+    """Return the recipe with its `auto` tile sizes resolved."""
     block = recipe.memory
     found: dict[str, Any] = {}
     if block.loss_tile_tokens == AUTO:
@@ -153,14 +155,14 @@ def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
 
 
 def _mlp_tile(wish: str | int, shape: ModelShape) -> int | None:
-    """Return the tokens of a tile of a model's MLPs; None where they work on all at once."""
+    """Return the tokens per tile of a model's MLPs; None for all at once."""
     last = layer_projections(shape)[-1]
     return mlp_tile_tokens(wish, last.per_token * last.inputs)
 
 
 def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: Options) -> Options:
-    """Return options under which rows are the longest: of what a recipe leaves open, the most of
-    attention is made again, in the smallest groups of heads."""
+    """Return the options that save the most memory: where the recipe leaves it open, all of
+    attention is recomputed, in the smallest groups of heads."""
     if asked.recompute == AUTO and options.checkpointing:
         options = replace(options, recompute=RECOMPUTES[-1])
     grouped = asked.attention_heads == AUTO and options.recompute != "exchange"
@@ -170,13 +172,13 @@ def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: 
 
 
 def has_groups(shape: ModelShape, layout: Layout) -> bool:
-    """Return whether `auto` may have attention of a model in groups of heads under a layout."""
+    """Return whether `auto` may run a model's attention in groups of heads under a layout."""
     alike = not shape.seeing_all and not layout.is_mesh
     return alike and not shares_rows(shape, layout.mesh_columns)
 
 
 def shares_rows(shape: ModelShape, tensor: int) -> bool:
-    """Return whether ranks hold parts of KV heads, as where these stand in one matrix with others
-    (Phi-3) and are fewer."""
+    """Return whether ranks have parts of KV heads, because a fused QKV matrix (Phi-3) is split over
+    more ranks than KV heads."""
     fused = "self_attn.qkv_proj" in FAMILIES[shape.model_type].projections
     return fused and tensor > shape.kv_heads

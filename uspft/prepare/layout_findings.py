@@ -20,8 +20,8 @@ EXPERTS = "parallel_config.expert_parallel"
 
 
 def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return what is wrong with a recipe's layout, or with each of its strategies on as many
-    ranks."""
+    """Return what is wrong with a recipe's layout, or with the layouts of its strategies, which all
+    use the same ranks."""
     every = len(strategies_of(recipe))
     if not every:
         return layout_findings(recipe, layout, shape)
@@ -37,14 +37,14 @@ def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> li
         for key, what, remedy in wrong:  # in the terms of the whole recipe
             if key == "data.sequence_length":
                 key = f"{KEY}[{number}].max_length"
-            elif key != EXPERTS:  # which all of them have
+            elif key != EXPERTS:  # the same key for all strategies
                 key = key.replace("parallel_config.", f"{KEY}[{number}].", 1)
             findings.append((key, what, remedy))
     return findings
 
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return what is wrong with the `parallel_config` of a recipe that has one layout."""
+    """Return what is wrong with the `parallel_config` of a recipe with one layout."""
     first = (
         tile_findings(recipe) if layout.tensor > 1 else [],
         group_findings(recipe, shape, layout.mesh_columns),
@@ -53,7 +53,7 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     )
     if wrong := next(filter(None, first), None):
         return wrong
-    # A model that is not here is taken to have as many heads as the degree needs.
+    # An unknown model is assumed to have as many heads as the degree needs.
     wide = [Heads(layout.ulysses, layout.ulysses, 1)]
     if shape:
         each = (Heads(one.heads, one.kv_heads, one.head_dim) for one in shape.of_each_size)
@@ -130,14 +130,14 @@ def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
         remedy = "write stage 1, or model.dtype float32"
         return [(f"{place}.stage", f"stage 0 {what}", remedy)]
     offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if offloaded and stage < 3:  # DeepSpeed keeps the sum on the host, in the parameters' type
+    if offloaded and stage < 3:  # DeepSpeed then sums on the host, in the parameters' dtype
         remedy = "write stage 3, or leave offload_optimizer out, or write model.dtype float32"
         return [(f"{place}.offload_optimizer", f"at stage {stage} {what}", remedy)]
     return []
 
 
 def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
-    """Return what is wrong with making the exchange of heads again where there is none."""
+    """Return a finding where `recompute: exchange` is set but heads are not exchanged."""
     strategies = [under(recipe, n) for n in range(len(strategies_of(recipe)))]
     found = [layout_of(one.parallel_config, layout.ranks) for one in strategies] or [layout]
     exchanges = any(isinstance(one, Layout) and one.ulysses > 1 for one in found)
@@ -148,8 +148,8 @@ def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
 
 
 def tile_findings(recipe: Recipe) -> list[Finding]:
-    """Return why MLPs whose matrices lie on a mesh cannot work in tiles, nor attention in groups of
-    heads."""
+    """Return why MLPs cannot run in tiles, nor attention in groups of heads, if matrices are split
+    over a mesh."""
     memory, algorithm = recipe.memory, recipe.parallel_config.tensor_parallel_algo
     ways = (
         ("mlp_tile_tokens", memory.mlp_tile_tokens, "none", "tile"),
@@ -164,8 +164,10 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
 
 
 def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) -> list[Finding]:
-    """Return why a model's attention cannot work in groups of heads. tensor: over how many ranks
-    its heads are divided."""
+    """Return why a model's attention cannot run in groups of heads.
+
+    tensor: over how many ranks its heads are split.
+    """
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []
@@ -183,9 +185,9 @@ def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) ->
 
 
 def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
-    """Return the stages with the layers that a recipe states, or what is wrong with them.
+    """Return the stages with the layers that a recipe gives them, or what is wrong with them.
 
-    None where there is one stage, or where the recipe leaves open which layers each has.
+    None without a pipeline, or where the recipe leaves the layers of each stage open.
     """
     parallel, place = recipe.parallel_config, "parallel_config"
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
@@ -209,7 +211,7 @@ def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
 
 
 def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> Iterator[Finding]:
-    """Yield findings against a recipe's pipeline stages and its number of micro-batches."""
+    """Yield findings on a recipe's pipeline stages and its number of micro-batches."""
     parallel, training = recipe.parallel_config, recipe.training
     asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
     if asked not in (AUTO, passes) and (asked != 1 or layout.pipeline > 1):
@@ -231,7 +233,7 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
 
 
 def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> Iterator[Finding]:
-    """Yield findings against the chunks in which a recipe's rows go through the stages."""
+    """Yield findings on the chunks in which a recipe's rows pass through the stages."""
     parallel, row = recipe.parallel_config, recipe.data.sequence_length
     chunks = parallel.seq_split_num
     if shape and FAMILIES[shape.model_type].states and layout.context > 1:

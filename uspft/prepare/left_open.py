@@ -1,7 +1,7 @@
-"""The keys that a recipe leaves to the planner (`auto`, or left out), and the values they get.
+"""The keys that a recipe leaves to the planner (`auto`, or omitted), and the values they get.
 
-The planner chooses all of them together. It is asked three times, each time with more known: the
-recipe and the machine, then the sizes of the model, then the documents of the run's first rows.
+The planner chooses all of them together, three times, each time knowing more: first the recipe and
+the machine, then also the model's sizes, then also the documents of the run's first rows.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from uspft.prepare.layout_findings import layout_findings
 BLOCK = "parallel_config"
 SLICES = f"{BLOCK}.tensor_slices"
 MOST_ROWS = 32
-"""The most rows in one forward that `micro_batch_size: auto` tries, which are powers of two that
-divide the rows of a step; launches count little then."""
+"""The most rows per forward that `micro_batch_size: auto` tries, in powers of two that divide a
+step's rows; with so many, kernel launches hardly matter."""
 BY_RECIPE = "by the recipe and the machine"
 BY_MODEL = "by the model's sizes"
 BY_ROWS = "by the documents of the run's first rows"
 
 
 class Decision(NamedTuple):
-    """The values that the planner has chosen for the open keys of a recipe, and why."""
+    """What the planner has chosen for the open keys of a recipe, and why."""
 
     choice: Choice
     by: str
-    """On what it was decided, for a person."""
+    """A phrase for the facts that it was decided by."""
     values: Mapping[str, Any]
-    """What each key became."""
+    """The value of each key."""
 
     @property
     def why(self) -> str:
-        """The reason for all of it, in one sentence."""
+        """The reason for all values, in one sentence."""
         return f"{self.by}, {self.choice.why}"
 
     @property
     def lines(self) -> list[str]:
-        """The reason for all of it, and one for each key, for a person."""
+        """The reason for all values, and a reason for each key, as lines."""
         each = [f"{key}: {self._reason(key, value)}" for key, value in self.values.items()]
         return [self.why, *each] if each else []
 
     @property
     def comments(self) -> dict[str, str]:
-        """The sentence that stands at each key in the recipe that a run writes."""
+        """The comment for each key in the recipe that a run writes."""
         found = {key: f"auto: {self._reason(key, value)}" for key, value in self.values.items()}
         block = BLOCK if any(key.startswith(BLOCK) for key in found) else next(iter(found), None)
         if block:
@@ -74,9 +74,9 @@ class Decision(NamedTuple):
 
 
 def ranks_of(recipe: Recipe, known: Known) -> int | None:
-    """Return how many processes all hosts have together, or None where nothing tells.
+    """Return the number of processes on all hosts, or None where it is unknown.
 
-    The command tells, or else the recipe, or else the GPUs of this machine.
+    It is the command's, or else the recipe's, or else the number of this machine's GPUs.
     """
     if known.ranks:
         return known.ranks
@@ -87,8 +87,8 @@ def ranks_of(recipe: Recipe, known: Known) -> int | None:
 
 
 def degrees_are_open(recipe: Recipe) -> str | None:
-    """Return a degree that is `auto`, so that the degrees do not say how many processes there are;
-    None where there is none."""
+    """Return a degree that is `auto`, so that the degrees do not determine the number of processes;
+    None without one."""
     for key in ("model_parallel", "context_parallel", "pipeline_stage"):
         if isinstance(getattr(recipe.parallel_config, key), Open):
             return f"{BLOCK}.{key}"
@@ -98,8 +98,7 @@ def degrees_are_open(recipe: Recipe) -> str | None:
 def open_keys(recipe: Recipe) -> tuple[str, ...]:
     """Return the open keys of a recipe with one layout, in the planner's order.
 
-    Where a degree is `auto`, keys that say how the degree is used are open too, if they are left
-    out.
+    If a degree is `auto`, omitted keys on how the degree is used are open too.
     """
     parallel, again = recipe.parallel_config, recomputes_of(recipe, recipe.launch.device)
     tensor = isinstance(parallel.model_parallel, Open)
@@ -132,13 +131,14 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _says_of_tokens(parallel: ParallelBlock) -> bool:
-    """Return whether `use_seq_parallel` is fixed: by the recipe, or since the tensor degree is."""
+    """Return whether `use_seq_parallel` is fixed, by the recipe itself or because the tensor degree
+    is."""
     given = "use_seq_parallel" in parallel.model_fields_set
     return given or not isinstance(parallel.model_parallel, Open)
 
 
 def _virtual(parallel: ParallelBlock) -> set[int]:
-    """Return the numbers of virtual stages a rank that the recipe allows, if it has several
+    """Return the numbers of virtual stages per rank that the recipe allows if it has several
     stages."""
     asked, interleaved = parallel.pp_interleave_num, parallel.pipeline_interleave
     said = "pp_interleave_num" in parallel.model_fields_set
@@ -149,15 +149,15 @@ def _virtual(parallel: ParallelBlock) -> set[int]:
 
 
 def _on_a_mesh(parallel: ParallelBlock) -> bool:
-    """Return whether matrices, if they are split at all, are split in blocks over a mesh."""
+    """Return whether matrices, if they are split, are split in blocks over a mesh."""
     blocks = TENSOR[parallel.tensor_parallel_algo].splits is Splits.BLOCKS
     split = parallel.model_parallel > 1 or isinstance(parallel.model_parallel, Open)
     return blocks and split
 
 
 def space_of(recipe: Recipe) -> Space:
-    """Return the layouts, and the ways to run them, among which a recipe with one layout lets the
-    planner choose."""
+    """Return the layouts, and the settings of their steps, among which a recipe with one layout
+    lets the planner choose."""
     parallel, open_ = recipe.parallel_config, open_keys(recipe)
 
     def fixed(key: str) -> set[Any] | None:
@@ -194,9 +194,8 @@ def space_of(recipe: Recipe) -> Space:
 
 
 def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None]:
-    """Return the names of the algorithms that do what the named one does at some degrees, its own
-    name included: a hybrid with one Ulysses rank is a ring, and with one ring rank it is
-    Ulysses."""
+    """Return the names of algorithms that equal the named one at some degrees, itself included: a
+    hybrid with one Ulysses rank is a ring, and with one ring rank it is Ulysses."""
     row = CONTEXT.get(named or "")
     if row is None or row.splits is not Splits.BOTH:
         return {named}
@@ -207,8 +206,8 @@ def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None
 
 
 def other_than_asked(recipe: Recipe) -> WhyNot:
-    """Return a function that tells of a way whether a key that `space_of` does not cover asks for
-    another one."""
+    """Return a check of whether a candidate contradicts a key of the recipe that `space_of` does
+    not cover."""
     parallel, batch = recipe.parallel_config, recipe.training.global_batch_size
     mesh, ulysses = parallel.tensor_mesh, parallel.ulysses_degree_in_cp
     shares = isinstance(parallel.context_parallel, Open) or _on_a_mesh(parallel)
@@ -233,10 +232,10 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
 def wrong_in(
     recipe: Recipe, shape: ModelShape, hardware: Hardware, asked: Collection[str]
 ) -> WhyNot:
-    """Return a function that tells why a recipe cannot run in a way, or None where it can.
+    """Return a check of why a recipe cannot run as a candidate, or None where it can.
 
-    asked: the open keys. Where no formula predicts memory, they get the values that need least; in
-    one slice every mesh is legal that is in others.
+    asked: the open keys. If memory cannot be predicted, they get the values that need the least;
+    MeshSlice is checked with one slice, which is legal on every mesh where others are.
     """
     known = dict[tuple[object, ...], str | None]()
     if _on_a_mesh(recipe.parallel_config):
@@ -244,7 +243,7 @@ def wrong_in(
         recipe = with_values(recipe, {SLICES: written or (1,) * 4})
 
     def why_not(way: Way) -> str | None:
-        # What layers make again changes nothing here.
+        # The recomputation setting does not matter here.
         runs = way.splits_tokens, way.stage, way.rows, way.schedule, way.options
         key = way.layout, way.row.name, *runs
         if key not in known:
@@ -265,26 +264,27 @@ def wrong_in(
 
 
 def decided(recipe: Recipe, known: Known) -> Decision | None:
-    """Return the values of a recipe's open keys, or None where there are none, or where the number
-    of processes is not known yet.
+    """Return the values of a recipe's open keys, or None if there are none or the number of
+    processes is unknown.
 
-    With strategies the open keys are ZeRO's stage, the rows in one forward and what is recomputed.
-    They are chosen for the layout of the longest rows or, where the strategies are `auto`, for the
-    best single layout.
+    With strategies the open keys are the ZeRO stage, the rows per forward and what is recomputed.
+    They are chosen for the layout of the longest rows or, with `strategies: auto`, for the best
+    single layout.
     """
     alone = _longest(recipe)
     asked = open_keys(alone)
     if alone is not recipe:
         asked = tuple(key for key in asked if not key.startswith(BLOCK))
     model = known.shape
-    if model is None:  # and so nothing says what fits, or how matrices can be split
+    if model is None:  # the memory, and how matrices can be split, are unknown
         later = (RECOMPUTE, f"{BLOCK}.tensor_mesh", SLICES)
         asked = tuple(key for key in asked if key not in later)
     ranks = _ranks(alone, known)
     if not asked or ranks is None or ranks % alone.parallel_config.pipeline_stage:
         return None
     space = space_of(alone)
-    if alone is not recipe:  # layouts that switch share one optimizer, and weights that move ZeRO-1
+    # layouts that switch share one optimizer, and moving weights implies ZeRO-1
+    if alone is not recipe:
         moves = recipe.parallel_config.switching == "move"
         above = [stage for stage in space.stages if stage > 0]
         space = replace(space, stages=[1] if moves and STAGE in asked else above)
@@ -320,11 +320,11 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
 
 
 def _longest(recipe: Recipe) -> Recipe:
-    """Return the recipe of the longest rows of its strategies, with every degree open where they
-    are `auto`; the recipe itself where it has one layout."""
+    """Return the recipe of the longest rows among its strategies, with every degree open if they
+    are `auto`; the recipe itself if it has one layout."""
     if recipe.parallel_config.strategies == AUTO:
         alike = {"expert_parallel": recipe.parallel_config.expert_parallel}
-        several = {**dict.fromkeys(PLANNED, AUTO), "pipeline_stage": 1}  # which do not switch
+        several = {**dict.fromkeys(PLANNED, AUTO), "pipeline_stage": 1}  # pipelines cannot switch
         block = ParallelBlock.model_validate({**several, **alike})
         return recipe.changed(parallel_config=block)
     every = strategies_of(recipe)
@@ -332,8 +332,11 @@ def _longest(recipe: Recipe) -> Recipe:
 
 
 def _ranks(recipe: Recipe, known: Known) -> int | None:
-    """Return how many processes a recipe of one layout has; those that its degrees ask for where
-    nothing tells, or where they fit no other number, which is told elsewhere."""
+    """Return the number of processes of a recipe with one layout.
+
+    If it is unknown, or not a multiple of the degrees (reported elsewhere), it is the product of
+    the degrees.
+    """
     parallel, ranks = recipe.parallel_config, ranks_of(recipe, known)
     if degrees_are_open(recipe):
         return ranks
@@ -347,7 +350,7 @@ def _ranks(recipe: Recipe, known: Known) -> int | None:
 def _likely(
     recipe: Recipe, ranks: int, space: Space, asked: Collection[str], why: str
 ) -> Decision | None:
-    """Return the values to assume while too little is known to compare the ways by a prediction."""
+    """Return values to assume while too little is known for a prediction."""
     rows = recipe.training.global_batch_size
     way = likely(ranks, space, rows, other_than_asked(recipe))
     if way is None:
@@ -357,7 +360,7 @@ def _likely(
 
 
 def _values(recipe: Recipe, way: Way, asked: Collection[str]) -> dict[str, Any]:
-    """Return the value of each of these keys in a way."""
+    """Return the value of each of these keys in a candidate."""
     found, algorithm = values_of(way), f"{BLOCK}.context_parallel_algo"
     name = found[algorithm] if algorithm in asked else recipe.parallel_config.context_parallel_algo
     row = CONTEXT.get(name or "")

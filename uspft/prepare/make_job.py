@@ -59,9 +59,9 @@ def with_data(
     """Return the examination with the data tokenised, and with the algorithm and layouts that
     `auto` becomes by it.
 
-    keeps: as of `weighing`. Raises DataError, and Fault where no layout fits.
+    keeps: as in `weighing`. Raises DataError, and Fault where no layout fits.
     """
-    assert found.shape  # its config is here
+    assert found.shape  # the model's config is on this host
     corpus, evaluation = prepare_data(found.here, found.shape, place, screen)
     rows, formats = first_rows(found.here, corpus), formats_of(found.recipe.data)
     found = found.knowing(corpus=corpus, evaluation=evaluation, rows=rows, formats=formats)
@@ -72,7 +72,7 @@ def with_data(
 
 
 def job_of(found: Examined, place: Invocation, identity: dict[str, Any], **more: Any) -> Job:
-    """Return what ranks are given of a recipe whose model and data are ready.
+    """Return the ranks' job for a recipe whose model and data are ready.
 
     identity, more: other fields of the job.
     """
@@ -90,19 +90,19 @@ def job_of(found: Examined, place: Invocation, identity: dict[str, Any], **more:
 
 
 STEP = "step of the checkpoint"
-"""The name under which host 0 tells the others which checkpoint is whole."""
+"""The name under which host 0 tells the others which checkpoint is complete."""
 
 
 class Prepared(NamedTuple):
-    """What ranks are given to run, and what is known of the run before they start."""
+    """The ranks' job, and what is known of the run before they start."""
 
     found: Examined
     """The recipe, resolved as far as it can be."""
     job: Job
     checkpoint: Checkpoint | None
-    """What the run goes on from."""
+    """The checkpoint to resume."""
     damaged: list[str]
-    """A line for each newer checkpoint, which is damaged."""
+    """A line for each newer checkpoint, all of which are damaged."""
     needed: int
     """How many bytes the run will write."""
 
@@ -110,9 +110,9 @@ class Prepared(NamedTuple):
 def prepare_job(
     found: Examined, place: Invocation, screen: Console, lease: Lease | None = None
 ) -> Prepared:
-    """Make model and data ready, and return what ranks are given to run.
+    """Prepare model and data, and return the ranks' job.
 
-    lease: the hold on the output folder, on host 0.
+    lease: on the output folder, on host 0.
     """
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = with_model(found, place)
@@ -146,10 +146,10 @@ def prepare_job(
 
 
 def _checkpoint(recipe: Recipe, meeting: Meeting, screen: Console) -> Newest:
-    """Return the checkpoint to go on from, None where the run starts anew.
+    """Return the checkpoint to resume, or None where the run starts from the beginning.
 
-    Host 0 alone compares the files with their checksums. Raises Fault where the named one, or every
-    one in the output folder, is not whole.
+    Only host 0 compares the files with their checksums. Raises Fault where the named checkpoint, or
+    every one in the output folder, is incomplete.
     """
     wish = recipe.checkpoint.resume
     if wish == "never":
@@ -175,10 +175,10 @@ def _checkpoint(recipe: Recipe, meeting: Meeting, screen: Console) -> Newest:
 
 
 def _newest(recipe: Recipe, meeting: Meeting) -> Newest:
-    """Return the newest whole checkpoint of the output folder.
+    """Return the newest complete checkpoint of the output folder.
 
-    Host 0 alone reads all of it, and the other hosts wait to hear which it is. Raises as `newest`
-    and `Meeting.least` do.
+    Only host 0 reads it all; the other hosts wait for the result. Raises as `newest` and
+    `Meeting.least` do.
     """
     output, limit_seconds = output_of(recipe), recipe.launch.timeout_minutes * 60
     if meeting.hosts.index == 0:
@@ -196,19 +196,19 @@ def _same(checkpoint: Checkpoint | None, identity: dict[str, object]) -> None:
 
 
 PIECE = 1 << 24
-"""Tokens that are looked at together."""
+"""Tokens that are searched at a time."""
 FIRST_ROWS = 4
-"""How many of the first rows `auto` looks at before it picks one split for the run."""
+"""How many of the first rows `auto` considers when it picks one split for the run."""
 
 
 def prepare_data(
     recipe: Recipe, shape: ModelShape, place: Invocation, screen: Console
 ) -> tuple[Path, dict[str, Path]]:
-    """Tokenise the training data and each evaluation set, where that has not been done before.
+    """Tokenise the training data and each evaluation set, unless they are cached.
 
-    Where there is no evaluation set, data.eval_fraction holds one out of the training data. Returns
-    the folder of the training data, and those of the evaluation sets by title. Raises DataError
-    where a sample holds a token that stands for an image.
+    Without evaluation sets, data.eval_fraction holds one out of the training data. Returns the
+    folder of the training data, and those of the evaluation sets by title. Raises DataError where a
+    sample has a token that stands for an image.
     """
     vocabulary, cache, hidden = shape.vocab_size, place.data_cache(recipe), not screen.is_terminal
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
@@ -245,8 +245,8 @@ def prepare_data(
 
 
 def require_text(corpus: Corpus, shape: ModelShape) -> None:
-    """Check that no sample has a token that stands for an image: of a multimodal model the language
-    model alone is trained. Raises DataError, which names the samples."""
+    """Check that no sample has a token that stands for an image, since only the language model of a
+    multimodal model is trained. Raises DataError, which names the samples."""
     lines = dict[str, None]()
     for key, token in shape.media.items():
         for start in range(0, len(corpus.tokens), PIECE):
@@ -264,7 +264,7 @@ def require_text(corpus: Corpus, shape: ModelShape) -> None:
 def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) -> None:
     """Print how much data there is, and how many samples were dropped, cut or have no targets.
 
-    mix_of: where the data lies whose mix is told, which may be a part of it.
+    mix_of: the folder whose mix of sources to print, which may be a part of the data.
     """
     report = read_report(folder)
     samples, longest = counted(report["samples"], "sample"), report["longest"]

@@ -1,6 +1,6 @@
-"""A recipe as the planner's input: its step, its cluster, its own layout, and the prices that ranks
-deal rows out by; and the predicted time of `strategies` for the lengths of the data, by which
-`auto` chooses, and which `plan` prints of layouts that are listed."""
+"""A recipe as the planner's input: its step, its cluster, its own layout, and the predicted costs
+by which rows are assigned to layouts; and the predicted time of `strategies` for the lengths of the
+data, by which `auto` chooses, and which `plan` prints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ from uspft.switching.deal.micro_steps import rows_of_samples
 def examine_for_plan(
     target: Path, overrides: Sequence[str], hosts: int, ranks: int | None
 ) -> Examined:
-    """Examine the recipe for the device of the hardware that it names, whatever is here."""
+    """Examine the recipe for the device of the hardware that it names, regardless of this
+    machine."""
     launch = find_paths(read(target, overrides).recipe, target).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
         cluster, findings = cluster_of(launch.hardware, "cpu", None)
@@ -57,7 +58,7 @@ def examine_for_plan(
 
 
 def hardware_of(found: Examined) -> Hardware:
-    """Return the cluster's figures for as many ranks as this run puts on a host."""
+    """Return the cluster's figures for this run's number of ranks."""
     return found.known.hardware_on(found.layout.ranks)
 
 
@@ -77,13 +78,16 @@ def own_way(found: Examined) -> Way:
     way = way_of(found.recipe, found.layout)
     if says_layers(found.loaded.recipe):
         return way
-    # The rows that a step is priced by deal them out.
+    # The stages are balanced by the rows that the step is predicted for.
     return replace(way, schedule=way.schedule._replace(sizes=()))
 
 
 def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None) -> Ranking:
     """Return every layout for the recipe's ranks that its other keys allow, ranked by predicted
-    time. among: what else leaves layouts out, but not the recipe's own."""
+    time.
+
+    among: a further check that excludes layouts, except the recipe's own.
+    """
     own, recipe, hardware = own_way(found), found.recipe, hardware_of(found)
     asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
     left = space_of(asked)
@@ -99,7 +103,7 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
         chunks=own.schedule.chunks,
     )
     opened = open_keys(asked)
-    if SLICES in opened:  # each mesh has those that suit it
+    if SLICES in opened:  # each mesh has its own best slices
         step = step.under(slices=None)
     wrong = wrong_in(recipe, step.model, hardware, opened)
 
@@ -112,8 +116,8 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
 
 
 def chunk_prices_of(found: Examined) -> ChunkPrices | None:
-    """Return the prices by which a recipe's rows are cut into chunks that take equal time; None
-    where no rows are."""
+    """Return the costs by which a recipe's rows are cut into chunks of equal time; None if they are
+    not."""
     recipe, layout = found.recipe, found.layout
     parallel = recipe.parallel_config
     if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
@@ -123,10 +127,10 @@ def chunk_prices_of(found: Examined) -> ChunkPrices | None:
 
 
 def prices_of(found: Examined) -> Prices | None:
-    """Return the prices of a recipe's strategies by the cost model; None where it has one layout.
+    """Return the predicted costs of rows under a recipe's strategies; None if it has one layout.
 
-    A row's seconds are a line in its pairs of query and key, through those of a row without
-    documents and of one that a document fills.
+    A row's time is linear in its pairs of query and key, through the times of a row without
+    documents and of a row with a single one.
     """
     if not strategies_of(found.recipe):
         return None
@@ -150,7 +154,7 @@ def prices_of(found: Examined) -> Prices | None:
 
 
 LOOKED_AT = 16_384
-"""The most samples whose lengths are looked at, evenly spaced over an epoch."""
+"""The most samples whose lengths are read, evenly spaced over an epoch."""
 
 
 def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
@@ -165,10 +169,10 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
 
 
 def corpus_here(found: Examined, place: Invocation, tokenizer: str | None) -> Path | None:
-    """Return the folder of a recipe's data, read or as a command has tokenised it before; None
-    where none has, or where that cannot be told without a network. Nothing is written.
+    """Return the folder of a recipe's data if it is tokenised already; None otherwise, or where
+    that is unknown without a network. Nothing is written.
 
-    tokenizer: its folder, as of `tokenizer_here`. Raises DataError.
+    tokenizer: its folder, as from `tokenizer_here`. Raises DataError.
     """
     recipe = found.here
     if found.known.corpus:
@@ -181,11 +185,11 @@ def corpus_here(found: Examined, place: Invocation, tokenizer: str | None) -> Pa
 def weighed_here(
     found: Examined, place: Invocation, tokenizer: str | None, looked_at: Sequence[int]
 ) -> Examined:
-    """Return the examination of a recipe with strategies with their predicted time added, by the
-    lengths that are known before a run; unchanged where none are.
+    """Return the examination of a recipe with strategies with their predicted time, by the lengths
+    that are known before a run; unchanged where none are.
 
-    tokenizer: its folder, as of `tokenizer_here`. looked_at: tokens of the first records, for data
-    that was not tokenised before. Raises as `weighing` does, and DataError.
+    tokenizer: its folder, as from `tokenizer_here`. looked_at: lengths of the first records, for
+    data that is not tokenised yet. Raises as `weighing` does, and DataError.
     """
     if corpus := corpus_here(found, place, tokenizer):
         return weighing(found, lengths_of(found.here, corpus))
@@ -204,8 +208,11 @@ def documents_of(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
 
 
 def knowing_memory(found: Examined, meeting: Meeting) -> Examined:
-    """Return the examination with the memory of the host that has least, of those of the run: then
-    all choose alike. It waits for the other hosts, and raises as `Meeting.least` does."""
+    """Return the examination with the memory of the host that has the least, so that all hosts
+    choose alike.
+
+    It waits for the other hosts, and raises as `Meeting.least` does.
+    """
     limit_seconds = found.recipe.launch.timeout_minutes * 60
     least = meeting.least("bytes of memory", host_memory(), limit_seconds)
     return found.knowing(memory_bytes=least)
@@ -214,11 +221,11 @@ def knowing_memory(found: Examined, meeting: Meeting) -> Examined:
 def weighing(
     found: Examined, lengths: Sequence[int], *, source: str = "data", keeps: bool | None = None
 ) -> Examined:
-    """Return the examination of a recipe with strategies, with their predicted time added.
+    """Return the examination of a recipe with strategies, with their predicted time.
 
-    lengths: tokens of samples. source: of which, for a person. keeps: whether the checkpoint that
-    the run goes on from has several layouts in a step, to which `auto` keeps. Raises Fault where
-    `auto` finds no layout that fits, or where something else in the recipe speaks against it.
+    lengths: tokens of samples. source: a phrase for these samples. keeps: whether the resumed
+    checkpoint has several layouts in a step, so that `auto` must too. Raises Fault where `auto`
+    finds no layout that fits, or where the recipe has another fault.
     """
     data, samples = found.recipe.data, found.loaded.recipe.training.global_batch_size
     drawn = DrawnSteps(lengths, samples, data.sequence_length, data.packing)
@@ -241,7 +248,7 @@ def weighing(
 
 
 def _setting(found: Examined) -> Setting:
-    """Return what the run is given. Raises Fault where the model's config is not here."""
+    """Return the fixed facts of the run. Raises Fault where the model's config is not here."""
     recipe, hardware = found.recipe, hardware_of(found)
     asked, zero = recipe.parallel_config.switching, recipe.deepspeed.zero_optimization
     memory = hardware.memory.bytes
@@ -272,7 +279,7 @@ def mix_seconds(found: Examined, place: Invocation) -> float | None:
 
 
 def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> LayoutSet:
-    """Return the layouts that a recipe lists."""
+    """Return the layouts that a recipe lists, with their costs."""
     buckets = []
     for alone, layout in found.each_layout:
         length, step = alone.data.sequence_length, setting.step
@@ -284,21 +291,20 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> LayoutSet:
 
 
 def has_strategies(found: Examined) -> bool:
-    """Return whether several layouts are asked for, as a list or by `auto`."""
+    """Return whether several layouts are requested, as a list or by `auto`."""
     asked = found.loaded.recipe
     return bool(strategies_of(asked)) or asked.parallel_config.strategies == AUTO
 
 
 ROWS = 64
-"""Rows that are looked at."""
+"""How many rows are sampled."""
 MOST_SAMPLES = 1 << 14
-"""Samples that are packed, where the first records are to fill rows."""
+"""The most samples that are packed to fill rows from the first records."""
 
 
 def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
-    """Return rows of the data: those of a run where a command has tokenised it before, else rows
-    packed of the first records; None where neither is here. Nothing is written. Raises DataError.
-    """
+    """Return rows of the data: those of a run if it is tokenised already, else rows packed from the
+    first records; None without either. Nothing is written. Raises DataError."""
     recipe = found.here
     if found.shape is None:
         return None
@@ -314,8 +320,8 @@ def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
 
 
 def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:
-    """Return rows of samples of these lengths, packed as the recipe says; few samples come often
-    enough to fill rows."""
+    """Return rows packed from samples of these lengths as the recipe says; the samples repeat if
+    they are too few to fill rows."""
     data = recipe.data
     if lengths and data.packing == "best_fit":
         often = -(-ROWS * data.sequence_length // sum(lengths))
@@ -329,6 +335,6 @@ def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:
 
 
 def _spread(numbers: range) -> list[int]:
-    """Return ROWS of so many numbers, or all, evenly spread."""
+    """Return ROWS numbers of a range, evenly spread, or all if it has fewer."""
     count = min(ROWS, len(numbers))
     return [numbers[place * len(numbers) // count] for place in range(count)]

@@ -1,5 +1,5 @@
-"""What `verify` compares: the model, cut to as many layers as one process can hold, in every layout
-that the recipe can run in. How many layers that is, is estimated before anything is built."""
+"""What `verify` compares: the model, cut to as many layers as one process has memory for, in every
+layout that the recipe can run in. The number of layers is estimated before anything is built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from uspft.families import ModelShape
 
 MAX_PLAIN_TOKENS = 4096
-"""The longest row in tokens for which plain transformers runs: its float32 logits are whole."""
+"""The longest row in tokens for which plain transformers runs, which stores all logits in
+float32."""
 GIB = 1 << 30
 _LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
 _ASK_GPU = """import torch
@@ -47,15 +48,15 @@ print(min(torch.cuda.mem_get_info(i)[0] for i in range(here)) // -(-{count} // h
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides how much memory one process needs that holds rows whole."""
+    """What decides the memory of one process that has whole rows."""
 
     shape: ModelShape
     kinds: tuple[Hashable, ...]
-    """What each layer is, as far as layers differ."""
+    """The kind of each layer, for telling different layers apart."""
     row_tokens: int
     options: Options
     beside_bytes: int = 0
-    """What plain transformers needs beside what the formula knows, once."""
+    """Bytes that plain transformers needs in addition to the formula's, at its peak."""
 
     def memory_bytes(self, depth: int) -> int:
         """Return the bytes that one process needs for the first `depth` layers."""
@@ -67,12 +68,12 @@ class Sizes:
 
     @property
     def shallowest(self) -> int:
-        """The smallest number of layers, from the first, among which every kind of layer is."""
+        """The smallest number of first layers that has every kind of layer."""
         return max(self.kinds.index(kind) for kind in self.kinds) + 1
 
 
 def sizes_of(recipe: Recipe, config: Any, shape: ModelShape, *, with_plain: bool) -> Sizes:
-    """Return the sizes of a recipe's model on one process, whose state ZeRO does not divide.
+    """Return the sizes of a recipe's model on one process, without ZeRO sharding.
 
     with_plain: whether plain transformers runs there too, in float32, with all logits at once.
     """
@@ -94,17 +95,17 @@ def sizes_of(recipe: Recipe, config: Any, shape: ModelShape, *, with_plain: bool
 
 
 def score_bytes(config: Any, length_tokens: int) -> int:
-    """Return about how many bytes of float32 scores one layer's attention keeps.
+    """Return about how many bytes of float32 scores one layer's attention saves for the backward.
 
-    Scores are kept as they are, capped, masked, as weights, and as their gradient; 0 where
-    transformers does not write them out.
+    Scores are saved raw, capped, masked, as weights, and as their gradient; 0 where transformers
+    does not materialise them.
     """
     written_out = attention_of(config) == "eager"
     return 5 * 4 * config.num_attention_heads * length_tokens**2 if written_out else 0
 
 
 def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
-    """Return why plain transformers is not run beside one process, or None where it is.
+    """Return why plain transformers is not compared too, or None where it is.
 
     memory: the bytes that one process has.
     """
@@ -115,7 +116,7 @@ def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
         return f"rows have {length:,} tokens, and it takes {MAX_PLAIN_TOKENS:,} at most"
     if recipe.model.adapter and recipe.model.adapter.dropout:
         return "peft draws an adapter's dropout in another way"
-    # Whole logits, their exponentials and gradients: a quarter of the memory at most.
+    # Whole logits, their exponentials and gradients: at most a quarter of the memory.
     if 4 * 3 * 4 * length * config.vocab_size > memory:
         return f"the logits of {length:,} tokens take too much memory"
     if 4 * score_bytes(config, length) > memory:
@@ -124,9 +125,9 @@ def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
 
 
 def fitting_depth(sizes: Sizes, memory: int) -> int:
-    """Return how many layers at most one process with this memory in bytes holds.
+    """Return the most layers for which one process has memory.
 
-    Raises Fault where the fewest layers among which every kind of layer is do not fit.
+    Raises Fault where even the smallest number with every kind of layer does not fit.
     """
     usable = USABLE_SHARE * memory
     for depth in range(len(sizes.kinds), sizes.shallowest - 1, -1):
@@ -142,7 +143,8 @@ def fitting_depth(sizes: Sizes, memory: int) -> int:
 
 
 def with_depth(recipe: Recipe, depth: int) -> Recipe:
-    """Return the recipe with only the first `depth` layers of its model, dealt out anew."""
+    """Return the recipe with only the first `depth` layers of its model, rebalanced over the
+    stages."""
     overrides = {**recipe.model.overrides, "num_hidden_layers": depth}
     for key in ("layer_types", "no_rope_layers"):
         if overrides.get(key):
@@ -154,8 +156,8 @@ def with_depth(recipe: Recipe, depth: int) -> Recipe:
 def memory_here(recipe: Recipe) -> int:
     """Return the bytes for one process: the fullest GPU's free memory, or the host's ÷ processes.
 
-    GPUs are asked by another process, which gives them back when it ends. Raises RuntimeError where
-    they cannot be asked.
+    A child process asks the GPUs, so that its CUDA memory is freed when it ends. Raises
+    RuntimeError where they cannot be asked.
     """
     processes = recipe.launch.processes
     assert isinstance(processes, int)
@@ -169,7 +171,7 @@ def memory_here(recipe: Recipe) -> int:
 
 
 STEPS = 3
-"""How many steps are compared where the command does not say."""
+"""The default number of steps to compare."""
 
 
 def prepare_verify(
@@ -180,9 +182,10 @@ def prepare_verify(
     inject: str | None,
     every: bool,
 ) -> tuple[VerifyJob, list[Candidate], dict[str, Any]]:
-    """Make model and data ready, and return what ranks run, every layout, and facts for the report.
+    """Prepare model and data, and return what the ranks run, every layout, and facts for the
+    report.
 
-    steps, inject, every: as of the command. Layouts that are not run have a reason. Raises Fault
+    steps, inject, every: as in the command. Layouts that are not run have a reason. Raises Fault
     where this host, the model or the data cannot be verified.
     """
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
@@ -193,7 +196,7 @@ def prepare_verify(
     config = examine_model(found.here).config
     why_not = why_not_plain(found.here, config, memory)
     whole = config.num_hidden_layers
-    assert found.shape  # its config is here
+    assert found.shape  # the model's config is on this host
     sizes = sizes_of(found.here, config, found.shape, with_plain=why_not is None)
     kept = fitting_depth(sizes, memory)
     if kept < whole:
@@ -201,7 +204,8 @@ def prepare_verify(
         screen.print(f"model: {what}", markup=False)
         places = found.known.places
         found = found.asking(lambda recipe: with_depth(recipe, kept)).knowing_model(places)
-        config = examine_model(found.here).config  # what is to be frozen may all lie beyond them
+        # of the whole model: the parameters that `freeze` names may be in the removed layers
+        config = examine_model(found.here).config
     if why_not:
         screen.print(f"plain transformers is not run: {why_not}", markup=False)
     found = with_data(found, place, screen)
@@ -242,13 +246,13 @@ def prepare_verify(
 
 
 def with_layers(recipe: Recipe, one: Candidate, known: Known) -> Candidate:
-    """Return a layout in which each of several stages has its layers, as ranks read it."""
+    """Return a layout with the layers of each of its pipeline stages set, as ranks read it."""
     recipe = recipe.changed(parallel_config=one.parallel)
     return replace(one, parallel=with_stages(recipe, one.layout, known).parallel_config)
 
 
 def clear_results(work: VerifyJob) -> None:
-    """Make the folder of results, and delete the results that an earlier command left there.
+    """Create the folder of results, and delete those of an earlier command.
 
     Nothing else is deleted, since another host may already log there. Raises Fault where the folder
     cannot be written.

@@ -1,5 +1,5 @@
-"""The `model` block of a recipe: fetching model and tokenizer to this host, checking them, also by
-building the model on meta, and the settings that an export needs."""
+"""The `model` block of a recipe: fetching model and tokenizer, checking them, also by building the
+model on the meta device, and the settings that an export needs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ KEY = "model.add_tokens"
 
 
 def tokenizer_of(model: ModelBlock, place: str | None = None) -> str | None:
-    """Return where the tokenizer is: the place that the recipe names, or else the model's own.
+    """Return the location of the tokenizer: the recipe's, or else the model's own.
 
-    place: the model's folder on this host, if that is another than the recipe names.
+    place: the model's folder on this host, if that is not what the recipe names.
     """
     return str(model.tokenizer or place or model.name_or_path or "") or None
 
@@ -45,7 +45,7 @@ def tokenizer_of(model: ModelBlock, place: str | None = None) -> str | None:
 def tokenizer_here(recipe: Recipe) -> Iterator[str | None]:
     """Yield the tokenizer's folder, or None where it is a hub id.
 
-    With model.add_tokens it is one that has them, for as long as the `with` block lasts.
+    With model.add_tokens it is a temporary copy with these tokens.
     """
     folder = tokenizer_of(recipe.model)
     if not (folder and os.path.isdir(folder)):
@@ -58,7 +58,7 @@ def tokenizer_here(recipe: Recipe) -> Iterator[str | None]:
 
 
 def fetched(model: ModelBlock, cache: Path) -> dict[str, str]:
-    """Return the folder on this host for each key of `model` that does not name it itself.
+    """Return the local folder for each key of `model` that names something else.
 
     A hub model is downloaded. With `add_tokens`, the tokenizer is a copy in the cache that has
     them. Raises Fault.
@@ -74,7 +74,7 @@ def fetched(model: ModelBlock, cache: Path) -> dict[str, str]:
 
 
 def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
-    """Return a folder in the cache with this tokenizer and these special tokens; make it once.
+    """Return a folder in the cache with this tokenizer plus these special tokens; create it once.
 
     Raises Fault where the tokenizer has one of them already or cannot be written, and DataError
     where it cannot be read.
@@ -93,7 +93,7 @@ def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
     folder = cache / "tokenizers" / digest
     if folder.exists():
         return folder
-    try:  # it is written aside, and then gets its name: another process may do the same
+    try:  # written under a temporary name and renamed: another process may do the same
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as aside:
             made = Path(aside, "made")
@@ -107,7 +107,7 @@ def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
 
 
 def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
-    """Return what `read_shape` returns, with the vocabulary that `add_tokens` makes.
+    """Return what `read_shape` returns, with the vocabulary enlarged by `add_tokens`.
 
     The tokens are counted only where the tokenizer is on this machine.
     """
@@ -119,7 +119,7 @@ def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
 
     try:
         own = Tokenizer.from_file(str(file)).get_vocab()
-    except Exception:  # tokenizers has no kind of its own; whoever loads it says what is wrong
+    except Exception:  # tokenizers raises no type of its own; loading it later reports the error
         return shape
     missing = sum(token not in own for token in model.add_tokens)
     size = max(shape.vocab_size, max(own.values()) + 1 + missing)
@@ -130,8 +130,8 @@ def shape_of(model: ModelBlock) -> ModelShape | list[Finding] | None:
 
 
 def with_vocabulary(recipe: Recipe, shape: ModelShape | None) -> Recipe:
-    """Return the recipe with the vocabulary that its added tokens make; unchanged where it adds
-    none, or where the model's sizes are not known yet."""
+    """Return the recipe with the vocabulary enlarged by its added tokens; unchanged if it adds
+    none, or if the model's sizes are not known yet."""
     if not recipe.model.add_tokens or shape is None:
         return recipe
     overrides = {**recipe.model.overrides, "vocab_size": shape.vocab_size}
@@ -139,23 +139,23 @@ def with_vocabulary(recipe: Recipe, shape: ModelShape | None) -> Recipe:
 
 
 class ExaminedModel(NamedTuple):
-    """Facts about a recipe's model, which is built on the meta device to find them."""
+    """Facts about a recipe's model, found by building it on the meta device."""
 
     config: Any
     """The model's config, as transformers reads it."""
     trains: str | None
-    """What trains, for a person to read; None where all of the model trains."""
+    """A sentence on what trains; None where the whole model trains."""
     trained: int
     """How many parameters train."""
     parameters: int
     """How many parameters there are in all."""
     active: int
-    """How many of all a token meets, which are fewer where it chooses experts."""
+    """How many parameters a token uses: fewer than all in a mixture of experts."""
 
 
 def must_be_built(recipe: Recipe) -> bool:
-    """Tell whether only a built model can check a recipe: it names parts of the model, or weights
-    that are on this machine."""
+    """Tell whether a recipe can only be checked by building the model: it names parts of the model,
+    or weights on this machine."""
     model = recipe.model
     names = model.adapter or model.freeze or model.overrides or model.add_tokens
     folder = model.name_or_path if model.config is None else None
@@ -163,12 +163,12 @@ def must_be_built(recipe: Recipe) -> bool:
 
 
 def examine_model(recipe: Recipe) -> ExaminedModel:
-    """Build the model on meta, compare it with weights that are here, and choose what trains.
+    """Build the model on the meta device, compare it with local weights, and choose what trains.
 
-    Its config must be on this machine. Where tensor degrees switch in place, the part of each
-    parameter that rows use lies inside what ranks hold. Raises Fault or WeightsError.
+    Its config must be on this machine. If tensor degrees switch in place, it also checks that ranks
+    store the part of each parameter that rows use. Raises Fault or WeightsError.
     """
-    # These imports take seconds, which a recipe that is refused before does without.
+    # These imports take seconds, which a refused recipe saves.
     from uspft.model.build import (
         choose_trained,
         parameter_count,
@@ -179,7 +179,7 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     from uspft.model.hf_config import model_config
 
     file = config_file(recipe.model, CONFIGS)
-    assert isinstance(file, Path | dict)  # anything else was refused before
+    assert isinstance(file, Path | dict)  # others were refused before
     place, length = file if isinstance(file, Path) else None, recipe.data.sequence_length
     config, model = require_model(recipe.model, lambda block: model_config(block, length, place))
     folder = Path(recipe.model.name_or_path or "")
@@ -197,10 +197,10 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
 
 
 def _require_inside(recipe: Recipe, model: Any) -> None:
-    """Check that every strategy uses parts of what ranks store: the shards of the least tensor
-    degree. Raises Fault.
+    """Check that the shards of every strategy are parts of those that ranks store, which are the
+    shards of the least tensor degree. Raises Fault.
 
-    Nothing is to be checked where weights move, since they are stored at each degree then;
+    Where weights move there is nothing to check, because ranks then store them at each degree;
     strategies on a mesh all have the same mesh.
     """
     every = strategies_of(recipe)
@@ -216,10 +216,10 @@ def _require_inside(recipe: Recipe, model: Any) -> None:
 
 
 def inside_findings(strategies: Sequence[Strategy], stored: Shards) -> list[Finding]:
-    """Return the strategies that use more of a parameter than ranks store.
+    """Return findings on the strategies that use more of a parameter than ranks store.
 
     stored: the shards of the strategy with the least tensor degree, which divides all others. On a
-    mesh the mesh columns divide what ranks store; mesh rows divide only what each rank has whole.
+    mesh only the degree over mesh columns is checked.
     """
     from uspft.parameters.shards import outside
 
@@ -240,7 +240,7 @@ EOS, PAD = "eos_token_id", "pad_token_id"
 
 
 def exported_tokenizer(recipe: Recipe) -> str | None:
-    """Return the tokenizer's folder, or None where it holds no tokenizer to export."""
+    """Return the tokenizer's folder, or None where it has no tokenizer to export."""
     folder = tokenizer_of(recipe.model)
     has_one = folder and holds_tokenizer(Path(folder))
     return str(Path(folder).resolve()) if folder and has_one else None
@@ -249,11 +249,11 @@ def exported_tokenizer(recipe: Recipe) -> str | None:
 def serving_of(
     recipe: Recipe, formats: Collection[str], config: Any, tokenizer: str | None
 ) -> Serving:
-    """Return what lies beside the trained weights.
+    """Return the files to export with the trained weights.
 
     recipe: as this host reads it. formats: of the training data. config: the model's. tokenizer:
-    the one that is exported, which need not be there where samples hold tokens; their generation
-    config is the base model's own. Raises Fault where that cannot be read.
+    the exported one, which may be missing if samples are token ids; the generation config is then
+    the base model's. Raises Fault where that cannot be read.
     """
     place, base = Path(recipe.model.name_or_path or "") / GENERATION, dict[str, Any]()
     try:

@@ -37,12 +37,12 @@ from uspft.training.learning_rate import learning_rate
 from uspft.written import METRICS
 
 NAMED = 3
-"""The number of expert parallel degrees that are named for a recipe without."""
+"""How many expert parallel degrees are named for a recipe without expert parallelism."""
 
 
 def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None:
-    """Return a sentence on the number of experts of a rank, and whether expert parallelism sends
-    less than ZeRO would for experts on every rank; None for a model without experts.
+    """Return a sentence on the experts per rank, and on whether expert parallelism sends less than
+    ZeRO would with all experts on every rank; None for a model without experts.
 
     Without expert parallelism, the crossover is given for the possible degrees.
     """
@@ -69,7 +69,7 @@ def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None
 
 
 def _crossover(step: StepShape, layout: Layout, ranks: int) -> float:
-    """Return the tokens of a rank below which expert parallelism of this degree sends less."""
+    """Return the tokens per rank below which expert parallelism of this degree sends less."""
     token = token_cost(step.model, step.options.element, ranks, step.options.forwards)
     return crossover_tokens(step.model, ranks, _zero_bytes(step, layout), token)
 
@@ -96,12 +96,12 @@ def wasted(
     each_layout: Sequence[tuple[Recipe, Layout]],
     shape: ModelShape | None,
 ) -> Iterator[str]:
-    """Yield a line `key: what; remedy` for each thing that leaves ranks without work.
+    """Yield a line `key: what; remedy` for each thing that leaves ranks idle.
 
     each_layout: the recipe and layout of each strategy, or the only ones, as in `Examined`.
     """
-    # In a pipeline ZeRO-3 does not prefetch weights: ranks run their stages in another order each
-    # time, and DeepSpeed predicts the next module from a fixed order.
+    # In a pipeline ZeRO-3 does not prefetch weights: DeepSpeed predicts the next module from a
+    # fixed order, but ranks run their stages in varying order.
     if layout.pipeline > 1 and stage_of(recipe) == 3:
         yield (
             "deepspeed.zero_optimization.stage: is 3, beside parallel_config.pipeline_stage "
@@ -111,7 +111,8 @@ def wasted(
     for number, (alone, own) in enumerate(each_layout):
         at = f"{KEY}[{number}]" if strategies_of(recipe) else "parallel_config"
         yield from _heads(alone, own, shape, at)
-    if recipe.parallel_config.strategies is None:  # else samples are dealt out by what they cost
+    # otherwise samples are assigned by predicted time
+    if recipe.parallel_config.strategies is None:
         yield from _rows(recipe, layout)
 
 
@@ -150,7 +151,8 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     rows, each = stream.rows_in_epoch(0), recipe.training.global_batch_size
     counts = "samples" if switches else "rows"
-    epochs = recipe.training.epochs or steps * each / rows  # later ones may have other rows
+    # later epochs may have another number of rows
+    epochs = recipe.training.epochs or steps * each / rows
     of_epoch = f"{rows:,} {counts} an epoch"
     if not switches:
         many = "rows" if rows > 1 else "row"
@@ -166,8 +168,8 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
 def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:
     """Return a line if the learning rate changes on resuming, else None.
 
-    The schedule runs over all steps of a run, so that another number of steps changes the rate at
-    each. The previous rate is in the metrics of the run that wrote the checkpoint.
+    The schedule spans all steps of a run, so that another number of steps changes the rate at each.
+    The previous rate is in the metrics of the run that wrote the checkpoint.
     """
     last: tuple[int, float] | None = None
     with suppress(OSError):
@@ -191,11 +193,11 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
 def memory_sentence(
     recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, asked: MemoryBlock
 ) -> tuple[str | None, str]:
-    """Return (a sentence on a rank's memory and the card's, ""); or (None, why the formula cannot
-    predict it, with what is known).
+    """Return (a sentence on a rank's memory and the card's, ""); or (None, why the memory cannot be
+    predicted).
 
-    asked: the recipe's memory block with its `auto` values, which the longest row may resolve
-    differently from the recipe's own rows.
+    asked: the recipe's memory block with its `auto` values, which may be resolved differently for
+    the longest row.
     """
     options = options_of(recipe, layout)
     predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
@@ -239,7 +241,7 @@ def _tokens(count: int) -> str:
 
 
 def says_layers(asked: Recipe) -> bool:
-    """Return whether a user's recipe says which layers each stage has."""
+    """Return whether a user's recipe sets the layers of each stage."""
     parallel = asked.parallel_config
     return (parallel.layers_per_stage, parallel.offset) != (None, None)
 
@@ -278,7 +280,8 @@ UNEQUAL = 1.1
 
 
 def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
-    """Return words on how unequal rounding to a multiple makes chunks of equal time, if it does."""
+    """Return a phrase on how unequal chunks of equal time become by rounding to a multiple, if they
+    do."""
     if not shape or recipe.parallel_config.sequence_chunks != "time":
         return ""
     cut = _cut(recipe, layout, shape)
@@ -297,7 +300,7 @@ def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
 
 
 def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
-    """Return words on how often ring ranks send a row's keys: for each chunk all keys up to its
+    """Return a phrase on how often ring ranks send a row's keys: for each chunk all keys up to its
     end."""
     if layout.ring == 1 or not shape:
         return ""

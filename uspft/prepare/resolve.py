@@ -1,9 +1,10 @@
-"""Every `auto` of a recipe is settled here: a function for each key, asked again as more is known.
+"""Every `auto` of a recipe is resolved here: a function for each key, called again as more is
+known.
 
-Keys that the planner chooses are chosen all at once (left_open.py). A function returns the recipe
-unchanged where its key is not `auto`, or where what decides it is not known yet. Some `auto` are
-never settled, as the recipe's reference says: that of `checkpoint.resume`, and those of algorithms'
-options for whose meaning there is no other value.
+Keys that the planner chooses are chosen together (left_open.py). A function returns the recipe
+unchanged where its key is not `auto`, or where too little is known yet. As the recipe's reference
+says, some `auto` stay: `checkpoint.resume`, and options of algorithms that have no other word for
+their default.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from uspft.segments import Segments
 
 
 def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
-    """Return the resolved recipe, and the planner's decision; None: nothing was left to it."""
+    """Return the resolved recipe, and the planner's decision, or None if no key was left to it."""
     for settle in dict.fromkeys(FIRST.values()):  # a function may settle several keys
         recipe = settle(recipe, known)
     decision, again = decided(recipe, known), recipe.memory.recompute
@@ -65,10 +66,10 @@ def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
 
 
 def _strategies(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the open keys of strategies, and set the degrees in `parallel_config` itself to the
+    """Resolve the open keys of strategies, and set the degrees in `parallel_config` itself to the
     longest rows'.
 
-    Each strategy is settled as a recipe of its own with rows of its length, on the run's processes
+    Each strategy is resolved as a recipe of its own with rows of its length, on the run's processes
     or, if their number is open, on as many as the longest rows' layout needs.
     """
     every, parallel = strategies_of(recipe), recipe.parallel_config
@@ -90,11 +91,11 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         for settle in settles:
             alone = settle(alone, here)
         degrees = degrees_of(alone.parallel_config)
-        if strategy.pipeline_stage > 1:  # a step's samples decide
+        if strategy.pipeline_stage > 1:  # it depends on the samples of a step
             degrees["micro_batch_num"] = AUTO
         found.append(strategy.model_copy(update=degrees))
     # Strategies with the same number of stages have the same layers in each: those that one of them
-    # states, or those balanced for the longest rows.
+    # sets, or those balanced for the longest rows.
     said = {one.pipeline_stage: one.layers_per_stage for one in every if one.layers_per_stage}
     layers = {one.pipeline_stage: one.layers_per_stage for one in found} | said
     dealt = [{"layers_per_stage": layers[one.pipeline_stage]} for one in found]
@@ -106,15 +107,15 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
 
 
 def on_device(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the device: GPUs if this host has any."""
+    """Resolve the device: GPUs if this host has any."""
     if recipe.launch.device != AUTO:
         return recipe
     return recipe.changed(launch={"device": "cuda" if known.gpus else "cpu"})
 
 
 def _on_hardware(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the hardware file, and on CPU the attention kernel, of which there is one there; on
-    GPUs ranks try those that are installed."""
+    """Resolve the hardware file, and on CPU the attention kernel, of which there is one; on GPUs
+    the ranks try the installed ones."""
     if recipe.launch.hardware == AUTO and known.cluster:
         recipe = recipe.changed(launch={"hardware": known.cluster.hardware.name})
     if recipe.model.attention == AUTO and recipe.launch.device == "cpu":
@@ -123,7 +124,7 @@ def _on_hardware(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _scaling(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the factor of a rope scaling that has none, by the length of rows."""
+    """Resolve the missing factor of a RoPE scaling by the length of rows."""
     if known.shape is None:
         return recipe
     model = with_factor(recipe.model, known.shape, recipe.data.sequence_length)
@@ -131,7 +132,7 @@ def _scaling(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _format(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the data's format: one for all sources, or if they differ, one for each."""
+    """Resolve the data's format: one for all sources or, if they differ, one for each."""
     data, found = recipe.data, known.formats
     if not found:
         return recipe
@@ -144,11 +145,11 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the context-parallel algorithm if the planner did not choose it; None for whole rows.
+    """Resolve the context-parallel algorithm if the planner did not choose it; None for whole rows.
 
     Mesh rows share rows of tokens, so that they have an algorithm even if the recipe names none. An
-    `auto` for which the planner found no layout becomes an algorithm too, so that the checks that
-    follow can tell what is wrong.
+    `auto` for which the planner found no layout becomes an algorithm too, so that later checks can
+    report what is wrong.
     """
     parallel = recipe.parallel_config
     name, shared = parallel.context_parallel_algo, parallel.row_ranks > 1
@@ -177,7 +178,7 @@ def _processes(recipe: Recipe, known: Known) -> Recipe:
     is_open = recipe.parallel_config.strategies == AUTO or degrees_are_open(recipe) is not None
     if layout is None or (recipe.launch.processes != AUTO and known.ranks is None):
         return recipe
-    if is_open and ranks_of(recipe, known) is None:  # they do not follow from the degrees
+    if is_open and ranks_of(recipe, known) is None:  # the degrees do not determine it
         return recipe
     return recipe.changed(launch={"processes": layout.ranks // known.hosts})
 
@@ -196,7 +197,7 @@ def _options(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _slices(recipe: Recipe, known: Known) -> Recipe:
-    """Settle MeshSlice's slices as one number per product; 1 if the cluster is not known yet."""
+    """Resolve MeshSlice's slices as one number per product; 1 if the cluster is not known yet."""
     parallel = recipe.parallel_config
     if not parallel.on_a_mesh or parallel.mesh_is_open:
         return recipe
@@ -204,7 +205,7 @@ def _slices(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _memory(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the sizes of tiles, and `memory.recompute` if there is only one choice."""
+    """Resolve the sizes of tiles, and `memory.recompute` if there is only one choice."""
     if known.shape is None:
         return recipe
     recipe, block = settled_memory(recipe, known.shape), recipe.memory
@@ -215,7 +216,7 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _head_groups(recipe: Recipe, known: Known) -> Recipe:
-    """Settle how many heads attention computes at once, by the memory of a rank."""
+    """Resolve how many heads attention computes at once, by the memory of a rank."""
     layout, block = _layout(recipe, known), recipe.memory
     chosen = not (block.recompute == AUTO and block.gradient_checkpointing)  # by the planner
     if block.attention_heads == AUTO and chosen and known.shape and known.cluster and layout:
@@ -232,7 +233,7 @@ def _stages(recipe: Recipe, known: Known) -> Recipe:
 def fitting_heads(
     recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware
 ) -> int | str:
-    """Return the value of `memory.attention_heads: auto`: that which sends least and fits.
+    """Return the value of `memory.attention_heads: auto`: the one that sends least and fits.
 
     All heads at once send least, then all query heads of a KV head; fewer send more. On a CPU, or
     if attention cannot run in groups of heads, it is all.
@@ -251,7 +252,7 @@ def fitting_heads(
 
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
-    """Return the recipe with the keys of its pipeline settled, as far as they can be.
+    """Return the recipe with its pipeline keys resolved, as far as they can be.
 
     Without a pipeline `micro_batch_num` becomes 1, as in MindSpore Transformers. With strategies
     each has its own stages, and the number of micro-batches depends on a step's samples.
@@ -289,7 +290,7 @@ FIRST: Mapping[str, Settle] = {
     "model.rope_scaling": _scaling,
     "data.format": _format,
 }
-"""The function that settles each key that the planner reads."""
+"""The function that resolves each key that the planner reads."""
 SETTLED: Mapping[str, Settle] = {
     "parallel_config.tensor_slices": _slices,
     "parallel_config.context_parallel_algo": _algorithm,
@@ -307,7 +308,7 @@ SETTLED: Mapping[str, Settle] = {
     "memory.recompute": _memory,
     "memory.attention_heads": _head_groups,
 }
-"""The function that settles each other key; later ones depend on earlier ones."""
+"""The function that resolves each other key; later ones depend on earlier ones."""
 
 
 def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
@@ -319,7 +320,7 @@ def with_layouts(recipe: Recipe, weighed: Weighed) -> Recipe:
         way = "move" if layouts.moves else "in_place"
         return recipe.changed(parallel_config={"strategies": listed, "switching": way})
     best = found.best_static
-    assert best  # or the choice would have been refused
+    assert best  # otherwise the choice would have been refused
     degrees = {**best.priced.keys, "data_parallel": best.priced.layout.data}
     recipe = recipe.changed(training={"global_batch_size": weighed.drawn.packed_rows})
     return recipe.changed(parallel_config={"strategies": None, **degrees})

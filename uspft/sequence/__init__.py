@@ -47,12 +47,12 @@ def make_algorithm(
     per_host: int | None = None,
     **options: Any,
 ) -> Algorithm:
-    """Return the algorithm that `row` of the table names, made for these degrees.
+    """Return the algorithm of a row of the table at these degrees.
 
-    keep: whether received keys and values stay for the backward pass. window: the sliding window
+    keep: whether received keys and values are saved for the backward. window: the sliding window
     that all layers have, if any. per_host: how many ring ranks one host has, where several hosts
-    share a row of tokens. Of these three the algorithm takes what it has a field for. options: the
-    algorithm's own, by field. Raises ValueError for an option that it does not have.
+    share a row of tokens. An algorithm without a field for one of these three ignores it. options:
+    the algorithm's own, by field. Raises ValueError for an option that it does not have.
     """
     unknown = sorted(options.keys() - set(row.options.values()))
     if unknown:
@@ -67,7 +67,7 @@ def make_algorithm(
 
 @cache
 def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
-    """Return an algorithm's class by the words that name it, and its fields."""
+    """Return an algorithm's class from `module:Class`, and its field names."""
     cls = resolve_name(code)
     return cls, frozenset(field.name for field in fields(cls))
 
@@ -75,10 +75,10 @@ def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
     """Return the algorithm of a recipe under a layout.
 
-    window: the sliding window that all layers have, if any. Received keys and values stay for the
-    backward pass unless the recipe asks for gradient checkpointing, since memory is short then, or
-    for chunks of rows, with each of which they would stay again. An option that is `auto` or null
-    is left to the algorithm.
+    window: the sliding window that all layers have, if any. Received keys and values are saved for
+    the backward unless the recipe uses gradient checkpointing, since memory is then short, or
+    chunks of rows, each of which would save them. An option that is `auto` or null is left to the
+    algorithm.
     """
     parallel = recipe.parallel_config
     row = row_of(parallel.context_parallel_algo, layout.context)

@@ -33,7 +33,7 @@ class Rule:
     has no value; at least float32."""
 
     def of_heads(self, heads: tuple[int, int]) -> Rule:
-        """Return the same rule for query heads [first, last) alone."""
+        """Return the same rule for query heads [first, last)."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[slice(*heads)])
 
 
@@ -45,7 +45,7 @@ Inside: TypeAlias = "Callable[[Attend, tuple[Tensor, ...]], Tensor]"
 
 @dataclass(frozen=True)
 class Split:
-    """This rank's process groups and its kernel, which attention needs besides tensors."""
+    """This rank's process groups and its kernel, which attention needs in addition to tensors."""
 
     ulysses: Group
     ring: Group
@@ -93,7 +93,8 @@ class Algorithm(Protocol):
     @property
     def ring(self) -> int: ...
 
-    def __hash__(self) -> int:  # which a dataclass has of its own: costs are kept by algorithm
+    # dataclasses provide it; costs are cached by algorithm
+    def __hash__(self) -> int:
         return id(self)
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
@@ -101,10 +102,8 @@ class Algorithm(Protocol):
 
         Each reason is (recipe key, what is wrong, remedy); the list is empty if it can.
         """
-        ranks = self.ulysses * self.ring
-        if self.ring == 1:
-            return rows_must_divide(row_tokens, ranks, "one for each rank")
-        return rows_must_divide(row_tokens, 2 * ranks, "two for each rank")
+        per_rank = 1 if self.ring == 1 else 2
+        return rows_must_divide(row_tokens, self.ulysses * self.ring, per_rank)
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         """Return the positions of each context rank, in the rank's order; every position of the row
@@ -155,18 +154,17 @@ class Algorithm(Protocol):
         ...
 
 
-def rows_must_divide(row_tokens: int, parts: int, why: str) -> list[tuple[str, str, str]]:
-    """Return the problem of a row that cannot be cut into `parts` equal parts, or no problem.
-
-    Its remedy names the next length that can. why: what the parts are, for the message.
-    """
-    if row_tokens % parts == 0:
+def rows_must_divide(row_tokens: int, ranks: int, per_rank: int = 1) -> list[tuple[str, str, str]]:
+    """Return the problem of a row that cannot be cut into `per_rank` equal parts for each of the
+    ranks that share it, or no problem. Its remedy names the next length that can be."""
+    multiple = per_rank * ranks
+    if row_tokens % multiple == 0:
         return []
-    longer = -(-row_tokens // parts) * parts
-    return [
-        (
-            "data.sequence_length",
-            f"{row_tokens} tokens do not split into {parts} equal parts ({why})",
-            f"the next length that does is {longer}",
-        )
-    ]
+    what = f"{row_tokens} tokens are not a multiple of "
+    if per_rank == 1:
+        what += f"context_parallel ({ranks})"
+    else:
+        what += f"{multiple}, {per_rank} × context_parallel ({ranks}): each rank that shares a row "
+        what += f"takes {per_rank} equal parts of it"
+    remedy = f"the next length that is one is {-(-row_tokens // multiple) * multiple}"
+    return [("data.sequence_length", what, remedy)]

@@ -17,13 +17,13 @@ from uspft.sequence.rows.traffic import Cost, Forwards, exchange_cost
 @dataclass(frozen=True)
 class AllGather(Algorithm):
     """Attention for which every rank receives all keys and values at once, and again in the
-    backward pass; partial gradients go home to the owners of the keys."""
+    backward; partial gradients are sent to the owners of the keys."""
 
     ring: int = 1
     ulysses: int = 1
     window: int | None = None
-    """The sliding window that all layers have, for which the token order is made; None: they have
-    none, or differ."""
+    """The sliding window of all layers, for which the token order is chosen; None: they have none,
+    or differ."""
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return balanced(segments, 1, self.ring, window=self.window)
@@ -39,6 +39,6 @@ class AllGather(Algorithm):
 
 
 def _exchange(share: Share) -> Exchange:
-    """Return the exchange of a share in one stage: nothing is trimmed, and nothing is kept for the
-    backward pass."""
+    """Return the exchange of a share in one stage: whole shares are sent, and nothing is saved for
+    the backward."""
     return share.once("all", lambda: Exchange(share, 1, trimmed=False, keep=False))

@@ -72,8 +72,8 @@ class ChunkPasses(KeyPasses):
 
 
 class _ChunkHome(GradientsHome):
-    """The gradients of earlier chunks' keys are added to those chunks' sums, those of its own to
-    what later chunks found."""
+    """A sink for gradients of keys: those of earlier chunks' keys are added to these chunks' sums,
+    those of the chunk's own keys to what later chunks contributed."""
 
     def __init__(self, share: ChunkShare, keys: LayerKeys, k_tgD: Tensor) -> None:
         self._share, self._keys, self._k_tgD = share, keys, k_tgD
@@ -120,8 +120,10 @@ class ChunkOverRanks:
         return dq_thD, *own.result(), dsinks
 
     def _share_out(self, own: Sum, dk_mgD: Tensor, dv_mgD: Tensor) -> None:
-        """Add the gradients of keys and values up to the chunk's end to their chunks' sums. own:
-        this chunk's sum."""
+        """Add the gradients of keys and values up to the chunk's end to their chunks' sums.
+
+        own: this chunk's sum.
+        """
         pieces = self.share.pieces
         places = pairwise(accumulate((b - a for _, (a, b) in pieces), initial=0))
         for (chunk, (a, b)), (first, last) in zip(pieces, places, strict=True):
@@ -173,8 +175,8 @@ def _found_later(share: ChunkShare, keys: LayerKeys, k_tgD: Tensor) -> Sum:
 
 
 def _picked(x_tgD: Tensor, places: Sequence[Span]) -> Tensor:
-    """Return the tokens at some places, [n, g, D], in storage that holds nothing else, so that no
-    larger tensor stays in memory."""
+    """Return the tokens at some places, [n, g, D], copied, so that no larger tensor stays in
+    memory."""
     x_tgD = x_tgD.detach()
     own = x_tgD.untyped_storage().nbytes() == x_tgD.numel() * x_tgD.element_size()
     if [*places] == [(0, len(x_tgD))]:

@@ -2,10 +2,11 @@
 is the initial state of the next, and its gradient passes back the same way.
 
 Chunks run forward in order and backward in reverse: a chunk's backward takes the gradient of its
-final states from the next chunk, and leaves that of its initial states for the chunk before.
+final states from the next chunk, and stores that of its initial states for the chunk before.
 
 Shapes, as suffixes: t tokens of the chunk, n those of earlier chunks that a convolution sees, N
-places of its laid-out input; C channels; H value heads, G key heads; K key dim, V value dim.
+positions of the convolution's padded input; C channels; H value heads, G key heads; K key dim, V
+value dim.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class _OverChunk(torch.autograd.Function):
             [whole, *ends],
             [*x, *entering.values()],
             [dout_tHV, *dends],
-            allow_unused=True,  # a chunk of padding alone uses none of them
+            allow_unused=True,  # a chunk of padding uses none of them
             materialize_grads=True,
         )
         for fragment, gradient in zip(first, grads[5:], strict=True):

@@ -33,10 +33,10 @@ class Cut:
 
     chunks: int
     multiple: int = 1
-    """A chunk's tokens are a multiple of this, so that the ranks that share it divide it
-    equally."""
+    """A chunk's tokens are a multiple of this, so that they divide equally over the ranks that
+    share it."""
     token: float = 1.0
-    """The cost of a token apart from attention."""
+    """The cost of a token without attention."""
     pairs: tuple[tuple[int | None, float], ...] = ()
     """The cost of a (query, key) pair, for the layers of each sliding window."""
 
@@ -56,7 +56,10 @@ class Cut:
 
     def brought(self, row: Segments, window: int | None) -> float:
         """Return the keys that chunks send among ranks, divided by the row's length: for each chunk
-        the keys up to its end that its queries see. window: of the layer."""
+        the keys up to its end that its queries see.
+
+        window: of the layer.
+        """
         total = 0
         for first, last in pairwise(self.bounds(row)):
             seen = row.part(first, last).before
@@ -68,7 +71,7 @@ class Cut:
         return np.diff(_cost_before(self, row, np.array(self.bounds(row))))
 
 
-@lru_cache(maxsize=4096)  # the rows of a step and of the next
+@lru_cache(maxsize=4096)  # the rows of two steps
 def _bounds(cut: Cut, row: Segments) -> tuple[int, ...]:
     if cut.chunks == 1:
         return (0, row.length)
@@ -93,8 +96,10 @@ def _cost_before(cut: Cut, row: Segments, places: NDArray[np.int64]) -> NDArray[
 
 
 def cut_order(order: Order, bounds: Sequence[int]) -> list[Order]:
-    """Return, for each chunk, the positions that each context rank holds of it. order: the
-    positions that each rank holds of the whole row."""
+    """Return, for each chunk, the positions in it that each context rank has.
+
+    order: the positions that each rank has of the whole row.
+    """
     return [
         [tuple(span for own in spans for span in _within(own, a, b)) for spans in order]
         for a, b in pairwise(bounds)
@@ -118,7 +123,7 @@ def _within(span: Span, first: int, last: int) -> list[Span]:
 
 
 class ChunkShares:
-    """What one rank holds and computes of each chunk of a micro-batch's rows."""
+    """What one rank stores and computes of each chunk of a micro-batch's rows."""
 
     def __init__(
         self,
@@ -127,7 +132,7 @@ class ChunkShares:
         place: tuple[int, int],
         window: int | None = None,
     ) -> None:
-        """orders: by chunk, of each row. place: as of Share."""
+        """orders: by chunk, of each row. place: as in Share."""
         self.every = tuple(
             ChunkShare(self, number, (rows, of_rows, place, window))
             for number, of_rows in enumerate(orders)
@@ -144,8 +149,10 @@ class ChunkShares:
         return self._others[window]
 
     def places(self, held: Sequence[Span]) -> list[NDArray[np.int64]]:
-        """Return the indices of each chunk's tokens among this rank's. held: the positions of all
-        this rank's tokens, in order."""
+        """Return the indices of each chunk's tokens among this rank's.
+
+        held: the positions of all this rank's tokens, in order.
+        """
         whole = np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in held)])
         found = []
         for share in self.every:
@@ -157,7 +164,7 @@ class ChunkShares:
 
 
 class ChunkShare(Share):
-    """What one rank holds and computes of one chunk of each of a micro-batch's rows."""
+    """What one rank stores and computes of one chunk of each of a micro-batch's rows."""
 
     def __init__(
         self,
@@ -165,7 +172,7 @@ class ChunkShare(Share):
         number: int,
         how: tuple[Sequence[Segments], Sequence[Order], tuple[int, int], int | None],
     ) -> None:
-        """chunks: all of them. number: of this one. how: as of Share."""
+        """chunks: all of them. number: of this one. how: as in Share."""
         super().__init__(*how)
         self._chunks, self.number = chunks, number
 
@@ -174,26 +181,26 @@ class ChunkShare(Share):
 
     @property
     def holding(self) -> Holding:
-        """What this rank's Ulysses group has of the chunk."""
+        """The positions of the chunk that this rank's Ulysses group has."""
         return self.holdings[self.ring_index]
 
     @cached_property
     def reach(self) -> tuple[Span, ...]:
-        """The positions before the chunk that its queries see, on whatever rank: its documents and
-        windows reach back so far."""
+        """The positions before the chunk whose keys its queries see, on any rank."""
         whole = Holding(_merged(span for held in self.holdings for span in held.spans))
         back = looking_back(whole, self.documents, self.window)
         return tuple((earliest, a) for earliest, a, _ in back)
 
     @cached_property
     def kept(self) -> Holding:
-        """What of it queries of later chunks see."""
+        """The positions of the chunk whose keys queries of later chunks see, so that they are
+        saved."""
         later = chain.from_iterable(one.reach for one in self._chunks.every[self.number + 1 :])
         return Holding(_merged(span for seen in later for span in self.holding.within(*seen)))
 
     @cached_property
     def keys(self) -> tuple[Holding, ...]:
-        """By ring rank, the keys up to the chunk's end that its queries see."""
+        """By ring rank, the positions up to the chunk's end whose keys the chunk's queries see."""
         every, found = self._chunks.every[: self.number], []
         for place, own in enumerate(self.holdings):
             earlier = [span for one in every for span in one.within(place, self)]
@@ -201,13 +208,14 @@ class ChunkShare(Share):
         return tuple(found)
 
     def within(self, place: int, later: ChunkShare) -> list[Span]:
-        """Return what a ring rank has of the chunk that queries of a later one see."""
+        """Return the chunk's positions on a ring rank whose keys queries of a later chunk see."""
         return [span for seen in later.reach for span in self.holdings[place].within(*seen)]
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, Span], ...]:
-        """Where this rank's keys up to the chunk's end are, in the order of positions: in what is
-        kept of which chunk, or of this one in all of it, and which tokens of that."""
+        """The storage of this rank's keys up to the chunk's end, sorted by position: (chunk, range
+        of tokens), where the range counts the saved keys of an earlier chunk, or all keys of this
+        one."""
         found = [(a, self.number, self.holding.places([(a, b)])) for a, b in self.holding.spans]
         for one in self._chunks.every[: self.number]:
             spans = one.within(self.ring_index, self)
@@ -221,7 +229,7 @@ class ChunkShare(Share):
 
     @cached_property
     def kept_places(self) -> tuple[Span, ...]:
-        """Where among the chunk's tokens those are."""
+        """The local indices, in the chunk, of the tokens in `kept`."""
         return self.holding.places(self.kept.spans)
 
     @cached_property
@@ -231,8 +239,8 @@ class ChunkShare(Share):
 
     @cached_property
     def behind(self) -> tuple[tuple[Block, ...], ...]:
-        """behind[j] are the blocks of this chunk's queries against what is kept of chunk j before
-        it."""
+        """behind[j] are the blocks of this chunk's queries against the saved keys of the earlier
+        chunk j."""
         return tuple(
             tuple(blocks_between(self.holding, before.kept, self.documents, self.window))
             for before in self._chunks.every[: self.number]
@@ -241,8 +249,8 @@ class ChunkShare(Share):
 
 @dataclass(frozen=True)
 class Chunked(Algorithm):
-    """The ranks that share a row share each of its chunks, as the other algorithm shares a row of
-    what the chunk has of documents; the keys of earlier chunks are at hand."""
+    """An algorithm for rows in chunks: ranks share each chunk as the algorithm `of` would share a
+    row with the chunk's documents, and keys of earlier chunks are saved."""
 
     of: Algorithm
     cut: Cut
@@ -269,8 +277,10 @@ class Chunked(Algorithm):
     def shares(
         self, rows: Sequence[Segments], orders: Sequence[Order], place: tuple[int, int]
     ) -> ChunkShares:
-        """Return a rank's share of each chunk of rows that `token_order` has dealt out. place: as
-        of Share."""
+        """Return a rank's share of each chunk of rows in the orders of `token_order`.
+
+        place: as in Share.
+        """
         by_row = [
             cut_order(order, self.cut.bounds(row)) for row, order in zip(rows, orders, strict=True)
         ]

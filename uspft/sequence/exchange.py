@@ -1,8 +1,7 @@
-"""Attention whose keys and values go straight to the ranks that need them.
+"""Attention whose keys and values are sent directly to the ranks that need them.
 
 Shapes, as suffixes: t tokens of this ring rank, n tokens received in an arrival, m those of them
-that come from one rank; g KV heads on this rank, D head dim; 2: keys and values, or their
-gradients.
+from one rank; g KV heads on this rank, D head dim; 2: keys and values, or their gradients.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from uspft.sequence.rows.spans import Span
 
 @dataclass(frozen=True)
 class ExchangePasses(KeyPasses):
-    """Attention over the keys that an exchange brings.
+    """Attention over the keys that an exchange receives.
 
-    All transfers are posted before anything is computed. The first arrives while blocks with this
-    rank's own keys are computed, each further one while the blocks of the arrival before it are.
+    All transfers are posted before anything is computed. The first overlaps with the blocks of this
+    rank's own keys, each further one with the blocks of the arrival before it.
     """
 
     exchange: Exchange
@@ -47,14 +46,15 @@ class ExchangePasses(KeyPasses):
                 arrival, arrival.blocks, *(arriving.wait(arrival) if arriving else kept[here])
             )
         if kept:
-            yield own  # computed while the gradients of the others are on their way home
+            yield own  # computed while the gradients of the others' keys are being sent
 
     def home(self, k_tgD: Tensor, ring: Group) -> _ExchangeHome:
         return _ExchangeHome(k_tgD, ring, self.exchange)
 
 
 class _ExchangeHome(HomeByRing):
-    """The way home for the gradients of what an exchange brought, all of it awaited at the end."""
+    """Sends the gradients of received keys to their owners, and waits for all transfers at
+    the end."""
 
     def __init__(self, k_tgD: Tensor, ring: Group, exchange: Exchange) -> None:
         super().__init__(k_tgD, ring, "gather")
@@ -71,11 +71,12 @@ class _ExchangeHome(HomeByRing):
 
 
 class _Arriving:
-    """Keys and values under way, all posted at once; the tensors that leave are kept until their
+    """The transfers of keys and values, all posted at once; tensors to send stay alive until their
     leg has been waited for."""
 
     def __init__(self, k_tgD: Tensor, v_tgD: Tensor, exchange: Exchange, ring: Group) -> None:
-        copies: dict[tuple[Span, ...], Tensor] = {}  # many ranks may get the same: a whole share
+        # many ranks may get the same tokens, for example a whole share
+        copies: dict[tuple[Span, ...], Tensor] = {}
         moves = []
         for arrival in exchange.arrivals:
             for distance, tokens in zip(arrival.leg.distances, arrival.sizes, strict=True):
@@ -103,8 +104,7 @@ class _Arriving:
 
 
 def _by_position(arrival: Arrival, parts_2mgD: list[Tensor]) -> Tensor:
-    """Return what came from all ring distances as one tensor [2, n, g, D], in the order of
-    positions."""
+    """Return the parts from all ring distances as one tensor [2, n, g, D], sorted by position."""
     if len(parts_2mgD) == 1:
         return parts_2mgD[0]
     pieces = []

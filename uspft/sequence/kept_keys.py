@@ -1,7 +1,7 @@
-"""What the chunks of a row keep for one another, by layer: keys and values that later chunks attend
-to, and states that the next one begins with; and the gradients that come back.
+"""What the chunks of a row save for one another, by layer: keys and values for the attention of
+later chunks, and states with which the next chunk begins; and the gradients of both.
 
-Shapes, as suffixes: n tokens that are kept of a chunk, g KV heads on this rank, D head dim.
+Shapes, as suffixes: n saved tokens of a chunk, g KV heads on this rank, D head dim.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from uspft.kernels.merge import Sum
 
 
 class KeptKeys:
-    """The keys and values of a chunk to which later ones attend, and the sum of the gradients that
-    these make of them, in float32 or wider."""
+    """A chunk's saved keys and values, and the sum of their gradients from later chunks, in float32
+    or wider."""
 
     def __init__(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
         self.k, self.v = k_ngD, v_ngD
-        self.sum = Sum((2, *k_ngD.shape), k_ngD.new_empty(0))  # an empty tensor: it is kept
+        # an empty tensor, since it stays alive with this object
+        self.sum = Sum((2, *k_ngD.shape), k_ngD.new_empty(0))
 
     def forget(self) -> None:
-        """Free keys and values, which no later chunk asks for any more, and keep the sum."""
+        """Free the keys and values when no later chunk needs them; the sum stays."""
         self.k = self.v = self.k.new_empty(0)
 
 
 LayerKeys = dict[int, KeptKeys]
-"""What is kept in one layer, by chunk."""
+"""The saved keys and values of one layer, by chunk."""
 
 
 class Carried:
-    """What a document's tokens in one chunk leave for those in the next, in a layer with a state;
-    and its gradient, which comes back."""
+    """A state (or a convolution's last tokens) of a document that one chunk passes to the next, and
+    its gradient, which comes back."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -40,26 +41,26 @@ class Carried:
 
     @property
     def gradient(self) -> Tensor:
-        assert self.found is not None  # later chunks go back first
+        assert self.found is not None  # later chunks run their backward first
         return self.found
 
 
 LayerStates = dict[tuple[str, int, int], Carried]
-"""What is left for the next chunk in one layer, by its use ("rule" or "taps"), chunk and
+"""The values passed to the next chunk in one layer, by use ("rule" or "taps"), chunk and
 document."""
 
 
 def leave(states: LayerStates, key: tuple[str, int, int], value: Tensor) -> None:
-    """Leave a value for the next chunk; where a layer is recomputed it is there already, with its
-    gradient."""
+    """Store a value for the next chunk, unless the layer is being recomputed: then it is stored
+    already, with its gradient."""
     if key not in states:
         states[key] = Carried(value)
 
 
 class RowKeys:
-    """What one stage keeps of the chunks of a micro-batch, by layer."""
+    """What one pipeline stage saves of the chunks of a micro-batch, by layer."""
 
     def __init__(self) -> None:
         self.layers: defaultdict[int, LayerKeys] = defaultdict(dict)
-        """By a number that is a layer's own; so are states."""
+        """Both dicts are keyed by the layer's index."""
         self.states: defaultdict[int, LayerStates] = defaultdict(dict)

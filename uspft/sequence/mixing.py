@@ -1,10 +1,11 @@
 """Context parallelism of a layer with a state: heads are exchanged inside the Ulysses group, states
 across the ring, and the convolution before the delta rule gets a halo of tokens.
 
-Of the algorithm it only needs the assignment of tokens to Ulysses × ring ranks.
+From the algorithm it needs only the assignment of tokens to Ulysses × ring ranks.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/h all value heads and
-this rank's, G/g key heads; K key dim, V value dim; C channels; N places of a laid-out input.
+this rank's, G/g key heads; K key dim, V value dim; C channels; N positions of a convolution's
+padded input.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def mix(
         return mix_over_states(Mixed(*inputs), share.chains, rule, ring)
 
     out = around(run, inside) if around else run(inside)
-    del inside  # what the backward takes of it is kept elsewhere
+    del inside  # its backward uses what is saved elsewhere
     return exchange.back(out)
 
 
@@ -160,7 +161,7 @@ def laid_out(
 
     One autograd function makes both transfers, so that ranks that receive nothing take part in the
     backward's too. places: for each position of the result, the index into the concatenation.
-    others: the number of received tokens. come: returns them. home: called with the gradients of
+    others: the number of received tokens. come: receives them. home: called with the gradients of
     the concatenation, in at least float32, and the dtype for sending; it sends the received tokens'
     gradients back and adds those that arrive. leave: called with the concatenation.
     """
@@ -188,7 +189,7 @@ def put_on(places: Places, like: Tensor) -> Tensor:
 
 
 def _moved(rows: Tensor, sends: Sequence[int], takes: Sequence[int], group: Group) -> Tensor:
-    """Send rows [n, C] to the members, so many to each, and return those that arrive."""
+    """Send rows [n, C] to the members, this many to each, and return those that arrive."""
     channels = rows.shape[1]
     leaving, arriving = ([n * channels for n in counts] for counts in (sends, takes))
     got = all_to_all(rows.reshape(-1).contiguous(), leaving, arriving, group, STATE)

@@ -1,8 +1,8 @@
-"""Attention of a ring rank's queries over keys as they come, forward and backward, whatever brings
-the keys.
+"""The forward and backward of a ring rank's attention over keys that arrive piece by piece;
+subclasses say how keys are brought in and how their gradients are sent back.
 
-Shapes, as suffixes: t tokens of this ring rank, n those whose keys are at hand; h/g query/KV heads
-on this rank, D head dim; 2: keys and values, or their gradients.
+Shapes, as suffixes: t tokens of this ring rank, n those of the keys at hand; h/g query/KV heads on
+this rank, D head dim; 2: keys and values, or their gradients.
 """
 
 from __future__ import annotations
@@ -22,33 +22,38 @@ from uspft.sequence.rows.spans import Span, tokens_in
 
 
 class KeysAtHand(NamedTuple):
-    """Keys and values [n, g, D] that queries attend to now, and the blocks in which they do."""
+    """Keys and values [n, g, D] that are present now, and the blocks of queries that attend to
+    them."""
 
     source: object
-    """What brought them, by which their gradients go home; None: they are the rank's own."""
+    """The transfer that brought them, which determines where their gradients go; None: they are the
+    rank's own."""
     blocks: Sequence[Block]
     k: Tensor
     v: Tensor
 
 
 class KeyPasses(Passes, Protocol):
-    """One way in which keys come to queries, and their gradients go home; attention is the same in
-    all of them."""
+    """A way to bring keys to queries and to send their gradients back; attention itself is the same
+    for all."""
 
     @property
     def keep(self) -> bool:
-        """Whether keys that have come stay for the backward pass; else they come again."""
+        """Whether received keys are saved for the backward; otherwise they are transferred
+        again."""
         return False
 
     def come(
         self, k_tgD: Tensor, v_tgD: Tensor, ring: Group, kept: Sequence[Tensor] = ()
     ) -> Iterator[KeysAtHand]:
-        """Yield keys as they come, the rank's own among them, while those that follow are on their
-        way. kept: keys and values by turns that have stayed since the forward."""
+        """Yield keys as they arrive, the rank's own among them, while the next transfers run.
+
+        kept: keys and values in turn that were saved in the forward.
+        """
         ...
 
     def home(self, k_tgD: Tensor, ring: Group) -> GradientsHome:
-        """Return what takes the gradients of keys and values."""
+        """Return a sink for the gradients of keys and values."""
         ...
 
     def forward(self, qkv: Qkv, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
@@ -57,7 +62,7 @@ class KeyPasses(Passes, Protocol):
         for source, blocks, k_ngD, v_ngD in self.come(k_tgD, v_tgD, ring):
             partial.add(kernel.forward((q_thD, k_ngD, v_ngD), blocks, rule.scale))
             kept += [k_ngD, v_ngD] if self.keep and source is not None else []
-            del k_ngD, v_ngD  # else they would be there beside those that come next
+            del k_ngD, v_ngD  # otherwise they would stay in memory with the next ones
         return *partial.result(rule.sinks), *kept
 
     def backward(
@@ -70,7 +75,7 @@ class KeyPasses(Passes, Protocol):
             queries, partials = kernel.backward((q_thD, k_ngD, v_ngD), final, blocks, rule.scale)
             del k_ngD, v_ngD
             dq_thD.add(queries)
-            del queries  # as soon as it can: else each would be there beside what is made next
+            del queries  # freed early: otherwise each would stay in memory with the next result
             home.add(source, partials)
         dk_tgD, dv_tgD = home.result()
         dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *final)
@@ -78,36 +83,40 @@ class KeyPasses(Passes, Protocol):
 
 
 class GradientsHome(Protocol):
-    """The way of partial dK and dV to where they are summed, in float32 or wider."""
+    """Collects partial dK and dV and sums them at the keys' owners, in float32 or wider."""
 
     def add(self, source: object, partials: list[Gradient]) -> None:
-        """Take what was found for the keys of a source; the list may be emptied."""
+        """Add the gradients of the keys of a source; the list may be emptied."""
         ...
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return dK and dV [t, g, D] of the rank's own keys, when all of them have come."""
+        """Return the complete dK and dV [t, g, D] of the rank's own keys."""
         ...
 
 
 class HomeByRing:
-    """The way to the ring ranks whose keys they are of, once, in the compute type."""
+    """Sends gradients to the ring ranks that own the keys, in the compute dtype."""
 
     def __init__(self, k_tgD: Tensor, ring: Group, kind: str) -> None:
-        """kind: what the transfers count as."""
+        """kind: the name under which the transfers are counted."""
         self.like, self.ring, self._kind = k_tgD, ring, kind
         self.own = Sum((2, *k_tgD.shape), k_tgD)
         self._coming: list[tuple[Callable[[], None], Tensor, tuple[Span, ...]]] = []
 
     def summed(self, tokens: int, partials: list[Gradient]) -> Tensor:
-        """Return the sum of gradients of so many tokens [2, tokens, g, D] in the compute type."""
+        """Return the sum of the partial gradients of this many tokens, [2, tokens, g, D] in the
+        compute dtype."""
         found = Sum((2, tokens, *self.like.shape[1:]), self.like)
         found.add(partials)
         partials.clear()
         return found.rounded()
 
     def send(self, parts: Sequence[tuple[int, Tensor, tuple[Span, ...]]]) -> None:
-        """Send gradients home. parts: for ranks so much further round the ring, what goes there,
-        and where this rank has the keys of which another rank's come in turn."""
+        """Start to send gradients to their owners.
+
+        parts: (how many ranks further round the ring, the gradients to send there, the local ranges
+        of this rank's keys whose gradients arrive in turn).
+        """
         shape = self.like.shape[1:]
         moves = [
             Move(part.contiguous(), self.like.new_empty((2, tokens_in(places), *shape)), offset)
@@ -118,7 +127,7 @@ class HomeByRing:
         self._coming += [(wait, move.out, places) for wait, move, (_, _, places) in each]
 
     def finish(self) -> None:
-        """Wait for what is on its way, and add it to the gradients of the rank's own keys."""
+        """Wait for the transfers, and add what arrived to the gradients of the rank's own keys."""
         while self._coming:
             wait, came, places = self._coming.pop(0)
             wait()

@@ -1,4 +1,5 @@
-"""Planned exchange: chunks are dealt out by work and bytes, keys go only where they are needed."""
+"""Planned exchange: chunks of a row are assigned to ranks by their attention work and traffic, and
+keys are sent only to the ranks whose queries see them."""
 
 from __future__ import annotations
 
@@ -15,23 +16,24 @@ from uspft.sequence.rows.traffic import Cost, Forwards, Heads, exchange_cost
 
 @dataclass(frozen=True)
 class Planned(Algorithm):
-    """Ulysses outside, and inside it an exchange of the keys and values that are needed."""
+    """Ulysses outside; inside it, keys and values are sent directly to the ranks that need them."""
 
     ring: int = 1
     ulysses: int = 1
     stages: int = 0
-    """In how many stages keys and values arrive; 0: one stage for each other rank of the ring, and
-    where these are few, each cut into pieces, so that transfers and computation overlap."""
+    """The number of stages in which keys and values arrive. 0: one for each other ring rank; where
+    these are few, each is cut into pieces, so that transfers overlap with computation."""
     keep: bool = True
-    """Whether received keys and values stay for the backward pass; else they are fetched again."""
+    """Whether received keys and values are saved for the backward; otherwise they are sent
+    again."""
     window: int | None = None
-    """The sliding window that all layers have, for which the token order is made; None: they have
-    none, or differ."""
+    """The sliding window of all layers, for which the token order is chosen; None: they have none,
+    or differ."""
     per_host: int | None = None
-    """How many ring ranks one host has, where several hosts share the row; the token order is made
-    for it."""
+    """How many ring ranks a host has, where several hosts share the row; the token order then
+    reduces traffic between hosts."""
     piece_tokens: int = 1024
-    """The fewest tokens of a piece, where `stages` is 0."""
+    """The fewest tokens in a piece where `stages` is 0."""
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         found = super().problems(row_tokens, heads)

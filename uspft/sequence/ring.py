@@ -1,6 +1,7 @@
-"""Ring attention: keys and values travel, queries stay (arXiv 2310.01889, zigzag: 2405.07719).
+"""Ring attention: keys and values are passed round the ring, queries stay (arXiv 2310.01889,
+zigzag: 2405.07719).
 
-Shapes, as suffixes: t tokens of this ring rank, s tokens of the rank whose keys are at hand; g KV
+Shapes, as suffixes: t tokens of this ring rank, s tokens of the rank whose keys are present; g KV
 heads on this rank, D head dim; 2: keys and values. This is ring rank i of R, the ring degree.
 """
 
@@ -23,8 +24,8 @@ from uspft.sequence.rows.spans import Span, tokens_in
 class RingPasses(KeyPasses):
     """Ring attention over all keys in a share's blocks.
 
-    At step s rank i computes with the keys of rank i − s while the next ones are on their way. Keys
-    travel again in the backward.
+    At step s rank i computes with the keys of rank i − s while the next ones are being received.
+    Keys are passed round again in the backward.
     """
 
     share: Share
@@ -34,8 +35,8 @@ class RingPasses(KeyPasses):
     ) -> Iterator[KeysAtHand]:
         """Yield each rank's keys, this one's first.
 
-        There are two buffers: one for what is at hand, one for what arrives. Keys that no rank
-        further on needs stay behind.
+        There are two buffers: one for the present keys, one for those being received. Keys that no
+        rank further on needs are not passed on.
         """
         share = self.share
         if ring.size == 1:
@@ -51,7 +52,7 @@ class RingPasses(KeyPasses):
                 coming_2sgD = hand_2sgD.new_empty((2, tokens, *k_tgD.shape[1:]))
                 move = Move(hand_2sgD if leaves else hand_2sgD[:, :0], coming_2sgD, 1)
                 (wait,) = shift([move], ring, "ring")
-                del move  # else it would hold in the last step what is at hand in this one
+                del move  # otherwise the last step would keep the previous step's keys in memory
             yield KeysAtHand(source if step else None, share.blocks[source], *hand_2sgD)
             if wait:
                 wait()
@@ -62,8 +63,8 @@ class RingPasses(KeyPasses):
 
 
 class _RingHome(HomeByRing):
-    """The way home for the gradients of keys that were seen: what a step sends is awaited when the
-    next step's is found."""
+    """Sends gradients of keys to their owners; a step's transfer is waited for when the next step's
+    gradients are computed."""
 
     def __init__(self, k_tgD: Tensor, ring: Group, share: Share) -> None:
         super().__init__(k_tgD, ring, "ring")
@@ -83,6 +84,7 @@ class _RingHome(HomeByRing):
 
 
 def _among(seen: tuple[Span, ...], gradient: Gradient) -> Gradient:
-    """Return the gradient of a range of tokens that are all seen, by its place among those."""
+    """Return the gradient of a range of seen tokens, with the range counted among the seen tokens
+    only."""
     start = sum(min(b, gradient.start) - a for a, b in seen if a < gradient.start)
     return Gradient(start, start + gradient.stop - gradient.start, gradient.tensors)

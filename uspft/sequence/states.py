@@ -138,34 +138,34 @@ def mixed_backward(
         [whole, *(leaving[f] for f in ends)],
         x,
         [dout_THV, *(dleaving[f] for f in ends)],
-        allow_unused=True,  # a rank of padding alone uses none of them
+        allow_unused=True,  # a rank with only padding uses none of them
         materialize_grads=True,
     )
 
 
 def _entered(chains: Chains) -> list[Fragment]:
-    """Return this rank's fragments that a state enters."""
+    """Return this rank's fragments with a state from earlier fragments."""
     return [f for f in _real(chains.mine) if f not in chains.first]
 
 
 def kept_of(chains: Chains) -> int:
-    """Return how many tensors the backward of mix_over_states takes beside x."""
+    """Return how many tensors the backward of mix_over_states takes in addition to x."""
     entered = _entered(chains)
     return len(entered) + sum(f not in chains.last for f in entered)
 
 
 class _Summary(NamedTuple):
-    """What a fragment makes of the state that enters it, or of the gradient of the one that leaves:
-    passes · state + adds; transposed for gradients."""
+    """A fragment's linear map from its initial to its final state, passes · state + adds;
+    transposed for gradients."""
 
     passes: Tensor | None
-    """[H, K, K]; None where nothing enters."""
+    """[H, K, K]; None for a fragment without an initial state."""
     adds: Tensor
     """[H, K, V]."""
 
 
 def _summary(x: Mixed, rule: StateRule) -> _Summary:
-    """Return how a fragment passes a state on, from the rule itself on a wider state."""
+    """Return a fragment's summary, computed by the rule itself with a wider state."""
     heads, key, value = x.v.shape[1], x.k.shape[2], x.v.shape[2]
     wide = torch.cat([x.v.new_zeros(*x.v.shape[:2], key), x.v], dim=-1)
     like = _state_like(x)
@@ -182,8 +182,8 @@ def _state_like(x: Mixed) -> Tensor:
 
 
 _Ways = tuple[Sequence[Sequence[Fragment]], Sequence[Sequence[Fragment]], frozenset[Fragment]]
-"""Which fragments' summaries go to each rank, which come from each, and which only add, being the
-first, or the last for gradients."""
+"""The fragments whose summaries are sent to each rank, those received from each, and those without
+`passes` because they are first in their document (for gradients: last)."""
 
 
 def _exchanged(
@@ -194,8 +194,8 @@ def _exchanged(
     *,
     crossing: bool,
 ) -> dict[Fragment, _Summary]:
-    """Exchange summaries with the ring, each to those that have a use for it; nothing moves where
-    no document crosses ranks."""
+    """Exchange summaries over the ring, each with the ranks that need it; nothing is sent where no
+    document crosses ranks."""
     if not crossing:
         return {}
     sends, takes, alone = ways
@@ -230,14 +230,14 @@ def _exchanged(
 def carried(
     chains: Chains, every: Mapping[Fragment, _Summary], *, back: bool = False
 ) -> dict[Fragment, Tensor]:
-    """Return the state that enters each of this rank's fragments that do not begin a document, of
-    what those before it make together; back: the gradient of the state that leaves each that does
-    not end one, of those behind it."""
+    """Return the initial state of each of this rank's fragments that does not begin a document,
+    from the fragments before it; with `back`, the gradient of the final state of each that does not
+    end one, from the fragments after it."""
     holder = chains.mine[0].holder if chains.mine else NOBODY
     found: dict[Fragment, Tensor] = {}
     for chain in chains.documents:
         so_far: Tensor | None = None
-        came = False  # as it is in what was exchanged, all of which a view of it would keep
+        came = False  # a copy: a view would keep the whole received buffer alive
         left = sum(f.holder == holder for f in chain)
         for fragment in reversed(chain) if back else chain:
             if fragment.holder == holder:
@@ -256,17 +256,17 @@ def carried(
 
 
 def _real(fragments: Sequence[Fragment]) -> list[Fragment]:
-    """Return those that are of a document."""
+    """Return the fragments that are not padding."""
     return [f for f in fragments if f.document != NOBODY]
 
 
 def part_of(x: Mixed, fragment: Fragment) -> Mixed:
-    """Return what the rule takes of a fragment's tokens."""
+    """Return the rule's inputs for a fragment's tokens."""
     return Mixed(*(t[fragment.own] for t in x))
 
 
 def laid(like_THV: Tensor, parts: Mapping[Fragment, Tensor]) -> Tensor:
-    """Return the fragments' tokens at their places, zeros elsewhere."""
+    """Return the fragments' tokens at their positions, zeros elsewhere."""
     if not parts:
         return like_THV * 0
     order = sorted(parts, key=lambda f: f.local)

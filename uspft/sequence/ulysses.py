@@ -28,9 +28,9 @@ from uspft.sequence.rows.share import Share
 
 def attend_over_heads(passes: Passes, qkv: Qkv, share: Share, rule: Rule, split: Split) -> Tensor:
     """Return attention's out [t, H, D] of q [t, H, D], k and v [t, G, D], differentiable: between
-    two all-to-alls each member of the Ulysses group attends with its own heads.
+    two all-to-alls each member of the Ulysses group computes its own heads.
 
-    passes: the attention of those heads over the keys of all ring ranks.
+    passes: the attention of these heads over the keys of all ring ranks.
     """
     passes = of_chunk(passes, share, split.earlier)
 
@@ -91,11 +91,11 @@ class _ByPasses(torch.autograd.Function):
 
 
 Parts = tuple[tuple[HeadRange, ...], ...]
-"""For each tensor, the range of its heads that each member has."""
+"""For each tensor, the range of heads of each member."""
 
 
 def _widths(tensors: Sequence[Tensor], parts: Parts) -> list[list[int]]:
-    """Return for each member how many elements of a token it has of each tensor."""
+    """Return, for each member, the elements per token of each tensor."""
     dims = [x.shape[-1] for x in tensors]
     return [
         [(b - a) * dim for (a, b), dim in zip(heads, dims, strict=True)]
@@ -106,10 +106,10 @@ def _widths(tensors: Sequence[Tensor], parts: Parts) -> list[list[int]]:
 def start_exchange(
     tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Start to exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's.
+    """Start an all-to-all of each tensor [t, N, D] with all heads to [T, n, D] with this member's.
 
-    Tensors may differ in D, and are free at once. Returns the function that waits for it, which
-    must be called.
+    Tensors may differ in D, and may be freed at once. Returns the function that waits for the
+    result, which must be called.
     """
     own, widths = tokens[group.index], _widths(tensors_tND, parts)
     sizes = [own * sum(width) for width in widths]
@@ -134,11 +134,11 @@ def start_exchange(
 def start_exchange_back(
     tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Start the all-to-all that turns each tensor [T, n, D] of this rank's heads into [t, N, D] of
-    all heads; heads that several ranks have are summed.
+    """Start the all-to-all from each tensor [T, n, D] of this rank's heads to [t, N, D] of all
+    heads; replicas of a head are summed.
 
-    Tensors may differ in D. Returns the function that waits for it, which must be called; they must
-    not change until then.
+    Tensors may differ in D. Returns the function that waits for the result, which must be called;
+    the tensors must not change until then.
     """
     own, widths = tokens[group.index], _widths(tensors_TnD, parts)
     width, dims = sum(widths[group.index]), [x.shape[-1] for x in tensors_TnD]
@@ -181,8 +181,8 @@ def _joined(dim: int, pieces: Sequence[Tensor], heads: Sequence[HeadRange]) -> T
 
 
 class HeadExchange:
-    """The exchange of tokens for heads in a Ulysses group, where a rank's tokens are in the order
-    of the row, and back. In a group of one nothing moves."""
+    """The all-to-all from tokens to heads in a Ulysses group, and back; received tokens are sorted
+    into the order of the row. In a group of one nothing is sent."""
 
     def __init__(self, share: Share, group: Group) -> None:
         first = share.ring_index * group.size
@@ -204,8 +204,10 @@ class HeadExchange:
         return tuple(map(self.in_order, found))
 
     def back(self, x_TnD: Tensor, part: Sequence[HeadRange]) -> Tensor:
-        """Return all heads [t, N, D] of this rank's tokens; differentiable. part: as one of
-        Parts."""
+        """Return all heads [t, N, D] of this rank's tokens; differentiable.
+
+        part: one of Parts.
+        """
         of = (tuple(part),), self.tokens, self.group
         x_TnD = self.as_received(x_TnD)
         found: Tensor = with_backward(
@@ -216,21 +218,21 @@ class HeadExchange:
         return found
 
     def start_there(self, x_tND: Tensor, part: tuple[HeadRange, ...]) -> Waited:
-        """Return what waits for this member's heads of its group's tokens [T, n, D]."""
+        """Start the all-to-all for this member's heads of its group's tokens [T, n, D]."""
         if not self.moves:
             return lambda: x_tND
         wait = start_exchange((x_tND,), (part,), self.tokens, self.group)
         return lambda: self.in_order(*wait())
 
     def start_back(self, x_TnD: Tensor, part: tuple[HeadRange, ...]) -> Waited:
-        """Return what waits for all members' heads of this rank's tokens [t, N, D]."""
+        """Start the all-to-all for all heads of this rank's tokens [t, N, D]."""
         if not self.moves:
             return lambda: x_TnD
         wait = start_exchange_back((self.as_received(x_TnD),), (part,), self.tokens, self.group)
         return lambda: wait()[0]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Return tokens as they came, in the order of the row."""
+        """Return received tokens in the order of the row."""
         index = self._index(x.device)
         return x if index is None else x.index_select(0, index[0])
 
@@ -239,7 +241,7 @@ class HeadExchange:
         return x if index is None else x.index_select(0, index[1])
 
     def _index(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return what sorts tokens and what undoes it; None where they come in order."""
+        """Return the index that sorts received tokens, and its inverse; None if they are sorted."""
         sorting = self._share.sorting
         if sorting is None:
             return None

@@ -1,6 +1,6 @@
 """USP: Ulysses outside, and inside it a zigzag ring with 1/U of the heads (arXiv 2405.07719).
 
-Ulysses alone, a ring alone and a row that is whole are this with degrees of 1.
+Ulysses alone, a ring alone and an unsplit row are special cases with degrees of 1.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from uspft.sequence.rows.traffic import Cost, Forwards, ring_traffic
 @dataclass(frozen=True)
 class Usp(Algorithm):
     """`ulysses` × `ring` ranks share a row: heads are exchanged as in ulysses.py, keys and values
-    travel as in ring.py."""
+    are passed round as in ring.py."""
 
     ulysses: int = 1
     ring: int = 1
     window: int | None = None
-    """The sliding window that all layers have, for which the token order is made; None: they have
-    none, or differ."""
+    """The sliding window of all layers, for which the token order is chosen; None: they have none,
+    or differ."""
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return balanced(segments, self.ulysses, self.ring, window=self.window)

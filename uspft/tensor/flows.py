@@ -36,7 +36,7 @@ from uspft.tensor import Grid
 from uspft.tensor.parts import Used, cut, next_divisor, put_back
 
 KIND = "tensor"
-"""What its transfers count as."""
+"""The name under which its transfers are counted."""
 
 
 def output_stationary(a: Tensor, b: Tensor | Sequence[Tensor], grid: Grid, slices: int) -> Tensor:

@@ -178,7 +178,7 @@ def out_of_block(
 
 
 def _gather(x_td: Tensor, group: Group, expected: Expected | None) -> Waited:
-    if group.hosts:  # goes by hosts, one step after another, and hides nothing
+    if group.hosts:  # a hierarchical collective: its steps block, so nothing overlaps
         found = gather_over(x_td.contiguous(), group, KIND)
         return lambda: found
     return start_gather(x_td.contiguous(), group, KIND, expected)

@@ -1,12 +1,11 @@
-"""Megatron's tensor parallelism: each matrix along one dimension, columns first and then rows
-(1909.08053), with tokens split between the matrices where asked for (2205.05198).
+"""Megatron's tensor parallelism: each pair of matrices is split by columns and then by rows
+(1909.08053), and optionally tokens are split between blocks (2205.05198).
 
-A block enters at its column-split matrices and leaves at its row-split ones. Entering gives every
-rank all tokens, leaving sums what the ranks' rows made of them; each is the other's transpose, so
+A block begins with column-split matrices and ends with a row-split one. Entering a block gives
+every rank all tokens; leaving it sums the ranks' partial outputs. Each is the other's transpose, so
 that a block sends as much forward as backward.
 
-Shapes, as suffixes: T tokens that the tensor ranks have together, t one rank's of those; d hidden
-size.
+Shapes, as suffixes: T tokens of all tensor ranks together, t one rank's of those; d hidden size.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Megatron:
-    """The columns, then the rows of each pair of matrices, on as many ranks."""
+    """Each pair of matrices split by columns, then by rows, over `degree` ranks."""
 
     degree: int
     splits_tokens: bool = False
-    """Whether norms and residuals between blocks see a rank's own tokens alone: an all-reduce is
-    then an all-gather into a block and a reduce-scatter out of it."""
+    """Whether norms and residuals between blocks get only a rank's own tokens: instead of an
+    all-reduce there is an all-gather into a block and a reduce-scatter out of it."""
     copies: int = 1
-    """Of a rank's tokens, which blocks take by turns, while transfers of others are under way."""
+    """The number of groups of a rank's tokens that take turns in a block, so that one's
+    communication overlaps with another's computation."""
 
     def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
         """Return why heads cannot be split: (recipe key, what is wrong, remedy) each."""
@@ -59,9 +59,10 @@ class Megatron:
         return all_tokens(x[0], tokens, group)[None] if self.splits_tokens else for_all(x, group)
 
     def leave(self, x: Tensor, group: Group) -> Tensor:
-        """Return the sum over ranks of what row-split matrices made, [1, T, d]; differentiable.
+        """Return the sum over ranks of the row-split matrix's partial outputs, [1, T, d];
+        differentiable.
 
-        It is [1, t, d] where tokens are split, with zeros for what fills the last rank's up.
+        Where tokens are split it is [1, t, d], padded with zeros on the last rank.
         """
         if group.size == 1:
             return x
@@ -70,10 +71,11 @@ class Megatron:
         return own_tokens_of_sum(x[0], group)[None] if self.splits_tokens else sum_of_all(x, group)
 
     def cost(self, blocks: int, tokens: int, hidden: int, element_bytes: int) -> tuple[int, int]:
-        """Return the bytes and messages that a rank sends for so many blocks, forward and backward.
+        """Return the bytes and messages that a rank sends for this many blocks, forward and
+        backward.
 
-        Both ways an all-reduce, or an all-gather and a reduce-scatter: the same bytes, but for the
-        padding of tokens that do not divide.
+        Each way it is an all-reduce, or an all-gather and a reduce-scatter, which send the same
+        bytes except for padding.
         """
         others = self.degree - 1
         if self.splits_tokens:

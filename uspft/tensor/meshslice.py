@@ -1,12 +1,12 @@
-"""MeshSlice: matrices divided along both dimensions over a mesh of ranks, and products of them in
-slices, whose transfers run behind the products of other slices.
+"""MeshSlice: matrices split along both dimensions over a mesh of ranks, and their products computed
+in slices, so that one slice's transfer overlaps with another's product.
 
-Activations stay as they are through a whole model: tokens over mesh rows, which may have unequal
-numbers of them, features over mesh columns. Of a product's three matrices the largest stays where
-it is, since tokens are many: what projections into a block make (output-stationary forward), what
-the projection out of it takes (left-stationary). The other of these two flows makes the gradient of
-the input, the right-stationary one that of the weight. In all of them the dimension in slices is
-the hidden size.
+Activations have the same split through the whole model: tokens over mesh rows, possibly in unequal
+numbers, and features over mesh columns. Of a product's three matrices the largest stays in place,
+which is an activation because tokens are many: the output of projections into a block
+(output-stationary forward), the input of the projection out of it (left-stationary). The gradient
+of the input uses the other of these two flows, that of the weight the right-stationary one. All of
+them slice the hidden size.
 
 Shapes, as suffixes: t tokens of a mesh row; d hidden size, o and i features inside a block; R mesh
 rows, C mesh columns.
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from uspft.tensor.parts import Used
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")
-"""The products of a layer, in the order in which `tensor_slices` may name their numbers."""
+"""The products of a layer, in the order of the numbers in `tensor_slices`."""
 
 
 @dataclass(frozen=True)
 class MeshSlice:
-    """Matrices over a mesh of ranks, products in slices."""
+    """Matrices over a mesh of ranks, with products in slices."""
 
     degree: int
     mesh: tuple[int, int]
     """Mesh rows and columns."""
     slices: tuple[int, int, int, int]
-    """How many slices each of PRODUCTS is made in."""
+    """The number of slices of each of PRODUCTS."""
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether a rank sees its own tokens alone between blocks: no more than inside of them."""
+        """Whether a rank has fewer tokens between blocks than inside of them: never."""
         return False
 
     @property
     def copies(self) -> int:
-        """One: products in slices hide transfers themselves."""
+        """One: sliced products overlap with transfers by themselves."""
         return 1
 
     def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
@@ -93,10 +93,10 @@ class MeshSlice:
         product: int,
         used: Sequence[Used] = (),
     ) -> tuple[Tensor, ...]:
-        """Return what projections into a block make of x [t, d/C], [t, o/C] each; differentiable.
+        """Return the outputs [t, o/C] of projections into a block for x [t, d/C]; differentiable.
 
-        weights: [o/C, d/R] each, or what such a part, `used`, is cut out of; the projections share
-        what they gather of x. product: which of PRODUCTS it is.
+        weights: [o/C, d/R] each, or larger tensors whose part `used` is; the projections share the
+        gathered slices of x. product: the index in PRODUCTS.
         """
         from uspft.tensor.flows import SlicedProduct, inward
 
@@ -106,10 +106,10 @@ class MeshSlice:
     def outward(
         self, x: Tensor, weight: Tensor, grid: Grid, product: int, used: Used = ()
     ) -> Tensor:
-        """Return what the projection out of a block makes of x [t, i/C], [t, d/C]; differentiable.
+        """Return the output [t, d/C] of the projection out of a block for x [t, i/C];
+        differentiable.
 
-        weight: [d/R, i/C], or what such a part, `used`, is cut out of. product: which of PRODUCTS
-        it is.
+        weight: [d/R, i/C], or a larger tensor whose part `used` is. product: the index in PRODUCTS.
         """
         from uspft.tensor.flows import SlicedProduct, outward
 
@@ -124,7 +124,10 @@ class MeshSlice:
         return features_of_all(weight, grid.rows)
 
     def enter(self, x: Tensor, tokens: int, group: Group) -> Tensor:
-        """Return all features [1, t, d] of x [1, t, d/C]; differentiable. group: mesh columns."""
+        """Return all features [1, t, d] of x [1, t, d/C]; differentiable.
+
+        group: mesh columns.
+        """
         if group.size == 1:
             return x
         from uspft.tensor.flows import features_of_all

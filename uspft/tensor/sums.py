@@ -1,13 +1,12 @@
-"""Sums over tensor ranks, and the gathering of their tokens and of the rows of their key-value
-heads, each with its transpose backward.
+"""Sums over tensor ranks, and gathers of their tokens and of the rows of KV heads, each with its
+transpose as backward.
 
-Where a fused projection has fewer key-value heads than ranks, each of its rows is still held once,
-as those of query heads are: the ranks that attend with a head make some rows of its keys and values
-each, and gather them.
+Where a fused projection has fewer KV heads than ranks, each of its rows is still stored on one rank
+only: the ranks that share a KV head each compute some rows of its keys and values, and gather them.
 
-Shapes, as suffixes: T tokens that the tensor ranks have together, p the same with padding to a
-multiple of the ranks, t one rank's of those; d hidden size; n rows of a head that this rank makes,
-D all of them; 2: keys and values.
+Shapes, as suffixes: T tokens of all tensor ranks together, p the same padded to a multiple of the
+ranks, t one rank's of those; d hidden size; n rows of a head that this rank computes, D all of
+them; 2: keys and values.
 """
 
 from __future__ import annotations
@@ -24,23 +23,26 @@ from uspft.comm import Group, all_to_all, gather_over, sum_over, sum_parts, with
 from uspft.tensor.parts import tokens_of_each
 
 KIND = "tensor"
-"""What its transfers count as."""
+"""The name under which its transfers are counted."""
 
 
 def for_all(x: Tensor, group: Group) -> Tensor:
-    """Return x for a part of each rank's own; its gradient is the sum over ranks."""
+    """Return x unchanged, as the input of each rank's part of a matrix; its gradient is the sum
+    over ranks."""
     found: Tensor = with_backward(lambda x: x.view_as(x), partial(_summed, group), x)
     return found
 
 
 def sum_of_all(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of x over ranks, with which they all go on alike; differentiable."""
+    """Return the sum of x over ranks, which all ranks use alike, so that the gradient passes
+    unchanged; differentiable."""
     found: Tensor = with_backward(partial(_summed, group), lambda dout: dout, x)
     return found
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of x over ranks, of which each goes on alone with it; differentiable."""
+    """Return the sum of x over ranks, which each rank uses differently, so that the gradient is
+    summed too; differentiable."""
     found: Tensor = with_backward(partial(_summed, group), partial(_summed, group), x)
     return found
 
@@ -54,8 +56,10 @@ def all_tokens(x_td: Tensor, tokens: int, group: Group) -> Tensor:
 
 
 def own_tokens_of_sum(x_Td: Tensor, group: Group, *, summed: bool = True) -> Tensor:
-    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable. summed: False where
-    the gradient alone is asked for: zeros are returned, and nothing is sent."""
+    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable.
+
+    summed: False skips the sum and returns zeros, for callers that need only the gradient.
+    """
     there = partial(_summed_part if summed else _no_part, group)
     found: Tensor = with_backward(there, partial(_gathered, group, len(x_Td)), x_Td)
     return found
@@ -80,17 +84,17 @@ def _no_part(group: Group, x_Td: Tensor) -> Tensor:
 
 
 class Maker(NamedTuple):
-    """One of the ranks that make a head: its place in the group, and how many rows it makes."""
+    """A rank that computes rows of a head: its index in the group, and its number of rows."""
 
     member: int
     rows: int
 
 
 def whole_head(kv_T2n: Tensor, makers: Sequence[Maker], group: Group) -> Tensor:
-    """Return keys and values of a head, of which this rank has made some rows; differentiable: the
-    sum of the gradients goes to those who made them.
+    """Return the keys and values of a head of which this rank has computed some rows;
+    differentiable: gradients are summed at the ranks that computed the rows.
 
-    makers: of all rows, in their order; this rank is one of them. Returns [T, 2, D].
+    makers: of all rows, in order; this rank is one of them. Returns [T, 2, D].
     """
     tokens, members = len(kv_T2n), [maker.member for maker in makers]
     theirs, ours = [0] * group.size, [0] * group.size

@@ -1,1 +1,1 @@
-"""What a rank runs to train: the loop over steps, and what goes with it."""
+"""What a rank runs to train: the loop over steps, checks, evaluations and records."""

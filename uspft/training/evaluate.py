@@ -1,5 +1,5 @@
-"""Evaluation: an objective's terms over whole data sets in the layout of training, whose state it
-leaves as it was."""
+"""Evaluation: an objective's terms over whole data sets, in the layout of training and without
+changing its state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 Totals = Mapping[str, float]
-"""The sums of an objective's terms over rows and ranks, and what each is divided by, by name."""
+"""The sums of an objective's terms over rows and ranks, and their divisors, by name."""
 
 
 def told(totals: Totals, objective: Objective) -> dict[str, float | None]:
-    """Return what is logged: each term's mean, what is derived from them, and counts."""
+    """Return what is logged: each term's mean, values derived from them, and counts."""
     means, counts = dict[str, float](), dict[str, int]()
     for term in objective.terms:
         if term.evaluated:
@@ -44,8 +44,8 @@ def evaluate(
     """Return the totals of each set by title, or None where a rank asked to stop before the end;
     collective.
 
-    stop: asked on every rank in each pass. Every rank takes equally many passes, with empty rows
-    among them where a set runs out.
+    stop: called on every rank in each pass. Every rank runs the same number of passes, with empty
+    rows where a set has no more.
     """
     scores = {}
     with engine.evaluating():
@@ -77,8 +77,8 @@ def _totals(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Totals | 
 def record_of(
     step: int, sets: Mapping[str, Totals], seconds: float, objective: Objective
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for an evaluation; where there are several sets, each also
-    stands in it by itself."""
+    """Return the line of metrics.jsonl for an evaluation; with several sets it also has each set's
+    values."""
     whole = told(reduce(_added, sets.values()), objective)
     found = {f"eval_{name}": value for name, value in whole.items()}
     record: dict[str, Any] = {"step": step, **found, "eval_seconds": seconds}
@@ -88,9 +88,9 @@ def record_of(
 
 
 class Evaluation:
-    """When evaluations are due, where their scores go, and which was the best; collective.
+    """The schedule of evaluations, their records, and which was the best; collective.
 
-    The best follows from the records in the journal, so that a run that goes on knows it.
+    The best is computed from the records in the journal, so that a resumed run knows it.
     """
 
     def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
@@ -98,15 +98,15 @@ class Evaluation:
         self._is_main = run.engine.holders.rank == 0
         self._best = Best.of(journal.evaluations() if self._is_main else ())
         self.is_over = False
-        """Whether as many evaluations as the recipe's patience have come since the best."""
+        """Whether as many evaluations as the recipe's patience have followed the best."""
         self.best_step: int | None = None
-        """The step whose checkpoint stays as the best, where the recipe asks for that."""
+        """The step whose checkpoint is kept as the best, if the recipe asks for that."""
         if run.evaluation:
             self._conclude()
 
     def is_due(self, step: int) -> bool:
-        """Return whether an evaluation follows this step: after every so many steps, and at the
-        end."""
+        """Return whether an evaluation follows this step: at the recipe's interval, and at
+        the end."""
         every, job = self._run.job.recipe.training.eval_every_steps, self._run.job
         due = step == job.last_step or bool(every and step % every == 0)
         return due and step > 0 and bool(self._run.evaluation)
@@ -121,13 +121,13 @@ class Evaluation:
         return self._run.engine.largest(float(stands)) == [0.0]
 
     def run(self, step: int, stop: Callable[[], bool]) -> bool:
-        """Evaluate after a step, and return True; where a rank asks to stop, write nothing and
-        return False."""
+        """Evaluate after a step, and return True; if a rank asks to stop, write nothing and return
+        False."""
         started = time.perf_counter()
         run = self._run
         with self._display.waits(f"the evaluation after step {step}"):
             scores = evaluate(run.engine, run.evaluation, stop)
-        run.world.books.close()  # these bytes are of no training step
+        run.world.books.close()  # these bytes are not part of a training step
         if scores is None:
             self._display.say(f"the evaluation after step {step} was stopped")
             return False
@@ -141,9 +141,9 @@ class Evaluation:
         return True
 
     def exports_here(self, step: int) -> bool:
-        """Return whether the weights that ranks hold after this step are those to be exported.
+        """Return whether this rank's current weights are those to export after this step.
 
-        Else those of the best checkpoint are, by the command when its ranks have ended.
+        Otherwise the command exports the best checkpoint when its ranks have ended.
         """
         return self.best_step in (None, step)
 

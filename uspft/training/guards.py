@@ -1,5 +1,5 @@
-"""Checks that run with training: what contradicts the recipe ends the run, what looks odd is
-printed, and a few bad steps are skipped."""
+"""Checks during training: contradictions to the recipe end the run, suspicious numbers are printed,
+and a few bad steps are skipped."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from uspft.engine.step import StepResult
 
 FIRST_STEPS = 3
-"""How many of a run's first steps have their rows compared between ranks; with `training.debug` all
-steps have."""
+"""In how many first steps ranks compare their rows; with `training.debug` in all steps."""
 MAX_OFF_GUESSING = 0.1
-"""How far, relatively, the first loss of a random model may be from the loss of guessing."""
+"""How far, relatively, the first loss of a random model may be from the loss of uniform
+guessing."""
 
 
 class Guards:
@@ -42,7 +42,7 @@ class Guards:
             self._require_partitions()
 
     def rows(self, step: int, batches: Sequence[Batch]) -> None:
-        """Check that ranks that share a row read the same one, and together hold each of its tokens
+        """Check that ranks that share a row read the same one, and together have each of its tokens
         once.
 
         Raises RunFailed where they read different rows, RuntimeError where tokens are missing or
@@ -53,7 +53,7 @@ class Guards:
             self._run.loader.require_shares(batches)
 
     def first_loss(self, step: int, loss: float) -> None:
-        """Print a warning where a random model's first loss is far from that of guessing, or a
+        """Print a warning if a random model's first loss is far from that of uniform guessing, or a
         trained model's is above it."""
         if step == 1:
             random = self._run.job.recipe.model.config is not None
@@ -63,8 +63,8 @@ class Guards:
                 self._say(warning)
 
     def _require_partitions(self) -> None:
-        """Check that under ZeRO-3 each rank keeps only its part of the parameters, and print its
-        size; small parameters may be whole as well.
+        """Check that under ZeRO-3 each rank stores only its shard of the parameters, and print its
+        size; small parameters may be whole.
 
         Raises RuntimeError where another parameter is whole.
         """
@@ -91,7 +91,7 @@ class Guards:
 def first_loss_warning(loss: float, guess: float, vocabulary: int, *, random: bool) -> str | None:
     """Return what a first loss far from the expected one may mean, or None where it is near.
 
-    guess: the loss of a model that guesses. random: whether the model starts from random weights.
+    guess: the loss of uniform guessing. random: whether the model starts from random weights.
     """
     facts = f"the first loss is {loss:.2f}; guessing among {vocabulary:,} tokens gives {guess:.2f}"
     if random and abs(loss - guess) > MAX_OFF_GUESSING * guess:
@@ -108,16 +108,16 @@ def first_loss_warning(loss: float, guess: float, vocabulary: int, *, random: bo
 
 
 def each(least: float, most: float) -> str:
-    """Return how much the emptiest and the fullest rank hold, in words."""
+    """Return a phrase for the smallest and the largest number of bytes of a rank."""
     if least < most:
         return f"{as_size(least)} to {as_size(most)} on each"
     return f"{as_size(most)} on each"
 
 
 KEPT = 100
-"""How many of the last gradient norms the median is of, those of skipped steps not among them."""
+"""How many of the last gradient norms the median is taken over, without those of skipped steps."""
 LEAST = 10
-"""How many there must be before a norm is compared with their median."""
+"""How many norms are needed before a norm is compared with their median."""
 FOR_NOT_FINITE = (
     "try a lower optimizer.learning_rate or a longer warm-up (lr_schedule.warmup_steps), "
     "or look at these rows of data.train"
@@ -132,10 +132,10 @@ FOR_MEMORY = (
 
 
 class BadSteps:
-    """The steps of a run, and its account of gradient norms and of bad steps: those whose loss or
+    """The runner of steps, which records gradient norms and skips bad steps: those whose loss or
     norm is not finite, or whose norm jumps.
 
-    Every rank keeps the same account, of numbers that all have, so that all skip a step or none.
+    Every rank keeps the same record, so that all skip a step or none.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
@@ -147,13 +147,13 @@ class BadSteps:
         self.in_row: int = known.get("bad_steps", 0)
         """How many steps have been skipped since the last good one."""
         self.journal = Journal(run.job.output / INCIDENTS)
-        """Where the steps that were refused are written down."""
+        """The file in which skipped steps are recorded."""
 
     def take(self, step: int, batches: Sequence[Batch], rate: float, *, stop: bool) -> StepResult:
-        """Run one step of the engine, or skip it where it is a bad one of a few.
+        """Run one step of the engine, or skip its update if it is bad.
 
-        Raises RunFailed with the step, its rows and what to try, where it is one too many or memory
-        runs out.
+        Raises RunFailed with the step, its rows and what to try, where too many steps in a row are
+        bad or memory runs out.
         """
         rows, most = self._run.loader.rows_of(step), math.inf
         where = f"step {step}, {self._run.loader.counts} {rows.start} to {rows.stop - 1}"
@@ -181,7 +181,7 @@ class BadSteps:
         return result
 
     def _note(self, step: int, rows: range, error: BadStep) -> None:
-        """Write a refused step down."""
+        """Record a bad step."""
         self.journal.write(
             {
                 "step": step,
@@ -195,13 +195,13 @@ class BadSteps:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the account."""
+        """Return the state for a checkpoint."""
         return {"grad_norms": list(self._norms), "bad_steps": self.in_row}
 
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise RunFailed with one line where a disk is full or gone while `what` is written."""
+    """Raise a one-line RunFailed if a disk is full or gone while `what` is written."""
     try:
         yield
     except OSError as error:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleBlock) -> float:
     """Return the learning rate at a step, counted from 1.
 
-    It rises along a line over the warm-up; then it is peak, or it falls to the minimum at the last
+    It rises linearly over the warm-up; then it is the peak, or falls to the minimum at the last
     step, as `schedule.type` says.
     """
     warmup = schedule.warmup_steps
@@ -27,7 +27,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleBlock) -
 
 
 def _left(step: int, steps: int, done: float, schedule: ScheduleBlock) -> float:
-    """Return which share of the way from the minimum to the peak the rate of a step is at.
+    """Return the rate's position between the minimum (0) and the peak (1).
 
     done: the share of the steps after the warm-up that has passed with this one.
     """
@@ -46,6 +46,6 @@ def _left(step: int, steps: int, done: float, schedule: ScheduleBlock) -> float:
 
 
 def _share(ratio: float, steps: int) -> int:
-    """Return a share of the steps, rounded up; exact, as the recipe's decimals say: in binary
-    0.07 · 100 is more than 7."""
+    """Return a share of the steps, rounded up; exact in decimals: in binary 0.07 · 100 is more than
+    7."""
     return math.ceil(Fraction(str(ratio)) * steps)

@@ -1,4 +1,4 @@
-"""The training loop, with the checkpoints that it saves, evaluations and records."""
+"""The training loop, with its checkpoints, evaluations and records."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 def train(run: Run, stop: Callable[[], bool]) -> None:
-    """Run all steps that are left, or fewer where patience ends, then export the trained model.
+    """Run all remaining steps, or fewer where patience ends, then export the trained model.
 
-    stop: asked before each step on every rank; one rank's yes stops all after the step under way,
-    which is saved. Raises Interrupted then, and RunFailed where the run cannot go on.
+    stop: called before each step on every rank; if it is true on any rank, all stop after saving.
+    Raises Interrupted then, and RunFailed where the run cannot continue.
     """
     recipe, last = run.job.recipe, run.job.last_step
     first_rank = run.world.mesh.rank == 0
@@ -65,7 +65,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             rate = learning_rate(step, run.job.steps, peak, schedule)
             try:
                 result = bad_steps.take(step, batches, rate, stop=stop())
-            except BadStep:  # on all ranks alike
+            except BadStep:  # raised on all ranks alike
                 saving.finish()
                 raise
             if not result.skipped:
@@ -94,7 +94,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
 
 
 def _begin(run: Run, journal: Journal) -> None:
-    """Begin metrics.jsonl with the counts of the data, or cut it back to the resumed step."""
+    """Start metrics.jsonl with the counts of the data, or cut it back to the resumed step."""
     incidents = run.job.output / INCIDENTS
     if run.first_step:
         if incidents.exists():
@@ -105,11 +105,11 @@ def _begin(run: Run, journal: Journal) -> None:
 
 
 def export_run(run: Run, step: int) -> Path | None:
-    """Write OUTPUT/adapter, where there is an adapter, and OUTPUT/hf, where the recipe asks for it,
-    from the live engine; collective.
+    """Write OUTPUT/adapter, if there is an adapter, and OUTPUT/hf, if the recipe asks for it, from
+    the current weights; collective.
 
-    step: the steps that its weights have had. What was exported before stays until both are whole;
-    returns on the first rank where it then is, or None.
+    step: the number of steps that the weights were trained. An earlier export stays until both are
+    complete; rank 0 returns the folder to which it is then moved, or None.
     """
     recipe, output = run.job.recipe, run.job.output
     block, new, asked = recipe.model, new_exports(output), recipe.export.huggingface
@@ -129,8 +129,7 @@ def export_run(run: Run, step: int) -> Path | None:
 
 
 class Saving:
-    """What follows each step: saves, of which one at most is under way, and evaluations;
-    collective."""
+    """Saves and evaluations after each step; at most one save is in progress; collective."""
 
     def __init__(
         self,
@@ -146,14 +145,14 @@ class Saving:
         self._is_main = run.world.mesh.rank == 0
         self._under_way: Save | None = None
         self._good = run.first_step - bad_steps.in_row
-        """The last step that was no bad one, of those that are saved or being saved."""
+        """The last good step, of those whose checkpoint is complete or in progress."""
         self._began = self._waited = 0.0
 
     def after(self, step: int, stop: Callable[[], bool], *, stopped: bool) -> bool:
-        """Save and evaluate after a step, where that is due.
+        """Save and evaluate after a step, if that is due.
 
         stopped: whether the run was asked to stop, which is saved too. Returns whether it has been
-        by now.
+        asked by now.
         """
         block, last = self._run.job.recipe.checkpoint, step == self._run.job.last_step
         every, evaluation = block.every_steps, self._evaluation
@@ -174,8 +173,8 @@ class Saving:
         return stopped
 
     def save(self, step: int) -> None:
-        """Save the checkpoint of a step; where saves overlap steps, its files are written beside
-        those that follow. Raises RunFailed where it cannot be written."""
+        """Save the checkpoint of a step; with `checkpoint.overlap`, its files are written during
+        the next steps. Raises RunFailed where it cannot be written."""
         self.finish()
         job, overlap = self._run.job, self._run.job.recipe.checkpoint.overlap
         self._began, what = time.perf_counter(), _name(step)
@@ -193,14 +192,14 @@ class Saving:
             self.finish()
 
     def look(self) -> None:
-        """Finish the save under way, if there is one, once all ranks have written their files."""
+        """Finish the save in progress, if any, once all ranks have written their files."""
         if self._under_way:
             left = float(not self._under_way.is_written())
             if self._run.engine.largest(left) == [0.0]:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one. Raises RunFailed."""
+        """Wait for the save in progress, if any. Raises RunFailed."""
         save, self._under_way = self._under_way, None
         if save is None:
             return
@@ -228,7 +227,8 @@ class Saving:
                 )
 
     def delete_older(self) -> None:
-        """Delete the checkpoints that need not stay; the best and the last good one do."""
+        """Delete checkpoints beyond `checkpoint.keep_last`, except the best and the last
+        good one."""
         job = self._run.job
         if self._is_main and not self._under_way:
             keep, best = job.recipe.checkpoint.keep_last, self._evaluation.best_step

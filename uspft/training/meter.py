@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl: each step's loss, speed, memory, and bytes on the wire."""
+"""The records of metrics.jsonl: each step's loss, speed, memory, and communicated bytes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 LOADS = 64
-"""At most so many lines of a run, beside the last, have the load of every expert."""
+"""At most this many lines of a run, besides the last, have the load of every expert."""
 
 
 class Meter:
-    """What turns a step's result into a record of metrics.jsonl; collective, with two small
-    reductions for each step."""
+    """A converter of a step's result to a record of metrics.jsonl; collective, with two small
+    reductions per step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -60,11 +60,10 @@ class Meter:
     def record(
         self, step: int, batches: Sequence[Batch], result: StepResult, seconds: float
     ) -> dict[str, Any]:
-        """Return the record of what the step moved and computed, whatever layouts its batches
-        had."""
+        """Return the record of what the step sent and computed, over all layouts of its batches."""
         engine, everyone = self._run.engine, self._run.engine.holders.everyone
         here = {id(batch.world): batch.world for batch in batches}
-        worlds = self._run.loader.worlds or list(here.values())  # in one order on every rank
+        worlds = self._run.loader.worlds or list(here.values())  # the same order on every rank
         moved = [Counter(world.books.close()) for world in worlds]
         sent = sum(moved, Counter(everyone.books.close()))
         work = sum(map(self._work, batches))
@@ -99,8 +98,8 @@ class Meter:
         return record | ({"skipped": True} if result.skipped else {})
 
     def _tells_loads(self, step: int) -> bool:
-        """Tell whether a step's line has the load of every expert: at most LOADS of a run, which
-        are many numbers where a model has many layers."""
+        """Tell whether a step's line has the load of every expert: at most LOADS lines do, since a
+        deep model has many numbers."""
         every, last = self._run.job.recipe.logging.every_steps, self._run.job.last_step
         apart = every * -(-last // (every * LOADS))
         return step % apart == 0 or step == last
@@ -112,8 +111,8 @@ class Meter:
         moved: Sequence[Counter[str]],
         sizes: Sequence[Size],
     ) -> list[dict[str, Any]]:
-        """Return what ran under each strategy; seconds and bytes are those of the slowest rank and
-        of the one that sends most."""
+        """Return what ran under each strategy; seconds are those of the slowest rank, bytes those
+        of the rank that sends most."""
         each = 1 + len(KINDS)
         told = [
             [took, *(sent[kind] for kind in KINDS)]
@@ -130,9 +129,8 @@ class Meter:
         return found
 
     def _work(self, batch: Batch) -> float:
-        """Return the pairs of query and key that this ring rank computes in its stages' layers,
-        times the features of this rank's share of the heads, divided by the number of all
-        layers."""
+        """Return this rank's attention work per layer: the (query, key) pairs of its ring rank in
+        its stages' layers, times the features of its heads, divided by the number of all layers."""
         return sum(
             count
             * batch.share.with_window(window).area
@@ -144,13 +142,13 @@ class Meter:
     def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
         if self._peak is None:
             return None
-        shape = self._layers, 1, 1  # pairs have all features
+        shape = self._layers, 1, 1  # every pair has the same features
         flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
 
 
 def features_here(every: Heads, world: World) -> int:
-    """Return the features of those query heads of a layer that this rank of a world computes."""
+    """Return the features of a layer's query heads that this rank of a world computes."""
     mine, place = every.on(world.layout.mesh_columns), world.mesh.ulysses
     first, last = split_heads(mine.query, mine.kv, place.size).query[place.index]
     return (last - first) * every.dim

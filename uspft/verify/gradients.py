@@ -1,4 +1,4 @@
-"""Every gradient of a step, whatever the ZeRO stage, and how two sets of them differ."""
+"""The gradients of a step at any ZeRO stage, and how two sets of them differ."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ See = Callable[[str, Tensor], None]
 
 
 def show_gradients(engine: Engine, see: See) -> None:
-    """Call `see` on the first rank with every gradient of a step, whole, before it is clipped;
-    collective, and where an engine's step lets one look."""
+    """Call `see` on rank 0 with every gradient of a step, whole and before clipping; collective,
+    within an engine's step."""
     trained = list(engine.trained())
     with on_first_rank(engine, trained, GRADIENT) as read:
         if read:
@@ -34,7 +34,7 @@ def show_gradients(engine: Engine, see: See) -> None:
 
 
 class GradientWriter:
-    """A writer of gradients to a file as they come, in float32, and of their names beside it."""
+    """A writer of gradients to a file one by one, in float32, with an index of their names."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
@@ -53,7 +53,7 @@ class GradientWriter:
 
 
 class GradientFile:
-    """The gradients that a GradientWriter wrote, mapped into memory."""
+    """The gradients that a GradientWriter wrote, memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         self._places = json.loads(path.with_suffix(".json").read_text())
@@ -64,18 +64,18 @@ class GradientFile:
         return set(self._places)
 
     def read(self, name: str) -> Tensor:
-        """Return one gradient, flat. Raises KeyError where there is none of that name."""
+        """Return one gradient, flat. Raises KeyError for an unknown name."""
         first, count = self._places[name]
         return torch.from_numpy(np.array(self._values[first : first + count]))
 
 
 class Comparison:
-    """The comparison of gradients, as they come, with those of a file.
+    """A comparison of gradients, one by one, with those of a file.
 
     A parameter's relative difference is ‖g − g₀‖ ÷ max(‖g₀‖, FLOOR · ‖G₀‖ · √(n/N)), in 2-norms: g
     is its gradient of n elements, g₀ that of the file, and G₀ the file's whole gradient of N
     elements. The floor is a thousandth of what the norm of g₀ would be if G₀ were spread evenly;
-    below it lies rounding.
+    smaller gradients are dominated by rounding.
     """
 
     def __init__(self, reference: GradientFile) -> None:
@@ -89,8 +89,8 @@ class Comparison:
         self._seen[name] = (*norms, want.numel())  # type: ignore[assignment]
 
     def groups(self) -> dict[str, Difference]:
-        """Return the largest difference of each group; it is infinite where a gradient is not a
-        number or is missing."""
+        """Return the largest difference of each group; it is infinite where a gradient is not
+        finite or is missing."""
         whole = math.sqrt(sum(norm**2 for _, norm, _ in self._seen.values()))
         count = sum(n for _, _, n in self._seen.values())
         found: dict[str, Difference] = {}

@@ -1,6 +1,6 @@
-"""Faults put in on purpose, which `verify --inject` must catch.
+"""Deliberate faults that `verify --inject` must catch.
 
-Each changes a rank's micro-batch, and is called in verify/ranks.py and nowhere else.
+Each changes a rank's micro-batch, and is called only in verify/ranks.py.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ fault."""
 
 OFF = 1.03
 EVERYWHERE = ("mask", "scale")
-"""The faults that every rank gets, since ranks that share a row plan as one; the others break only
-the rank with most targets."""
+"""The faults that every rank gets, because ranks that share a row must agree on its split; the
+others affect only the rank with most targets."""
 
 
 def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """Deal the rank's tokens out in another order than its plan says.
+    """Permute the rank's tokens against the order that its share assumes.
 
-    Each token moves on by half a row, and all that belongs to it moves along.
+    Each token moves by half a row, with everything that belongs to it.
     """
     half = len(batch.labels) // (2 * len(rows))
     values = {one.name: getattr(batch, one.name) for one in fields(batch)}
@@ -43,7 +43,8 @@ def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
 
 
 def mask(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """Let a row's documents see one another; cut a row of one document into two that do not."""
+    """Let a row's documents attend to one another; cut a row of one document into two separate
+    ones."""
     wrong = [_other_bounds(row) for row in rows]
     orders = [world.algorithm.token_order(row) for row in rows]
     return replace(batch, share=world.share(wrong, orders))
@@ -58,7 +59,7 @@ def _other_bounds(row: Segments) -> Segments:
 
 
 def scale(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """Count targets 3 % too high, by one at least; loss and gradients are too small by as much."""
+    """Count 3 % too many targets, at least one; loss and gradients are too small by that factor."""
     return replace(batch, targets=math.ceil(batch.targets * OFF))
 
 
@@ -70,7 +71,7 @@ def label(batch: Batch, world: World, rows: list[Segments]) -> Batch:
 
 
 def _chosen_again(batch: Batch) -> Batch:
-    """Return the batch with the targets that its labels have now."""
+    """Return the batch with the set of targets recomputed from its labels."""
     chosen = (batch.labels != NOT_TRAINED).nonzero().squeeze(1)
     return replace(batch, chosen=chosen, targets=len(chosen))
 

@@ -1,6 +1,6 @@
 """The first step in plain transformers, with its own config, model, positions, attention and loss.
 
-From uspft come only the rows, the random weights to start from, and the choice of what trains.
+Only the rows, the random initial weights, and the choice of what trains come from uspft.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ if TYPE_CHECKING:
 def weights_under_way(
     block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
 ) -> Weights:
-    """Return weights as of a run under way: those of `weights_of`, with no adapter's B at 0.
+    """Return the weights of `weights_of`, but with random values for an adapter's B, as in a run in
+    progress.
 
-    Beside a B of 0 the adapter's A has no gradient, and a wrong one would not be seen.
+    With the initial B = 0 the adapter's A has no gradient, and a wrong one would go unnoticed.
     """
     found = weights_of(block, seed, model, checkpoint)
     return AdapterUnderWay(found, seed) if block.adapter else found
 
 
 class AdapterUnderWay:
-    """A model's weights, in which the B of an adapter is uniform(±0.1 ÷ √rank), a function of seed
-    and name."""
+    """A model's weights in which an adapter's B is uniform(±0.1 ÷ √rank), a function of seed and
+    name."""
 
     def __init__(self, start: Weights, seed: int) -> None:
         self._start, self._seed = start, seed
@@ -76,10 +77,10 @@ class AdapterUnderWay:
 
 
 def plain(job: Job, device: torch.device, see: See) -> Measured:
-    """Return loss and gradient norm of the first step's rows, and hand every gradient to `see`.
+    """Return loss and gradient norm of the first step's rows, and pass every gradient to `see`.
 
     Each document runs alone, with whole logits and transformers' own attention and router loss, all
-    in float32 from weights rounded to the recipe's type.
+    in float32 from weights rounded to the recipe's dtype.
     """
     recipe = job.here
     model = _model(recipe).to(device)
@@ -112,15 +113,15 @@ def _backward(model: Any, row: Row, targets: int, rows: int) -> float:
         losses.append(total / targets)
         routed.append(getattr(found, "router_logits", None))
     if not losses:
-        return 0.0  # a row of padding alone
+        return 0.0  # a row of padding
     loss = torch.stack(losses).sum()
     (loss + _router_loss(model, routed) / rows).backward()
     return float(loss.detach())
 
 
 def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tensor | float:
-    """Return transformers' own router loss of a row's documents together, or 0 where the config
-    does not ask for it."""
+    """Return transformers' own router loss of a row's documents together, or 0 if the config does
+    not ask for it."""
     each = [layers for layers in routed if layers is not None]
     if not each or not getattr(model.config, "output_router_logits", False):
         return 0.0
@@ -133,7 +134,7 @@ def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tenso
 
 
 def _model(recipe: Recipe) -> Any:
-    """Return the model, built and filled by transformers and peft; random weights are those that
+    """Return the model, built and loaded by transformers and peft; random weights are those that
     uspft draws."""
     dtype = getattr(torch, recipe.model.dtype)
     config = plain_config(recipe.model)
@@ -148,14 +149,15 @@ def _model(recipe: Recipe) -> Any:
         for name, parameter in model.named_parameters():
             parameter.data = source.read(name, Part.whole(parameter.shape))
     for name, parameter in model.named_parameters():
-        if name.endswith(CORRECTION):  # it has no gradient, and is float32 in every type
+        if name.endswith(CORRECTION):  # it has no gradient, and is always float32
             parameter.requires_grad_(False)
     pin_frequencies(model, recipe.data.sequence_length)
     choose_trained(model, recipe.model, recipe.seed)
     _start_adapter(model, recipe)
     for _, module in expert_modules(model):
         if any(adapters(module)):
-            form_weights(module)  # as peft does; uspft's own experts never form them
+            # as peft does; uspft never merges adapters of experts into weights
+            form_weights(module)
     for name, parameter in model.named_parameters():
         if not name.endswith(CORRECTION):
             parameter.data = parameter.data.to(dtype).float()
@@ -165,7 +167,7 @@ def _model(recipe: Recipe) -> Any:
 
 
 def _loaded(recipe: Recipe, config: Any, how: dict[str, Any]) -> Any:
-    """Return the model of a folder; transformers itself grows it where the recipe adds tokens."""
+    """Return the model of a folder; transformers itself enlarges it if the recipe adds tokens."""
     name, wanted = recipe.model.name_or_path, config.vocab_size
     if recipe.model.add_tokens:
         config.vocab_size = AutoConfig.from_pretrained(name).get_text_config().vocab_size
@@ -175,7 +177,8 @@ def _loaded(recipe: Recipe, config: Any, how: dict[str, Any]) -> Any:
     else:
         model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
     if wanted > stored:
-        model.resize_token_embeddings(wanted, mean_resizing=False)  # else it adds noise
+        # transformers would add noise otherwise
+        model.resize_token_embeddings(wanted, mean_resizing=False)
         with torch.no_grad():
             for module in (model.get_input_embeddings(), model.get_output_embeddings()):
                 module.weight[stored:] = module.weight[:stored].double().mean(0)
@@ -188,12 +191,13 @@ def _language_model(name: str | None, config: Any, how: dict[str, Any]) -> Any:
     model = AutoModelForCausalLM.from_config(config, **how)
     for part, of in ((model.model, whole.model.language_model), (model.lm_head, whole.lm_head)):
         held = of.state_dict()
-        part.load_state_dict({key: held[key] for key in part.state_dict()})  # of fewer layers too
+        # it may have fewer layers
+        part.load_state_dict({key: held[key] for key in part.state_dict()})
     return model
 
 
 def _start_adapter(model: Any, recipe: Recipe) -> None:
-    """Give values to the parameters that peft has added, which have none yet."""
+    """Initialise the parameters that peft has added."""
     source = weights_under_way(recipe.model, recipe.seed, model)
     for name, (parameter, owners) in places(model).items():
         if is_adapter(name):
@@ -222,11 +226,11 @@ STARTS_FROM = "original_max_position_embeddings"
 
 
 def plain_config(block: ModelBlock) -> Any:
-    """Return the config as if model.overrides and model.rope_scaling had stood in its file."""
+    """Return the config as if model.overrides and model.rope_scaling were in its file."""
     source = block.config or block.name_or_path or ""
     raw = _raw(source if isinstance(source, dict) else Path(source))
     types, overrides = raw.get("layer_types"), block.overrides
-    if sizes := raw.pop("per_layer_config", None):  # those of layers that see all
+    if sizes := raw.pop("per_layer_config", None):  # of layers with full attention
         alike = {"head_dim": raw.get("head_dim"), **next(iter(sizes.values()))}
         raw["global_head_dim"] = alike["head_dim"]
         raw["num_global_key_value_heads"] = alike.get("num_key_value_heads")
@@ -235,7 +239,7 @@ def plain_config(block: ModelBlock) -> Any:
         layers = raw["num_hidden_layers"]
         raw["layer_types"] = types[:layers] + types[-1:] * (layers - len(types))
         if KINDS_OF_LAYERS & overrides.keys() and "use_sliding_window" in raw:
-            del raw["layer_types"]  # the overrides say it for all layers
+            del raw["layer_types"]  # the overrides set it for all layers
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     if block.rope_scaling:
         old = config.rope_parameters
@@ -251,7 +255,7 @@ def plain_config(block: ModelBlock) -> Any:
 
 
 def _raw(source: Path | dict[str, Any]) -> dict[str, Any]:
-    """Return what a file, or its contents, says of the model; of a multimodal one, of its language
+    """Return the config in a file or mapping; for a multimodal model, that of its language
     model."""
     if isinstance(source, dict):
         raw = source
@@ -261,7 +265,8 @@ def _raw(source: Path | dict[str, Any]) -> dict[str, Any]:
         return dict(raw)
     whole = AutoConfig.for_model(**raw)
     text: dict[str, Any] = whole.get_text_config().to_dict()
-    if text["model_type"] == "qwen3_vl_text":  # text turns as in Qwen3, which has a head
+    # its positions for text are Qwen3's, which has a language model head
+    if text["model_type"] == "qwen3_vl_text":
         text["model_type"] = "qwen3"
         for axes in ("mrope_section", "mrope_interleaved"):
             text["rope_parameters"].pop(axes, None)
@@ -269,8 +274,8 @@ def _raw(source: Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def pin_frequencies(model: Any, length_tokens: int) -> None:
-    """Set the rotary frequencies that transformers' own functions give for this length, for every
-    call of the model."""
+    """Set the rotary frequencies that transformers computes for this length, for every call of the
+    model."""
     rotary = model.get_decoder().rotary_emb
     by_kind = rotary.rope_type if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
     for kind, name in by_kind.items():

@@ -1,4 +1,4 @@
-"""What a rank of `verify` does: the reference on one process, or every layout one after another."""
+"""What a rank of `verify` runs: the reference on one process, or every layout one after another."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def run_reference(verify: VerifyJob, device: torch.device) -> None:
-    """Run the recipe on this one process, and where asked plain transformers before it.
+    """Run the recipe on this process alone, after plain transformers if requested.
 
-    The losses and gradients of both are left in the folder of results; the differences that stand
-    with plain transformers' result are those of the reference from it.
+    The losses and gradients of both are written to the folder of results; the differences listed
+    with plain transformers are the reference's from it.
     """
     folder, (layout,) = verify.folder, verify.layouts
     truth = None
@@ -71,10 +71,10 @@ def run_layouts(
     say: Callable[[str], None],
     ranks_of_host: int | None = None,
 ) -> None:
-    """Run every layout in turn, with engines built anew; the first rank compares and leaves the
+    """Run every layout in turn, with a new engine for each; rank 0 compares and writes the
     results."""
     launch = verify.job.recipe.launch
-    limit = deadline(launch.timeout_minutes, first_step=True)  # each layout has first steps
+    limit = deadline(launch.timeout_minutes, first_step=True)  # every layout has a first step
     first, groups = dist.get_rank() == 0, Groups(limit, ranks_of_host)
     for number, layout in enumerate(verify.layouts, 1):
         started = time.perf_counter()
@@ -98,10 +98,10 @@ def measure(
     steps: int,
     fault: str | None = None,
 ) -> Measured:
-    """Train for some steps, and return what each gave; collective.
+    """Train for some steps, and return the results of each; collective.
 
-    see: called on the first rank with every gradient of the first step. groups: those of the
-    process. fault: one of FAULTS, or None. Nothing is written, and all memory is given back.
+    see: called on rank 0 with every gradient of the first step. groups: those of the process.
+    fault: one of FAULTS, or None. Nothing is written, and all memory is freed.
     """
     run = assemble(job, device, groups, weights_under_way)
     recipe, found = job.recipe, Measured()
@@ -133,7 +133,7 @@ def measure(
 
 
 def _broken(run: Run, batches: list[Batch], fault: str) -> list[Batch]:
-    """Return the micro-batches with a fault in them, on the ranks that it is meant for."""
+    """Return the micro-batches with a fault injected, on the ranks that it applies to."""
     targets = float(sum(batch.targets for batch in batches))
     here = [targets] == run.engine.largest(targets)
     if not (here or fault in EVERYWHERE):

@@ -1,5 +1,5 @@
-"""The verdict of every layout, by tolerances that tell rounding from mistakes in each compute type;
-as JSON and as a table that a person reads."""
+"""The verdict on every layout, by tolerances that separate rounding from errors in each compute
+dtype; as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from uspft.verify.work import GROUPS, Measured, Result
 
 MAX_TIMES_OWN_ERROR = 4.0
 """How far a layout may be from one process, as a multiple of that process's own distance from
-float32: both are rounded, each in its own way, and one layout's error was measured at up to twice
-another's."""
+float32: both are rounded, in different ways, and the largest measured ratio was two."""
 MAX_TOLERANCE = 0.5
-"""The largest tolerance of a gradient: one beyond it would pass a gradient that has nothing to do
-with the right one (whose difference is about 1.4)."""
+"""The largest tolerance of a gradient: a larger one would pass a gradient unrelated to the right
+one (whose difference is about 1.4)."""
 
 ALIKE = 1.1
-"""How far the differences of groups may be apart, as a factor, and still count as one scale;
-rounding and later steps set them this far apart."""
+"""The largest ratio between groups' differences that still counts as one common factor, since
+rounding and later steps spread them."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,20 @@ FIXED = {
     "float32": Tolerance(1e-5, 1e-4, 1e-4, {}),
     "bfloat16": Tolerance(5e-3, 3e-2, 1e-1, {}),
 }
-"""The tolerance of each compute type. That of float32 allows for sums in another order over a few
-steps of Adam. That of bfloat16 is for where nothing better is known; `measured_tolerance` takes its
-place where plain transformers has run beside the reference."""
+"""The tolerance of each compute dtype. That of float32 allows for another order of summation over a
+few steps of Adam. That of bfloat16 is the fallback for `measured_tolerance`, which needs a run of
+plain transformers."""
 PLAIN = {"float32": FIXED["float32"], "bfloat16": Tolerance(2e-2, 1e-1, MAX_TOLERANCE, {})}
-"""The tolerance of each compute type for one process beside plain transformers in float32."""
+"""The tolerance of each compute dtype for one process against plain transformers in float32."""
 
 
 def measured_tolerance(dtype: str, reference: Measured, plain: Result | None) -> Tolerance:
     """Return the tolerance for layouts, from the difference of one process from plain transformers.
 
     In float32, or without plain transformers, it is the fixed one. Otherwise it is
-    MAX_TIMES_OWN_ERROR times what one process in this type differs from plain transformers in
-    float32, at most what is allowed beside plain transformers, and at least a quarter of the fixed
-    one: one number may agree by chance.
+    MAX_TIMES_OWN_ERROR times the difference of one process in this dtype from plain transformers in
+    float32, at most PLAIN's tolerance for that difference, and at least a quarter of the fixed one,
+    because one number may agree by chance.
     """
     fixed, most = FIXED[dtype], PLAIN[dtype]
     if dtype == "float32" or plain is None:
@@ -93,10 +92,11 @@ def _largest(got: Sequence[float], want: Sequence[float]) -> float:
 
 
 def one_factor(result: Result, reference: Measured, allowed: Tolerance) -> bool:
-    """Return whether the differences look like one scale, and not like an error of single tokens.
+    """Return whether the differences look like one common factor rather than errors of single
+    tokens.
 
-    Then every group's gradient and the norm are off by one and the same share, and the loss by that
-    share or by nothing.
+    In that case every group's gradient and the norm are off by the same factor, and the loss by
+    that factor or not at all.
     """
     loss, norm = differences(result.measured, reference)
     each = [norm, *(one.value for one in result.differences.values())]
@@ -106,7 +106,7 @@ def one_factor(result: Result, reference: Measured, allowed: Tolerance) -> bool:
 
 
 def mismatches(result: Result, reference: Measured, allowed: Tolerance) -> list[str]:
-    """Return what differs by more than rounding, in words; nothing where all agrees."""
+    """Return a phrase for each number that differs by more than rounding."""
     measured = result.measured
     if measured.stopped:
         return [measured.stopped]
@@ -137,7 +137,7 @@ class LayoutLine:
 
     name: str
     candidate: Candidate | None
-    """The layout of the line; None: it is plain transformers."""
+    """The layout; None: plain transformers."""
     result: Result | None
     wrong: list[str] | None
     """What differs by more than rounding; None: the layout was not tried."""
@@ -151,7 +151,7 @@ class LayoutLine:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `verify` found."""
+    """All results of `verify`."""
 
     facts: dict[str, Any]
     """What was verified, for the JSON and for the lines above the table."""
@@ -169,7 +169,7 @@ class Report:
         layouts: Sequence[tuple[Candidate, Result | None]],
         inject: str | None,
     ) -> Report:
-        """Make the report of what was measured.
+        """Return the report on these results.
 
         found: (the reference, plain transformers' result or None). layouts: the first is the
         recipe's; those without a result were not tried.
@@ -192,8 +192,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs; with a fault injected, whether every layout differs, and nothing
-        else."""
+        """Whether nothing differs; with an injected fault, whether every layout differs, and
+        nothing else."""
         plain_is_off = bool(self.plain and self.plain.wrong)
         if plain_is_off or self.reference.stopped or not self.tried:
             return False
@@ -235,7 +235,7 @@ class Report:
         return entry
 
     def text(self) -> str:
-        """Return the table and what it means."""
+        """Return the table and its explanation."""
         lines = [line for line in (self.plain, *self.tried) if line]
         groups = {group for line in lines if line.result for group in line.result.differences}
         columns = [group for group in _ORDER if group in groups]
@@ -249,7 +249,7 @@ class Report:
         return "\n".join([*told, *self._left_out(), *self._meaning()])
 
     def _left_out(self) -> list[str]:
-        """Return a line for each reason why layouts were not tried: how many, and one of them."""
+        """Return a line for each reason for skipping layouts: how many, and an example."""
         by_key: dict[str | None, list[Candidate]] = {}
         for line in self.layouts:
             if line.candidate and line.wrong is None:
@@ -280,7 +280,7 @@ class Report:
         return [line.name + own, *cells]
 
     def _meaning(self) -> list[str]:
-        """Return what differs, what that may mean, and the verdict, in plain words."""
+        """Return lines on what differs, what that may mean, and the verdict."""
         wrong, count = [line for line in self.tried if line.wrong], len(self.tried)
         told = [f"one process: {self.reference.stopped}"] if self.reference.stopped else []
         if self.plain and self.plain.wrong:
@@ -306,7 +306,7 @@ class Report:
 
 
 def _hints(tried: Sequence[LayoutLine], scaled: bool) -> list[str]:
-    """Return what a mismatch may mean, judged by which layouts show it.
+    """Return the likely causes of a mismatch, judged by which layouts show it.
 
     scaled: whether all are off by one factor.
     """

@@ -1,5 +1,5 @@
-"""What ranks are given to compare, in a folder that `verify` makes for them; and the results of a
-layout's first steps, as they leave them for the command."""
+"""What ranks are to compare, in a folder that `verify` creates for them; and the results of a
+layout's first steps, which they write there for the command."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from uspft.config.strategies import alike
 from uspft.job import Job
 
 JOB = "verify.json"
-"""The file that the command hands over, beside the job's own files."""
+"""The command's file for the ranks, next to the job's own files."""
 FOLDER, REPORT = "verify", "verify.json"
-"""The folder in the output folder, and the file in it, where the command leaves what it found."""
+"""The subfolder of the output folder, and the report's file in it."""
 REFERENCE, PLAIN, LAYOUTS = "one-process.jsonl", "plain.jsonl", "layouts.jsonl"
 GRADIENTS, PLAIN_GRADIENTS = "gradients.float32", "plain-gradients.float32"
-"""The files that ranks leave, beside logs, in the folder of results."""
+"""The files of gradients that ranks write to the folder of results."""
 GRADIENT_FILES = "*gradients.*"
-"""Which of these files are large, and are removed when all is compared."""
+"""The large files of that folder, which are deleted after the comparison."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class VerifyJob:
     layouts: tuple[ParallelBlock, ...]
     steps: int
     folder: Path
-    """The folder where results go."""
+    """The folder for results."""
     is_reference: bool = False
-    """Whether this is the run on one process, whose gradients are kept for the others."""
+    """Whether this is the run on one process, whose gradients are the reference."""
     with_plain: bool = False
-    """Whether plain transformers is run beside the reference."""
+    """Whether plain transformers runs too."""
     inject: str | None = None
 
     def under(self, layout: ParallelBlock) -> Job:
@@ -87,7 +87,7 @@ class VerifyJob:
 
 def without_extras(recipe: Recipe) -> Recipe:
     """Return the recipe without what changes no number: evaluation, DeepSpeed's own reports, and
-    how many layers of each stage are checkpointed, which is said of some stages alone."""
+    checkpointed layers per stage, which do not fit other layouts."""
     again = isinstance(recipe.memory.gradient_checkpointing, tuple)
     return recipe.changed(
         deepspeed={"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False},
@@ -106,18 +106,18 @@ GROUPS = (
     ("mlp", re.compile(r"mlp|expert|moe|router|gate")),
     ("other", re.compile("")),
 )
-"""The groups that parameters are reported in, of which the first that fits is taken; a tied head is
-the embedding's."""
+"""The groups in which gradients are reported; the first match counts, and a tied head belongs to
+the embedding."""
 
 
 def group_of(name: str) -> str:
-    """The group that a parameter is reported in."""
+    """The group of a parameter in the report."""
     return next(group for group, pattern in GROUPS if pattern.search(name))
 
 
 @dataclass
 class Measured:
-    """What each step gave."""
+    """The results of each step."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Result:
-    """What one layout gave, and how its gradients differ from the reference's, by group."""
+    """The results of one layout, and how its gradients differ from the reference's, by group."""
 
     measured: Measured
     differences: dict[str, Difference]
@@ -149,6 +149,6 @@ class Result:
 
 
 def results(path: Path) -> list[Result]:
-    """Return the results that were left in a file; none where there is no such file."""
+    """Return the results in a file; none where it does not exist."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [TypeAdapter(Result).validate_python(json.loads(line)) for line in lines]

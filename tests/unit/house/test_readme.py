@@ -153,7 +153,7 @@ def test_the_tree_names_every_room() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
     rooms = {f"uspft/{path.name}" for path in (ROOT / "uspft").iterdir() if holds_python(path)}
     assert rooms - named == set() and len(rooms) >= 17
-    files = {"launch.sh", "install.py", "uspft/assemble.py"}
+    files = {"launch.sh", "install.py", "uspft/assemble.py", "uspft/comm.py"}
     assert files | {"uspft", "recipes", "configs", "data", "tests", "benchmarks"} | rooms == named
 
 

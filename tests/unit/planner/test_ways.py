@@ -216,7 +216,7 @@ def test_what_is_illegal_says_why() -> None:
     given = recipe(**RING, data={"sequence_length": 98})
     reasons = {one.name: one.reason for one in layouts(given, 2)}
     assert reasons["ulysses2"] is None and reasons["data2"] is None
-    assert "98 tokens do not split into 4" in str(reasons["ring2"])
+    assert "98 tokens are not a multiple of 4, 2 × context_parallel (2)" in str(reasons["ring2"])
     keys = {one.key for one in layouts(given, 2) if one.reason}
     assert keys == {"data.sequence_length"}
     stage0 = {"deepspeed": {"zero_optimization": {"stage": 0}}, "model": {"dtype": "bfloat16"}}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.wire import TORCH_DISTRIBUTED
-from uspft.comm import collectives
+from uspft import comm
 
 
 @pytest.fixture
 def on_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "dist", TORCH_DISTRIBUTED)
+    monkeypatch.setattr(comm, "dist", TORCH_DISTRIBUTED)

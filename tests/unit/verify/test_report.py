@@ -66,7 +66,7 @@ def test_what_is_left_out_is_counted_by_reason() -> None:
     by_length, by_limit, meshes = sorted(told, key=lambda line: ("list" in line, "--all" in line))
     length = f"{counts['data.sequence_length']} of {len(every)} layouts by data.sequence_length"
     assert by_length.startswith(f"not tried: {length}, such as ")
-    assert ": 100 tokens do not split into " in by_length
+    assert ": 100 tokens are not a multiple of " in by_length
     assert by_limit == (
         f"not tried: {counts[None]} of {len(every)} layouts, beyond the 9 that are tried; "
         "`../launch.sh verify r.yaml --all` tries them too"

@@ -1,2 +1,2 @@
-"""A conversation as text: the template (template), its text with the spans that train, and what the
-template leaves out (rendering, spans)."""
+"""A conversation as text: the template (template), and its text with the spans that train and a
+check of what the template leaves out (rendering, spans)."""

@@ -51,7 +51,7 @@ def _conversation(
     turns = [_handed(turn, template, i) for i, turn in enumerate(fields["messages"])]
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     trained = _trained(fields["messages"], answers, train_on)
-    # With train_on: all, the answers looked for are those that do not train.
+    # With train_on: all, the spans to find are those of the answers that do not train.
     asked = [i for i in answers if i not in trained] if train_on == "all" else trained
     more = dict(fields.get("chat_template_kwargs") or {})
     if fields.get("tools"):
@@ -78,9 +78,9 @@ def _conversation(
 def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:
     """Return turn i in the form that the template can render.
 
-    Its weight is left out, a list of content parts becomes one text if the template cannot read
-    lists, calls have their arguments in the type that it reads, and the content of a call is empty
-    text if the template would otherwise write None.
+    Its weight is removed, a list of content parts becomes one text if the template cannot read
+    lists, calls have their arguments in the type that it reads, and the content of a turn with
+    calls is empty text if the template would otherwise write None.
     """
     turn = {key: value for key, value in turn.items() if key != "weight"}
     if isinstance(turn.get("content"), list) and not template.reads_parts:
@@ -98,8 +98,8 @@ def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:
 def _called(call: dict[str, Any], template: ChatTemplate, here: str) -> dict[str, Any]:
     """Return a call with its arguments as an object or as JSON text, whichever the template reads.
 
-    They stay as they are if the template reads both or neither. Raises SampleFault if it reads only
-    objects and they are text that is no JSON object.
+    They are unchanged if the template reads both or neither. Raises SampleFault if it reads only
+    objects and they are not the text of one.
     """
     function = call.get("function", call)
     given, reads = function.get("arguments"), template.arguments
@@ -195,7 +195,7 @@ _KNOWN = {
     *PROTOCOL,
 }
 _THOUGHT = "</think>"
-"""What ends the thoughts of an answer."""
+"""The mark at the end of an answer's thoughts."""
 
 
 def require_answers(answers: list[Turn], spans: list[str], template: ChatTemplate) -> None:
@@ -209,7 +209,7 @@ def require_answers(answers: list[Turn], spans: list[str], template: ChatTemplat
     trained, at = "".join(spans), 0
     for answer in answers:
         for text in _pieces(answer):
-            # Templates of reasoning models leave earlier turns' thoughts out.
+            # Templates of reasoning models omit the thoughts of earlier turns.
             for content in (text, text.rpartition(_THOUGHT)[2]):
                 found = trained.find(content.strip(), at)
                 if found >= 0:
@@ -247,10 +247,10 @@ def require_turns(
 ) -> None:
     """Check that the text has every turn: templates silently leave out roles that they do not know.
 
-    Of an answer only its calls are looked for, since templates leave earlier thoughts out. Another
-    turn is there if the template writes its role and the text has its content at least as often as
-    all turns have it; else the text must change when the content of this turn does. more: tools and
-    other settings. Raises SampleFault.
+    For an answer only its calls are checked, since templates omit earlier thoughts. Another turn is
+    present if the template writes its role and the text has its content at least as often as all
+    turns have it; otherwise the text must change when the content of this turn does. more: tools
+    and other settings. Raises SampleFault.
     """
     ordered = _in_order(turns, text)
     held = "" if ordered else "\0".join(piece for turn in turns for piece in _shown(turn, text))
@@ -272,7 +272,8 @@ def require_turns(
 
 
 def _in_order(turns: list[Turn], text: str) -> bool:
-    """Tell whether the text contains the turns' contents in order; then they need no counting."""
+    """Tell whether the text contains the turns' contents in order, so that they need not be
+    counted."""
     at = 0
     for turn in turns:
         for piece in _pieces(turn):
@@ -320,7 +321,7 @@ def _changes(
 ) -> bool:
     """Tell whether the text changes when turn i has another content, or is left out.
 
-    If the template refuses both, nothing can be told, and the turn counts as written.
+    If the template refuses both, nothing can be said, and the turn counts as written.
     """
     turn = turns[i]
     parts = isinstance(turn["content"], list)

@@ -14,7 +14,7 @@ Write = Callable[..., str]
 """write(turns, prompt=False) → text; raises SampleFault where the template refuses the turns."""
 
 PLACEHOLDER = "\ue0a0answer\ue0a1"
-"""The text that replaces an answer; it has private-use characters, which no other text has."""
+"""The text that replaces an answer; its private-use characters occur in no other text."""
 
 
 class SpanUnknown(Exception):
@@ -26,7 +26,7 @@ class AnswerStyle:
     """How a template writes answers."""
 
     prompts: bool
-    """Whether the generation prompt alone precedes an answer."""
+    """Whether nothing but the generation prompt precedes an answer."""
     tokens: tuple[str, ...]
     """The special tokens as text; most templates end a turn with one."""
     around: tuple[str, str] | None = None
@@ -173,7 +173,7 @@ def _replaced(
     head, _, tail = alone.partition(PLACEHOLDER)
     before, _, after = whole.partition(PLACEHOLDER)
     own = between(write, turns[:i], head, style.prompts)
-    own = own or (style.around[0] if style.around else "")  # an answer before it hides its own
+    own = own or (style.around[0] if style.around else "")  # an answer before it may omit its own
     start = len(before) - len(own) if before.endswith(own) else len(before)
     shared = _shared(before[:start], text)
     if before[shared:start].strip():

@@ -1,5 +1,5 @@
-"""A tokenizer's chat template: which one a recipe means, what it writes of a conversation, what is
-wrong with it, and how the trained model is served with it."""
+"""A tokenizer's chat template: which one a recipe means, how it renders a conversation, what is
+wrong with it, and which one the trained model is exported with."""
 
 from __future__ import annotations
 
@@ -38,23 +38,25 @@ def marked_copy_of(source: str) -> str | None:
 
 
 def digest(source: str) -> str:
-    """Return the hash by which a template is known.
+    """Return the hash by which a template is recognised.
 
-    A newline at its end does not count: Jinja drops it, and a file may have one that the
-    tokenizer's own text has not.
+    A final newline does not count: Jinja drops it, and a template file may have one where the
+    tokenizer's own text has none.
     """
     return sha256(source.removesuffix("\n").encode()).hexdigest()
 
 
 @cache
 def models() -> dict[str, dict[str, Any]]:
-    """Return the known templates by their hash: whose each is, and its edits."""
+    """Return the known templates by hash: the models that use each, and the edits that add
+    marks."""
     listed = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return {known["sha256"]: known for known in listed}
 
 
 def edited(source: str, edit: Mapping[str, str]) -> str:
-    """Return a template after an edit. Raises ValueError where its place is not there once."""
+    """Return a template after an edit. Raises ValueError where the text to replace does not occur
+    exactly once."""
     at = edit["at"]
     if source.count(at) != 1:
         raise ValueError(f"{TABLE.name}: the template holds {at!r} {source.count(at)} times")
@@ -64,37 +66,36 @@ def edited(source: str, edit: Mapping[str, str]) -> str:
 
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TODAY = "26 Jul 2024"
-"""The date for templates that write `date_string`: the one that Llama 3's own fall back to."""
+"""The date for templates that write `date_string`: Llama 3's own default."""
 _USER = {"role": "user", "content": "a"}
 _PROBE = [_USER, {"role": "assistant", "content": PLACEHOLDER}]
 _RENDERING = threading.Lock()
-"""Threads render one at a time: transformers keeps a template's marks in an object that all calls
+"""Threads render one at a time: transformers stores a template's marks in an object that all calls
 share."""
 _ID = "abcdefghi"
-"""The id of a call: Mistral's templates ask for nine characters."""
+"""The id of a call in probes: Mistral's templates require nine characters."""
 _CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, the single special tokens that it may name, and all of the tokenizer's."""
+    """A Jinja template with the tokenizer's special tokens: those that the template may name, and
+    all as text."""
 
     source: str
     special: Mapping[str, str]
     tokens: tuple[str, ...] = ()
-    """The special tokens as text: most templates end a turn with one."""
+    """The special tokens as text; most templates end a turn with one."""
 
     @property
     def marked(self) -> bool:
-        """Whether the assistant's part is marked."""
+        """Whether the template has {% generation %} marks."""
         return MARK.search(self.source) is not None
 
     @cached_property
     def marked_copy(self) -> ChatTemplate | None:
-        """The template that writes the same text with one mark for each answer, where it is known.
-
-        None too where this one is marked.
-        """
+        """The copy of a known template that renders the same text with one mark for each answer;
+        None if the template is unknown or has marks itself."""
         source = None if self.marked else marked_copy_of(self.source)
         return None if source is None else replace(self, source=source)
 
@@ -105,7 +106,8 @@ class ChatTemplate:
 
     @cached_property
     def mistake(self) -> str | None:
-        """Where and why the template is no Jinja, as in "3: unexpected '}'"; None where it is."""
+        """The line and cause of a Jinja syntax error, as in "3: unexpected '}'"; None
+        without one."""
         from jinja2 import TemplateSyntaxError
 
         try:
@@ -158,7 +160,7 @@ class ChatTemplate:
 
     @cached_property
     def prompts(self) -> bool:
-        """Whether the generation prompt alone precedes an answer."""
+        """Whether nothing but the generation prompt precedes an answer."""
         plain, prompt = self.text_of([_USER]), self.text_of([_USER], True)
         answered = self.text_of(_PROBE)
         if plain is None or prompt is None or answered is None:
@@ -168,7 +170,7 @@ class ChatTemplate:
 
     @cached_property
     def style(self) -> AnswerStyle:
-        """How the template writes answers, without settings of a conversation's own."""
+        """How the template writes answers when a conversation has no settings of its own."""
         answered = self.text_of(_PROBE)
         if answered is None:
             return AnswerStyle(self.prompts, self.tokens)
@@ -301,15 +303,15 @@ def template_problems(
     """Return a finding for each reason why conversations cannot be written with a template.
 
     backend: the tokenizers.Tokenizer that reads what it writes. own: whether it is the tokenizer's
-    own template; then its marks of roles may be plain text, as OLMo 2's and Zephyr's are, as long
-    as answers end in a token.
+    own template; then its role marks may be plain text, as in OLMo 2 and Zephyr, if answers end in
+    a special token.
     """
     if template is None:
         return [(_KEY, "the tokenizer has no chat template", _REMEDY)]
     if mistake := template.mistake:
         return [(_KEY, f"the tokenizer's own is no Jinja: line {mistake}", _REMEDY)]
     lacking = _lacking(template, backend)
-    if lacking and own:  # fine where a special token stands behind an answer
+    if lacking and own:  # accepted if a special token follows an answer
         behind = template.write(_PROBE).rpartition(PLACEHOLDER)[2].lstrip()
         if any(token and behind.startswith(token) for token in template.tokens):
             return []
@@ -321,9 +323,9 @@ def template_problems(
 
 
 def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
-    """Return the texts of the template that look like special tokens but are not in the
+    """Return the strings of the template that look like special tokens but are not in the
     tokenizer."""
-    text = template.text_of(_PROBE) or ""  # the records' faults will tell what it refuses
+    text = template.text_of(_PROBE) or ""  # what it refuses is reported for each record
     names = dict.fromkeys(_SPECIAL.findall(text))
     return [name for name in names if backend.token_to_id(name) is None]
 
@@ -331,7 +333,7 @@ def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
 def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
     """Return a line for each thing that a user should know although nothing is wrong.
 
-    backend: as of `template_problems`.
+    backend: as in `template_problems`.
     """
     found = []
     if lacking := _lacking(template, backend):
@@ -344,7 +346,7 @@ def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
     outside = spans and not text[slice(*spans[-1])].rstrip().endswith(template.tokens)
     rest = text[spans[-1][1] :].lstrip() if outside else ""
     ends = [token for token in template.tokens if token and rest.startswith(token)]
-    if end := max(ends, default="", key=len):  # the special token behind the marks
+    if end := max(ends, default="", key=len):  # the special token after the marks
         what = f"the chat template's marks end before {end}, which does not train"
         found.append(f"{what}; put {{% endgeneration %}} behind it to train it")
     if template.writes_today:

@@ -1,3 +1,3 @@
-"""Records as tokens in a folder: made (tokenise; workers, on threads or in processes), counted and
-checked (counts), written, named and emptied (corpus). `prepare` does all of it, after a look at the
-first records."""
+"""Records as tokens in a folder: tokenised (tokenise, and workers for threads and processes),
+counted and checked (counts), stored and cached (corpus). `prepare` does all of it, after checking
+the first records."""

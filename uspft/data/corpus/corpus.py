@@ -1,5 +1,5 @@
-"""Tokenised samples in a folder, written once and then mapped into memory by every rank; and the
-cache of such folders, each named by a hash of all that changes its tokens."""
+"""Tokenised samples in a folder, written once and memory-mapped by every rank; and the cache of
+such folders, each named by a hash of everything that changes its tokens."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class SourceSpan:
 class Corpus:
     """Tokenised samples; sample i is tokens[offsets[i] : offsets[i + 1]], and its labels likewise.
 
-    tokens, labels: int32, mapped and read-only; labels are not shifted, and -100 marks what is not
-    trained, which the first token of each sample never is. offsets: int64, one more than there are
-    samples. origins: int64 [samples, 3], the Origin of each.
+    tokens, labels: int32, memory-mapped and read-only; labels are not shifted, and -100 marks
+    tokens that are not trained, as the first of each sample. offsets: int64, one more than there
+    are samples. origins: int64 [samples, 3], the Origin of each.
     """
 
     tokens: NDArray[np.int32]
@@ -59,7 +59,7 @@ class Corpus:
     sources: tuple[SourceSpan, ...]
     overlong: str
     contents: str
-    """A name for the tokens: equal tokens have equal names, wherever their files lay."""
+    """A hash of the tokens: equal tokens have equal names, wherever their files were."""
 
     @classmethod
     def open(cls, folder: Path | str) -> Corpus:
@@ -90,7 +90,7 @@ class Corpus:
         return np.diff(self.offsets)
 
     def origin(self, sample: int) -> str:
-        """Return the place that a sample was read from, as faults of the data name it."""
+        """Return the place that a sample was read from, as error messages name it."""
         origin = Origin(*self.origins[sample].tolist())
         return origin.place(self.files[origin.file])
 
@@ -102,7 +102,7 @@ class Corpus:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Return what `prepare` wrote to `folder` about the samples: counts, and lists of lines.
+    """Return the report that `prepare` wrote to `folder`: counts of samples, and lists of lines.
 
     Raises DataError where the report is damaged.
     """
@@ -125,22 +125,22 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
 
 
 def permutation(count: int, *seed: int) -> NDArray[np.int64]:
-    """Return a permutation of `count` items that depends on the seed alone.
+    """Return a permutation of `count` items that depends only on the seed.
 
-    It comes from raw bits, whose stream numpy guarantees over versions and machines; the stream of
-    numpy's Generator is not guaranteed.
+    It uses raw bits, whose stream numpy guarantees over versions and machines, unlike that of
+    numpy's Generator.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
     return np.argsort(bits, kind="stable")
 
 
 class CorpusWriter:
-    """A writer that appends samples to a folder which no reader knows yet."""
+    """A writer that appends samples to a folder under a temporary name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._samples = self._end = 0
-        names = (TOKENS, LABELS, OFFSETS, ORIGINS)  # none in memory: there may be too many samples
+        names = (TOKENS, LABELS, OFFSETS, ORIGINS)  # not in memory: there may be too many samples
         self._files = [(folder / name).open("wb") for name in names]
         self._files[2].write(np.int64(0).tobytes())
 
@@ -165,7 +165,7 @@ class CorpusWriter:
     def finish(
         self, files: list[str], sources: list[SourceSpan], overlong: str, contents: str
     ) -> None:
-        """Write the description of the folder, which can then be opened."""
+        """Write the folder's metadata; the folder can then be opened."""
         for file in self._files:
             file.flush()
         meta = {
@@ -179,12 +179,12 @@ class CorpusWriter:
         (self._folder / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
-# The cache: folders by their names, how much there is, and its deletion.
+# The cache: names of its folders, its size, and emptying it.
 
 VERSION = 5  # raise it with every change that gives other tokens for the same data
 SKIPPED = "skip, and read on, strings with a NUL or a byte-order mark too"
-"""Which samples are left out where bad ones are skipped: change it where that changes."""
-LAID_OUT = 2  # raise it where the files of a corpus hold the same tokens in another way
+"""Which samples `skip` leaves out; part of the hash: change it when that changes."""
+LAID_OUT = 2  # raise it when the files of a corpus store the same tokens in another format
 
 
 def cache_key(
@@ -193,8 +193,8 @@ def cache_key(
     tokeniser: TextTokeniser | None,
     vocab_size: int,
 ) -> tuple[str, str]:
-    """Return two hashes that name the corpus which these parts become: the name of its folder, and
-    a name of its tokens alone, which is the same wherever their files lay.
+    """Return two hashes for the corpus of these parts: the name of its folder, and a name of its
+    tokens that is the same wherever their files are.
 
     parts: each with its first record.
     """
@@ -223,9 +223,9 @@ def cache_key(
 
 
 def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
-    """Return what changes the tokens of a file or split beside its contents."""
+    """Return what changes the tokens of a file or split in addition to its contents."""
     kind = part.content.kind
-    # As true and false, so that data keeps the name it had when files were lines or one text.
+    # Booleans, so that data keeps the name it had in an earlier version.
     how = {"text": True, "json": False, "hub": False}.get(kind, kind)
     found = [part.source, first and first.format, how]
     if part.content.eod is not None:
@@ -236,20 +236,20 @@ def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
 
 
 def hashed(value: Any) -> str:
-    """Return a hash of a value of JSON."""
+    """Return a hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 
 _WHOLE = re.compile(r"[0-9a-f]{24}")
 _PARTIAL = re.compile(r"\.[0-9a-f]{24}\.[0-9a-f]{32}(\.partial)?")
-"""The name of a folder that a corpus is written in before it is complete."""
+"""The temporary name of a folder whose corpus is incomplete."""
 
 
 @contextmanager
 def made_aside(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to write into, inside a hidden one, which is `folder` afterwards.
+    """Yield a new temporary folder to write into, which is renamed to `folder` at the end.
 
-    Hidden ones that killed processes left beside it are deleted. Raises DataError.
+    Temporary folders that killed processes left there are deleted. Raises DataError.
     """
     around = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -257,7 +257,7 @@ def made_aside(folder: Path) -> Iterator[Path]:
         for left in folder.parent.iterdir():
             if _PARTIAL.fullmatch(left.name) and is_abandoned(left):
                 shutil.rmtree(left, ignore_errors=True)
-        # The folder's name is new: nobody else holds it, and nobody is told to wait.
+        # The temporary name is new, so that no other process has a lease on it.
         with Lease.take(around, lambda line: None).renewed():
             aside = around / folder.name
             aside.mkdir()
@@ -265,7 +265,7 @@ def made_aside(folder: Path) -> Iterator[Path]:
             try:
                 publish(aside, folder)
             except OSError:
-                # Another process was faster: a folder of this name is complete, and holds the same.
+                # Another process was faster: the folder exists, with the same contents.
                 if not (folder / META).exists():
                     raise
     except OSError as error:
@@ -277,7 +277,7 @@ def made_aside(folder: Path) -> Iterator[Path]:
 
 
 class CacheSize(NamedTuple):
-    """How many corpora there are, how many bytes they take, and how many of them are unfinished."""
+    """Number and bytes of corpora, and how many of them are unfinished."""
 
     corpora: int
     bytes: int
@@ -293,17 +293,18 @@ def corpora_in(cache_dir: Path) -> list[Path]:
 
 
 def holding(folders: list[Path]) -> CacheSize:
-    """Return how much these corpora are."""
+    """Return the number and bytes of these corpora."""
     files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
     unfinished = sum(bool(_PARTIAL.fullmatch(folder.name)) for folder in folders)
     return CacheSize(len(folders), sum(file.stat().st_size for file in files), unfinished)
 
 
 def empty(cache_dir: Path) -> CacheSize:
-    """Delete the corpora of a cache, and what killed processes left; return how much that was.
+    """Delete the corpora of a cache and temporary folders of killed processes; return their number
+    and bytes.
 
-    What is being written now stays, and so does what is no corpus. A run that has a corpus open
-    goes on with it. Raises OSError.
+    Corpora that are being written and other files stay. A run with an open corpus can go on using
+    it. Raises OSError.
     """
     folders = corpora_in(cache_dir)
     left = list(cache_dir.iterdir()) if cache_dir.is_dir() else []

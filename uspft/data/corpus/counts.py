@@ -1,5 +1,5 @@
-"""Counts of samples and tokens that are read and kept, how often an epoch takes each source, and
-the checks that need them."""
+"""Counts of samples and tokens that are read and used, how often an epoch takes each source, and
+the checks that need these counts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """The counts that report.json holds.
+    """The counts in report.json.
 
-    samples and tokens count what is kept: samples = read − dropped − bad. bad: what
-    data.on_bad_sample skipped. longest: the most tokens of a sample before it is cut or dropped.
+    samples and tokens count the samples that are used: samples = read − dropped − bad. bad: those
+    that data.on_bad_sample skipped. longest: tokens of the longest sample before it is cut or
+    dropped.
     """
 
     read: int = 0
@@ -44,7 +45,7 @@ class Counts:
         self.read, self.bad = self.read + 1, self.bad + 1
 
     def kept(self, sample: Sample, overlong: str, row: int) -> Sample | None:
-        """Count one sample and return what `overlong` leaves of it, or None where it is dropped.
+        """Count one sample and return it as `overlong` leaves it, or None where it is dropped.
 
         overlong: the recipe's rule for samples of more than `row` tokens.
         """
@@ -61,7 +62,7 @@ class Counts:
         targets = int(np.count_nonzero(sample.labels != NOT_TRAINED))
         if long and overlong == "split":
             self.split += 1
-            # The first token of each piece is no target.
+            # The first token of each piece is never a target.
             targets -= int(np.count_nonzero(sample.labels[row::row] != NOT_TRAINED))
         self.samples += 1
         self.tokens += len(sample.ids)
@@ -82,9 +83,9 @@ class Counts:
 
 
 def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return how many samples were read, kept, and dropped for which reason.
+    """Return how many samples were read, used, and dropped, by reason.
 
-    report: what `read_report` returns. None where every sample was kept.
+    report: what `read_report` returns. None where every sample is used.
     """
     reasons = {
         "longer than a row": report.get("dropped", 0),
@@ -101,21 +102,22 @@ def kept_and_dropped(report: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def mixed(sources: tuple[Source, ...], tokens: list[int]) -> list[float]:
-    """Return how often an epoch takes each source, so that its tokens have the share of its weight.
+    """Return how often an epoch takes each source, so that the source's share of the tokens is its
+    weight's.
 
-    An epoch has as many tokens as the sources together; without weights it takes each sample once.
+    An epoch has as many tokens as all sources together; without weights it takes each sample once.
     """
     given = [source.weight for source in sources]
     weights = [w if w is not None and n else 0.0 for w, n in zip(given, tokens, strict=True)]
     if not any(weights):
         return [1.0] * len(sources)
     unit = sum(tokens) / sum(weights)
-    # Rounded, so that a share that is the source's own is one, and an epoch like the next.
+    # Rounded, so that a weight equal to the source's own share gives exactly 1.
     return [round(w * unit / n, 9) if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
 
 
 def mix_lines(sources: tuple[Source, ...], tokens: list[int], times: list[float]) -> list[str]:
-    """Return a line for each source on its share of an epoch; none for a lone source.
+    """Return a line for each source on its share of an epoch; none for a single source.
 
     times: how often an epoch takes each.
     """
@@ -130,10 +132,10 @@ def mix_lines(sources: tuple[Source, ...], tokens: list[int], times: list[float]
 
 
 class Tally:
-    """What becomes of the samples of data.train: which are kept, what is wrong with the others, and
-    how many there are of each.
+    """A count of the samples of data.train: those that are used, and those that are skipped or
+    dropped, with the reason.
 
-    full: the sources that have reached max_samples or max_tokens, of which nothing more is taken.
+    full: the sources that have reached max_samples or max_tokens, from which nothing more is taken.
     """
 
     def __init__(self, data: DataBlock) -> None:
@@ -144,10 +146,10 @@ class Tally:
         self.full: set[int] = set()
 
     def kept(self, sample: Sample | BadRecord, source: int, shown: str) -> Sample | None:
-        """Count a sample of a source, and return what is kept of it; None where nothing is.
+        """Count a sample of a source, and return what is used of it, or None.
 
-        shown: the name of its file or split. Raises DataError where not even the source's first
-        sample is within max_tokens.
+        shown: the name of its file or split. Raises DataError where even the source's first sample
+        exceeds max_tokens.
         """
         if source in self.full:
             return None
@@ -177,7 +179,7 @@ class Tally:
         return kept
 
     def _fits(self, source: int, length: int) -> bool:
-        """Tell whether a sample is within max_tokens; if not, its source is full."""
+        """Tell whether a sample is within max_tokens; if not, its source becomes full."""
         data, most = self._data, self._data.train[source].max_tokens
         if data.overlong == "truncate":
             length = min(length, data.sequence_length)
@@ -192,9 +194,9 @@ class Tally:
 
 
 def require_answers(data: DataBlock, formats: Set[str]) -> None:
-    """Check that records of these formats have answers where the last of them is asked for.
+    """Check that records of these formats have answers where train_on is `last`.
 
-    formats: none where no record was read. Raises DataError.
+    formats: empty where no record was read. Raises DataError.
     """
     if data.train_on == "last" and formats and not formats & {"messages", "prompt_completion"}:
         what = f"is last, and {' and '.join(sorted(formats))} data has no answers"
@@ -202,9 +204,9 @@ def require_answers(data: DataBlock, formats: Set[str]) -> None:
 
 
 def require_instructions(data: DataBlock, shapes: Collection[str]) -> None:
-    """Check that there are instructions where sentences are to stand around them.
+    """Check that records have instructions if the recipe has a prompt template.
 
-    shapes: what the first records of files look like, in words. Raises DataError.
+    shapes: phrases that describe the first records of files. Raises DataError.
     """
     if data.prompt_template and shapes and not any(shape.startswith(ALPACA) for shape in shapes):
         what = f"is {data.prompt_template}, and no record has an instruction and an output"
@@ -214,7 +216,7 @@ def require_instructions(data: DataBlock, shapes: Collection[str]) -> None:
 def require_samples(data: DataBlock, counts: Counts, lines: Sequence[str]) -> None:
     """Check that not all samples were skipped or dropped.
 
-    lines: what was wrong with those that were left out. Raises DataError.
+    lines: the faults of those that were. Raises DataError.
     """
     if counts.samples:
         return
@@ -229,7 +231,7 @@ def require_samples(data: DataBlock, counts: Counts, lines: Sequence[str]) -> No
 
 
 def require_targets(data: DataBlock, counts: Counts, lines: Sequence[str]) -> None:
-    """Check that a sample is left, and that one has a token that trains. Raises DataError."""
+    """Check that there is a sample, and that one has a token that trains. Raises DataError."""
     require_samples(data, counts, lines)
     if not counts.target_tokens:
         what = f"`{_named(data)}`: no token of any sample is trained"
@@ -240,7 +242,7 @@ def require_targets(data: DataBlock, counts: Counts, lines: Sequence[str]) -> No
 def require_lengths(corpus: Corpus, data: DataBlock) -> None:
     """Check that no sample is longer than a row, where `overlong` is error. Raises DataError.
 
-    This comes after the build, so that another sequence_length reuses the tokens.
+    The corpus is complete by then, so that another sequence_length can reuse the tokens.
     """
     if data.overlong != "error":
         return
@@ -252,7 +254,7 @@ def require_lengths(corpus: Corpus, data: DataBlock) -> None:
 
 
 def unused_lines(data: DataBlock, unused: Sequence[Collection[str]]) -> list[str]:
-    """Return a line for each source of data.train that has fields which nothing uses.
+    """Return a line for each source of data.train with fields that nothing uses.
 
     unused: their names, by source.
     """
@@ -264,9 +266,9 @@ def unused_lines(data: DataBlock, unused: Sequence[Collection[str]]) -> list[str
 
 
 def require_used(data: DataBlock, lines: Sequence[str]) -> None:
-    """Check that all fields are used, where `unused_fields` is error. Raises DataError.
+    """Raise DataError if there are unused fields and `unused_fields` is error.
 
-    lines: as of `unused_lines`.
+    lines: as in `unused_lines`.
     """
     if data.unused_fields == "error" and lines:
         remedy = "take them out of the data, or write data.unused_fields: list"
@@ -274,13 +276,13 @@ def require_used(data: DataBlock, lines: Sequence[str]) -> None:
 
 
 def refused(tokens: int, data: DataBlock) -> str:
-    """Return the fault of a sample of so many tokens where `overlong` is error."""
+    """Return the error message for a sample of so many tokens where `overlong` is error."""
     remedy = "set data.overlong to truncate, drop or split, or a larger data.sequence_length"
     return f"{overlong(tokens, data)}; {remedy}"
 
 
 def overlong(tokens: int, data: DataBlock) -> str:
-    """Return in words that a sample is longer than a row."""
+    """Return a phrase that says how a sample is longer than a row."""
     return f"{tokens:,} tokens, a row has {data.sequence_length:,}"
 
 

@@ -1,6 +1,6 @@
-"""Training and evaluation data, tokenised once before the ranks start, and kept in folders; without
-evaluation data, a share of the samples is held out of training (`hold_out`). Before anything is
-tokenised or written, `first_look` reads the first records of each file."""
+"""Training and evaluation data, tokenised once before the ranks start and stored in folders;
+without evaluation data, a share of the samples is held out of training (`hold_out`). Before
+anything is tokenised or written, `first_look` reads the first records of each file."""
 
 from __future__ import annotations
 
@@ -66,26 +66,26 @@ if TYPE_CHECKING:
     from uspft.config.inputs import DataBlock, Source
 
 Progress = Callable[[int, int], None]
-"""progress(done, total): bytes of files and records of hub data sets."""
-_TRAIN = re.compile(r"data\.train\b")  # \b leaves data.train_on out
+"""progress(done, total): bytes of files, or records of hub data sets."""
+_TRAIN = re.compile(r"data\.train\b")  # \b excludes data.train_on
 KEY = "data.eval_fraction"
 HELD_OUT = "held out"
-"""The title of the samples that are evaluated on."""
+"""The title of the evaluation set that is held out of the training data."""
 _KEPT = ("shapes", "unused", "skipped", "untrained")
-"""Entries of the report on all samples that are repeated in the reports on its two parts."""
+"""Entries of the report on all samples that are copied to the reports on its two parts."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The parts that are read, in order, how they become tokens, and the folder for these."""
+    """The parts to read, in order, how they are tokenised, and the folder for the result."""
 
     folder: Path
     parts: list[SourcePart]
     encoder: Encoder
     contents: str
-    """A name for the tokens that the parts become."""
+    """The corpus's hash of its tokens."""
     shapes: list[str]
-    """What the records look like, and how many parts have records that do."""
+    """The shapes of records, each with how many parts have it."""
 
 
 def prepare(
@@ -95,14 +95,14 @@ def prepare(
     cache_dir: Path,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder in cache_dir that holds data.train tokenised; make it where it is missing.
+    """Return the folder in cache_dir with data.train tokenised; tokenise it if there is none.
 
     tokenizer_path may be None for tokenized data alone. Processes and hosts may prepare the same
-    data at once, since the folder is written aside and renamed. For evaluation data, give a block
-    whose train is the evaluation sources. Raises DataError.
+    data at once, since the folder is written under a temporary name and renamed. For evaluation
+    data, pass a block whose train is the evaluation sources. Raises DataError.
     """
     parts, workers = parts_of(data), data.workers or 1
-    with processes_for(parts, workers) as processes:  # they make imports while this one does
+    with processes_for(parts, workers) as processes:  # they import while this process reads
         reading = _reading(data, parts, tokenizer_path, vocab_size, cache_dir)
         if not os.path.exists(reading.folder):
             build(data, reading, processes or workers, progress)
@@ -112,8 +112,8 @@ def prepare(
 def prepared(
     data: DataBlock, tokenizer_path: str | None, vocab_size: int, cache_dir: Path
 ) -> Path | None:
-    """Return the folder that `prepare` would, where it is there; None where it is to be made, or
-    where hub data sets would be asked for. Nothing is written. Raises DataError."""
+    """Return the folder that `prepare` would return if it exists; else None, also where hub data
+    sets would be asked for. Nothing is written. Raises DataError."""
     if any(is_hub_id(source.path) for source in data.train):
         return None
     folder = _reading(data, parts_of(data), tokenizer_path, vocab_size, cache_dir).folder
@@ -121,8 +121,8 @@ def prepared(
 
 
 def _required(folder: Path, data: DataBlock) -> Path:
-    """Return a folder after the rules that change no token, so that one corpus serves several
-    values of them. Raises DataError."""
+    """Return the folder after the checks that do not change tokens, so that one corpus serves
+    several values of their keys. Raises DataError."""
     require_lengths(Corpus.open(folder), data)
     require_used(data, read_report(folder).get("unused", ()))
     return folder
@@ -135,7 +135,7 @@ def _reading(
     vocab_size: int,
     cache_dir: Path,
 ) -> Reading:
-    """Return how the parts of data.train become tokens. Raises DataError."""
+    """Return how to tokenise the parts of data.train. Raises DataError."""
     first = [first_record(part.content, part.asked) for part in parts]
     known = [record for record in first if record]
     formats = {record.format for record in known}
@@ -158,7 +158,7 @@ def parts_of(data: DataBlock) -> list[SourcePart]:
         raise DataError([], findings)
     parts: list[SourcePart] = []
     for number, source in enumerate(data.train):
-        # What a source says of its records wins over what `data` says.
+        # A source's own field names take precedence over those of `data`.
         fields = {**data.fields, **(source.fields or {})}
         asked = Naming(source.format or data.format, fields, data.prompt_template or "")
         if is_hub_id(source.path) or is_saved(source.path):
@@ -177,7 +177,7 @@ def formats_of(data: DataBlock) -> list[str]:
     """
     sources = data.train + (data.eval or ())
     found: list[set[str]] = [set() for _ in sources]
-    for part in parts_of(data.model_copy(update={"train": sources, "eval": None})):
+    for part in parts_of(data.changed(train=sources, eval=None)):
         record = first_record(part.content, part.asked)
         found[part.source].add(record.format if record else "auto")
     return [names.pop() if len(names) == 1 else "auto" for names in found]
@@ -186,10 +186,10 @@ def formats_of(data: DataBlock) -> list[str]:
 def build(
     data: DataBlock, reading: Reading, workers: ProcessPool | int, progress: Progress | None
 ) -> None:
-    """Write the corpus aside and rename it to its folder. Raises DataError.
+    """Write the corpus under a temporary name and rename it. Raises DataError.
 
-    Its report has the counts, and lines by what they tell of: what was skipped, what is there and
-    trains nothing, fields that nothing uses, and the mix.
+    Its report has the counts, and lines on skipped samples, samples that train nothing, unused
+    fields and the mix of sources.
     """
     started = time.perf_counter()
     progress = progress or (lambda done, total: None)
@@ -240,14 +240,14 @@ def prepare_sets(
     cache_dir: Path,
     progress: Progress | None = None,
 ) -> dict[str, Path]:
-    """Return the folder that holds each source of data.eval tokenised, by the source's title.
+    """Return the folder of each tokenised source of data.eval, by the source's title.
 
     Titles are in the recipe's order. The arguments are those of `prepare`. Raises DataError, which
     names the source.
     """
     sources, found = data.eval or (), {}
     for number, source in enumerate(sources):
-        alone = data.model_copy(update={"train": (source,), "eval": None})
+        alone = data.changed(train=(source,), eval=None)
         with _as_set(number, len(sources)):
             folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
         found[source.title] = folder
@@ -256,8 +256,8 @@ def prepare_sets(
 
 @contextmanager
 def _as_set(number: int, count: int) -> Iterator[None]:
-    """Raise a DataError about a block whose `train` is evaluation set `number` of `count` in the
-    recipe's terms: a key in `data.train` becomes the set's own, of others the text names the set.
+    """Convert a DataError about evaluation set `number` of `count`, which was prepared as
+    `data.train`, to the recipe's terms: keys become the set's own, and other messages name the set.
     """
     key = "data.eval" if count == 1 else f"data.eval[{number}]"
     try:
@@ -273,11 +273,11 @@ def _as_set(number: int, count: int) -> Iterator[None]:
 
 
 def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
-    """Return the folders of the samples that are trained on and of those that are held out.
+    """Return the folders of the training samples and of the held-out samples.
 
-    folder: the prepared data. Both are made beside it where they are missing. Which samples are
-    held out depends on the seed and on the number of samples alone. Raises DataError where one of
-    the two has no trained token.
+    folder: the prepared data. Both folders are written next to it if missing. Which samples are
+    held out depends only on the seed and the number of samples. Raises DataError where one of the
+    two has no trained token.
     """
     corpus, fraction = Corpus.open(folder), recipe.data.eval_fraction or 0.0
     count = round(fraction * len(corpus))
@@ -302,9 +302,10 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
 def _copy(
     corpus: Corpus, samples: NDArray[np.int64], place: Path, data: DataBlock, whole: dict[str, Any]
 ) -> None:
-    """Write these samples of a corpus, in their order, as a corpus of their own.
+    """Write these samples of a corpus, in order, as a new corpus.
 
-    whole: what the report says of all that was read, with how many are held out; empty for these.
+    whole: what the report says of all samples, and how many are held out; empty for the held-out
+    ones.
     """
     lost = {name: whole.get(name, 0) for name in ("bad", "dropped", "held_out")}
     counts = Counts(truncated=whole.get("truncated", 0), bad=lost["bad"], dropped=lost["dropped"])
@@ -312,14 +313,14 @@ def _copy(
     with made_aside(place) as aside, CorpusWriter(aside) as writer:
         for index in samples:
             sample = counts.kept(corpus.sample(int(index)), corpus.overlong, data.sequence_length)
-            assert sample is not None  # what is dropped was dropped before
+            assert sample is not None  # samples to drop are not in the corpus
             writer.add(sample)
             lengths.append(len(sample.ids))
         if not counts.target_tokens:
             what = f"leaves {len(samples):,} samples without a trained token on one side"
             raise wrong_key(KEY, what, "write another fraction, or another seed")
         bounds = [np.searchsorted(samples, (s.first, s.stop)).tolist() for s in corpus.sources]
-        # An epoch has the weights' shares of what is trained, whichever samples that is without.
+        # The shares of the sources apply to the training samples that remain.
         tokens = [sum(lengths[first:stop]) for first, stop in bounds]
         times = mixed(data.train, tokens)
         spans = [
@@ -333,7 +334,7 @@ def _copy(
         _write_report(aside, counts, more | {name: whole[name] for name in _KEPT if name in whole})
 
 
-# The first look.
+# Checks on the first records, before anything is tokenised.
 
 RECORDS = 100
 """How many records of each file are looked at."""
@@ -341,22 +342,21 @@ RECORDS = 100
 
 @dataclass
 class Look:
-    """What a look at the first records found, in lines for a person."""
+    """What the first records are, in lines for the user."""
 
     shapes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What to know of them although nothing is wrong: how pairs train, fields that are not used."""
+    """Remarks: how pairs train, fields that are not used."""
     not_read: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    """Tokens of the first records of data.train, as far as they were tokenised."""
+    """Tokens of the first records of data.train, if they were tokenised."""
 
 
 def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -> Look:
-    """Read the first records of each file of data.train and data.eval; return what they are.
+    """Read the first records of each file of data.train and data.eval, and return what they are.
 
-    tokenizer: its folder on this machine, or None where it is not here: then records are read but
-    neither rendered nor tokenised. Hub data sets and Python's own library are left out. Raises
-    DataError with all that is wrong.
+    tokenizer: its folder on this machine; if None, records are neither rendered nor tokenised. Hub
+    data sets and Python's own library are skipped. Raises DataError with all faults.
     """
     seen = [_FirstRecords(data, data.train)]
     seen += [_FirstRecords(data, (source,)) for source in data.eval or ()]
@@ -396,17 +396,17 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
 
 
 class _FirstRecords:
-    """The first records of a set of data: of data.train, or of one source of data.eval."""
+    """The first records of data.train, or of one source of data.eval."""
 
     def __init__(self, data: DataBlock, sources: tuple[Source, ...]) -> None:
         here = tuple(source for source in sources if not is_hub_id(source.path))
-        self.block = data.model_copy(update={"train": here, "eval": None})
+        self.block = data.changed(train=here, eval=None)
         self.tally, self.lengths = Tally(self.block), list[int]()
         self._hub = len(here) < len(sources)
         self._library = any(
             source.path == STDLIB for source in here
-        )  # no more is known: it is text
-        # Of each file or split one record more than are counted, which tells whether it has more.
+        )  # unknown without a record: text
+        # One record more than are counted, to know whether the file has more.
         self.found = [
             (part, list(islice(read(part.content, part.asked), RECORDS + 1)))
             for part in parts_of(self.block)
@@ -414,7 +414,7 @@ class _FirstRecords:
         ]
 
     def count(self, encoder: Encoder | None) -> None:
-        """Count what becomes of the records; without an encoder, without their tokens."""
+        """Count what a run would use of these records; without an encoder, not their tokens."""
         for part, items in self.found:
             for item in items[:RECORDS]:
                 made = encoder.tried(item, part.content.shown) if encoder else item

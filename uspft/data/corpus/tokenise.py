@@ -46,8 +46,7 @@ VOCABULARIES = (
     "tiktoken.model",
     "tekken.json",
 )
-"""Files with a vocabulary; of a folder that has none of them, transformers makes an empty
-tokenizer."""
+"""Files with a vocabulary; for a folder without any, transformers creates an empty tokenizer."""
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _POINTER = b"version https://git-lfs"
 
@@ -74,7 +73,7 @@ def read_tokenizer(place: str) -> Any:
 
 
 def _require_files(folder: Path) -> None:
-    """Check that a folder's files of a tokenizer are there and can be read. Raises DataError."""
+    """Check that a folder's tokenizer files exist and can be read. Raises DataError."""
     found = 0
     for name in VOCABULARIES + _BESIDE:
         file = folder / name
@@ -99,7 +98,7 @@ def _require_files(folder: Path) -> None:
 
 
 def _damaged(folder: Path) -> DataError | None:
-    """Return the error for the tokenizer's first file that is no JSON object, if there is one."""
+    """Return the error for the first tokenizer file that is not a JSON object, if there is one."""
     for name in VOCABULARIES + _BESIDE:
         file = folder / name
         if file.suffix != ".json" or not file.is_file():
@@ -133,7 +132,8 @@ class TextTokeniser:
         self._special = {
             name: str(token)
             for name, token in tokenizer.special_tokens_map.items()
-            if not isinstance(token, list)  # a template knows single tokens: bos_token, eos_token
+            # a template can only name single tokens: bos_token, eos_token
+            if not isinstance(token, list)
         }
         added = tokenizer.added_tokens_decoder.values()
         ends = tuple(sorted({token.content for token in added if token.special}))
@@ -144,11 +144,11 @@ class TextTokeniser:
         self._adds_eos = bool(probe) and probe[-1] == self.eos
 
     def identity(self) -> str:
-        """Return a hash of everything here that decides which tokens a text becomes."""
+        """Return a hash of everything here that decides how a text is tokenised."""
         versions = f"{version('tokenizers')} {version('transformers')}"
         template = (self.template.marked_copy or self.template).source if self.template else None
         parts = (self.backend.to_str(), str(template), str(self.eos), versions)
-        # As "True" and "False", so that data tokenised before there was `last` keeps its name.
+        # "True" and "False" keep the names of data that was tokenised by an earlier version.
         trains = {"all": "True", "assistant": "False"}.get(self.train_on, self.train_on)
         named = [*parts, str(sorted(self._special.items())), trains]
         if self.template and self.template.writes_today:
@@ -163,7 +163,7 @@ class TextTokeniser:
         found = []
         own = self.backend.get_vocab_size(with_added_tokens=False)
         if own > vocab_size:
-            # Added tokens may lie beyond: a padding token that no sample holds does no harm.
+            # Added tokens may exceed it: a padding token that no sample has does no harm.
             what = f"the tokenizer has {own:,} tokens, the model's vocabulary {vocab_size:,}"
             found.append(("model.tokenizer", what, "name the model's own"))
         if self.eos is None and formats & {"text", "prompt_completion"}:
@@ -183,7 +183,7 @@ class TextTokeniser:
         """Return a record of text as ids and labels. Raises SampleFault."""
         fields, unused, lost = record.fields, record.unused, ""
         if record.format == "messages":
-            assert self.template  # `problems` asks for one
+            assert self.template  # `problems` requires one
             rendered = render(record, self.template, self.train_on)
             unused, lost = rendered.unused, rendered.lost
             if self.train_on == "all" and rendered.spans == [(0, len(rendered.text))]:
@@ -195,7 +195,7 @@ class TextTokeniser:
             ids = self._ids(fields["text"], special=True)
             ids = ids if self._adds_eos else [*ids, self.eos]
             ranges = [(0, len(ids))]
-        else:  # prompt and completion apart, as inference tokenises the prompt alone
+        else:  # prompt and completion separately, as inference tokenises the prompt alone
             prompt = self._ids(fields["prompt"], special=True)
             if self._adds_eos:
                 prompt = prompt[:-1]
@@ -208,12 +208,12 @@ class TextTokeniser:
         return _begun(Sample(found, labels, record.origin, unused, lost))
 
     def _ids(self, text: str, special: bool) -> list[Any]:
-        # A batch of one: unlike `encode`, it lets other threads run meanwhile.
+        # A batch of one: unlike `encode`, it releases the GIL.
         return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
 def given(record: Record, vocab_size: int) -> Sample:
-    """Return the sample that a tokenized record itself holds; labels default to the ids.
+    """Return the sample of a tokenized record; labels default to the ids.
 
     Ids are a list, or an array of an index. Raises SampleFault where one of them is outside the
     vocabulary.
@@ -234,7 +234,7 @@ def given(record: Record, vocab_size: int) -> Sample:
 
 def _begun(sample: Sample) -> Sample:
     """Return a sample with its first label masked, since nothing predicts a document's first token.
-    Raises SampleFault where it has no token."""
+    Raises SampleFault where it has no tokens."""
     if not len(sample.ids):
         raise SampleFault("an empty sample (no tokens); remove the record")
     sample.labels[0] = NOT_TRAINED
@@ -269,7 +269,7 @@ class TokenBytes(dict[int, bytes]):
 
     @classmethod
     def of(cls, backend: Any) -> TokenBytes | None:
-        """Return an empty one for a tokenizers.Tokenizer, None where it is not byte-level."""
+        """Return an empty TokenBytes for a byte-level tokenizers.Tokenizer, else None."""
         return cls(backend) if isinstance(backend.decoder, ByteLevel) else None
 
     def __init__(self, backend: Any) -> None:
@@ -318,7 +318,7 @@ def tokenise_spans(
         if found is not None:
             return ids, found
     whole = backend.encode_batch([rendered.text], add_special_tokens=False)[0]
-    ids = whole.ids  # a copy, each time that it is asked for
+    ids = whole.ids  # the attribute copies them at each access
     ranges = _ranges(whole.offsets, rendered.spans)
     if _decodes(backend, ids, ranges, rendered):
         return ids, ranges

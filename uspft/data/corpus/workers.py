@@ -1,4 +1,4 @@
-"""Records made into samples in their order, on threads or, of much data, in processes."""
+"""Records tokenised in order, on threads or, for much data, in processes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from uspft.launcher.process_pool import ProcessPool
 if TYPE_CHECKING:
     from uspft.config.inputs import DataBlock
 
-_BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
+_BATCH_SIZE = 1 << 19  # bytes of files in one worker's batch
 BATCH_RECORDS = 512
 SHRINKS = 4
-"""Times that text is larger than its gz or zst file."""
+"""Assumed ratio of a text's size to that of its gz or zst file."""
 
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A file or split, the number of its source, and what the recipe says of its records."""
+    """A file or split, the number of its source, and the recipe's names for its fields."""
 
     source: int
     asked: Naming
@@ -41,7 +41,7 @@ class SourcePart:
 
     @property
     def bytes(self) -> int:
-        """The bytes of a file's content, unpacked, or of a hub split's tables; about."""
+        """Estimated bytes of a file's uncompressed content, or of a hub split's tables."""
         if isinstance(self.content, HubSplit):
             return int(self.content.dataset.data.nbytes)
         if self.content.kind == "parquet":
@@ -51,13 +51,13 @@ class SourcePart:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What makes tokens of records; tokenized records need no tokenizer. Threads may share it."""
+    """The tokeniser of records; tokenized records need no tokenizer. Threads may share it."""
 
     tokeniser: TextTokeniser | None
     vocab_size: int
 
     def sample(self, record: Record) -> Sample:
-        """Return a record as tokens, whose ids are below vocab_size. Raises SampleFault."""
+        """Return a record as tokens, with ids below vocab_size. Raises SampleFault."""
         if record.format == "tokenized":
             return given(record, self.vocab_size)
         if self.tokeniser is None:
@@ -70,7 +70,10 @@ class Encoder:
         return sample
 
     def tried(self, record: Record | BadRecord, shown: str) -> Sample | BadRecord:
-        """Return what `sample` does, or a BadRecord. shown: the name of the file or split."""
+        """Return what `sample` returns, or a BadRecord for a fault.
+
+        shown: the name of the file or split.
+        """
         if isinstance(record, BadRecord):
             return record
         try:
@@ -82,9 +85,9 @@ class Encoder:
 def encoder_of(
     formats: Set[str], data: DataBlock, tokenizer: str | None, vocab_size: int
 ) -> Encoder:
-    """Return what makes tokens of records of these formats. Raises DataError where it cannot.
+    """Return an encoder for records of these formats. Raises DataError where there is none.
 
-    tokenizer: a folder or a hub id; None where there is none.
+    tokenizer: a folder or a hub id; None without one.
     """
     tokeniser = None
     if formats - {"tokenized"}:
@@ -96,15 +99,15 @@ def encoder_of(
 
 @dataclass
 class Bundle:
-    """What a worker gets at a time: entries in the order of the files, each with its file's reader.
+    """A batch of work: entries in the order of the files, each with its file's reader.
 
-    The first ones of a file are made records before, since they decide its shape. Records of a
-    table stay columns, which the worker unpacks.
+    The first entries of a file are already records, since they decide its shape. Records of a table
+    are sent as columns, which the worker unpacks.
     """
 
     items: list[tuple[Reader, Entry | Columns | Record | BadRecord]] = field(default_factory=list)
     size: int = 0
-    """The bytes or hub records that they are."""
+    """Its size in bytes of files or in hub records."""
     count: int = 0
 
     def add(self, reader: Reader, item: Entry | Columns | BadRecord) -> None:
@@ -144,20 +147,20 @@ def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
 
 
 WORTH_PROCESSES = 1 << 24
-"""Bytes of data from which on processes work in place of threads, since their imports take time."""
+"""Bytes of data from which processes replace threads, since their imports take time."""
 EACH_PROCESS = 1 << 22
-"""Bytes of data that are worth one more process."""
+"""Bytes of data for each further process."""
 IMPORTED = ("transformers.utils.chat_template_utils", "uspft.__main__", __name__)
-"""What processes that tokenise find imported."""
+"""Modules that the pool's server process imports before it forks workers."""
 Samples = list[Sample | BadRecord]
 _given: list[Encoder] = []
-"""In a process of the pool: the encoder that it started with."""
+"""The encoder that a pool's process started with."""
 
 
 @contextmanager
 def processes_for(parts: list[SourcePart], workers: int) -> Iterator[ProcessPool | None]:
-    """Yield the processes that tokenising these parts is worth, `workers` at most; None where that
-    is none. Their imports begin at once, and they end with the `with` block."""
+    """Yield the process pool for these parts, of at most `workers` processes; None where the data
+    is too small. Imports begin at once, and the pool ends with the `with` block."""
     size = sum(part.bytes for part in parts)
     if workers == 1 or size < WORTH_PROCESSES:
         yield None
@@ -172,12 +175,11 @@ def processes_for(parts: list[SourcePart], workers: int) -> Iterator[ProcessPool
 def tokenised(
     parts: list[SourcePart], encoder: Encoder, workers: int | ProcessPool, full: Set[int]
 ) -> Iterator[tuple[Samples, int]]:
-    """Yield the samples of all parts in order, whatever the workers, some at a time, with the bytes
-    or hub records that these were.
+    """Yield the samples of all parts in order, in groups, each with its bytes or hub records.
 
-    workers: processes, or a number of threads; the caller's thread only reads files. full: the
-    sources that are read no further, which may grow meanwhile; what was read before comes all the
-    same. A few bundles are in memory at a time. Raises RunFailed where a process is killed.
+    workers: processes, or a number of threads; the caller's thread only reads files. full: sources
+    of which no more is read; it may grow, and what was read before is still yielded. Only a few
+    bundles are in memory at a time. Raises RunFailed where a process is killed.
     """
     every = bundles(parts, full)
     if isinstance(workers, int):

@@ -1,2 +1,2 @@
-"""Which files a recipe means (sources), and what each holds, with its line or number (readers):
-text, JSON Lines and arrays, CSV, Parquet and Arrow, the sets of `datasets`, Megatron's index."""
+"""Which files a recipe names (sources), and their contents with line or record numbers (readers):
+text, JSON Lines and arrays, CSV, Parquet and Arrow, data sets of `datasets`, Megatron's index."""

@@ -1,4 +1,5 @@
-"""Files as decompressed bytes, and what is wrong with bytes that are not UTF-8: their encoding."""
+"""Files as decompressed bytes, and messages about bytes that are not UTF-8, which name the
+encoding."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from uspft.data.files.sources import SourceFile
 
 BOM = b"\xef\xbb\xbf"
 A_MARK = "a byte-order mark (U+FEFF)"
-"""What BOM is where it does not begin a file."""
-_KINDS = (  # how they begin; what they are; the ending that says so, or none that is read
+"""The name of a BOM that does not begin a file."""
+# first bytes; name; the file ending to rename it to, or "" if the format cannot be read
+_KINDS = (
     (b"\x1f\x8b", "gzip", ".gz"),
     (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
     (b"PAR1\x15", "Parquet", ".parquet"),
@@ -44,9 +46,10 @@ def opened(file: SourceFile) -> tuple[IO[bytes], Callable[[], int]]:
 
 
 def other_kind(file: SourceFile) -> str:
-    """Return what is wrong with a file that its first bytes tell to be no text, with the remedy.
+    """Return what is wrong with a file whose first bytes show that it is not text, with the remedy;
+    else an empty text.
 
-    It is empty where they do not. Raises what reading a compressed file raises.
+    Raises what reading a compressed file raises.
     """
     with opened(file)[0] as handle:
         head = handle.read(16)
@@ -66,10 +69,10 @@ def nul() -> str:
 
 
 LOOKED_BYTES = 1 << 26
-"""Bytes of a file that an encoding must decode before it is named."""
+"""Bytes of a file that an encoding must decode to be suggested."""
 _PIECE = 1 << 20
 _JUDGED, _SHOWN = 1 << 16, 12
-"""Characters beyond ASCII by which an encoding is judged, and how many of them are shown."""
+"""Non-ASCII characters by which an encoding is judged, and how many of them are shown."""
 _BEYOND = re.compile(r"[^\x00-\x7f]+")
 _KANA = "".join(map(chr, range(0x3041, 0x30FF)))
 _CYRILLIC = "оаеинтсрвлкі"
@@ -78,17 +81,17 @@ _LATIN = "àáâãäåæçèéêëìíîïñòóôõöøùúûüýÿßœÀÁÂÄ
 
 @dataclass(frozen=True)
 class _Encoding:
-    """An encoding, and what the characters beyond ASCII of its texts are like."""
+    """An encoding, with statistics of the non-ASCII characters of its texts."""
 
     name: str
     common: str
-    """The characters that they use most."""
+    """The most frequent characters."""
     share: float
-    """The least share that these are of all."""
+    """The least share of these characters."""
     least: float = 0.0
     most: float = math.inf
-    """Bounds of the mean length of a run of characters beyond ASCII: words in Cyrillic are long
-    runs, accented letters of Latin stand alone."""
+    """Bounds of the mean length of a run of non-ASCII characters: Cyrillic words are long runs,
+    accented Latin letters stand alone."""
 
 
 _ENCODINGS = (
@@ -118,15 +121,15 @@ _ENCODINGS = (
     _Encoding("koi8-r", _CYRILLIC, 0.45, least=2.0),
     _Encoding("cp866", _CYRILLIC, 0.45, least=2.0),
     _Encoding("cp1253", "αοιετσνηυρπκμ", 0.45, least=2.0),
-    # It has the letters of Latin-1, and quotes and dashes where that has control characters.
+    # It has the letters of Latin-1, with quotes and dashes in place of control characters.
     _Encoding("cp1252", _LATIN, 0.9, most=2.0),
     _Encoding("cp1250", "ąćęłńóśźżčďěňřšťůžýáéíúôöüőűăâîțșŁŚŻŽŠČ„”“’–—…«»", 0.9, most=2.0),
 )
 
 
 def not_utf8(file: SourceFile, content: bytes, start: int) -> str:
-    """Return what is wrong with bytes of a file that are no UTF-8 from `start` on, and the remedy,
-    which names an encoding where one decodes the file."""
+    """Return what is wrong with bytes of a file that are not UTF-8 from `start` on, and the remedy,
+    which names an encoding if one decodes the file."""
     if content[start] == 0 or content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return nul()
     status = os.stat(file.path)
@@ -136,11 +139,12 @@ def not_utf8(file: SourceFile, content: bytes, start: int) -> str:
 
 @lru_cache(maxsize=16)
 def _remedy(file: SourceFile, version: tuple[int, int]) -> str:
-    """Return the remedy for a file as it was when it had this size and time of change."""
+    """Return the remedy for a version (size and modification time) of a file, by which it is
+    cached."""
     try:
         with opened(file)[0] as handle:
             content = handle.read(LOOKED_BYTES)
-    except (OSError, EOFError, zlib.error, ValueError):  # which reading it will tell
+    except (OSError, EOFError, zlib.error, ValueError):  # reading the file will report it
         return "save it as UTF-8"
     if _is_mostly_utf8(content):
         return "the rest of the file is UTF-8: mend these bytes, or leave the record out"
@@ -156,10 +160,10 @@ def _remedy(file: SourceFile, version: tuple[int, int]) -> str:
 
 
 def encoding_of(content: bytes) -> tuple[str, str] | None:
-    """Return the encoding whose decoding of `content` is most like a text, and a piece of that.
+    """Return the encoding whose decoding of `content` looks most like text, and a sample of that
+    text.
 
-    None where no encoding decodes it, or none to what texts are like. content: may be cut off
-    inside a character.
+    None where no encoding decodes it to plausible text. content: may be cut off inside a character.
     """
     best, found = 0.999, None
     for encoding in _ENCODINGS:
@@ -174,8 +178,8 @@ def encoding_of(content: bytes) -> tuple[str, str] | None:
 
 
 def _beyond_ascii(content: bytes, name: str) -> list[str]:
-    """Return the first runs of characters beyond ASCII that an encoding makes of bytes; none where
-    it does not decode all of them."""
+    """Return the first runs of non-ASCII characters of bytes decoded by an encoding; empty where it
+    cannot decode all of them."""
     decoder, found, count = codecs.getincrementaldecoder(name)(), list[str](), 0
     try:
         for start in range(0, len(content), _PIECE):
@@ -189,7 +193,7 @@ def _beyond_ascii(content: bytes, name: str) -> list[str]:
 
 
 def _is_mostly_utf8(content: bytes) -> bool:
-    """Tell whether most bytes beyond ASCII are UTF-8: then it is a damaged file in UTF-8."""
+    """Tell whether most non-ASCII bytes are UTF-8, so that it is a damaged UTF-8 file."""
     wrong = every = 0
     for start in range(0, len(content), _PIECE):
         text = content[start : start + _PIECE].decode("utf-8", "replace")

@@ -33,7 +33,7 @@ DTYPES: dict[int, type[np.integer[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
-"""The dtypes of tokens by their numbers; 6 and 7 are those of floating-point numbers."""
+"""The dtypes of tokens by their codes; 6 and 7 are floating-point types."""
 _FLOATS = (6, 7)
 _AT_ONCE = 1 << 20
 """Sequences that are checked at a time."""
@@ -41,10 +41,10 @@ _AGAIN = "copy it again, or make it again with preprocess_data.py"
 
 
 def documents(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the documents of an index in order, each of one or more whole sequences; behind each
-    `eod` of the file a new one begins.
+    """Yield the documents of an index in order, each of one or more whole sequences, and split
+    after each `eod` token if the file has one.
 
-    The place of a document is its number in the index; of one with several ends, of each part too.
+    The place of a document is its number in the index, with the number of the part if it was split.
     Raises SampleFault, and OSError.
     """
     tokens, lengths, pointers, bounds = _opened(file.path)
@@ -71,12 +71,11 @@ def documents(file: SourceFile) -> Iterator[Entry | BadRecord]:
 def _opened(
     index: Path,
 ) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Return, memory-mapped, all tokens of PREFIX.bin, of the index's dtype, and of PREFIX.idx the
-    tokens of each sequence, the byte at which each begins, and the first sequence of each document
-    with the end.
+    """Return memory maps of an index: all tokens of PREFIX.bin; and from PREFIX.idx the tokens of
+    each sequence, its first byte, and the first sequence of each document with the end.
 
-    A bit of the index that is not as it was written contradicts another, or the size of a file;
-    only where a document has several sequences can one move its bound unseen. Raises SampleFault.
+    A corrupt index contradicts itself or the size of a file, and is detected; only a moved bound
+    between documents of several sequences is not. Raises SampleFault.
     """
     dtype, sequences, bounds = _head(index)
     size, data = index.stat().st_size, index.with_suffix(".bin")

@@ -1,7 +1,7 @@
 """The objects in a file of any kind, or in a split of a data set: JSON Lines and arrays, CSV, text.
 
-Each comes with its line. An array is read piece by piece, since a file may be larger than memory;
-a row of CSV that cannot be used hides no other.
+Each has its line number. An array is read piece by piece, since a file may be larger than memory; a
+bad CSV row does not affect the others.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from uspft.data.files.tables import Columns, HubSplit, tables
 from uspft.data.samples import Entry
 
 LONGEST_LINE = 1 << 26
-"""Bytes of the longest line, and of the longest element of an array, that is read: a longer one
-has more tokens than any row, and a few of them would fill the memory."""
+"""Most bytes of a line, and of an element of an array: a longer one has more tokens than any row,
+and a few of them would fill the memory."""
 LONGEST_TEXT = 1 << 28
-"""Bytes of the longest file that is read whole, as one text."""
+"""Most bytes of a file that is read as one text."""
 PIECE = 1 << 20
-"""Bytes that are read at a time, where an element is not larger."""
+"""Bytes that are read at a time, unless an element is larger."""
 _CUT_SHORT = 16
-"""Characters at the end of what was read in which an error may be that the rest is missing: more
-than a literal, a number's sign and exponent, or two escapes have."""
+"""An error within this many characters of the end of what was read may mean only that the rest is
+missing: a literal, a number's sign and exponent, or two escapes are shorter."""
 _TABLES = ("parquet", "arrow")
 Chosen = Callable[[list[str]], list[str]]
-"""Chooses those columns of a table that are read; raises SampleFault."""
+"""A function that selects the columns of a table to read; raises SampleFault."""
 
 
 def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
@@ -47,9 +47,9 @@ def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | 
 
 
 def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
-    """Yield what a file or split holds in order; the records of a table, several at a time.
+    """Yield the objects of a file or split in order; records of a table come several at a time.
 
-    That it holds nothing, or cannot be read, is yielded as a BadRecord.
+    A BadRecord says that it is empty or cannot be read.
     """
     last, empty = 0, not content.library
     try:
@@ -65,7 +65,8 @@ def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
     except SampleFault as fault:
         yield BadRecord(content.shown, str(fault))
     except (OSError, EOFError, zlib.error, ValueError, UnicodeError) as error:
-        # EOFError and zlib.error: of gzip; ValueError: of pyarrow, whose errors are OSErrors too.
+        # EOFError and zlib.error come from gzip; ValueError from pyarrow, whose other errors are
+        # OSErrors.
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0].rstrip(".")
         unit = "record" if content.kind in (*_TABLES, "hub") else "line"
         rest = f": nothing behind {unit} {last} is read" if last else ""
@@ -90,7 +91,7 @@ def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
 
 
 def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield a file as one text; a file of Python's own library that is no text is left out."""
+    """Yield a file as one text; a file of Python's standard library that is not text is skipped."""
     with opened(file)[0] as handle:
         content = handle.read(LONGEST_TEXT + 1)
     if len(content) > LONGEST_TEXT:
@@ -120,8 +121,10 @@ _MARK = "a byte-order mark inside the array", "take it out"
 
 
 def _json_objects(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the objects of JSON Lines, still as lines, or of an array, which a file is where `[`
-    comes first and the array does not end on its line with others behind it."""
+    """Yield the objects of JSON Lines, unparsed, or of an array.
+
+    A file is an array if it begins with `[`, unless `_is_lines`.
+    """
     with opened(file)[0] as handle:
         head = handle.read(1 << 16).removeprefix(BOM).lstrip()
     if head.startswith(b"[") and not _is_lines(file):
@@ -152,7 +155,7 @@ def _json_objects(file: SourceFile) -> Iterator[Entry | BadRecord]:
 
 def _is_lines(file: SourceFile) -> bool:
     """Tell whether a file that begins with `[` is JSON Lines: its first line ends with `]`, and
-    another array or object follows, before which one array would have a comma."""
+    another array or object follows without a comma."""
     last, begun, over = b"", False, False
     try:
         with opened(file)[0] as handle:
@@ -165,13 +168,13 @@ def _is_lines(file: SourceFile) -> bool:
                 if rest := piece.lstrip():
                     return last == b"]" and rest.startswith((b"[", b"{"))
     except (OSError, EOFError, zlib.error, ValueError):
-        return False  # which reading it will tell
+        return False  # reading the file will report it
     return False
 
 
 def _lines(handle: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file without the mark that may begin it; a line that is too long is cut
-    one byte behind the limit."""
+    """Yield the lines of a file without its byte-order mark; a line that is too long is cut one
+    byte after the limit."""
     mark = BOM
     while raw := handle.readline(LONGEST_LINE + 1):
         rest = raw
@@ -182,9 +185,9 @@ def _lines(handle: IO[bytes]) -> Iterator[bytes]:
 
 
 def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
-    """Return the object that an entry is. Raises SampleFault where its line of JSON holds none.
+    """Return an entry as an object. Raises SampleFault where its line of JSON has none.
 
-    file: which the entry was read from; None for a data set's split.
+    file: the file of the entry; None for a data set's split.
     """
     raw = entry.content
     if isinstance(raw, dict):
@@ -208,7 +211,7 @@ def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
 
 
 def _object(value: Any, form: str) -> dict[str, Any]:
-    """Return a value of JSON as a record, which a bare list of turns is too. Raises SampleFault."""
+    """Return a JSON value as a record; a bare list of turns is one too. Raises SampleFault."""
     if isinstance(value, dict):
         return value
     remedy = f"write {form}"
@@ -220,25 +223,26 @@ def _object(value: Any, form: str) -> dict[str, Any]:
 
 
 class _Array:
-    """The text of a file with one array; an element and a piece are in memory at a time."""
+    """A reader of a file with one array, which has one element and one piece in memory at a
+    time."""
 
     def __init__(self, file: SourceFile, handle: IO[bytes], at: Callable[[], int]) -> None:
-        """handle, at: as `opened` returns them."""
+        """handle, at: as returned by `opened`."""
         self._file, self._read, self._bytes = file, handle.read, at
         self._decode = codecs.getincrementaldecoder("utf-8-sig")()
         self._scan = json.JSONDecoder().raw_decode
         self._text, self._at, self._ended = "", 0, False  # in memory; next character; end of file
         self._undecoded: UnicodeDecodeError | None = None
         self._line, self._counted = 1, 0
-        self._number = 0  # of the element that was begun last, from 1
-        self._dropped = 0  # characters that were taken off the text's start
+        self._number = 0  # of the current element, from 1
+        self._dropped = 0  # characters that were removed from the text's start
 
     def objects(self) -> Iterator[Entry | BadRecord]:
-        """Yield the objects in order, and a BadRecord where the array is broken, which ends it."""
+        """Yield the objects in order; a BadRecord where the array is broken ends them."""
         before = 0
         try:
             for line, value in self._elements():
-                # The bytes read so far, less those of the characters behind this element.
+                # Bytes read so far, less those of the characters after this element.
                 part = (self._dropped + self._at) / (self._dropped + len(self._text))
                 told = max(before, int(self._bytes() * part))
                 size, before = told - before, told
@@ -259,7 +263,7 @@ class _Array:
 
     def _elements(self) -> Iterator[tuple[int, Any]]:
         """Yield each element with its line. Raises SampleFault where reading cannot go on, and
-        UnicodeDecodeError, once all text before has been read."""
+        UnicodeDecodeError once all text before the error has been read."""
         self._next()  # its "["
         self._at += 1
         if self._next() == "]":
@@ -275,7 +279,7 @@ class _Array:
                     what, remedy = _MARK
                 raise SampleFault(f"{what}: nothing behind it is read; {remedy}")
             self._at += 1
-            if mark == "]" or self._next() == "]":  # a comma before it is let pass
+            if mark == "]" or self._next() == "]":  # a trailing comma is accepted
                 self._close()
                 return
 
@@ -292,7 +296,7 @@ class _Array:
         return self._line
 
     def _next(self) -> str:
-        """Go past white space; return the character behind it, or nothing at the end."""
+        """Skip white space; return the next character, or an empty text at the end."""
         while True:
             while self._at < len(self._text):
                 mark = self._text[self._at]
@@ -325,16 +329,16 @@ class _Array:
             if end - self._at > LONGEST_LINE:
                 what = f"an element of more than {LONGEST_LINE:,} bytes: nothing behind it is read"
                 raise SampleFault(f"{what}; split it, or write one object a line")
-            # A number at the end of what was read may go on.
+            # A number at the end of the text read so far may continue.
             if not why and (self._ended or end < len(self._text)):
                 self._at = end
                 return value
             self._more()
 
     def _more(self) -> bool:
-        """Read as much again as is not parsed yet, so that a long element, which is parsed from its
-        start each time, takes linear time."""
-        if self._undecoded:  # all before it has been understood
+        """Read as much again as is not parsed yet, so that a long element, which is parsed anew
+        from its start each time, takes linear time."""
+        if self._undecoded:  # all text before it has been parsed
             raise self._undecoded
         if self._ended:
             return False
@@ -353,12 +357,13 @@ class _Array:
 
 _DELIMITERS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
 _OTHER_DELIMITERS = {";": "", "|": "", "\t": "call it .tsv", ",": "call it .csv"}
-"""Other characters that may separate columns, and the remedy where one of them does."""
+"""Characters that may separate columns instead, with the remedy for each."""
 _REST = "nothing from here on is read"
 
 
 def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the rows of a file in order, by the names in its first line; every value is text."""
+    """Yield the rows of a CSV file in order, keyed by the names in its first line; every value is
+    text."""
     csv.field_size_limit(LONGEST_LINE)
     handle, at = opened(file)
     with handle:
@@ -369,7 +374,7 @@ def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
         try:
             for row in table:
                 end, size, before = table.line_num, at() - before, at()
-                if lines.ended:  # the row did not end before the file did
+                if lines.ended:  # the file ended inside the row
                     raise SampleFault(f"a quote is opened and never closed: {_REST}; mend it")
                 line, wrong = lines.taken()
                 if names is None and row:
@@ -394,7 +399,7 @@ def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
 
 
 class _TextLines:
-    """The lines of a file as text. What is no text is noted, and read with U+FFFD in its place."""
+    """The lines of a file as text; invalid bytes are recorded, and become U+FFFD."""
 
     def __init__(self, file: SourceFile, handle: IO[bytes]) -> None:
         self._file, self._handle = file, handle
@@ -402,8 +407,8 @@ class _TextLines:
         self.ended = False
 
     def taken(self) -> tuple[int, str]:
-        """Return the first line since the last call that is no text, and what is wrong with it;
-        nothing where all are text."""
+        """Return the first line since the last call with invalid bytes, and what is wrong with it;
+        or nothing."""
         wrong, self._wrong = self._wrong, ""
         return self._line, wrong
 
@@ -425,7 +430,7 @@ class _TextLines:
 
 
 def _names(row: list[str], wrong: str, kind: str) -> list[str]:
-    """Return the names in the first line. Raises SampleFault where they name no columns."""
+    """Return the column names in the first line. Raises SampleFault where it has none."""
     if wrong:
         raise SampleFault(_told(wrong, " among the names of the columns"))
     mark, marks = _DELIMITERS[kind]
@@ -444,7 +449,7 @@ def _names(row: list[str], wrong: str, kind: str) -> list[str]:
 
 
 def _told(wrong: str, where: str) -> str:
-    """Return what is wrong with a line, saying that nothing behind it is read."""
+    """Return what is wrong with a line, with the note that nothing after it is read."""
     what, _, remedy = wrong.partition("; ")
     return f"{what}{where}: {_REST}; {remedy}"
 

@@ -1,4 +1,4 @@
-"""The files that a recipe's data sources name, as sorted lists; only listings are read."""
+"""The files that a recipe's data sources name, as sorted lists; only directories are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
     ".arrow": "arrow",
     ".idx": "megatron",
 }
-"""What a file of an ending is; any other is one text, or JSON Lines where a format says so."""
+"""The kind of a file by its ending; any other is one text, or JSON Lines if `format` says so."""
 PACKED = (".gz", ".zst")
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -54,27 +54,27 @@ _NO_LETTER = re.compile(r"[\W\d_]+")
 class SourceFile:
     """One file to read; shown: its name as the recipe has it, for messages.
 
-    kind: json (Lines or an array), csv, tsv, parquet, arrow, megatron (an index, with the tokens'
-    file beside it), or text, which is one sample.
+    kind: json (Lines or an array), csv, tsv, parquet, arrow, megatron (an index, whose tokens are
+    in another file), or text, which is one sample.
     """
 
     path: Path
     shown: str
     kind: str
-    library: bool = False  # of the standard library: skipped where it is empty or not UTF-8
+    library: bool = False  # of the standard library: skipped if it is empty or not UTF-8
     eod: int | None = None
-    """Of an index, the token behind which a document ends too."""
+    """For an index: a token after which a document ends too."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files that hold its samples: of an index, that of the tokens too."""
+        """The files with its samples: for an index, also that of the tokens."""
         return (
             (self.path, self.path.with_suffix(".bin")) if self.kind == "megatron" else (self.path,)
         )
 
     @property
     def size(self) -> int:
-        """The bytes of these files."""
+        """The total bytes of these files."""
         return sum(path.stat().st_size for path in self.paths)
 
     def digest(self) -> str:
@@ -92,13 +92,13 @@ class SourceFile:
 
     @property
     def packed(self) -> str:
-        """The ending of the compression, or an empty string."""
+        """The ending of its compression, or an empty string."""
         suffix = self.path.suffix.lower()
         return suffix if suffix in PACKED else ""
 
 
 def _suffix(path: Path) -> str:
-    """Return a file's ending in small letters, without that of its compression."""
+    """Return a file's ending in lower case, without that of its compression."""
     last = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if last in PACKED else last
 
@@ -146,9 +146,9 @@ def is_hub_id(path: str) -> bool:
 
 
 def list_files(name: str, declared: str) -> list[SourceFile]:
-    """Return the files of a source that is no hub data set, in the order in which they are read.
+    """Return the files of a source that is not a hub data set, in reading order.
 
-    name: the source's path, as the recipe says. declared: its format.
+    name: the source's path, as in the recipe. declared: its format.
     """
     if name == STDLIB:
         return list(_standard_library())
@@ -157,9 +157,9 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
     if os.path.isdir(path):
         described = set(describing(found))
         found = [file for file in found if file not in described]
-    if not found and os.path.isfile(index := f"{path}.idx"):  # both files by their common name
+    if not found and os.path.isfile(index := f"{path}.idx"):  # the common name of both files
         found = [Path(index)]
-    # A file of tokens stands for the index beside it.
+    # The file of tokens stands for the index next to it.
     found = [
         beside if file.suffix == ".bin" and (beside := file.with_suffix(".idx")).is_file() else file
         for file in found
@@ -170,7 +170,8 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
 
 
 def describing_files(data: DataBlock) -> list[str]:
-    """Return a line for each folder with files that are not read, since they describe its data."""
+    """Return a line for each folder with files that are not read because they only describe the
+    data."""
     lines = []
     for _, source in _keyed(data):
         folder = Path(source.path).expanduser()
@@ -190,7 +191,7 @@ def is_saved(name: str) -> bool:
 
 
 def _index_problems(key: str, source: Source, declared: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each setting for Megatron's index on a source that is none, and the other way round."""
+    """Yield faults of settings for Megatron's index on another kind of source, and the reverse."""
     elsewhere = is_hub_id(source.path) or is_saved(source.path) or source.path == STDLIB
     files = [] if elsewhere else list_files(source.path, declared)
     indexed = bool(files) and all(file.kind == "megatron" for file in files)
@@ -205,7 +206,7 @@ def _index_problems(key: str, source: Source, declared: str) -> Iterator[tuple[s
 
 
 def _split_problems(key: str, source: Source) -> Iterator[tuple[str, str, str]]:
-    """Yield what is wrong with `name` and `split` of a source that `save_to_disk` wrote."""
+    """Yield faults of `name` and `split` on a source that `save_to_disk` wrote."""
     if source.name is not None:
         what = f"name {source.name!r} means nothing for a saved data set"
         yield f"{key}.name", what, "leave it out; only a hub data set has it"
@@ -228,10 +229,10 @@ def saved_splits(name: str) -> list[str]:
 
 
 def _found(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files that a path stands for, in the order in which they are read, and beside them
-    the FIFOs, sockets and devices, which cannot be read twice.
+    """Return the files that a path names, in reading order; and the FIFOs, sockets and devices,
+    which cannot be read twice.
 
-    path: a file, a folder, whose hidden files and folders are left out, or a glob.
+    path: a file, a glob, or a folder, whose hidden files and folders are skipped.
     """
     if os.path.isdir(path):
         every = sorted(_below(path), key=lambda p: p.relative_to(path).as_posix())
@@ -239,7 +240,7 @@ def _found(path: Path) -> tuple[list[Path], list[Path]]:
         every = [path]
     else:
         every = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-    files = [one for one in every if os.path.isfile(one)]  # Path.is_file raises where one is long
+    files = [one for one in every if os.path.isfile(one)]  # Path.is_file raises for a long name
     others = (one for one in every if os.path.exists(one) and not os.path.isdir(one))
     return files, [one for one in others if not os.path.isfile(one)]
 
@@ -279,9 +280,10 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
 
 
 def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield each file that cannot be read, as its name says; why, and the remedy.
+    """Yield each file that its name shows to be unreadable, why, and the remedy.
 
-    declared: the source's format. alone: whether it is that file, and not a folder or a glob.
+    declared: the source's format. alone: whether the source is that single file, not a folder or a
+    glob.
     """
     other = "" if alone else ", or leave it out: name a glob of what is meant"
     for file in files:
@@ -321,8 +323,8 @@ def _standard_library() -> Iterator[SourceFile]:
 
 
 def describing(files: Sequence[Path]) -> list[Path]:
-    """Return those of a folder's files that describe its data and are none: a README, a licence,
-    `dataset_infos.json`, in the folder of files with an ending of KINDS, or above it."""
+    """Return the files of a folder that describe its data, such as a README, a licence or
+    `dataset_infos.json`, if they are in a folder of data files or above one."""
     records = {path for path in files if _suffix(path) in KINDS and path.name != _INFOS}
     around = {folder for path in records for folder in path.parents}
     return [
@@ -334,9 +336,9 @@ def describing(files: Sequence[Path]) -> list[Path]:
 
 
 def two_splits(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return a name that says train and one that says test or the like; None where not both are.
+    """Return a name that says train and one that says test or the like; None unless both exist.
 
-    names: of files that hold records, as the folder has them: `data/train-00000.parquet`.
+    names: of data files, relative to the folder: `data/train-00000.parquet`.
     """
     words = {name: set(_NO_LETTER.split(name.lower())) for name in names}
     train = [name for name in names if words[name].intersection(_TRAIN)]

@@ -1,6 +1,7 @@
-"""Tables by pyarrow: Parquet, Arrow, and the sets of `datasets` (of the hub or `save_to_disk`).
+"""Tables by pyarrow: Parquet, Arrow, and data sets of `datasets` (of the hub or `save_to_disk`).
 
-Records of files go as columns, some at a time, to the process that tokenises and unpacks them.
+Records of files are sent as columns, some at a time, to the process that unpacks and tokenises
+them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _HUB_SECONDS = 10
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set; messages have a record's number, from 1, where a file has a line."""
+    """One split of a data set; messages have a record's number, from 1, in place of a line."""
 
     dataset: Any  # datasets.Dataset
     shown: str
-    kind, library, eod = "hub", False, None  # as of a SourceFile
+    kind, library, eod = "hub", False, None  # as in a SourceFile
 
     @property
     def size(self) -> int:
@@ -52,7 +53,7 @@ class HubSplit:
 
 
 class _HashSink:
-    """A file for pyarrow to write to, which only hashes what is written."""
+    """A file object for pyarrow that only hashes what is written."""
 
     closed = False
 
@@ -64,14 +65,14 @@ class _HashSink:
         return len(content)
 
     def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
+        """Do nothing: there is no buffer."""
 
 
 def loaded(source: Source) -> HubSplit:
-    """Load the split of `source` (default train): of a folder that `save_to_disk` wrote, else of a
-    data set of the hub, or from the cache of `datasets`.
+    """Load the split of `source` (default train) from a folder that `save_to_disk` wrote, the hub,
+    or the cache of `datasets`.
 
-    Raises DataError with what `datasets` said where it cannot be had.
+    Raises DataError with the error of `datasets`.
     """
     from datasets import load_dataset, load_from_disk
 
@@ -95,7 +96,7 @@ def loaded(source: Source) -> HubSplit:
 
 
 def _ask_hub(name: str) -> None:
-    """Ask the hub for a data set, so that a hub that does not answer is told within `_HUB_SECONDS`.
+    """Ask the hub for a data set, so that an unreachable hub is reported within `_HUB_SECONDS`.
 
     `datasets` alone tries for half a minute. Raises what the hub's client raises, unless the data
     set is cached here.
@@ -121,7 +122,7 @@ RECORDS, BYTES = 256, 1 << 19
 
 @dataclass(frozen=True)
 class Columns:
-    """Consecutive records of a table, not unpacked: the bytes of an Arrow stream.
+    """Consecutive records of a table, still packed: the bytes of an Arrow stream.
 
     first: the number of the first, counted from 1. size: about how many bytes of the file each has.
     """
@@ -133,14 +134,14 @@ class Columns:
     stream: bytes
 
     def entries(self) -> Iterator[Entry | BadRecord]:
-        """Yield the records, or a BadRecord where Python has no value for one."""
+        """Yield the records, or a BadRecord where a value cannot be converted to Python."""
         import pyarrow as pa
 
         with pa.ipc.open_stream(self.stream) as stream:
             table = stream.read_all()
         try:
             records = list(table.to_pylist())
-        except (ValueError, OverflowError):  # of one record at least
+        except (ValueError, OverflowError):  # of at least one record
             records = [_record(table.slice(row, 1)) for row in range(len(table))]
         for line, fields in enumerate(records, self.first):
             if isinstance(fields, SampleFault):
@@ -150,7 +151,8 @@ class Columns:
 
 
 def _record(row: pa.Table) -> dict[str, Any] | SampleFault:
-    """Return a table's only record, or the fault of its first field without a value in Python."""
+    """Return a table's only record, or the fault of its first field that cannot be converted to
+    Python."""
     fields = {}
     for name in row.column_names:
         try:
@@ -185,13 +187,13 @@ def tables(
 
 
 def parquet_bytes(path: Path) -> int:
-    """Return the bytes of a file's columns, unpacked; of one that cannot be read, its size."""
+    """Return the uncompressed bytes of a file's columns; its size if it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     try:
         meta = pq.read_metadata(path)
-    except (OSError, pa.ArrowInvalid):  # which reading will tell
+    except (OSError, pa.ArrowInvalid):  # reading the file will report it
         return path.stat().st_size
     return _unpacked(meta)
 
@@ -203,7 +205,7 @@ def _unpacked(meta: Any) -> int:
 def _parquet(
     path: Path, chosen: Callable[[list[str]], list[str]]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Yield batches, with the bytes of the file that each of their records takes, about."""
+    """Yield batches, each with the bytes of the file per record, about."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as table:
@@ -227,7 +229,7 @@ def _arrow(
 
 
 def opened_arrow(source: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Return the schema and the batches of an open Arrow file, in either of Arrow's two forms."""
+    """Return the schema and the batches of an open Arrow file, in either of Arrow's two formats."""
     import pyarrow as pa
 
     try:
@@ -239,7 +241,7 @@ def opened_arrow(source: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 
 def _stream(batch: pa.RecordBatch) -> bytes:
-    """Return a batch as an Arrow stream: of a slice, pickle would write the whole that it is of."""
+    """Return a batch as an Arrow stream: pickling a slice would write the whole table."""
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()
@@ -250,9 +252,9 @@ def _stream(batch: pa.RecordBatch) -> bytes:
 
 
 def with_values(content: SourceFile | HubSplit, names: Sequence[str]) -> tuple[str, ...]:
-    """Return which columns of a table hold a value other than null.
+    """Return the columns of a table that have a value other than null.
 
-    Only what tells that is read: statistics of a Parquet file, the lengths of Arrow's columns.
+    It reads only statistics of a Parquet file, and the null counts of Arrow's columns.
     """
     if not names:
         return ()
@@ -266,7 +268,7 @@ def with_values(content: SourceFile | HubSplit, names: Sequence[str]) -> tuple[s
 
 
 def _empty_in_parquet(file: SourceFile, names: Sequence[str]) -> set[str]:
-    """Return the columns that a Parquet file says to hold nothing but null."""
+    """Return the columns that contain only null by a Parquet file's statistics."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

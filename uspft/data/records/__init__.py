@@ -1,3 +1,3 @@
-"""What a record looks like and what is made of it: every field that is known by its name
-(known_fields), which shape its fields make and what it holds beside them (shapes), its turns and
-values under our names (values). `reader` does all of it, file by file."""
+"""Records: the fields that are known by name (known_fields), the shape that a record's fields have
+and its other fields (shapes), its turns and values under our names (values). `reader` applies all
+of it to a file."""

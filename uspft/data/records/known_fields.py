@@ -1,7 +1,7 @@
-"""Every field of records and key of turns that is known by its name, and what becomes of it.
+"""Every field of records and key of turns that is known by name, and what becomes of it.
 
-The shapes of records, what is refused, the hints for misspelt names and the table of
-docs/coming-from.md (`data/reference`) all follow from it.
+The shapes of records, refusals, the hints for misspelt names and the table of docs/coming-from.md
+(`data/reference`) all follow from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 RECORD, TURN = "a record", "a turn"
 AXOLOTL, FACTORY, SWIFT, TRL, OPENAI = "axolotl", "LLaMA-Factory", "ms-swift", "TRL", "OpenAI"
 _EMPTY = ("", "[]", "{}", "null", "None", "nan", "NaN")
-"""How tables of text write that there is no value."""
+"""How text tables write missing values."""
 
 
 @dataclass(frozen=True)
@@ -22,41 +22,42 @@ class KnownField:
 
     name: str
     becomes: str
-    """In words for docs/coming-from.md."""
+    """The text in docs/coming-from.md."""
     of: str = RECORD
     also: tuple[str, ...] = ()
-    """Names that are read as this one where a record or a turn has no field of this name."""
+    """Synonyms, read where a record or a turn has no field of this name."""
     often: tuple[str, ...] = ()
-    """Names that others give it: a hint proposes to map them to this one."""
+    """Names that other data use for it; a hint proposes to map them."""
     tools: tuple[str, ...] = ()
-    """Which tools have data with this field."""
+    """The tools whose data have this field."""
 
 
 @dataclass(frozen=True)
 class Refused(KnownField):
-    """A field by which a sample means something else than its text, such as a worse answer or an
-    image, so that it is refused at some values."""
+    """A field that gives a sample a meaning beyond its text, such as a worse answer or an image, so
+    that some of its values are refused."""
 
     when: Callable[[Any], bool] = lambda value: not is_empty(value)
-    """Whether a value is one with which the sample is refused."""
+    """Whether a sample with this value is refused."""
     harmless: Callable[[Any], bool] = lambda value: is_empty(value)  # noqa: PLW0108  it is below
-    """Whether a value may be ignored; with another that is not refused, the field is not used."""
+    """Whether a value may be ignored silently; other values that are not refused count as
+    unused."""
     why: str = ""
     remedy: str = "write data.fields: {{{name}: null}} to leave it alone"
     """`{name}` in it is the field's."""
     beside: tuple[str, ...] = ()
-    """The formats whose records it is refused in; none: all."""
+    """The formats in which it is refused; empty: all."""
     same_as: str = ""
-    """Another name for the same thing: refused only where a record has both, and they differ."""
+    """A synonym: refused only where a record has both, with different values."""
 
     def refuses(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether a record with these (our) fields is refused."""
+        """Tell whether a record with these fields (under our names) is refused."""
         other = fields.get(self.same_as)
         differs = not is_empty(other) and other != fields[self.name]
         return self.when(fields[self.name]) and (differs or not self.same_as)
 
     def unused(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether it says something in a record with these fields that nothing uses."""
+        """Tell whether a record with these fields has a value of it that nothing uses."""
         same = self.same_as and fields.get(self.same_as) == fields[self.name]
         return not same and not self.harmless(fields[self.name])
 
@@ -71,26 +72,26 @@ def is_empty(value: Any) -> bool:
 
 
 def _is_no(value: Any) -> bool:
-    """Tell whether a value says that an answer is not wanted: false, 0, or either as a text."""
+    """Tell whether a value marks an unwanted answer: false, 0, or either as a text."""
     if isinstance(value, str):
         return value.strip().lower() in ("false", "0", "0.0")
     return isinstance(value, bool | int | float) and value == 0
 
 
 def _is_yes(value: Any) -> bool:
-    """Tell whether a value says that an answer is wanted, or says nothing."""
+    """Tell whether a value marks a wanted answer, or nothing."""
     if isinstance(value, str):
         return is_empty(value) or value.strip().lower() in ("true", "1", "1.0")
     return value is None or (isinstance(value, bool | int | float) and value == 1)
 
 
 def says_answer(value: Any) -> bool:
-    """Tell whether a value is an answer, and no score or mark of one."""
+    """Tell whether a value is an answer rather than a score or mark."""
     return isinstance(value, str | list | dict) and not is_empty(value)
 
 
 def are_answers(value: Any) -> bool:
-    """Tell whether a value is several answers in one."""
+    """Tell whether a value is a list of answers."""
     return isinstance(value, list) and len(value) > 1 and all(isinstance(one, str) for one in value)
 
 
@@ -99,7 +100,7 @@ def _is_medium(value: Any) -> bool:
 
 
 CONVERSATION = ("system", "history", "tools", "chat_template_kwargs")
-"""Fields of pairs that a conversation alone can have: they have no place in plain text."""
+"""Fields of pairs that only a conversation can express, not plain text."""
 _ANY = f"{AXOLOTL}, {FACTORY}, {TRL}"
 _CHOSEN = {
     "chosen": _ANY,
@@ -203,7 +204,7 @@ MASKS = (
     ),
     KnownField("attention_mask", "left out; where it hides a token, refused: padding is made here"),
 )
-"""Masks beside token ids."""
+"""Masks for token ids."""
 
 _PREFERENCE = f"is there, and {PREFERENCES}"
 _MEDIUM = "is there, and only text is trained"
@@ -215,7 +216,8 @@ _MEDIA = {
     "audios": (f"{FACTORY}, {SWIFT}", SWIFT),
     "audio": (TRL, f"{SWIFT}, {OPENAI}"),
 }
-"""The names of media, with the tools that have them as fields of records, and as keys of turns."""
+"""The names of media, each with the tools that have it as a field of records, and as a key of
+turns."""
 _ALONE = "leave such records out, or write data.fields: {{{name}: null}} to train on the text alone"
 _WANTED = (
     "data.on_bad_sample: skip trains on the others alone, "
@@ -230,7 +232,7 @@ ANSWERS = Refused(
     why=f"is a list of answers, as preferences are, and {PREFERENCES}",
     remedy="write the one to train on alone, as a string",
 )
-"""The answer of a pair, where it is several."""
+"""The answer of a pair as a list of several."""
 
 REFUSED = (
     *(
@@ -284,7 +286,7 @@ REFUSED = (
         for name, (tool, _) in _MEDIA.items()
     ),
 )
-"""Fields of records with which a sample is refused, unless `data.fields` says null for them."""
+"""Fields of records with which a sample is refused, unless `data.fields` sets them to null."""
 
 WEIGHT = KnownField(
     "weight",
@@ -325,7 +327,7 @@ THOUGHTS = KnownField(
 )
 TURN_KEYS = (ROLE, CONTENT, WEIGHT, CALLS, THOUGHTS)
 PROTOCOL = ("name", "id", "tool_call_id", "refusal", "annotations", "prefix")
-"""Keys of turns that say how they hang together; many templates need none of them."""
+"""Keys of turns that link them or name their author; many templates need none of them."""
 REFUSED_KEYS = (
     *(
         Refused(
@@ -361,7 +363,7 @@ REFUSED_KEYS = (
 """Keys of turns with which a sample is refused."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
-"""The roles that templates know; each template decides which of them it takes."""
+"""The roles that templates know; each template decides which of them it accepts."""
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -369,19 +371,19 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
-"""What the roles of `from` mean."""
+"""The roles that values of `from` stand for."""
 LIKELY = {
     **dict.fromkeys(("human", "prompter", "customer", "User", "Human"), "user"),
     **dict.fromkeys(("gpt", "bot", "model", "ai", "agent", "Assistant", "AI"), "assistant"),
 }
-"""What roles of other names most likely mean."""
+"""The roles that other names most likely stand for."""
 
 
 @dataclass(frozen=True)
 class RecordShape:
-    """A shape of records: the fields by which it is known, others that it may have, its formats.
+    """A shape of records: its required fields, its optional fields, and the formats it can become.
 
-    The first format is that of `auto`.
+    `auto` takes the first format.
     """
 
     name: str
@@ -407,6 +409,6 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     "tokenized": (("input_ids",), ("labels",)),
 }
-"""By format, the fields that a sample of it has to have and those that it may have."""
+"""By format, the required and the optional fields of its samples."""
 NAMES = tuple(field.name for field in FIELDS)
 """Every field that `data.fields` may map."""

@@ -1,4 +1,4 @@
-"""Reading of a file or a split as checked records; every fault names file and line."""
+"""Reading of a file or a split as checked records; every error names file and line."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from uspft.data.records.values import CHECKS, Naming, as_given
 from uspft.data.samples import Entry, Origin, Record
 
 _FIXED = {"text": ("text", "text"), "megatron": ("Megatron's index", "tokenized")}
-"""By the kind of a file whose records have one shape alone, what they look like, in words, and
-their format."""
+"""File kinds whose records all have one shape: its description and format."""
 
 
 class Reader:
-    """What makes checked records of the objects of one file or split, in order.
+    """A converter of the objects of one file or split to checked records, in order.
 
     A file has one shape, which the fields of its first good record decide. Once it is decided
-    (`settled`), records may be made in any order, also by copies of this reader elsewhere.
+    (`settled`), records may be converted in any order, also by copies of this reader in other
+    processes.
     """
 
     def __init__(self, content: SourceFile | HubSplit, asked: Naming, number: int = 0) -> None:
         """number: of the file or split, among all that are read."""
         self.shown = content.shown
         self._asked, self._number = asked, number
-        # Not a hub's split, all of which would go to the processes that copies work in.
+        # A hub split is left out, since the whole of it would be pickled for other processes.
         self._file = content if isinstance(content, SourceFile) else None
         self._fixed = _FIXED.get(content.kind)
         self._shape: RecordShape | None = None
@@ -58,14 +58,15 @@ class Reader:
         return bool(self._fixed or self._format)
 
     def columns(self, content: SourceFile | HubSplit, names: list[str]) -> list[str]:
-        """Return which columns of a table are read. Raises SampleFault where no shape has them."""
+        """Return the columns of a table that are read. Raises SampleFault where they have no known
+        shape."""
         read = columns(names, self._asked)
         other = set(names) - set(read) - left_alone(self._asked)
         self._unread = with_values(content, [name for name in names if name in other])
         return read
 
     def record(self, item: Entry | BadRecord) -> Record | BadRecord:
-        """Return an entry as a checked record, or what is wrong with it."""
+        """Return an entry as a checked record, or as a BadRecord."""
         if isinstance(item, BadRecord):
             return replace(item, file=self._number)
         origin = Origin(self._number, item.line, item.number)
@@ -120,10 +121,10 @@ def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None
 
 
 def pair_notes(first: Sequence[Record], templated: bool) -> list[str]:
-    """Return a note on pairs that train as plain text where there are conversations or a chat
-    template too: few mean that.
+    """Return a note on pairs that train as plain text although there are conversations or a chat
+    template, which is rarely intended.
 
-    first: of each file its first record. templated: whether there is a chat template.
+    first: the first record of each file. templated: whether there is a chat template.
     """
     formats = {record.format for record in first}
     if formats >= {"messages", "prompt_completion"}:
@@ -136,9 +137,9 @@ def pair_notes(first: Sequence[Record], templated: bool) -> list[str]:
 
 
 def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
-    """Return the fields of the format `known`, checked; other fields are left alone.
+    """Return the fields in `known` (a format's), checked; others are left alone.
 
-    Raises SampleFault where one is of a wrong type, or the sample is empty.
+    Raises SampleFault where one has a wrong type, or the sample is empty.
     """
     required, optional = FORMATS[known]
     found = {name: fields[name] for name in required + optional if name in fields}

@@ -1,8 +1,9 @@
-"""The shapes that people's records have, told by the names of their fields, and made into formats.
+"""The shapes of records in common data sets, recognised by field names, and their conversion to
+formats.
 
-A shape is what a record looks like (ShareGPT, Alpaca), a format what is made of it (messages,
-prompt_completion, text, tokenized). Fields that its shape does not take refuse a record by name,
-are left alone, or are not used (`Others`).
+A shape is how a record looks (ShareGPT, Alpaca); a format is what it becomes (messages,
+prompt_completion, text, tokenized). A field outside its shape refuses the record by name, is left
+alone, or is unused (`Others`).
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ SENTENCES = {
     "alpaca": (_PLAIN, _PAIRED),
     "alpaca_mindspore": (f"{_CHAT}{_PLAIN}{_ANSWER}", f"{_CHAT}{_PAIRED}{_ANSWER}"),
 }
-"""The text before an answer, of a record without an input and of one with it, by the names that
-`data.prompt_template` knows; {instruction} and {input} stand for the record's.
+"""The text before an answer, for a record without an input and for one with it, by the names of
+`data.prompt_template`; {instruction} and {input} stand for the record's.
 
 `alpaca`: Taori et al., Stanford Alpaca, train.py. `alpaca_mindspore`: the same inside a chat, as
 AlpacaInstructDataHandler of MindSpore Transformers writes them.
@@ -93,9 +94,9 @@ def renamed(fields: Fields, asked: Naming) -> Fields:
 
 
 def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
-    """Return the shape of records that have fields of these (our) names.
+    """Return the shape of records whose fields have these names (ours).
 
-    Raises SampleFault where none fits the names and the asked format, or more than one does.
+    Raises SampleFault unless exactly one fits the names and the requested format.
     """
     fitting = [
         shape
@@ -118,7 +119,7 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
 
 
 def require_shape(fields: Collection[str], shape: RecordShape, asked: Naming) -> None:
-    """Check that a record with fields of these names has the shape. Raises SampleFault."""
+    """Check that a record with these field names has the shape. Raises SampleFault."""
     for name in shape.required:
         if name not in fields:
             near = get_close_matches(name, fields, 1)
@@ -134,7 +135,7 @@ def require_shape(fields: Collection[str], shape: RecordShape, asked: Naming) ->
 def require_spelling(fields: Fields, shape: RecordShape, asked: Naming) -> None:
     """Check that a record misspells none of the fields that its shape may have.
 
-    A mark beside token ids is no list of labels. Raises SampleFault.
+    An unknown `label` with token ids is not a misspelt `labels`. Raises SampleFault.
     """
     for name, near in _misspelt(fields, shape, asked).items():
         if name == "labels" and not isinstance(fields[near], list):
@@ -144,7 +145,7 @@ def require_spelling(fields: Fields, shape: RecordShape, asked: Naming) -> None:
 
 
 def _misspelt(fields: Collection[str], shape: RecordShape, asked: Naming) -> dict[str, str]:
-    """Return by their names the fields that a shape may have, and a record has almost so."""
+    """Return the misspelt names of a record, each with the field that its shape may have."""
     lacking = [name for name in shape.optional if name not in fields and name not in asked.names]
     others = [name for name in fields if name not in NAMES]
     near = {name: get_close_matches(name, others, 1, 0.8) for name in lacking}
@@ -152,7 +153,7 @@ def _misspelt(fields: Collection[str], shape: RecordShape, asked: Naming) -> dic
 
 
 def columns(names: Collection[str], asked: Naming) -> list[str]:
-    """Return which columns of a table its shape uses, by their own names. Raises SampleFault."""
+    """Return the columns of a table that its shape uses, by their own names. Raises SampleFault."""
     ours = renamed(dict.fromkeys(names), asked)
     shape = recognised(ours, asked)
     require_shape(ours, shape, asked)
@@ -164,9 +165,9 @@ def columns(names: Collection[str], asked: Naming) -> list[str]:
 
 
 def own_name(name: str, fields: Collection[str], asked: Naming) -> str:
-    """Return the record's own name of one of our fields, which it has.
+    """Return a record's own name for one of our fields.
 
-    fields: the record's own.
+    fields: the record's own names.
     """
     if mapped := asked.names.get(name):
         return mapped
@@ -175,9 +176,10 @@ def own_name(name: str, fields: Collection[str], asked: Naming) -> str:
 
 
 def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
-    """Return what a shape is called and by which fields it was told: fields are the record's own.
+    """Return the name of a shape and the fields by which it was recognised, such as 'ShareGPT:
+    conversations with from/value'.
 
-    As in 'ShareGPT: conversations with from/value'.
+    fields: the record's own.
     """
     ours = renamed(fields, asked)
     own = [
@@ -195,10 +197,10 @@ def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
 
 
 def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
-    """Return the format that a record of this shape takes, and the fields of that format.
+    """Return the format for a record of this shape, and the record's fields in that format.
 
-    fields: under our names. A conversation's get `system_added` as of Record. Types are checked
-    only as far as joining needs. Raises SampleFault.
+    fields: under our names. For a conversation they include Record's `system_added`. Types are
+    checked only as far as joining needs. Raises SampleFault.
     """
     if shape.formats == PAIR:
         return _pair(fields, shape, asked)
@@ -212,7 +214,7 @@ def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fiel
 
 
 def _masked(fields: Fields, shape: RecordShape) -> Fields:
-    """Return token ids with labels made of the mask beside them. Raises SampleFault."""
+    """Return token ids with labels computed from their mask. Raises SampleFault."""
     ids = fields["input_ids"]
     for name in masks_of(fields, shape):
         mask = fields[name]
@@ -277,9 +279,10 @@ def _require_instruction(fields: Fields, shape: RecordShape, asked: Naming) -> N
 
 
 def _opened(fields: Fields, first: str) -> Fields:
-    """Return a pair whose prompt is turns, where OpenAI's preferences have them in an object.
+    """Return a pair whose prompt is a list of turns, taken out of the object in which OpenAI's
+    preferences have them.
 
-    Raises SampleFault where the object says something else too.
+    Raises SampleFault where the object has other keys.
     """
     prompt = fields[first]
     if not (isinstance(prompt, dict) and isinstance(prompt.get("messages"), list)):
@@ -296,7 +299,7 @@ def _opened(fields: Fields, first: str) -> Fields:
 
 
 def _talk(fields: Fields, turns: list[Any], asked: Naming) -> tuple[str, Fields]:
-    """Return a pair as a conversation, with the system message and the history before it."""
+    """Return a pair as a conversation, after its system message and history."""
     return "messages", _chat(fields, _with_system([*_earlier(fields, asked), *turns], fields))
 
 
@@ -321,7 +324,8 @@ def _earlier(fields: Fields, asked: Naming) -> list[Any]:
 
 
 def _halves(prompt: Any, completion: Any, asked: Naming) -> list[Any]:
-    """Return prompt and completion, each a list of turns or a text, as turns; the latter train."""
+    """Return prompt and completion, each a list of turns or a text, as turns; those of the
+    completion train."""
     halves = []
     for role, half in (("user", prompt), ("assistant", completion)):
         given = [half] if is_turn(half) else half
@@ -344,9 +348,9 @@ def _chat(fields: Fields, turns: Any) -> Fields:
 
 
 def _with_system(turns: Any, fields: Fields) -> Any:
-    """Return the turns behind the record's system message, where it has one of its own.
+    """Return the turns with the record's field `system` put before them.
 
-    Raises SampleFault where the turns begin with another.
+    Raises SampleFault where they begin with another system message.
     """
     if is_empty(fields.get("system")) or not isinstance(turns, list):
         return turns
@@ -358,7 +362,7 @@ def _with_system(turns: Any, fields: Fields) -> Any:
     return [{"role": "system", "content": fields["system"]}, *turns]
 
 
-# The fields that a shape does not take.
+# The fields outside a record's shape.
 
 _ANSWER_OF = {
     "prompt": "completion",
@@ -370,21 +374,21 @@ _ANSWER_OF = {
 
 @dataclass(frozen=True)
 class Others:
-    """The fields of a record that its shape does not take, by our names: those that refuse the
-    record at some values, and those that nothing uses."""
+    """The fields of a record outside its shape, by our names: those that refuse the record at some
+    values, and those that nothing uses."""
 
     refused: tuple[Refused, ...]
     unused: tuple[str, ...]
 
     def unused_in(self, fields: Fields) -> tuple[str, ...]:
-        """Return the names of those that say something in a record and are not used."""
+        """Return the names of unused fields that have a value in a record."""
         other = [one.name for one in self.refused if one.unused(fields)]
         return (*other, *(name for name in self.unused if not is_empty(fields[name])))
 
     def require_none(self, fields: Fields, own: Fields) -> None:
-        """Check that no field means something else than the record's text.
+        """Check that no field refuses the record.
 
-        own: the record's, under its own names. Raises SampleFault.
+        own: the record under its own names. Raises SampleFault.
         """
         for one in self.refused:
             if not one.refuses(fields):
@@ -395,7 +399,7 @@ class Others:
 
 
 def others_of(names: Collection[str], shape: RecordShape, asked: Naming) -> Others:
-    """Return the fields that a shape does not take among those of these (our) names."""
+    """Return those of these names (ours) that are outside a shape."""
     taken = {*shape.required, *shape.optional, *masks_of(names, shape), *left_alone(asked)}
     known = {r.name: r for r in REFUSED if not r.beside or shape.formats[0] in r.beside}
     rest = [name for name in names if name not in taken]
@@ -406,15 +410,15 @@ def others_of(names: Collection[str], shape: RecordShape, asked: Naming) -> Othe
 
 
 def left_alone(asked: Naming) -> set[str]:
-    """Return the fields that the recipe says to leave alone: those that are null in data.fields,
-    and the worse answers where it says that the chosen ones train."""
+    """Return the fields that the recipe tells to ignore: those that are null in data.fields, and
+    the worse answers if it maps the chosen ones."""
     left = {ours for ours, theirs in asked.names.items() if theirs is None}
     chosen = any(theirs in CHOSEN for theirs in asked.names.values())
     return left | set(REJECTED) if chosen else left
 
 
 def masks_of(names: Collection[str], shape: RecordShape) -> set[str]:
-    """Return which of these names are masks that token ids take."""
+    """Return which of these names are masks for token ids."""
     if shape.formats[0] != "tokenized":
         return set()
     attention = {"attention_mask"} & set(names)
@@ -425,9 +429,9 @@ def masks_of(names: Collection[str], shape: RecordShape) -> set[str]:
 
 
 def chosen_alone(fields: Collection[str]) -> str:
-    """Return what to write so that the chosen answers of preferences are trained on alone.
+    """Return what to write in a recipe to train only on the chosen answers of preferences.
 
-    fields: a record's, under its own names, or these alone.
+    fields: a record's, under its own names, or only the names.
     """
     values = fields if isinstance(fields, dict) else dict.fromkeys(fields)
     chosen = [name for name in CHOSEN if name in values]
@@ -438,7 +442,7 @@ def chosen_alone(fields: Collection[str]) -> str:
 
 
 def _mapped(values: Fields, chosen: str) -> str:
-    """Return the mapping by which the chosen answer is that of the record's question."""
+    """Return the data.fields mapping that makes the chosen answer that of the record's question."""
     answer = values[chosen]
     if chosen == "chosen_input_ids":
         labels = ", labels: chosen_labels" if "chosen_labels" in values else ""
@@ -460,13 +464,13 @@ def _mapped(values: Fields, chosen: str) -> str:
 SHOW = "data/README.md shows the shapes"
 _OFTEN = {field.name: (*field.also, *field.often) for field in FIELDS}
 _MEANT = {*NAMES, *chain.from_iterable(_OFTEN.values())}
-"""Names that are known, and so are no misspelling of another."""
+"""Known names, which are not misspellings of others."""
 _PLAIN_NAME = re.compile(r"[^\W\d][\w.-]*")
 _YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
 def mapping(fields: Collection[str], asked: Naming) -> str:
-    """Return the remedy for a record of no shape: a mapping where one is likely."""
+    """Return the remedy for a record of unknown shape: a mapping, if one is likely."""
     needed = {need for shape in SHAPES for need in shape.required} - set(fields)
     if absent := [theirs for ours, theirs in asked.names.items() if theirs and ours in needed]:
         return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
@@ -482,7 +486,7 @@ def mapping(fields: Collection[str], asked: Naming) -> str:
         return f"name them in data.fields, {SHOW}"
 
     def rank(one: tuple[RecordShape, dict[str, str]]) -> tuple[int, int]:
-        """Most fields taken come first, and of equals the fewest that are mapped."""
+        """Sort by most fields used, then by fewest mapped."""
         shape, found = one
         taken = {*fields, *found} & {*shape.required, *shape.optional}
         return -len(taken), len(found)
@@ -493,9 +497,10 @@ def mapping(fields: Collection[str], asked: Naming) -> str:
 
 
 def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return which fields are most likely those that a shape needs and a record lacks.
+    """Return the record's fields that most likely stand for those that a shape requires; empty
+    unless all are found.
 
-    fields: a record's, or None for each where only names are known. Empty where one is not found.
+    fields: a record's, with None for each value if only names are known.
     """
     found: dict[str, str] = {}
     for ours in (*shape.required, *shape.optional):
@@ -522,22 +527,25 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _may_be(ours: str, name: str, value: Any) -> bool:
-    """Tell whether a field may be what we call `ours`. value: None where it is not known."""
+    """Tell whether a field may be our field `ours`.
+
+    value: None where it is not known.
+    """
     if ours in ("messages", "input_ids"):
         text = ours == "messages" and isinstance(value, str) and value.lstrip().startswith("[")
         return value is None or isinstance(value, list) or text
-    if value is None:  # what is called by the plural is a list, more often than not
+    if value is None:  # a plural is usually a list
         return name != f"{ours}s"
     turns = ours != "text" and isinstance(value, list) and all(map(_may_be_turn, value))
     return isinstance(value, str) or turns
 
 
 def _may_be_turn(value: Any) -> bool:
-    """Tell whether a value looks like a turn: texts under two names or more."""
+    """Tell whether a value looks like a turn: at least two keys with text."""
     return isinstance(value, dict) and sum(isinstance(one, str) for one in value.values()) > 1
 
 
 def in_yaml(name: str) -> str:
-    """Return a name as YAML has it, in quotes where it would else be something different."""
+    """Return a name as YAML, quoted where it would have another type otherwise."""
     plain = _PLAIN_NAME.fullmatch(name) and name.lower() not in _YAML_WORDS
     return name if plain else json.dumps(name, ensure_ascii=False)

@@ -104,7 +104,7 @@ def _weighed(turn: Fields, here: str) -> Fields:
     if not masks:
         return turn
     for key in masks:
-        if turn[key] not in (0, 1):  # as false and true are, too
+        if turn[key] not in (0, 1):  # false and true are equal to them
             remedy = "write 0 or 1, or take it out of the turn"
             raise SampleFault(f"{here}.{key} is {turn[key]!r:.40}; {remedy}")
     said = {key: int(turn[key]) for key in masks}
@@ -156,7 +156,7 @@ _RENDERING = {
     *("self", "messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "return_assistant_tokens_mask"),
 }
-"""Arguments of rendering itself, which are no settings of a template."""
+"""Arguments of rendering itself, which are not settings of a template."""
 
 
 _UNWANTED = {"\0": "a NUL (U+0000)", "\ufeff": A_MARK}

@@ -1,1 +1,1 @@
-"""Packed rows out of a corpus (stream), and each rank's share of them step by step (loader)."""
+"""Packed rows from a corpus (stream), and each rank's share of them step by step (loader)."""

@@ -1,4 +1,5 @@
-"""A step's micro-batches: which rows this rank's replica takes, and its share of their tokens."""
+"""A step's micro-batches: which rows this rank's replica takes, and this rank's share of their
+tokens."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
     from uspft.world import World
 
 DIGEST = 1 << 40
-"""Digests are counted modulo this number, so that their sums over ranks are exact in float64."""
+"""Modulus of digests, so that their sums over ranks are exact in float64."""
 
 
 def in_documents(segments: Segments) -> NDArray[np.int64]:
-    """Return each token's place in its document, and 0 for padding.
+    """Return each token's position in its document, and 0 for padding.
 
     It is derived from the same document bounds that attention uses.
     """
@@ -53,9 +54,10 @@ def in_documents(segments: Segments) -> NDArray[np.int64]:
 
 
 def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
-    """Return a sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST.
+    """Return the sum over tokens of a 64-bit hash (splitmix64) of position and content, modulo
+    DIGEST.
 
-    The order of the tokens does not matter; what is held at which place of the row does.
+    It does not depend on the order of the tokens.
     """
     mixed = np.zeros(len(places), np.uint64)
     for part in (places, *held):
@@ -65,24 +67,24 @@ def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
 
 
 def _digest_of(rows: Sequence[tuple[NDArray[np.int64], ...]]) -> float:
-    """Return the digest of whole rows, each given by the same arrays of its tokens."""
+    """Return the digest of whole rows, given by the same arrays of their tokens."""
     arrays = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
     return digest(np.arange(len(arrays[0])), arrays)
 
 
 REMEMBERED = 4096
-"""How many orders are remembered: those of the rows of a step and of the next."""
+"""How many orders are cached: those of the rows of two steps."""
 
 
 class Orders:
-    """The token orders of rows by algorithm, each found once; threads may share it.
+    """The token orders of rows by algorithm, each computed once; threads may share it.
 
-    A search takes up to a second of a core. In a thread of the rank it would keep Python from the
-    thread that launches kernels, so it runs in a process of its own, which launches none.
+    A search takes up to a second of a core. In a thread of the rank it would hold the GIL and delay
+    kernel launches, so it runs in a separate process.
     """
 
     def __init__(self, beside: ProcessPoolExecutor | None = None) -> None:
-        """beside: the process that searches; None: this one does."""
+        """beside: the process that searches; None: this one."""
         self._beside, self._searching = beside, threading.Lock()
         self._found: OrderedDict[tuple[Algorithm, Segments], Order] = OrderedDict()
 
@@ -101,16 +103,16 @@ class Orders:
             try:
                 return self._beside.submit(algorithm.token_order, segments).result()
             except BrokenProcessPool:
-                self._beside = None  # it was killed: what it finds can be found here too
+                self._beside = None  # it was killed: search in this process
         return algorithm.token_order(segments)
 
 
 @contextmanager
 def searching_beside() -> Iterator[Orders]:
-    """Yield token orders that a process of their own finds, which ends with the `with` block.
+    """Yield token orders that a separate process computes, which ends with the `with` block.
 
-    The process is forked, which spares it the imports, and at once: devices and process groups may
-    not be there yet. A thread that draws on the screen holds no lock that it needs.
+    The process is forked, which saves the imports, and before devices and process groups exist. The
+    console thread holds no lock that it needs.
     """
     with ProcessPoolExecutor(1, get_context("fork"), _begin) as beside:
         beside.submit(os.getpid).result()
@@ -118,14 +120,14 @@ def searching_beside() -> Iterator[Orders]:
 
 
 def _begin() -> None:
-    """Begin the process that searches; signals are for the rank, which ends it."""
+    """Start the process; it ignores signals, since the rank ends it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
 
 
 EMPTY = -1
-"""Index of a row of padding alone, which keeps ranks in step where the rows of a step run out."""
+"""Index of a row of padding, which keeps ranks in step when a step has no more rows."""
 
 
 class Size(NamedTuple):
@@ -136,16 +138,17 @@ class Size(NamedTuple):
 
 
 class RowLoader(ABC):
-    """A loader that makes a rank's micro-batches out of rows, and has ranks check them together.
+    """A loader that makes a rank's micro-batches from rows, and lets ranks check them together.
 
-    Its batches depend on the step's number alone, so that a checkpoint holds no position in the
-    data. While a step runs, a thread makes the next one's on the host, of this rank's tokens alone.
+    Its batches depend only on the step's number, so that a checkpoint needs no position in the
+    data. During a step, a thread prepares the next one's micro-batches on the host, with only this
+    rank's tokens.
     """
 
     counts = "rows"
-    """What a step takes from the data, as messages call it."""
+    """The unit of what a step takes from the data, in messages."""
     worlds: Sequence[World] = ()
-    """The live layout of each strategy, where the recipe has several."""
+    """The live layout of each strategy, if the recipe has several."""
 
     def __init__(
         self,
@@ -155,65 +158,64 @@ class RowLoader(ABC):
         last_row: int | None,
         orders: Orders | None,
     ) -> None:
-        """row_tokens: of the longest row. rows_per_step: what a step takes of the stream, up to
-        `last_row`, if any, at which the run ends. orders: where token orders are found; None: in
-        this process."""
+        """row_tokens: of the longest row. rows_per_step: how many rows of the stream a step takes,
+        up to `last_row`, if any, at which the run ends. orders: the cache of token orders; None:
+        one in this process."""
         self.stream, self._row_tokens = stream, row_tokens
         self._rows_per_step, self._last_row = rows_per_step, last_row
         self._reading, self._orders = threading.Lock(), orders or Orders()
         self._thread = ThreadPoolExecutor(1, "rows ahead")
         self._ahead: tuple[int, Future[tuple[list[Batch], float]]] | None = None
         self.epochs = 0.0
-        """How many times the data has been taken once the step is done that was asked for last."""
+        """How many epochs of the data are used up after the step last asked for."""
 
     def begin(self, step: int) -> None:
-        """Begin to make a step's micro-batches while other things are done; steps after the last
-        have none."""
+        """Start to prepare a step's micro-batches in a thread; there are none after the
+        last step."""
         if self.rows_of(step):
             self._drop()
             self._ahead = step, self._thread.submit(self._made, step)
 
     def close(self) -> None:
-        """End the thread, and let go of what it has made."""
+        """End the thread, and free its micro-batches."""
         self._drop()
         self._thread.shutdown()
 
     def _drop(self) -> None:
-        """Give up the step that was begun, and the error that it may have met."""
+        """Drop the prepared step, and any error of its preparation."""
         if self._ahead and not self._ahead[1].cancel():
             wait([self._ahead[1]])
         self._ahead = None
 
     def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step, as many on every rank, and begin to make the
-        next step's. Raises what the making of this one raised."""
+        """Return this rank's micro-batches of a step, as many as on every rank, and start to
+        prepare the next step's. Raises errors of this one's preparation."""
         if self._ahead and self._ahead[0] == step:
             (_, making), self._ahead = self._ahead, None
             made, self.epochs = making.result()
         else:
-            self._drop()  # the thread and this one never make at the same time
+            self._drop()  # the thread must not be working at the same time
             made, self.epochs = self._made(step)
         found = [_on_device(batch) for batch in made]
         self.begin(step + 1)
         return found
 
     def _made(self, step: int) -> tuple[list[Batch], float]:
-        """Return a step's micro-batches on the host, and how often the data has been taken then."""
+        """Return a step's micro-batches on the host, and the epochs used up after it."""
         batches = self.on_host(step)
         with self._reading:
             return batches, self.stream.epochs_after(self.rows_of(step).stop - 1)
 
     @abstractmethod
     def on_host(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step before they are copied to the device; where
-        that is a GPU, they lie in pinned memory."""
+        """Return this rank's micro-batches of a step on the host; for a GPU, in pinned memory."""
 
     def _share(self, world: World, rows: Sequence[Segments]) -> Share:
         return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
 
     def rows_of(self, step: int) -> range:
-        """Return the indices in the stream of what a step takes; steps count from 1, and the last
-        one may have fewer."""
+        """Return the indices in the stream of a step's rows (or samples); steps count from 1, and
+        the last one may have fewer."""
         first = (step - 1) * self._rows_per_step
         stop = first + self._rows_per_step
         return range(first, stop if self._last_row is None else min(stop, self._last_row))
@@ -228,10 +230,10 @@ class RowLoader(ABC):
 
     @abstractmethod
     def row(self, index: int) -> Row:
-        """Return the row with an index that a batch has, EMPTY among them."""
+        """Return the row with an index of a batch, which may be EMPTY."""
 
     def batch_of(self, world: World, indices: Sequence[int]) -> Batch:
-        """Return the micro-batch that holds this rank's share of the rows with these indices."""
+        """Return the micro-batch with this rank's share of the rows with these indices."""
         return _on_device(self._cut(world, indices))
 
     def _cut(self, world: World, indices: Sequence[int]) -> Batch:
@@ -271,7 +273,7 @@ class RowLoader(ABC):
     def require_same_rows(self, batches: Sequence[Batch]) -> None:
         """Check that all ranks that share a row have read the same row; collective.
 
-        Raises RunFailed where they have not.
+        Raises RunFailed otherwise.
         """
         for batch in batches:
             mesh = batch.world.mesh
@@ -288,10 +290,10 @@ class RowLoader(ABC):
                 )
 
     def require_shares(self, batches: Sequence[Batch]) -> None:
-        """Check that the ranks which share a row hold each of its tokens once; collective.
+        """Check that the ranks that share a row have each of its tokens once; collective.
 
-        Each rank must hold the tokens that the algorithm gives it, and all of them together the
-        row, with every token at its place in its document. Raises RuntimeError where they do not.
+        Each rank must have the tokens that the algorithm assigns to it, each at its position in its
+        document, and all ranks together the whole row. Raises RuntimeError otherwise.
         """
         for batch in batches:
             world = batch.world
@@ -319,8 +321,8 @@ class StepLoader(RowLoader):
     """A loader of rows of one length, under one layout.
 
     Step i (from 1) takes rows [(i − 1)·B, i·B) of the stream, where B is rows_per_step, or those of
-    them that come before row `last_row`. Every rank that shares a row reads the same row and keeps
-    its own tokens.
+    them before row `last_row`. Every rank that shares a row reads the same row and keeps its own
+    tokens.
     """
 
     def __init__(
@@ -352,7 +354,7 @@ class StepLoader(RowLoader):
         ]
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the micro-batch that holds this rank's share of the rows with these indices."""
+        """Return the micro-batch with this rank's share of the rows with these indices."""
         return self.batch_of(self._world, indices)
 
     def sizes(self, step: int) -> list[Size]:
@@ -370,8 +372,8 @@ class StepLoader(RowLoader):
 
 
 def in_chunks(batch: Batch) -> Batch:
-    """Return a micro-batch with its tokens chunk by chunk, as its share has them; without chunks as
-    it is."""
+    """Return a micro-batch with its tokens sorted by chunk, as in its share; unchanged without
+    chunks."""
     chunks = batch.share.chunks
     if chunks is None:
         return batch
@@ -406,11 +408,14 @@ class EvalSet:
     loader: StepLoader
     """Its step i is forward pass i, in which each replica takes one micro-batch."""
     passes: int
-    """The number of forward passes that take every row once."""
+    """The number of forward passes for all rows."""
 
 
 def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
-    """Return the evaluation sets of a job. world: the live layout that their rows are split by."""
+    """Return the evaluation sets of a job.
+
+    world: the live layout that splits their rows.
+    """
     data, training = job.recipe.data, job.recipe.training
     each = training.eval_micro_batch_size or training.micro_batch_size
     at_once = each * world.layout.data

@@ -1,5 +1,5 @@
-"""Documents packed into rows, and the endless stream of rows, each of which follows from its index
-alone, on every machine alike."""
+"""Documents packed into rows, and the endless stream of rows; each row is a function of its index,
+the same on every machine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     earlier). Source: Johnson et al., SIAM J. Comput. 3(4), 1974.
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, row), sorted; full rows leave the list
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted; full rows are removed
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         at = bisect_left(free, (length, 0))
@@ -103,8 +103,8 @@ _PADDING_ID = 0  # never attended to, never a target
 class Row:
     """One row of S tokens; its arrays are int64 [S].
 
-    labels are shifted, once and here: labels[t] is the token after position t in its document, or
-    -100 where there is no such token (at a document's last position, in padding) or it is not
+    labels are shifted here and nowhere else: labels[t] is the token after position t in its
+    document, or -100 where there is none (at a document's last position, in padding) or it is not
     trained. positions restart at 0 in each document and are 0 in padding. samples: the corpus index
     of the sample that each document comes from.
     """
@@ -117,14 +117,14 @@ class Row:
 
 
 class RowStream:
-    """The rows of a corpus, as a function of (packing, shuffle, seed) and the row's index alone."""
+    """The rows of a corpus, as a function of (packing, shuffle, seed) and the row's index."""
 
     def __init__(
         self, corpus: Corpus, sequence_length: int, packing: str, shuffle: bool, seed: int
     ) -> None:
         """Check that the packing is known and that every sample fits a row, unless it may be split.
 
-        Raises ValueError where not.
+        Raises ValueError otherwise.
         """
         if packing not in ("none", "best_fit"):
             raise ValueError(f"packing {packing!r} is neither none nor best_fit")
@@ -141,13 +141,13 @@ class RowStream:
         self._same_plan = whole and not shuffle
         self._same_count = whole and (packing == "none" or not shuffle)
         self.plans: OrderedDict[int, Packing] = OrderedDict()
-        self.ends: list[int] = []  # rows up to the end of each epoch, as far as known
+        self.ends: list[int] = []  # total rows at the end of each epoch, as far as known
 
     def rows_in_epoch(self, epoch: int) -> int:
         return self._plan(0 if self._same_count else epoch).rows
 
     def rows_in(self, epochs: int) -> int:
-        """Return how many rows the first `epochs` epochs have together."""
+        """Return the total number of rows of the first `epochs` epochs."""
         if self._same_count:
             return epochs * self.rows_in_epoch(0)
         while len(self.ends) < epochs:
@@ -160,7 +160,7 @@ class RowStream:
         return -(-self.rows_in(epochs) // rows_per_step)
 
     def epochs_after(self, index: int) -> float:
-        """Return how many times the data has been taken once the row at an index is."""
+        """Return how many epochs are used up after the row at an index."""
         epoch, at = self._place(index)
         return epoch + (at + 1) / self.rows_in_epoch(epoch)
 
@@ -174,7 +174,7 @@ class RowStream:
         return self.row_of([index], self._length)
 
     def row_of(self, indices: Sequence[int], length: int) -> Row:
-        """Return a row of `length` tokens that has the documents of these rows, in their order.
+        """Return a row of `length` tokens with the documents of these rows, in their order.
 
         Raises IndexError below 0, and ValueError where they do not fit.
         """
@@ -187,7 +187,7 @@ class RowStream:
             tokens = self._corpus.sample(sample)
             begin, end = bounds[-1], bounds[-1] + size
             input_ids[begin:end] = tokens.ids[start : start + size]
-            # Shifted inside the document: its last position has no target.
+            # Shifted within the document: its last position has no target.
             labels[begin : end - 1] = tokens.labels[start + 1 : start + size]
             positions[begin:end] = np.arange(size)
             bounds.append(end)
@@ -195,11 +195,11 @@ class RowStream:
         return Row(input_ids, labels, positions, segments, tuple(one[0] for one in documents))
 
     def tokens_of(self, index: int) -> int:
-        """Return how many tokens the documents of a row have together, without reading them."""
+        """Return the total tokens of a row's documents, without reading them."""
         return sum(size for _, _, size in self._documents(index))
 
     def _documents(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the documents of a row: the sample of each, its first token in it, its tokens."""
+        """Return a row's documents as (sample, first token in the sample, tokens)."""
         if index < 0:
             raise IndexError(f"row {index} of a stream that starts at 0")
         epoch, at = self._place(index)
@@ -217,7 +217,7 @@ class RowStream:
         return epoch, index - (self.ends[epoch - 1] if epoch else 0)
 
     def _plan(self, epoch: int) -> Packing:
-        """Return the packing of an epoch; two are kept, since a step may span two epochs."""
+        """Return the packing of an epoch; two are cached, since a step may span two epochs."""
         epoch = 0 if self._same_plan else epoch
         if epoch not in self.plans:
             order = self._order(epoch)
@@ -228,9 +228,9 @@ class RowStream:
         return self.plans[epoch]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the sample indices of one epoch, in which each source stands `weight` times.
+        """Return the sample indices of one epoch, in which each source occurs `weight` times.
 
-        Where a weight is not whole, each epoch goes on in the source where the last one stopped.
+        For a fractional weight, each epoch continues in the source where the last one stopped.
         """
         parts = []
         for number, source in enumerate(self._corpus.sources):
@@ -258,6 +258,6 @@ def training_rows(
 
 
 def empty_row(length: int) -> Row:
-    """Return a row of padding alone."""
+    """Return a row of padding."""
     zeros = np.zeros(length, np.int64)
     return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), length), ())

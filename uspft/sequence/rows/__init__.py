@@ -1,2 +1,2 @@
-"""The arithmetic of splitting a row: which rank holds, computes and sends what, found on the
-host."""
+"""The arithmetic of splitting a row, in numpy on the host: which rank stores, computes and sends
+what."""

@@ -74,7 +74,7 @@ def balanced(
     return [cut(spans, u * part, (u + 1) * part) for spans in shares for u in range(ulysses)]
 
 
-@lru_cache(maxsize=4096)  # the rows of a step and of the next
+@lru_cache(maxsize=4096)  # the rows of two steps
 def _shares(
     segments: Segments, ring: int, ulysses: int, how: tuple[int, int | None, int | None]
 ) -> Shares:

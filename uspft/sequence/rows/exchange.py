@@ -1,5 +1,5 @@
-"""Which keys go from which rank to which, and when, for attention whose keys and values go straight
-to the ranks that need them.
+"""Which keys go from which rank to which, and when, for attention whose keys and values are sent
+directly to the ranks that need them.
 
 The idea of sending only needed ranges is that of MagiAttention (arXiv 2505.13211) and DCP (arXiv
 2510.10620); here every rank derives all ranges from document bounds.
@@ -15,37 +15,37 @@ from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Holding, Span, blocks_between, cut, tokens_in
 
 MESSAGES = 4
-"""Where there are fewer other ranks than this, each rank's keys are cut into pieces that come in up
-to so many messages: the first are attended to, and their gradients leave, while others come."""
+"""With fewer other ranks than this, each rank's keys are cut into pieces for up to this many
+messages, so that attention and the sending of gradients overlap with later pieces."""
 
 
 class Leg(NamedTuple):
     """The keys of an exchange that are waited for together."""
 
     distances: tuple[int, ...]
-    """How far round the ring the ranks are that send the keys, the nearest first."""
+    """The senders, as distances round the ring, the nearest first."""
     piece: int
-    """Which piece of those ranks' keys it is, counted from 0."""
+    """Which piece of the senders' keys it is, counted from 0."""
     pieces: int
     """How many pieces those keys are cut into."""
 
 
 class Exchange:
-    """Which keys each rank sends to which, worked out once for all layers with the same window.
+    """Which keys each rank sends to which, computed once for all layers with the same window.
 
-    blocks_here: the blocks of this rank's queries against its own keys. arrivals: what comes, by
-    leg, in the order in which legs are posted, which is the same on every rank. keep: whether
-    received keys stay for the backward pass; else they are fetched again. An exchange holds nothing
-    that would hold its share, so what is worked out for a micro-batch goes with its last user.
+    blocks_here: the blocks of this rank's queries against its own keys. arrivals: what is received,
+    by leg, in the order in which legs are posted, which is the same on every rank. keep: whether
+    received keys are saved for the backward; otherwise they are sent again. It does not reference
+    its share, so that both are freed with a micro-batch.
     """
 
     def __init__(
         self, share: Share, stages: int, *, trimmed: bool, keep: bool, least: int | None = None
     ) -> None:
-        """Work out what arrives and what leaves in each leg.
+        """Compute what arrives and what leaves in each leg.
 
-        stages: how many stages the keys come in, 0: one for each other rank. trimmed: whether only
-        the keys that are seen travel; else whole shares do. least: the fewest tokens of a piece;
+        stages: in how many stages keys arrive; 0: one for each other rank. trimmed: whether only
+        keys that are seen are sent, rather than whole shares. least: the fewest tokens in a piece;
         None: no keys are cut into pieces.
         """
         me, ring = share.ring_index, share.ring
@@ -72,13 +72,13 @@ class Exchange:
         }
 
     def leaving(self, distance: int, leg: Leg) -> tuple[Span, ...]:
-        """Return the local index ranges of this rank's tokens that go to the rank `distance`
+        """Return the local index ranges of this rank's tokens that are sent to the rank `distance`
         further on."""
         return self._leaving[distance, leg]
 
     def sent(self, forwards: int = 1) -> list[int]:
         """Return the tokens of each message that is sent: own keys in each forward, and in the
-        backward where they are not kept, and the gradients of others' keys."""
+        backward if they were not saved, and the gradients of others' keys."""
         given = [tokens_in(spans) for spans in self._leaving.values()]
         taken = [size for arrival in self.arrivals for size in arrival.sizes]
         fetches = forwards + (0 if self.keep else 1)
@@ -88,8 +88,8 @@ class Exchange:
 def _legs(ring: int, stages: int, messages: int) -> list[Leg]:
     """Return the legs of an exchange in the order in which they are posted.
 
-    stages: 0 is one for each other rank; where these are fewer than `messages`, each is cut into
-    pieces.
+    stages: 0 means one for each other rank, each cut into pieces if there are fewer than
+    `messages`.
     """
     far = range(1, ring)
     count = min(stages or ring, len(far))
@@ -99,11 +99,13 @@ def _legs(ring: int, stages: int, messages: int) -> list[Leg]:
 
 
 class Arrival:
-    """The keys that a leg brings, laid out by position, so that a run of queries needs one
-    block."""
+    """The keys that a leg brings, sorted by position, so that a run of queries needs one block."""
 
     def __init__(self, share: Share, leg: Leg, sent: list[tuple[Span, ...]]) -> None:
-        """Lay the keys out by position. sent: the positions that each of the leg's ranks sends."""
+        """Sort the keys by position.
+
+        sent: the positions that each of the leg's ranks sends.
+        """
         self.leg, self.sent = leg, sent
         self.sizes = [tokens_in(spans) for spans in sent]
         self.keys = Holding([span for spans in sent for span in spans])
@@ -112,5 +114,5 @@ class Arrival:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of this rank's queries against the keys that came."""
+        """The blocks of this rank's queries against the received keys."""
         return tuple(blocks_between(self._queries, self.keys, *self._rule))

@@ -20,14 +20,14 @@ class HeadSplit:
     query: tuple[HeadRange, ...]
     """Each member's query heads: consecutive ones, as even as their number allows."""
     kv: tuple[HeadRange, ...]
-    """The KV heads that each member's query heads need. A KV head stands with several members where
-    its query heads do, and their gradients add up."""
+    """The KV heads that each member's query heads need. A KV head may be replicated on several
+    members, whose gradients are then summed."""
 
     def groups(self, member: int, per_kv: int) -> list[tuple[HeadRange, HeadRange]]:
-        """Return a member's heads as (query, KV) ranges, counted from its own first ones.
+        """Return a member's heads as (query, KV) ranges, relative to its first ones.
 
-        In a range every KV head has equally many query heads, which is what one grouped-query
-        kernel call can take. per_kv: how many query heads share a KV head in the model.
+        In a range every KV head has equally many query heads, as one grouped-query kernel call
+        requires. per_kv: how many query heads share a KV head in the model.
         """
         (q0, q1), (k0, k1) = self.query[member], self.kv[member]
         found: list[tuple[HeadRange, HeadRange]] = []
@@ -42,7 +42,7 @@ class HeadSplit:
         return found
 
     def calls(self, per_kv: int) -> set[tuple[int, int]]:
-        """Return the numbers of (query, KV) heads that the kernel calls of all members have."""
+        """Return the (query, KV) head counts of all members' kernel calls."""
         members = range(len(self.query))
         ranges = chain.from_iterable(self.groups(member, per_kv) for member in members)
         return {(b - a, d - c) for (a, b), (c, d) in ranges}
@@ -66,13 +66,14 @@ NO_HEADS: HeadRange = (0, 0)
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A KV head of each member of a Ulysses group, and its query heads, some after others."""
+    """One KV head for each member of a Ulysses group, and the turns in which its query heads are
+    computed."""
 
     keys: tuple[int | None, ...]
-    """By member its KV head; None where the member has no further one. Members may have the same,
-    whose gradients add up."""
+    """Each member's KV head; None where a member has no more. Members may have the same one, whose
+    gradients are summed."""
     queries: tuple[tuple[HeadRange, ...], ...]
-    """By turn and member the query heads that are attended with at once; they may be none."""
+    """By turn and member, the query heads to compute at once; a range may be empty."""
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -81,12 +82,12 @@ class KeyGroup:
 
     @property
     def parts(self) -> tuple[HeadRange, ...]:
-        """By member the place of its KV head among `heads`."""
+        """By member, the index of its KV head in `heads`."""
         places = {head: (at, at + 1) for at, head in enumerate(self.heads)}
         return tuple(NO_HEADS if head is None else places[head] for head in self.keys)
 
     def widths(self, turn: int) -> tuple[int, ...]:
-        """Return by member how many query heads it has in a turn."""
+        """Return each member's number of query heads in a turn."""
         return tuple(b - a for a, b in self.queries[turn])
 
 
@@ -94,7 +95,7 @@ class KeyGroup:
 def key_groups(query: int, kv: int, members: int, at_once: int) -> tuple[KeyGroup, ...]:
     """Return the groups of query heads and KV heads over the members of a Ulysses group, in order.
 
-    at_once: how many query heads of a KV head are attended with at once.
+    at_once: how many query heads of a KV head are computed at once.
     """
     per_kv, split = query // kv, split_heads(query, kv, members)
     found = []
@@ -118,13 +119,13 @@ def key_groups(query: int, kv: int, members: int, at_once: int) -> tuple[KeyGrou
 
 
 def key_ranges(keys: int, members: int) -> list[HeadRange]:
-    """Return which key heads a layer with a state works on at once: one of each member of a Ulysses
-    group. Fewer than members go over all of them."""
+    """Return the key heads that a layer with a state works on at a time: one for each member of a
+    Ulysses group, or, with fewer key heads than members, all of them."""
     return [(first, min(first + members, keys)) for first in range(0, keys, members)]
 
 
 def turns_of(query: int, kv: int, members: int, at_once: int) -> int:
-    """Return in how many turns the busiest member of a Ulysses group attends."""
+    """Return in how many turns the busiest member of a Ulysses group computes attention."""
     groups = key_groups(query, kv, members, at_once)
     turns = [one.widths(turn) for one in groups for turn in range(len(one.queries))]
     return max(sum(width > 0 for width in of_member) for of_member in zip(*turns, strict=True))

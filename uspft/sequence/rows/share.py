@@ -1,5 +1,5 @@
-"""What one rank computes and sends for one micro-batch, worked out from document bounds alone:
-every rank works out every other one's part from the same bounds, so none has to ask another."""
+"""What one rank computes and sends for one micro-batch, derived from document bounds alone: every
+rank derives every other rank's part too, so that no communication is needed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Made = TypeVar("Made")
 
 
 class Share:
-    """What one rank holds and computes of a micro-batch.
+    """What one rank stores and computes of a micro-batch.
 
-    Rows are laid end to end: their documents never meet, so a micro-batch is one packed row. What
-    an algorithm does not ask for is not worked out.
+    Rows are concatenated: their documents do not attend to each other, so a micro-batch is like one
+    packed row. Everything is computed on first use.
 
     held: the positions of this rank's tokens, in its order. tokens: how many tokens each context
-    rank holds. holdings: by ring rank, what its Ulysses members hold together. sorting: for each
-    token of the ring rank in sequence order, where the Ulysses exchange put it; None: all are in
-    order already. window: how many keys a query sees, its own counted; None: all of its document up
-    to its own.
+    rank has. holdings: by ring rank, the positions of its whole Ulysses group. sorting: for each
+    token of the ring rank in sequence order, its index after the Ulysses exchange; None: they are
+    sorted already. window: how many keys a query sees, its own counted; None: all of its document
+    up to its own.
     """
 
     def __init__(
@@ -46,11 +46,13 @@ class Share:
         place: tuple[int, int],
         window: int | None = None,
     ) -> None:
-        """Lay the rows end to end. place: (Ulysses degree, this rank's place among those that share
-        the rows)."""
+        """Concatenate the rows.
+
+        place: (Ulysses degree, this rank's index among those that share the rows).
+        """
         self._rows, self._orders, self._place = rows, orders, place
         self.chunks: Any = None
-        """The `ChunkShares` of the same rows, where chunks of them go through a pipeline."""
+        """The `ChunkShares` of the same rows, where chunks of them pass through a pipeline."""
         ulysses, context_index = place
         self.ring_index = context_index // ulysses
         self.window = window
@@ -71,8 +73,7 @@ class Share:
             offset += row.length
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what make() returned the first time that this key was asked for: every layer of a
-        step asks again."""
+        """Return make() from the first call with this key: every layer of a step asks again."""
         if key not in self._made:
             self._made[key] = make()
         found: Made = self._made[key]
@@ -80,7 +81,8 @@ class Share:
 
     @cached_property
     def document_of(self) -> NDArray[np.int64]:
-        """The index in `documents` of each of this rank's tokens, in its order; -1 for padding."""
+        """For each of this rank's tokens, in its order, the index in `documents`; -1 for
+        padding."""
         bounds = np.array(self.documents, np.int64).reshape(-1, 2)
         places = np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self.held)])
         found = np.searchsorted(bounds[:, 0], places, side="right") - 1
@@ -90,11 +92,12 @@ class Share:
 
     @cached_property
     def chains(self) -> Chains:
-        """This ring rank's fragments of documents, and the states that enter and leave them."""
+        """This ring rank's fragments of documents, and the states that it exchanges for them."""
         return chains_of([one.spans for one in self.holdings], self.documents, self.ring_index)
 
     def halo(self, taps: int) -> Halo:
-        """Return what a causal convolution of so many taps needs of the context ranks' tokens."""
+        """Return the tokens of other context ranks that a causal convolution with this many taps
+        needs."""
         return self.once(
             ("halo", taps), lambda: halo_of(self._everyones, self.documents, self._index, taps)
         )
@@ -114,7 +117,7 @@ class Share:
 
     @property
     def keys(self) -> Sequence[Holding]:
-        """By ring rank, whose keys queries can see there: those of its own tokens."""
+        """By ring rank, the positions whose keys queries can see there: those of its own tokens."""
         return self.holdings
 
     @cached_property
@@ -133,11 +136,12 @@ class Share:
         return tuple(blocks_between(*both, self.documents, self.window, own=i == j))
 
     def seen(self, i: int, j: int) -> tuple[Span, ...]:
-        """Return the positions with ring rank j whose keys ring rank i's queries see."""
+        """Return the positions on ring rank j whose keys ring rank i's queries see."""
         return self.once(("seen of", i, j), lambda: self._seen_of(i, j))
 
     def places(self, i: int, j: int) -> tuple[Span, ...]:
-        """Return where among its own keys ring rank j has those that ring rank i's queries see."""
+        """Return the local index ranges on ring rank j of the keys that ring rank i's
+        queries see."""
         return self.once(("places", i, j), lambda: self.keys[j].places(self.seen(i, j)))
 
     def _seen_of(self, i: int, j: int) -> tuple[Span, ...]:

@@ -1,1 +1,2 @@
-"""What is predicted to be the fastest set of layouts for the lengths of a run's samples."""
+"""The choice of the set of layouts that is predicted to be fastest for the lengths of a run's
+samples."""

@@ -21,13 +21,13 @@ from uspft.switching.choose.priced import (
 )
 
 AS_FAST = 1.05
-"""A single layout is taken if its step takes at most this factor of the set's: predictions are no
-more accurate than that."""
+"""A single layout is preferred if its step takes at most this factor of the set's: predictions are
+no more accurate than that."""
 LESS = 0.99
 """A set whose weights move is taken if its step takes less than this factor of the best set's with
 weights in place."""
 LOWER_BUCKETS = 3
-"""The largest number of buckets beside that of the longest rows."""
+"""The largest number of buckets in addition to that of the longest rows."""
 SHORTLIST = 4
 """The number of sets of each kind whose steps are scheduled: those with the smallest lower
 bounds."""
@@ -43,7 +43,7 @@ class StaticTime:
 
 @dataclass(frozen=True)
 class SwitchingChoice:
-    """What `strategies: auto` became, with all that it was compared with."""
+    """What `strategies: auto` chose, and everything that it compared."""
 
     layouts: LayoutSet | None
     """The fastest set of several layouts; None where none fits."""
@@ -93,8 +93,8 @@ class SwitchingChoice:
 
 
 def choose(setting: Setting, drawn: DrawnSteps, *, keeps: bool | None = None) -> SwitchingChoice:
-    """Return the set of layouts with the least predicted seconds of a step, beside the prediction
-    for every single layout.
+    """Return the set of layouts with the least predicted step time, with the predictions for every
+    single layout.
 
     keeps: whether the checkpoint's run had several layouts in a step; None without a checkpoint. If
     it had and no set fits now, the best single layout is the set.
@@ -126,7 +126,7 @@ def choose(setting: Setting, drawn: DrawnSteps, *, keeps: bool | None = None) ->
 
 
 def beside_static(layouts: LayoutSet, drawn: DrawnSteps) -> SwitchingChoice:
-    """Return the predicted step of the layouts that a recipe lists, and of every static layout."""
+    """Return the predicted step time of a recipe's listed layouts, and of every static layout."""
     length = drawn.row_tokens
     longest = priced_layouts(layouts.setting, length, drawn.typical(length), most=None)
     return SwitchingChoice(
@@ -148,11 +148,11 @@ def _static(
 def _kinds(
     setting: Setting, options: Mapping[int, Sequence[PricedLayout]], alike: bool
 ) -> Iterator[list[LayoutSet]]:
-    """Yield the sets that fit, kind by kind: one kind for each tensor degree at which ranks may
-    store weights in place, and one for weights that move.
+    """Yield the sets that fit, grouped: one group for each tensor degree at which ranks may store
+    weights in place, and one for weights that move.
 
-    alike: whether all buckets of a set may have the same layout. That is of use if rows are not
-    packed, since a bucket of shorter rows then has less padding.
+    alike: whether all buckets of a set may have the same layout. That helps if rows are not packed,
+    since a bucket of shorter rows then has less padding.
     """
     tensor = sorted({one.layout.tensor for one in options[max(options)]})
     ways = [(degree, False) for degree in tensor if setting.in_place]
@@ -177,7 +177,7 @@ def _sets_of_layouts(
     moves: bool,
 ) -> Iterator[LayoutSet]:
     """Yield one set for each layout of the longest rows and each choice of shorter buckets, whose
-    layouts are those of least work that use no more ranks than the longest rows'."""
+    layouts cost the least rank-seconds among those with no more ranks than the longest rows'."""
     longest = max(fitting)
     lower = [length for length, found in fitting.items() if found and length < longest]
     for last in fitting[longest]:

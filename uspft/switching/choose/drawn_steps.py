@@ -24,7 +24,7 @@ class PackedRow(NamedTuple):
 
     bucket: int
     pairs: int
-    """Pairs of query and key in its documents, no window counted."""
+    """Pairs of query and key in its documents, ignoring sliding windows."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class DrawnSteps:
 
     @cached_property
     def steps(self) -> list[list[int]]:
-        """The lengths of the samples of each drawn step; the same on every rank and in every
-        run."""
+        """The sample lengths of each drawn step; the same on every rank and in every run."""
         count = min(max(STEPS), max(min(STEPS), -(-SAMPLES // self.samples)))
         random = Random(0)
         return [

@@ -125,7 +125,7 @@ class LayoutSet:
 
     @cached_property
     def stored_in_turn(self) -> list[Layout]:
-        """The layouts in which ranks hold weights one after another under `switching: move`, the
+        """The layouts in which ranks store weights one after another under `switching: move`, the
         least sharded first, with context degree 1."""
         ranks, found = self.setting.ranks, dict[StoredAs, Layout]()
         for one in self.buckets:
@@ -163,8 +163,8 @@ class LayoutSet:
 
     @cached_property
     def transfers(self) -> list[tuple[float, float]]:
-        """For each layout in turn, the bytes that a rank receives in switching to it and back, and
-        the seconds that this takes; empty under `switching: in_place`.
+        """For each layout in turn, the bytes that a rank receives when it switches to the layout
+        and back, and the seconds that this takes; empty under `switching: in_place`.
 
         The first and least sharded layout gathers the weights; the later ones use parts of them.
         Each layout sends its float32 gradients to the elements' owners.

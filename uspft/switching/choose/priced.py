@@ -31,13 +31,13 @@ class Setting:
     fit. In a set of layouts the layout with the largest rows takes this many, and the others as
     many rows as need the same memory."""
     in_place: bool = True
-    """Whether sets of layouts with `switching: in_place` count."""
+    """Whether to consider sets of layouts with `switching: in_place`."""
     moves: bool = True
-    """Whether sets of layouts with `switching: move` count, which ZeRO-1 alone allows."""
+    """Whether to consider sets of layouts with `switching: move`, which only ZeRO-1 allows."""
     stages: Collection[int] | None = (1,)
     """The numbers of pipeline stages that layouts may have; None: any up to the number of ranks."""
     among: Callable[[Layout], bool] = lambda layout: True
-    """Whether a layout counts, alone and in a set."""
+    """Whether to consider a layout, alone and in a set."""
 
     @property
     def lockstep(self) -> bool:
@@ -46,8 +46,8 @@ class Setting:
         return self.step.options.zero_stage > 1
 
     def placed(self, layout: Layout) -> PlacedStep:
-        """Return the step in a layout without its context-parallel algorithm, for prices that do
-        not depend on attention."""
+        """Return the step in a layout without its context-parallel algorithm, for costs that do not
+        depend on attention."""
         return PlacedStep(self.step, layout, self.hardware)
 
 
@@ -110,7 +110,7 @@ class PricedLayout:
 
     @property
     def work(self) -> float:
-        """The seconds that a typical row takes, times the ranks that take it."""
+        """The rank-seconds of a typical row: its seconds times the ranks that share it."""
         return (self.seconds[0] + self.beside) * self.group_ranks
 
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from uspft.world import World
 
 PLANS = 4
-"""How many steps' plans are remembered: those of the step under way and of the next."""
+"""How many steps' plans are cached: those of the current and of the next."""
 IDLE_TOKENS = 1
-"""The tokens of the empty row that a rank computes while only other ranks have rows."""
+"""The tokens of the padding row that a rank computes while only other ranks have rows."""
 ROUNDED = 1 + 1e-6
 """A factor on the memory limit, so that rounding never refuses rows that fit."""
 
@@ -88,7 +88,7 @@ class SwitchingLoader(RowLoader):
     ) -> None:
         """stream: of rows of one document each. worlds: the layouts between which the run switches,
         shortest rows first. idle: the layout of ranks without a row, by how the parameters are
-        sharded meanwhile, the least sharded first; it has one entry under `switching: in_place`,
+        sharded at that time, the least sharded first; it has one entry under `switching: in_place`,
         and under `move` one for each way in which the strategies shard them."""
         self._lengths, self._packing = row_lengths(recipe), recipe.data.packing
         samples = recipe.training.global_batch_size
@@ -103,7 +103,7 @@ class SwitchingLoader(RowLoader):
             ranks_in_lockstep(recipe),
         )
         self.plan = lru_cache(PLANS)(self._planned)
-        """Returns the plan of a step."""
+        """Returns the plan of a step (cached)."""
 
     def on_host(self, step: int) -> list[Batch]:
         found = []
@@ -195,7 +195,7 @@ def training_loader(
 ) -> RowLoader:
     """Return the loader of the training rows, which end with the last epoch or step; collective.
 
-    worlds: one per strategy, or one in all. holders: those in whose layout ranks store the
+    worlds: one per strategy, or a single one. holders: the layouts in which ranks store the
     parameters, the least sharded first; several under `switching: move`. orders: worker processes
     that compute token orders; None: this process computes them.
     """
@@ -217,7 +217,7 @@ def training_loader(
     told: list[Prices | None] = [job.prices]
     dist.broadcast_object_list(told, src=0)
     prices = told[0]
-    assert prices  # the preparation of a recipe with strategies leaves them
+    assert prices  # preparing a recipe with strategies sets them
     by_storage = {one.layout.stored_as: one for one in holders}
     idle = {stored: _idle_world(one, groups) for stored, one in by_storage.items()}
     return SwitchingLoader(stream, recipe, worlds, idle, prices, last_sample=last, orders=orders)

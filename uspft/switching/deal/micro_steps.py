@@ -20,7 +20,7 @@ class BucketRow(NamedTuple):
 
     bucket: int
     samples: tuple[int, ...]
-    """The samples that it holds, in their order."""
+    """The indices of its samples, in order."""
 
 
 def rows_of_samples(
@@ -29,9 +29,9 @@ def rows_of_samples(
     """Return the rows of samples, each sample once.
 
     lengths: the tokens of each sample, by its number in the data, in the data's order. row_lengths:
-    the tokens of the rows of each bucket, rising; a sample goes to the first bucket that holds it.
-    packing: none or best_fit. Rows come bucket by bucket, and in each in the order of their first
-    sample. Raises ValueError where a sample is longer than every row.
+    the tokens of the rows of each bucket, rising; a sample goes to the first bucket in which it
+    fits. packing: none or best_fit. Rows are sorted by bucket, then by their first sample. Raises
+    ValueError where a sample is longer than every row.
     """
     members: list[list[int]] = [[] for _ in row_lengths]
     for sample, length in lengths.items():
@@ -53,7 +53,7 @@ class RowWork(NamedTuple):
 
     bucket: int
     seconds: float
-    """Seconds of its forward and backward alone, as the cost model predicts them."""
+    """Predicted seconds of its forward and backward, without a pass's fixed time."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,16 @@ MicroStep = tuple[RankGroup, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a micro-step, and the seconds that it takes apart from its rows."""
+    """The limits of a micro-step, and the seconds that it takes in addition to its rows."""
 
     rows_at_once: Sequence[int]
     """How many rows of each bucket fit in a rank's memory in one pass; 1 if not even one fits."""
     pass_seconds: float = 0.0
-    """Seconds of a forward and backward apart from its rows, such as kernel launches and Python."""
+    """Seconds of a forward and backward in addition to its rows, such as kernel launches and
+    Python."""
     step_seconds: float = 0.0
-    """Seconds of a micro-step apart from its passes, if ranks are in lockstep: ZeRO-3 gathers the
-    weights, ZeRO-2 reduces the gradients."""
+    """Seconds of a micro-step in addition to its passes, if ranks are in lockstep: ZeRO-3 gathers
+    the weights, ZeRO-2 reduces the gradients."""
     lockstep: bool = False
     """Whether all ranks run the same number of passes, idle ones with an empty row (ZeRO-2, 3).
     Otherwise a rank runs its groups one after another and waits only for their members (ZeRO-0,

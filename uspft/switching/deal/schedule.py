@@ -145,9 +145,9 @@ class _Lockstep:
     (ZeRO-2, 3).
 
     This is strip packing on shelves (Coffman et al., 1980): a micro-step is a shelf whose width is
-    the number of ranks and whose height is its longest group. Rows are placed longest first, in
-    several ways: each where it adds least, and on each of a few numbers of shelves. The way with
-    the least sum of heights is taken.
+    the number of ranks and whose height is its longest group. Rows are placed longest first, by
+    several rules: each row where it adds least, or on each of a few numbers of shelves. The
+    schedule with the least sum of heights is taken.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class _Lockstep:
         """Place a micro-step's groups among the ranks."""
         groups = sorted(shelf.groups, key=lambda one: -self.group_ranks[one.bucket])
         firsts = places_of((self.group_ranks[one.bucket] for one in groups), self.ranks)
-        assert firsts is not None  # or a group would not have been opened
+        assert firsts is not None  # otherwise a group would not have been opened
         for one, first in zip(groups, firsts, strict=True):
             one.first = first
         return tuple(one.group for one in sorted(groups, key=lambda one: one.first))
@@ -222,7 +222,8 @@ class _Lockstep:
         return shelf
 
     def _fill(self, taken: _Taken, pool: list[tuple[float, int]], aim: float) -> None:
-        """Take the longest row, and then again and again the longest that fits in `aim` seconds."""
+        """Add the longest row to a group, then repeatedly the longest that still fits in `aim`
+        seconds."""
         last = len(pool) - 1
         while last >= 0 and len(taken.rows) < self.limits.rows_at_once[taken.bucket]:
             number = pool.pop(last)[1]

@@ -7,9 +7,9 @@ gathers its shards of the weights from the owners: the module's parameters are v
 tensor, which is freed when the layout has run. The gradients of its micro-batches are summed in
 float32 in another flat tensor, which is then reduced to the owners.
 
-Memory of a rank, for p trained parameters of which it holds h in a layout, with b bytes per element
-of the compute dtype and n ranks: 16·p/n bytes always, and (b + 4)·h while the layout runs; for
-frozen parameters b·p/n and b·h. Buffers of transfers come on top, for at most BATCH_ELEMENTS of the
+Memory of a rank, for p trained parameters of which its shards have h in a layout, with b bytes per
+element of the compute dtype and n ranks: 16·p/n bytes always, and (b + 4)·h while the layout runs;
+for frozen parameters b·p/n and b·h. Transfer buffers come on top, for at most BATCH_ELEMENTS of the
 parameters at a time. A rank sends on average, per step and parameter of matrices that tensor
 degrees t divide, Σ_t (1/t − 1/n) · (b + 4) bytes. HotSPa's direct switches between layouts send
 more (benchmarks/switching/straight.py).
@@ -119,12 +119,12 @@ class MovingEngine(Engine):
         shards, zero = self.holders.shards, self.holders.zero
         self._max_norm = recipe.training.max_grad_norm
         self.trains = {name: None for name in self.shapes if self.named[name].requires_grad}
-        """The names of those that train, in order."""
+        """The names of the trained parameters, in order."""
         self._places: dict[str, _Place] = {}
         pieces, at = [], 0
         for name, shape in self.shapes.items():
             values = self.named[name].detach().to(self.device)
-            if zero.size > 1:  # only one of these ranks has filled it
+            if zero.size > 1:  # only one of these ranks has its values
                 dist.broadcast(values, src=zero.ranks[0], group=zero.handle)
             _, (start, stop) = owned(shards, name, shape, self.holders.rank)
             self._places[name] = _Place(start, at, stop - start)
@@ -146,7 +146,7 @@ class MovingEngine(Engine):
         start_moments(self.adam)
 
     def _add(self, name: str, parameter: Tensor) -> None:
-        """Add a parameter's gradient to its sum and free it, as soon as a backward has computed
+        """Add a parameter's gradient to its sum and free it, as soon as the backward has computed
         it."""
         place, share = self._sums[name]
         assert parameter.grad is not None
@@ -169,7 +169,7 @@ class MovingEngine(Engine):
         return start, held[at : at + count]
 
     def make_moments(self, empty: Batch) -> None:
-        """Do nothing: owners have moments from the beginning."""
+        """Do nothing: owners always have moments."""
 
     def run(self, batches: Sequence[Batch], scales: Scales) -> Tensor:
         """Run a step as `Engine.run` says; the layouts of all ranks' micro-batches must store the
@@ -265,8 +265,10 @@ class MovingEngine(Engine):
         self._switch(shards, trained=True).add(sums, self.gradients)
 
     def _switch(self, shards: Shards, *, trained: bool) -> Switch:
-        """Return the switch between owners and a layout's shards, which is planned once. trained:
-        whether it is for trained parameters alone."""
+        """Return the switch between owners and a layout's shards, planned once.
+
+        trained: whether it covers only trained parameters.
+        """
         key = shards.layout.stored_as, trained
         if key not in self._switches:
             shapes = {n: self.shapes[n] for n in (self.trains if trained else self.shapes)}
@@ -320,7 +322,7 @@ class MovingEngine(Engine):
             self._release()
             for net in self._nets:
                 net.train()
-            self.holders.everyone.books.close()  # these bytes belong to no training step
+            self.holders.everyone.books.close()  # these bytes are not part of a training step
 
     def stages_for(self, batch: Batch) -> StageRunner | None:
         _, run = self._staged.get(batch.world.layout.pipeline, (None, None))

@@ -1,10 +1,10 @@
-"""The transfers between the owners of parameters' elements and the ranks that hold them in a
+"""The transfers between the owners of parameters' elements and the ranks with shards of them in a
 layout: planned once, and carried out with one buffer per peer.
 
-Every element of a parameter has one owner. In one direction owners copy values to all ranks that
-hold them in the layout; in the other these ranks send their parts of the gradient to the owner,
-which sums them. To a host with no owner of a piece the piece is sent only once, to the rank that
-has received least so far: it forwards values inside its host, and sums its host's gradients.
+Every element of a parameter has one owner. In one direction owners copy values to all ranks whose
+shards contain them; in the other these ranks send their parts of the gradient to the owner, which
+sums them. A piece is sent only once to a host without an owner of it, to the rank that has received
+least so far: it forwards values inside its host, and sums its host's gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.comm import Group, shift
-from uspft.comm.collectives import Move
+from uspft.comm import Group, Move, shift
 from uspft.parameters.part import Box, Part, as_slices
 from uspft.parameters.shards import owned_parts
 
@@ -109,7 +108,7 @@ def deliveries(owned: Stock, held: Stock, hosts: Sequence[int]) -> Iterator[Deli
     owned_at, held_at, got = starts(owned), starts(held), Counter[int]()
     shared: dict[tuple[object, object], list[_Shared]] = {}
     for name, every in held.items():
-        key = owned[name], every  # layers are alike
+        key = owned[name], every  # layers are alike, so that this is cached
         if key not in shared:
             shared[key] = list(_shared(*key))
         for owner, number, here, there, holders in shared[key]:
@@ -142,7 +141,7 @@ class _Shared(NamedTuple):
     there: Box
     """Its coordinates in the shard."""
     holders: list[int]
-    """The ranks that hold the shard."""
+    """The ranks whose shard this is."""
 
 
 def _shared(owned: Sequence[Sequence[Part]], held: Sequence[Sequence[Part]]) -> Iterator[_Shared]:
@@ -231,7 +230,7 @@ class Switch:
     ) -> None:
         """Send boxes of one flat tensor, and put the received ones into boxes of another."""
         (to, source), (by, target), group = leaving, arriving, self._group
-        packed: dict[tuple[Spot, ...], Tensor] = {}  # peers that get the same share a buffer
+        packed: dict[tuple[Spot, ...], Tensor] = {}  # peers that get the same boxes share a buffer
         moves = []
         for offset in range(1, group.size):
             spots = tuple(to.get((group.index + offset) % group.size, ()))

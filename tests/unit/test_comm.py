@@ -1,8 +1,12 @@
-"""The order in which a shift's transfers are started; whatever is started is waited for."""
+"""The order in which a shift's transfers start; what is started and never waited for; and how long
+collectives wait, with a real wait in the tests of the launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
+from tests.support.runs import run_recipe, small_recipe
+from uspft import comm
 from uspft.comm import (
     Group,
     Move,
-    collectives,
+    deadline,
     expect_gather,
     expect_parts,
     shift,
@@ -46,10 +53,10 @@ def test_gloo_hears_of_all_receives_before_anything_leaves(
         P2POp=lambda way, tensor, peer, group: (way, peer),
         batch_isend_irecv=start,
     )
-    monkeypatch.setattr(collectives, "dist", torch_distributed)
+    monkeypatch.setattr(comm, "dist", torch_distributed)
     x = torch.zeros(3, device=device)
-    moves = [collectives.Move(x, x, 1), collectives.Move(x[:0], x[:0], 1)]
-    collectives.shift([*moves, collectives.Move(x, x, 2)], Group(None, (10, 11, 12), 0), "ring")
+    moves = [Move(x, x, 1), Move(x[:0], x[:0], 1)]
+    shift([*moves, Move(x, x, 2)], Group(None, (10, 11, 12), 0), "ring")
     assert log == started
 
 
@@ -63,7 +70,7 @@ def test_what_is_expected_is_received_before_any_of_it_leaves(
         P2POp=lambda way, tensor, peer, group: f"{way} {tensor.shape[0]}",
         batch_isend_irecv=lambda operations: log.extend(operations) or [],
     )
-    monkeypatch.setattr(collectives, "dist", torch_distributed)
+    monkeypatch.setattr(comm, "dist", torch_distributed)
     group, x = Group(None, (10, 11), 0), torch.zeros(4, 3)
     of_gather, of_parts = expect_gather(x, 4, group), expect_parts(x, 2, group)
     start_gather(x, group, "tensor", of_gather)
@@ -118,7 +125,7 @@ def test_the_books_are_open_until_all_that_was_started_was_waited_for(
     name: str, ranks: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = Works()
-    monkeypatch.setattr(collectives, "dist", works)
+    monkeypatch.setattr(comm, "dist", works)
     group, x = Group(None, tuple(range(ranks)), 1), torch.zeros(6, device=device)
 
     for waits in (True, False):
@@ -158,3 +165,34 @@ def test_a_skipped_wait_is_an_error_that_names_it_and_no_hang(name: str) -> None
     (told, summed), other = spawn(2, hasty, name)
     assert summed == 6.0 and other == ("", 6.0)
     assert "not waited for: " in told and "ring from rank 1 and to rank 1, on rank 0" in told
+
+
+MINUTES = 0.7
+
+
+def test_the_first_step_has_three_times_as_long() -> None:
+    assert deadline(10) == timedelta(minutes=10)
+    assert deadline(10, first_step=True) == timedelta(minutes=30)
+
+
+def trained(rank: int, folder: Path, data: Path) -> list[Any]:
+    """When the loop sets a limit: the steps on record by then, and which."""
+    recipe = small_recipe(folder / "model", data, 32, launch={"timeout_minutes": MINUTES})
+    loop: Any = import_module("uspft.training.loop")
+    seen: list[Any] = []
+    steps: list[int] = []
+
+    def before(run: Any) -> None:
+        step = run.engine.step
+        run.engine.step = lambda *given, **more: (step(*given, **more), steps.append(1))[0]
+
+    loop.set_deadline = lambda limit: seen.append((len(steps), limit))
+    run_recipe(recipe, folder / "out", before=before)
+    return [seen, len(steps)]
+
+
+def test_the_limit_is_shorter_from_the_second_step_on(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "llama")
+    data = make_documents(tmp_path / "d.jsonl", [32, 20], masked=[0.0]).path
+    ((seen, steps),) = spawn(1, trained, tmp_path, data)
+    assert seen == [(1, timedelta(minutes=MINUTES))] and steps == 3

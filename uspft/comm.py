@@ -1,5 +1,8 @@
-"""Collectives and messages between the ranks of a group. They have no gradients; algorithms that
-use them define these by `with_backward`.
+"""Process groups as explicit arguments, collectives and messages between their ranks, and counters
+of what is sent, except the few numbers that `total` and `largest` reduce.
+
+Collectives have no gradients; algorithms define these by `with_backward`. The time-out of
+collectives is set here too; torch 2.11 to 2.13 have no public name for it.
 
 Shapes, as suffixes: s elements that this rank sends, r those that it receives. Tensors without a
 suffix may have any shape.
@@ -7,7 +10,10 @@ suffix may have any shape.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,8 +21,75 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, distributed_c10d
 
-from uspft.comm.group import Group
+KINDS = (
+    *("all_to_all", "ring", "gather", "state", "tensor", "pipeline", "switch", "experts"),
+    *("router", "objective"),
+)
+
+
+class Books:
+    """Bytes and messages sent by this rank to other ranks, by kind, since the last `close`.
+
+    They also keep transfers alive until they have been waited for: gloo drops the connection of a
+    transfer that nothing references, and ranks would then hang.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self._under_way: dict[object, tuple[str, object]] = {}
+
+    def add(self, kind: str, sent_bytes: int, messages: int = 1) -> None:
+        """Count bytes that were sent, in this many messages to one receiver each."""
+        self.bytes[kind] += sent_bytes
+        self.messages[kind] += messages
+
+    def begin(self, transfer: object, what: str, tensors: object) -> None:
+        """Record a transfer that must be waited for, and keep it and its tensors alive
+        until `end`."""
+        self._under_way[transfer] = what, tensors
+
+    def end(self, transfer: object) -> None:
+        """Remove a transfer that has been waited for."""
+        self._under_way.pop(transfer, None)
+
+    def close(self) -> dict[str, int]:
+        """Return the bytes sent by kind, and reset the counts.
+
+        Raises RuntimeError where a transfer has not been waited for: its data may be wrong.
+        """
+        if self._under_way:
+            names = Counter(what for what, _ in self._under_way.values())
+            self._under_way.clear()
+            listed = ", ".join(f"{count} × {what}" for what, count in sorted(names.items()))
+            raise RuntimeError(f"not waited for: {listed}; this is an error in uspft")
+        page = {kind: self.bytes[kind] for kind in KINDS if self.bytes[kind]}
+        self.bytes.clear()
+        self.messages.clear()
+        return page
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: ranks that exchange data, this rank's index among them, and the counters of
+    what it sends."""
+
+    handle: dist.ProcessGroup | None = None
+    """torch's process group; None for a group of one."""
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    books: Books = field(default_factory=Books)
+    hosts: tuple[Group, Group] | None = None
+    """Set where the group has several members on each of several hosts, so that collectives are
+    hierarchical: its members on this rank's host, and the members with this rank's position on
+    every host."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
 
 Waited = Callable[[], Tensor]
 """A function that waits for a started transfer and returns its result."""
@@ -126,10 +199,10 @@ def shift(
 
     expected: the receives, if they are already posted.
 
-    gloo announces a receive on the connection by which its own data leaves. There all receives are
-    started first; else what another rank has for this one waits until this one has sent, and a
-    connection works one way at a time. With NCCL, where what is started first must end first, the
-    two ways of a move are started at once.
+    gloo announces a receive on the connection by which its own data leaves, so there all receives
+    are started first; otherwise another rank's data would wait until this rank has sent, and a
+    connection would work in one direction at a time. NCCL completes operations in the order of
+    their start, so there a move's send and receive are started together.
     """
     receives, sends, names = [], [], []
     for x, out, offset in moves:
@@ -331,3 +404,28 @@ def _reduce(
     if group.size > 1:
         dist.all_reduce(x, op=op, group=group.handle)
     return list(x.tolist())
+
+
+FIRST_STEP = 3
+"""Factor on the time-out of collectives during the first step: ranks load weights, choose kernels
+and compile at different speeds."""
+
+
+def deadline(minutes: float, *, first_step: bool = False) -> timedelta:
+    """Return how long a collective may wait, by `launch.timeout_minutes`."""
+    return timedelta(minutes=minutes * (FIRST_STEP if first_step else 1))
+
+
+def set_deadline(limit: timedelta) -> None:
+    """Set the time-out of collectives in every process group that this process has now.
+
+    DeepSpeed's groups are among them. A wait that has begun keeps its earlier time-out.
+    """
+    for handle in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(limit, handle)
+
+
+def limit_of(handle: ProcessGroup, device: torch.device) -> timedelta:
+    """Return the time-out of a process group for tensors of a device."""
+    limit: timedelta = handle._get_backend(device).options._timeout
+    return limit
