@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal, NamedTuple
 
-from uspft.families import ModelShape
+from uspft.families import Blocks, ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.options import GRADIENT_BYTES
@@ -23,7 +23,7 @@ from uspft.planner.products import (
     ProductShape,
     gathered_elements,
     head_projection,
-    layer_projections,
+    named_projections,
 )
 from uspft.planner.step_shape import PlacedStep, StepPart, StepTime
 
@@ -165,7 +165,8 @@ class MeshProduct:
 
 def mesh_products(shape: ModelShape) -> tuple[MeshProduct, ...]:
     """Return the products of a layer in the order of `tensor_slices`: qkv, out, gate_up, down."""
-    query, key, value, out, gate, up, down = layer_projections(shape)
+    plain = Blocks(state=False, experts=False)
+    query, key, value, out, gate, up, down = named_projections(shape, plain).values()
     hidden = shape.hidden_size
     return (
         MeshProduct("qkv", "output", hidden, (query, key, value)),

@@ -71,30 +71,43 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
-def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
-    """Return the query, key, value and output projections of a layer with attention, then those of
-    the MLP, or of the router and the experts. Key and value projections that a layer lacks have 0
-    outputs. experts: whether the layer has experts; None: if the model has any."""
+def attention_projections(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name the projections of a layer with attention."""
     hidden, dim = shape.hidden_size, shape.head_dim
-    heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     table = FAMILIES[shape.model_type].projections
     # A gated query projection has as many features again, which gate attention's output.
     gated = 1 + ("self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks)
-    keys = 0 if shape.borrows_keys else kv_heads
-    values = 0 if shape.keys_are_values else keys
-    found = [
-        ProductShape(hidden, gated * heads, "outputs", gated * dim),
-        ProductShape(hidden, keys, "outputs", dim),
-        ProductShape(hidden, values, "outputs", dim),
-        ProductShape(heads, hidden, "inputs", dim),
-    ]
-    of, inner = (1, 1), shape.intermediate_size
-    if shape.routed if experts is None else experts:
+    keys = ProductShape(hidden, shape.kv_heads * dim, "outputs", dim)
+    found = {
+        "self_attn.q_proj": ProductShape(hidden, gated * shape.heads * dim, "outputs", gated * dim)
+    }
+    if not shape.borrows_keys:
+        found["self_attn.k_proj"] = keys
+        if not shape.keys_are_values:
+            found["self_attn.v_proj"] = keys
+    return found | {"self_attn.o_proj": ProductShape(shape.heads * dim, hidden, "inputs", dim)}
+
+
+def inner_matrices(shape: ModelShape, *, experts: bool) -> list[ProductShape]:
+    """Return the gate, up and down projections of the MLP, or of the experts."""
+    hidden, inner, of = shape.hidden_size, shape.intermediate_size, (1, 1)
+    if experts:
         inner = int(shape.full.get("moe_intermediate_size") or inner)
         of = shape.met_experts, shape.experts
-        found.append(ProductShape(hidden, shape.experts))
-    found += [ProductShape(hidden, inner, "outputs", 1, *of)] * 2
-    return [*found, ProductShape(inner, hidden, "inputs", 1, *of)]
+    into = ProductShape(hidden, inner, "outputs", 1, *of)
+    return [into, into, ProductShape(inner, hidden, "inputs", 1, *of)]
+
+
+def mlp_projections(shape: ModelShape, *, experts: bool) -> dict[str, ProductShape]:
+    """Return by name the projections of a layer's MLP; or of its router, experts and shared
+    expert."""
+    router = layer_kind(shape).router if experts else ""
+    found, at = {router: ProductShape(shape.hidden_size, shape.experts)} if router else {}, "mlp."
+    if router:
+        at = _experts_at(router)
+    names = (f"{at}gate_proj", f"{at}up_proj", f"{at}down_proj")
+    found |= zip(names, inner_matrices(shape, experts=experts), strict=True)
+    return found | (shared_projections(shape) if experts else {})
 
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -113,10 +126,9 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
 def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
     """Return the inner features of the MLP or of the shared expert on a tensor rank; 0 if a layer
     has neither. experts: whether the layer has experts."""
-    if not experts:
-        return layer_projections(shape, experts=False)[-1].on(tensor).inputs
-    shared = [one for one in shared_projections(shape).values() if one.splits == "inputs"]
-    return sum(one.on(tensor).inputs for one in shared)
+    every = mlp_projections(shape, experts=experts).values()
+    alone = (one for one in every if one.splits == "inputs" and one.copies == 1)
+    return sum(one.on(tensor).inputs for one in alone)
 
 
 def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -161,17 +173,6 @@ def _state_modules(shape: ModelShape) -> dict[str, ProductShape]:
     }
 
 
-def projections_of_layers(
-    shape: ModelShape, every: Sequence[Blocks] | None = None
-) -> list[tuple[list[ProductShape], int]]:
-    """Return the projections of each kind of layer, and the number of such layers.
-
-    every: the blocks of each layer; None: as in the config.
-    """
-    kinds = Counter(layer_blocks(shape) if every is None else every)
-    return [(block_projections(shape, blocks), count) for blocks, count in kinds.items()]
-
-
 def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
     """Return the projections of a layer that has these blocks."""
     return list(named_projections(blocks.sizes(shape), blocks).values())
@@ -180,23 +181,8 @@ def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
 def named_projections(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
     """Return by name the projections of a layer that has these blocks, each by itself where
     transformers has several in one matrix. shape: with the layer's sizes."""
-    query, key, value, out, *router, gate, up, down = layer_projections(
-        shape, experts=blocks.experts
-    )
-    if blocks.state:
-        found = state_projections(shape)
-    else:
-        attention = zip("qkvo", (query, key, value, out), strict=True)
-        found = {f"self_attn.{name}_proj": one for name, one in attention}
-    at = "mlp."
-    if blocks.experts:
-        name = layer_kind(shape).router
-        found[name], at = router[0], _experts_at(name)
-    found |= {f"{at}gate_proj": gate, f"{at}up_proj": up, f"{at}down_proj": down}
-    if blocks.experts:
-        found |= shared_projections(shape)
-    found |= added_projections(shape)
-    return {name: one for name, one in found.items() if one.outputs}
+    mixing = state_projections(shape) if blocks.state else attention_projections(shape)
+    return mixing | mlp_projections(shape, experts=blocks.experts) | added_projections(shape)
 
 
 def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
@@ -276,7 +262,7 @@ def head_projection(shape: ModelShape) -> ProductShape:
 
 def expert_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of one layer's experts."""
-    return sum(one.parameters for one in layer_projections(shape) if one.copies > 1)
+    return sum(one.parameters for one in inner_matrices(shape, experts=True))
 
 
 def met_parameters(shape: ModelShape) -> int:
@@ -285,8 +271,8 @@ def met_parameters(shape: ModelShape) -> int:
     The embedding look-up is left out, and only the experts that a token is sent to count.
     """
     layers = sum(
-        count * sum(one.met for one in projections)
-        for projections, count in projections_of_layers(shape)
+        count * sum(one.met for one in block_projections(shape, blocks))
+        for blocks, count in Counter(layer_blocks(shape)).items()
     )
     outside = [*outside_modules(shape).values()][1:2]  # neither look-up nor norm
     return layers + head_projection(shape).met + sum(one.met for one in outside)

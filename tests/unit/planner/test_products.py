@@ -18,11 +18,11 @@ from tests.support.shapes import (
     hub,
     shape,
 )
-from uspft.families import expert_layers
+from uspft.families import Blocks, expert_layers
 from uspft.planner.products import (
+    block_projections,
     expert_parameters,
     head_projection,
-    layer_projections,
     met_parameters,
 )
 from uspft.planner.trained import counts_of
@@ -57,7 +57,8 @@ def test_of_experts_a_token_meets_some(tmp_path: Path) -> None:
 
 def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> None:
     model = shape(tmp_path, QWEN3)  # 32 query and 8 KV heads of 128
-    query, key, value, out, gate, up, down = (one.on(16) for one in layer_projections(model))
+    plain = block_projections(model, Blocks(state=False, experts=False))
+    query, key, value, out, gate, up, down = (one.on(16) for one in plain)
     assert (query.inputs, query.outputs) == (4096, 2 * 128)
     assert key.outputs == value.outputs == 128, "a head is not cut"
     assert (out.inputs, out.outputs) == (2 * 128, 4096)

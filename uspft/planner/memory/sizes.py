@@ -16,7 +16,7 @@ from uspft.planner.memory.operations import WIDE
 from uspft.planner.products import (
     SHARED_GATE,
     inner_features,
-    layer_projections,
+    inner_matrices,
     state_projections,
 )
 from uspft.planner.stages import stages_of
@@ -345,7 +345,7 @@ def layers_of(
     everywhere = len(set(windows)) == 1
     again = _checkpointed(shape, layout, row_tokens, options)
     row = _row(layout, options, behind)
-    down = layer_projections(shape)[-1].on(layout.tensor)
+    down = inner_matrices(shape, experts=shape.routed)[-1].on(layout.tensor)
     met = ranks_met(shape, layout.experts)
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
     known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
