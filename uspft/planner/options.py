@@ -102,6 +102,11 @@ class Options:
         return 2 if self.gradient_reduction == "bfloat16" else GRADIENT_BYTES
 
     @property
+    def checkpoints_all(self) -> bool:
+        """Whether every layer is checkpointed."""
+        return self.checkpointing and self.first_layers is None
+
+    @property
     def forwards(self) -> int:
         """How often a layer runs forward in a step's pass, recomputation included."""
         return 2 if self.checkpointing else 1

@@ -196,8 +196,7 @@ def ranked(
         shape = shape.under(slices=slices_on(PlacedStep(shape, way.layout, hardware)))
     needs = needs_of or Needs(step.model, step.row.length)
     if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
-        again = shape.options.checkpointing and shape.options.first_layers is None
-        dealt = price.dealt_stages(shape, way.layout, again, needs.memo)
+        dealt = price.dealt_stages(shape, way.layout, needs.memo)
         shape = shape.under(schedule=way.schedule._replace(sizes=dealt.sizes))
     return Ranked(way, shape, hardware, needs, own, closely)
 

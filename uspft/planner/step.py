@@ -118,7 +118,7 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     each step.
     """
     step, layout, memo = placed.step, placed.layout, placed.memo
-    stages = dealt_stages(step, layout, step.options.checkpointing, memo)
+    stages = dealt_stages(step, layout, memo)
     one_of, outside = parts_apart(placed)
     by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
@@ -154,14 +154,13 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     )
 
 
-def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
+def dealt_stages(step: StepShape, layout: Layout, memo: Memo) -> Stages:
     """Return the layers of each stage: as the schedule says, else balanced by FLOPs for the step's
-    rows. again: whether layers are recomputed."""
-    schedule = step.options.schedule
-    asked = step.windows, step.drawn, layout.pipeline, schedule
+    rows."""
+    options, ranks = step.options, layout.pipeline
     return memo.once(
-        ("stages", layout.pipeline, schedule, again),
-        lambda: stages_of(step.model, *asked, again=again),
+        ("stages", ranks, options.schedule, options.checkpoints_all),
+        lambda: stages_of(step.model, step.windows, step.drawn, ranks, options),
     )
 
 

@@ -120,9 +120,7 @@ def memory_of_ranks(
         every = each_chunk(chunks, layout.ring, lambda far: pass_bytes(*of, options, far)[0])
         of_pass = replace(of_pass, keys=tuple(map(chunk_keys, layers_of(*of, options))))
         batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
-    again = options.checkpointing and options.first_layers is None
-    rows = DrawnRows.whole(row_tokens)
-    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=again)
+    stages = stages_of(shape, windows, DrawnRows.whole(row_tokens), layout.pipeline, options)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
     unknown = unpredicted(shape)

@@ -399,9 +399,8 @@ def _checkpointed(
     """Return the layers that are checkpointed."""
     if not options.checkpointing or options.first_layers is None:
         return range(shape.layers) if options.checkpointing else ()
-    windows, schedule = layer_windows(shape), options.schedule
     rows = DrawnRows.whole(row_tokens)
-    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=False)
+    stages = stages_of(shape, layer_windows(shape), rows, layout.pipeline, options)
     return first_layers(options.first_layers, stages)
 
 

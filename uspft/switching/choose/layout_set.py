@@ -76,7 +76,7 @@ class LayoutSet:
         if bucket.layout.pipeline == 1:
             return [None]
         step = self.setting.step.under(schedule=bucket.way.schedule)
-        every = dealt_stages(step, bucket.layout, step.options.checkpointing, Memo())
+        every = dealt_stages(step, bucket.layout, Memo())
         return [stage_layers(every, rank) for rank in range(every.ranks)]
 
     @cached_property
