@@ -29,6 +29,7 @@ from uspft.planner.stages import (
     stages_of,
 )
 from uspft.planner.step_shape import (
+    ROUNDING,
     Memo,
     PlacedStep,
     StepLayer,
@@ -47,8 +48,6 @@ NOT_PREDICTED = (
 )
 HIDING = ("products", "elementwise")
 """The parts with which ZeRO's transfers overlap."""
-ROUNDING = 1e-9
-"""The relative error of sums of the same seconds in another order."""
 WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
 """A function that returns what a pipeline's slowest rank waits for, given a number of
 micro-batches."""

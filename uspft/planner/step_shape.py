@@ -195,11 +195,13 @@ class StepShape:
         return self.options.micro_batch * self.row.length / layout.context
 
 
+ROUNDING = 1e-9
+"""The relative error of sums of the same numbers in another order."""
 Priced = TypeVar("Priced")
 
 
 class Memo(dict[Hashable, Any]):
-    """A cache of prices of one step on one machine, by all else that they depend on."""
+    """A cache of prices and memory of one step on one machine, by all else that they depend on."""
 
     def once(self, key: Hashable, make: Callable[[], Priced]) -> Priced:
         """Return what make() gave the first time that key was asked for."""
