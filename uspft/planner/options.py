@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.config.deepspeed_fields import (
-    ELEMENTS,
-    elements,
-)
+from uspft.config.deepspeed_fields import ELEMENTS, elements
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.pipeline.stages import Each
 from uspft.planner.trained import Lora
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 GRADIENT_BYTES = 4
 """The bytes of an element of a weight's gradient, which is summed in float32."""
 RECOMPUTES = ("nothing", "exchange", "attention")
-"""What of attention may be made again, the least work first."""
+"""The values of `memory.recompute`, those with the least work first."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +29,24 @@ class Options:
     """How a step runs, as far as its time or memory depends on it."""
 
     algorithm: AlgorithmRow = WHOLE
-    """The row of the algorithm that shares rows."""
+    """The context-parallel algorithm's row in the table of config/algorithms.py."""
     exchange_stages: int = 0
-    """Of an exchange; 0 for auto."""
+    """The stages in which an algorithm exchanges keys (`exchange_stages`); 0: `auto`."""
     use_seq_parallel: bool = False
     copies: int = 1
-    """Of a rank's tokens, which blocks of split matrices take by turns."""
+    """The copies of a rank's tokens that take turns (`fine_grain_interleave`)."""
     micro_batch: int = 1
-    """Rows of a rank in one forward."""
+    """Rows of one replica in one forward."""
     dtype: str = "bfloat16"
     zero_stage: int = 1
     bucket: int = ELEMENTS["reduce_bucket_size"]
-    """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
+    """The elements of DeepSpeed's reduce_bucket_size."""
     live: int = ELEMENTS["stage3_max_live_parameters"]
     """The gathered elements up to which ZeRO-3 fetches weights ahead."""
     prefetch: int = ELEMENTS["stage3_prefetch_bucket_size"]
     """The elements that ZeRO-3 fetches ahead together."""
     reuse: int = ELEMENTS["stage3_max_reuse_distance"]
-    """The elements of weights within which ZeRO-3 keeps those that come again."""
+    """ZeRO-3 keeps gathered weights that are used again within this many elements."""
     two_buckets: bool = False
     """Whether DeepSpeed has two buckets of gradients (overlap_comm)."""
     overlaps: bool | None = False
@@ -60,31 +57,32 @@ class Options:
     saves_beside: bool = False
     """Whether a checkpoint waits on the host while it is written."""
     gradient_reduction: str = "float32"
-    """The type in which gradients cross ranks."""
+    """The dtype in which gradients are reduced over ranks."""
     checkpointing: bool = True
     flash: bool = False
     """Whether attention's kernel is a GPU's, which allocates more than it returns."""
     first_layers: int | Each | None = None
-    """How many layers of a stage, or of each, are checkpointed, where not all are."""
+    """How many layers of a stage, or of each stage, are checkpointed; None: all."""
     recompute: str = "nothing"
     at_once: int | None = None
-    """How many query heads of a KV head are attended with at once; None for all heads."""
+    """The query heads per KV head that attention computes at once; None: all heads."""
     offload_activations: bool = False
     loss_tile: int | None = 1024
-    """Tokens; None for all at once."""
+    """The tokens of a tile of the loss; None: all at once."""
     mlp_tile: int | None = None
+    """The tokens of a tile of MLPs; None: all at once."""
     slices: tuple[int, ...] | None = None
     """MeshSlice's slices of each product of a layer; None: Megatron's tensor parallelism, or the
     fastest ones."""
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
-    """Regular expressions over parameter names."""
+    """Regular expressions over the names of frozen parameters."""
     schedule: Schedule = PLAIN
-    """Of a pipeline's ranks."""
+    """The schedule of a pipeline."""
     equal_tokens: bool = False
     """Whether chunks of a row have equal tokens; else they take equal time."""
     step_rows: int | None = None
-    """Rows of a step, over all replicas; None: enough to fill a pipeline."""
+    """Rows of a step, over all replicas; None: for memory, enough to fill a pipeline."""
 
     @property
     def element(self) -> int:
@@ -123,10 +121,8 @@ class Options:
 
 
 def options_of(recipe: Recipe, layout: Layout) -> Options:
-    """Return the options of a recipe in a layout.
-
-    `auto` counts as what it is without a need to save memory.
-    """
+    """Return the options of a recipe in a layout. An `auto` counts as the value that it has when
+    memory suffices."""
     zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
     parallel, again = recipe.parallel_config, memory.gradient_checkpointing
     on_gpu, overlaps = recipe.launch.device == "cuda", zero.get("overlap_comm")
