@@ -1,4 +1,4 @@
-"""What is known of each model type, and which models are refused; no torch."""
+"""Facts about each model type, and which models are refused; no torch."""
 
 from uspft.families.layers import (
     Blocks,

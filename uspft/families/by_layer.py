@@ -1,6 +1,7 @@
-"""Gemma 4's heads of two sizes, by the layers that have them: its config brought into one form.
+"""Gemma 4's attention heads of two sizes (layers with and without a sliding window), and the
+conversion of its config to one form.
 
-transformers writes them as `per_layer_config`, older files as `global_head_dim` and
+transformers writes the sizes as `per_layer_config`, older files as `global_head_dim` and
 `num_global_key_value_heads`.
 """
 
@@ -16,20 +17,19 @@ FIELDS = (
     *("num_hidden_layers", "layer_types", "head_dim", "global_head_dim", PER_LAYER),
     *("num_key_value_heads", "num_global_key_value_heads", "attention_k_eq_v"),
 )
-"""The fields that transformers reads when it makes a config, and not afterwards."""
+"""The fields that transformers reads only when it creates a config."""
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _EVERY = 6
-"""Of the layers of a config without types one sees all."""
+"""In a config without layer types, every sixth layer has full attention."""
 
 
 def one_form(
     raw: Mapping[str, Any], overrides: Mapping[str, Any], usual: Mapping[str, Any]
 ) -> dict[str, Any] | str:
-    """Return a config that says the sizes of layers by their types alone, or what of its file is
-    more than that.
+    """Return a config that gives the sizes of layers by their types only, or a phrase on what in it
+    does not fit that form.
 
-    raw: as in the file. overrides: what rules over it. usual: what transformers takes where a file
-    has no such field.
+    raw: as in the file. overrides: these take precedence. usual: transformers' defaults.
     """
     file = {**usual, **raw}
     given = overrides.get(PER_LAYER, raw.get(PER_LAYER))
@@ -49,13 +49,13 @@ def one_form(
 
 
 def _counts(full: Mapping[str, Any]) -> bool:
-    """Tell whether a config has layers; what else it may say is refused of every family."""
+    """Tell whether the number of layers is valid; other values are refused elsewhere."""
     return isinstance(full["num_hidden_layers"], int) and full["num_hidden_layers"] >= 1
 
 
 def _sizes_of_full(given: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a `per_layer_config` says of each layer that sees all. Raises ValueError for one
-    that says more."""
+    """Return the sizes that a `per_layer_config` gives to layers with full attention. Raises
+    ValueError for other content."""
     types = layer_types(full)
     said = {int(key): dict(value) for key, value in given.items()}
     if more := {key for one in said.values() for key in one} - {"head_dim", "num_key_value_heads"}:
@@ -71,7 +71,7 @@ def _sizes_of_full(given: Mapping[str, Any], full: Mapping[str, Any]) -> dict[st
 
 
 def layer_types(full: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer, of which the last sees all."""
+    """Return the type of each layer; the last always has full attention."""
     layers = int(full["num_hidden_layers"])
     every = [_FULL if (n + 1) % _EVERY == 0 else _WINDOWED for n in range(layers)]
     given = list(full.get("layer_types") or every)[:layers]
@@ -80,9 +80,10 @@ def layer_types(full: Mapping[str, Any]) -> list[str]:
 
 
 def wrong_sizes(full: Mapping[str, Any], named: Callable[[str], str]) -> list[Finding]:
-    """Return what is wrong with the sizes of layers that see all, and with what layers share.
+    """Return what is wrong with the sizes of layers with full attention, and with shared keys and
+    values.
 
-    full: the config in one form, with what transformers takes where a file has no such field.
+    full: the config in one form, with transformers' defaults.
     """
     findings = list[Finding]()
 

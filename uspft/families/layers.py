@@ -1,5 +1,5 @@
-"""What each layer of a model is made of, as its config.json has it: attention with its sliding
-window, or a state; experts, or an MLP."""
+"""What each layer of a model has by its config.json: attention with its sliding window, or a
+recurrent state; experts, or an MLP."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from uspft.families.table import EXPERTS, FAMILIES, NO_KEYS
 
 
 class Blocks(NamedTuple):
-    """What one layer of a model is made of."""
+    """The kinds of blocks in one layer of a model."""
 
     state: bool
-    """Whether it has a state in place of attention."""
+    """Whether it has a recurrent state (linear attention) in place of attention."""
     experts: bool
-    """Whether it has experts, among which tokens choose, in place of one MLP for all of them."""
+    """Whether it has experts in place of a single MLP."""
     sees_all: bool = False
-    """Whether it attends without a window, where layers with one have heads of another size."""
+    """Whether it has full attention in a model whose layers with a window have heads of another
+    size."""
     borrows: bool = False
-    """Whether it attends to the keys and values of another layer."""
+    """Whether it uses the keys and values of another layer."""
 
     def sizes(self, shape: ModelShape) -> ModelShape:
-        """Return a model with the sizes of such a layer."""
+        """Return the model's shape with the sizes of this kind of layer."""
         of = shape.of_window(None) if self.sees_all else shape
         return of.borrowing if self.borrows else of
 
@@ -33,8 +34,10 @@ def layer_blocks(
     windows: Sequence[int | None] | None = None,
     experts: Sequence[bool] | None = None,
 ) -> tuple[Blocks, ...]:
-    """Return what each layer of a model has. windows, experts: of each layer; None: as the config
-    says."""
+    """Return the blocks of each layer.
+
+    windows, experts: by layer; None: as in the config.
+    """
     windows = layer_windows(shape) if windows is None else windows
     experts, own = experts or expert_layers(shape), shape.layers - shape.borrowers
     return tuple(
@@ -44,8 +47,10 @@ def layer_blocks(
 
 
 def expert_layers(shape: ModelShape) -> tuple[bool, ...]:
-    """Tell of each layer of a model whether tokens choose among experts there; in others they all
-    meet one MLP. Fields that transformers does not have for the family say nothing."""
+    """Return for each layer whether it has experts rather than a single MLP.
+
+    Fields that transformers does not have for the family are ignored.
+    """
     family, every = FAMILIES[shape.model_type], range(shape.layers)
     if not shape.routed or not any(map(shape.full.get, EXPERTS)):
         return (False,) * shape.layers
@@ -59,7 +64,7 @@ def expert_layers(shape: ModelShape) -> tuple[bool, ...]:
 
 
 def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
-    """Return the window of each layer in keys; None where it sees all, NO_KEYS where it has no
+    """Return the window of each layer in keys; None for full attention, NO_KEYS for a layer without
     attention."""
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
@@ -71,12 +76,12 @@ def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
     if types:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.windows == "switched":
-        if shape.model_type == "smollm3":  # those without rotary positions
+        if shape.model_type == "smollm3":  # layers without rotary positions
             every = int(shape.raw.get("no_rope_layer_interval", 4))
             turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
             return tuple(None if turned[i] else window for i in layers)
         first = shape.raw.get("max_window_layers", 28)
-        if shape.model_type == "qwen2_moe":  # every other one of the first
+        if shape.model_type == "qwen2_moe":  # every second one of the first layers
             return tuple(None if i >= first or i % 2 else window for i in layers)
         return tuple(window if i >= first else None for i in layers)
     full = 6 if shape.model_type == "gemma3_text" else 2
@@ -87,28 +92,28 @@ class StateSizes(NamedTuple):
     """The heads of a layer with a state, and the features of each."""
 
     keys: int
-    """Key heads, each of which as many value heads share."""
+    """Key heads, each shared by the same number of value heads."""
     values: int
     """Value heads; each has a state [key_dim, value_dim]."""
     key_dim: int
     value_dim: int
     taps: int = 4
-    """How many tokens the convolution before the rule sees, the token itself counted."""
+    """How many tokens the convolution before the delta rule sees, the token itself included."""
 
     @property
     def channels(self) -> int:
-        """The features that the convolution takes: of queries, keys and values."""
+        """The features of the convolution's input: queries, keys and values."""
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
     def on(self, ranks: int) -> StateSizes:
-        """Return the sizes of the tensor rank with most heads; a key head stands with all its value
-        heads."""
+        """Return the sizes on the tensor rank with most heads; a key head is on the same rank as
+        its value heads."""
         keys = -(-self.keys // ranks)
         return self._replace(keys=keys, values=keys * (self.values // self.keys))
 
 
 def state_layers(shape: ModelShape) -> tuple[bool, ...]:
-    """Tell of each layer of a model whether it has a state and no attention."""
+    """Return for each layer whether it has a state instead of attention."""
     if not FAMILIES[shape.model_type].states:
         return (False,) * shape.layers
     types, every = shape.raw.get("layer_types"), int(shape.raw.get("full_attention_interval", 4))
@@ -118,9 +123,9 @@ def state_layers(shape: ModelShape) -> tuple[bool, ...]:
 
 
 def state_sizes(shape: ModelShape) -> StateSizes | None:
-    """Return the sizes of a model's layers with a state; None where it has none.
+    """Return the sizes of a model's layers with a state; None without such layers.
 
-    OLMo Hybrid's are made of those of attention where its config has none.
+    OLMo Hybrid's default to those of attention.
     """
     if not FAMILIES[shape.model_type].states:
         return None

@@ -1,4 +1,5 @@
-"""Layers that mix tokens in ways that no algorithm here splits, and the models that have them."""
+"""Token-mixing layers that no sequence-parallel algorithm here supports, and the models that have
+them."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mixer:
-    """A way to mix tokens that no algorithm here splits."""
+    """A kind of token-mixing layer that no algorithm here supports."""
 
     models: tuple[str, ...]
-    """The model_types that have it."""
+    """The model_types with such layers."""
     layers: tuple[str, ...]
-    """What `layer_types` calls the layers that have it."""
+    """The names of such layers in `layer_types`."""
 
 
 UNSPLIT = "has {}, which no algorithm here splits"
-"""What is said of a model or of layers with a mixer."""
+"""The message about a model or layers with a mixer."""
 STATES = "state-space layers"
 ATTENTION = {"attention", "full_attention"}
-"""What files of models with STATES call their layers without a state."""
+"""The names of attention layers in the files of models with STATES."""
 
 MIXERS: dict[str, Mixer] = {
     STATES: Mixer(
@@ -64,12 +65,12 @@ MIXERS: dict[str, Mixer] = {
 
 
 def is_mixed(kind: str) -> bool:
-    """Tell whether models of a type have a mixer, or may have one."""
+    """Tell whether models of a type have, or may have, a mixer."""
     return any(kind in mixer.models for mixer in MIXERS.values())
 
 
 def other_layers(layers: Iterable[object]) -> str | None:
-    """Return which of `layer_types` no algorithm splits, and what they are; None without any."""
+    """Return which of `layer_types` no algorithm supports, and what they are; None without any."""
     names = {name: what for what, mixer in MIXERS.items() for name in mixer.layers}
     found = sorted({str(one) for one in layers} & names.keys())
     means = " and ".join(dict.fromkeys(names[one] for one in found))
@@ -77,10 +78,10 @@ def other_layers(layers: Iterable[object]) -> str | None:
 
 
 def mixer_of(raw: Mapping[str, Any]) -> str | None:
-    """Return what a config has that no algorithm splits, by its model_type or else layer_types."""
+    """Return the mixer of a config that no algorithm supports, by its model_type or layer_types."""
     kind, layers = raw.get("model_type"), raw.get("layer_types")
     layers = layers if isinstance(layers, list) else []
     named = [what for what, mixer in MIXERS.items() if kind in mixer.models]
     if layers and named == [STATES] and {*map(str, layers)} <= ATTENTION:
-        named = []  # Granite 4.0's dense models have a hybrid's type
+        named = []  # the model_type of Granite 4.0's dense models is that of a hybrid
     return named[0] if named else other_layers(layers)

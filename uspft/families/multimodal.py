@@ -1,4 +1,4 @@
-"""Multimodal checkpoints, of which the language model trains: its config and names in files."""
+"""Multimodal checkpoints, whose language model is trained: its config, and its names in files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _PREFIXES = {
     "lm_head.": "lm_head.",
     "language_model.lm_head.": "lm_head.",
 }
-"""What a tensor of the language model begins with in files, new and old, and in the model alone."""
+"""Prefixes of the language model's tensors in files, new and old, and in the language model
+alone."""
 _AXES = ("mrope_section", "mrope_interleaved")
-"""Which share of a head each axis of an image's positions turns: of text all axes are equal."""
+"""The parts of a head that encode each axis of an image's position; for text all axes are equal."""
 
 _QWEN_MEDIA = {"image_token_id": 248056, "video_token_id": 248057}
 
@@ -27,14 +28,13 @@ class Multimodal:
     text: str
     """Its own model_type, where `text_config` has none."""
     tied: bool
-    """Whether transformers ties head and embedding where the config does not say."""
+    """Whether transformers ties head and embedding by default."""
     trained_as: str = ""
-    """The type that trains in its place: the same model, but for positions of images."""
+    """The model type that is trained instead: the same model, except for image positions."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes where `text_config` has no such field, and `trained_as` does not."""
+    """transformers' defaults for `text_config` that `trained_as` does not have."""
     media: Mapping[str, int] = field(default_factory=dict)
-    """Tokens at whose places the whole model has what it makes of an image or a video, by their
-    fields of the config, where this does not say."""
+    """The default tokens that stand for image or video features, by their config field."""
 
 
 MULTIMODAL: dict[str, Multimodal] = {
@@ -68,12 +68,12 @@ def is_multimodal(raw: Mapping[str, Any]) -> bool:
 
 
 def media_tokens(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens at whose places a multimodal model has no text, by their fields of its
-    config; none of another model."""
+    """Return the tokens that stand for image or video features, by their config field; empty for
+    other models."""
     if not is_multimodal(raw):
         return {}
     usual = MULTIMODAL[raw["model_type"]].media
-    # Of a field transformers reads both names.
+    # transformers reads a field by either name
     other = {key: key.replace("_index", "_id") for key in usual}
     found = {key: raw.get(key, raw.get(other[key], token)) for key, token in usual.items()}
     return {key: token for key, token in found.items() if isinstance(token, int)}
@@ -85,7 +85,7 @@ def loading_class(raw: Mapping[str, Any]) -> str:
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a multimodal model's language model; of another model its own."""
+    """Return the config of a multimodal model's language model; for another model its own."""
     if not is_multimodal(raw):
         return dict(raw)
     known, text = MULTIMODAL[raw["model_type"]], raw["text_config"]
@@ -105,8 +105,8 @@ def written_config(
 ) -> dict[str, Any]:
     """Return the config of a multimodal model after its language model was trained.
 
-    raw: that of the files. changed: the fields of the language model with which it was trained
-    otherwise. dtype: of the trained tensors. What neither concerns is as it was.
+    raw: of the original files. changed: the fields of the language model that training changed.
+    dtype: of the trained tensors. Everything else stays as it was.
     """
     found, text = dict(raw), dict(raw["text_config"])
     if "rope_parameters" in changed:
@@ -135,6 +135,6 @@ def own_name(stored: str) -> str | None:
 
 
 def module_name(own: str) -> str:
-    """Return the name that a parameter or module of the language model has in transformers' class
-    of the whole model."""
+    """Return the name of a language model's parameter or module in transformers' class of the whole
+    model."""
     return _INSIDE + own.removeprefix("model.") if own.startswith("model.") else own

@@ -1,7 +1,7 @@
-"""How the matrices of a family are divided among tensor ranks, by the names of its modules.
+"""How tensor parallelism splits the matrices of a family, by the names of its modules.
 
-A block begins at matrices split by columns, from which each rank gets some heads or inner features
-of the whole input, and ends at a matrix split by rows, whose partial results are summed.
+A block begins with column-split matrices, which give each rank some heads or inner features of the
+whole input, and ends with a row-split matrix, whose partial results are summed.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 QUERY, KV, INNER, VOCABULARY = "query", "kv", "inner", "vocabulary"
-"""What is divided: query heads, key-value heads, inner features of the MLP, tokens known."""
+"""The units that are split: query heads, key-value heads, inner features of the MLP, vocabulary."""
 HEAD, SHARED = "head", "shared"
-"""Query heads of which each has one number; inner features of experts that every token meets."""
+"""Query heads with one number each; inner features of experts that every token uses."""
 GATED_QUERY = "gated query"
-"""Query heads, each with as many features that gate what it attends to."""
+"""Query heads, each followed by as many features of an output gate."""
 STATE_KEY, STATE_VALUE, STATE_GATE = "state key", "state value", "state gate"
-"""Of a layer with a state: features of its key heads, features of its value heads, a number of each
-value head. A key head is divided with the value heads that share it, as one unit."""
+"""In a layer with a state: features of key heads, features of value heads, one number per value
+head. A key head is split together with its value heads, as one unit."""
 STATE_GROUP, STATE_GATES = "state group", "state gates"
-"""The same where a unit's features stand together: those of query, key, value and the output's
-gate; two numbers of each value head."""
+"""The same where a unit's features are adjacent: query, key, value and output gate; two numbers per
+value head."""
 BEFORE, BEHIND = "before", "behind"
-"""What features of a projection are for: what attention, or the rule of a layer with a state, takes
-of each token; or what is done with what that gives, before the last projection."""
+"""The use of a projection's features: as input of attention or the delta rule; or after it, before
+the last projection."""
 COLUMNS, ROWS = 0, 1
-"""The dimension of a weight, [gives, takes], along which it is divided."""
+"""The dimension of a weight [outputs, inputs] along which it is split."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """How the parameters of a module are divided."""
+    """How the parameters of a module are split."""
 
     dim: int
     """COLUMNS or ROWS."""
     blocks: tuple[str, ...]
-    """What stands one after another along the dimension: several in a fused projection."""
+    """The units along the dimension, in order; several in a fused projection."""
 
 
 PER_HEAD = Projection(COLUMNS, ())
-"""A norm of which every head uses the same weight: it is whole on each rank, and each computes its
-gradient from the heads that it has."""
+"""A norm with one weight for all heads: it is replicated, and each rank computes its gradient from
+its own heads."""
 BETWEEN = Projection(ROWS, ())
-"""What is whole on each rank and sees tokens as they are between blocks: a router of tokens."""
+"""A replicated module that sees tokens as they are between blocks, such as a router."""
 
 _COMMON = {
     "embed_tokens": Projection(COLUMNS, (VOCABULARY,)),
@@ -63,7 +63,7 @@ FUSED: dict[str, Projection] = {
     "self_attn.qkv_proj": Projection(COLUMNS, (QUERY, KV, KV)),
     "mlp.gate_up_proj": Projection(COLUMNS, (INNER, INNER)),
 }
-"""Phi-3's."""
+"""Phi-3's, with fused projections."""
 NORMED_HEADS: dict[str, Projection] = {
     **SEPARATE,
     "self_attn.q_norm": PER_HEAD,
@@ -86,8 +86,7 @@ ROUTED: dict[str, Projection] = {
     "mlp.shared_experts.up_proj": Projection(COLUMNS, (SHARED,)),
     "mlp.shared_experts.down_proj": Projection(ROWS, (SHARED,)),
 }
-"""What a block of experts has beside what stands elsewhere in this file; how the experts are
-divided, their modules say."""
+"""Further modules of a block of experts; model/experts.py splits the experts themselves."""
 ROUTED_SPARSELY: dict[str, Projection] = {**SEPARATE, "block_sparse_moe.router": BETWEEN}
 """Granite's with experts."""
 SINKS: dict[str, Projection] = {
@@ -95,9 +94,9 @@ SINKS: dict[str, Projection] = {
     "self_attn.sinks": Projection(COLUMNS, (HEAD,)),
     "mlp.router": BETWEEN,
 }
-"""gpt-oss's, of which each query head has a sink."""
+"""gpt-oss's, with a sink for each query head."""
 STATE_LAYER, STATE_OWN = "linear_attn", ("A_log", "dt_bias")
-"""The module of a layer with a state, and its parameters that stand in no module of their own."""
+"""The module of a layer with a state, and the parameters that it has itself."""
 _STATE = {
     **{f"{STATE_LAYER}.{name}": Projection(COLUMNS, (STATE_GATE,)) for name in STATE_OWN},
     "linear_attn.conv1d": Projection(COLUMNS, (STATE_KEY, STATE_KEY, STATE_VALUE)),
@@ -122,7 +121,7 @@ GROUPED_HYBRID: dict[str, Projection] = {
     "linear_attn.in_proj_qkvz": Projection(COLUMNS, (STATE_GROUP,)),
     "linear_attn.in_proj_ba": Projection(COLUMNS, (STATE_GATES,)),
 }
-"""Qwen3-Next's, whose projections have all that is of a key head together."""
+"""Qwen3-Next's, whose projections group features by key head."""
 OLMO_HYBRID: dict[str, Projection] = {
     **NORMED_TOGETHER,
     **_STATE,

@@ -1,4 +1,4 @@
-"""How many positions a model's rotary embedding reaches, and the scaling that long rows need."""
+"""How many positions a model's rotary embedding supports, and the scaling that longer rows need."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from uspft.families.table import FAMILIES
 
 
 def with_factor(model: ModelBlock, shape: ModelShape, length_tokens: int) -> ModelBlock:
-    """Return the block with a number as `model.rope_scaling.factor`, where a scaling has none.
+    """Return the block with a value for `model.rope_scaling.factor`, if a scaling has none.
 
-    The factor is the one that reaches the rows' length.
+    It is the factor that supports the rows' length.
     """
     asked = model.rope_scaling
     if asked is None or asked["rope_type"] == "default" or "factor" in asked:
@@ -25,7 +25,8 @@ def with_factor(model: ModelBlock, shape: ModelShape, length_tokens: int) -> Mod
 
 
 def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> list[Finding]:
-    """Return a finding if rows have more positions than the model, with its rope scaling if any.
+    """Return a finding if rows have more positions than the model supports, with its rope scaling
+    if any.
 
     Factors of a longrope scaling that do not fit the model's heads are found too.
     """
@@ -58,9 +59,9 @@ def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> li
 
 
 def _own_reach(shape: ModelShape) -> int:
-    """Return how many positions the model's own config reaches."""
+    """Return how many positions the model's own config supports."""
     rope = shape.rope or {}
-    # Gemma 3's positions count its scaling already, unless it is dynamic.
+    # Gemma 3's number of positions includes its scaling, unless that is dynamic.
     if not FAMILIES[shape.model_type].scalings and rope.get("rope_type") != "dynamic":
         return shape.max_positions
     return max(shape.max_positions, _reach(rope, shape.max_positions))
@@ -69,7 +70,7 @@ def _own_reach(shape: ModelShape) -> int:
 def _pairs(asked: Mapping[str, Any], shape: ModelShape) -> list[Finding]:
     """Return what is wrong with the number of factors of a longrope scaling.
 
-    It has a factor for each pair of dimensions that turns.
+    It needs a factor for each rotated pair of dimensions.
     """
     share = {**shape.raw, **(shape.rope or {})}.get("partial_rotary_factor", 1.0)
     pairs = int(shape.head_dim * share) // 2
@@ -82,10 +83,10 @@ def _pairs(asked: Mapping[str, Any], shape: ModelShape) -> list[Finding]:
 
 
 def _original(asked: Mapping[str, Any], shape: ModelShape) -> int:
-    """Return how many positions a scaling starts from.
+    """Return the number of positions that a scaling extends.
 
-    They are those that it names, else those that the model was first trained on. Dynamic NTK starts
-    from all that the model has, as in transformers.
+    It is the scaling's own value, else what the model was first trained on. Dynamic NTK extends all
+    positions of the model, as in transformers.
     """
     if asked["rope_type"] == "dynamic":
         return shape.max_positions
@@ -95,9 +96,9 @@ def _original(asked: Mapping[str, Any], shape: ModelShape) -> int:
 
 
 def _reach(rope: Mapping[str, Any], positions: int) -> int:
-    """Return how many positions a scaling reaches from `positions`, or from those that it names."""
+    """Return how many positions a scaling supports if it extends `positions`, or its own value."""
     original = rope.get("original_max_position_embeddings", positions)
     factor = rope.get("factor", 1.0)
     if not isinstance(original, int) or not isinstance(factor, int | float):
         return positions
-    return int(original * factor + 1e-6)  # a factor that was a quotient falls short by rounding
+    return int(original * factor + 1e-6)  # a factor computed as a quotient may be rounded down

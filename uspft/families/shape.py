@@ -30,10 +30,10 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model after model.overrides, and its config as it stands in `raw`.
+    """The sizes of a model after model.overrides, and its config as `raw`.
 
-    `rope` always has `rope_type`; `max_positions` is what the config itself says. Of a multimodal
-    model they are those of its language model.
+    `rope` always has `rope_type`; `max_positions` is the config's own value. For a multimodal model
+    they are those of its language model.
     """
 
     model_type: str
@@ -50,24 +50,23 @@ class ModelShape:
     attention_bias: bool
     raw: dict[str, Any]
     whole_type: str = ""
-    """The model_type of the multimodal model whose language model it is; empty for another."""
+    """The model_type of the multimodal model, if this is a language model of one; else empty."""
     media: Mapping[str, int] = field(default_factory=dict)
-    """Tokens at whose places that model has no text, by their fields of its config."""
+    """The multimodal model's tokens that stand for images, by their config field."""
     seeing_all: tuple[int, int] | None = None
-    """KV heads and head dim of layers without a window, where the others are of layers with one."""
+    """(KV heads, head dim) of layers with full attention, if layers with a window have others."""
     keys_are_values: bool = False
-    """Whether layers have one projection for keys and values."""
+    """Whether layers have one projection for both keys and values."""
     borrows_keys: bool = False
-    """Whether layers have neither, and use the keys and values of others."""
+    """Whether layers have no key and value projections, and use those of other layers."""
 
     def of_window(self, window: int | None) -> ModelShape:
-        """Return the model with the heads of its layers with a window; None: of those that see
-        all."""
+        """Return the shape with the heads of layers with this window; None: of full attention."""
         return self.of_each_size[-1] if window is None else self
 
     @cached_property
     def of_each_size(self) -> tuple[ModelShape, ...]:
-        """The model with the heads of each kind of layers: one where all have heads of one size."""
+        """The shape with each size of heads: one, or two if layers have heads of two sizes."""
         if self.seeing_all is None:
             return (self,)
         kv_heads, dim = self.seeing_all
@@ -77,63 +76,64 @@ class ModelShape:
 
     @cached_property
     def borrowing(self) -> ModelShape:
-        """The model with the sizes of those of its layers that use the keys of others."""
+        """The shape with the sizes of layers that use the keys and values of others."""
         wider = 2 if self.full.get("use_double_wide_mlp") else 1
         inner = wider * self.intermediate_size
         return replace(self, borrows_keys=True, intermediate_size=inner)
 
     @property
     def borrowers(self) -> int:
-        """How many of the last layers use the keys of others."""
+        """How many of the last layers use the keys and values of others."""
         two_sizes = FAMILIES[self.model_type].two_sizes
         return int(self.full.get("num_kv_shared_layers") or 0) if two_sizes else 0
 
     @property
     def beside_mlp(self) -> bool:
-        """Whether layers have experts beside an MLP."""
+        """Whether layers have experts in addition to an MLP."""
         return self.routed and "enable_moe_block" in self.full
 
     @property
     def joined_layers(self) -> str:
-        """What layers have that they cannot be stages of a pipeline with; empty where nothing."""
+        """A phrase on what connects layers so that they cannot be pipeline stages; empty if nothing
+        does."""
         if self.borrowers:
             return "layers that use the keys of others"
         return "layers with embeddings of their own" if self.layer_features else ""
 
     @property
     def layer_features(self) -> int:
-        """The features of the embedding that each layer has of a token; 0 without such."""
+        """The features per token of the embedding that each layer has; 0 without one."""
         two_sizes = FAMILIES[self.model_type].two_sizes
         return int(self.full.get("hidden_size_per_layer_input") or 0) if two_sizes else 0
 
     @property
     def experts(self) -> int:
-        """The number of experts of a layer; 1 where tokens do not choose among any."""
+        """The number of experts in a layer; 1 without routing."""
         return chosen_experts(self.full)[1] if self.routed else 1
 
     @property
     def met_experts(self) -> int:
-        """The number of experts that a token meets; 1 where it does not choose."""
+        """The number of experts that a token uses; 1 without routing."""
         return chosen_experts(self.full)[0] if self.routed else 1
 
     @property
     def shared_features(self) -> int:
-        """The inner features of the experts that every token meets."""
+        """The inner features of the experts that every token uses."""
         return shared_features(self.full) if self.routed else 0
 
     @property
     def full(self) -> dict[str, Any]:
-        """The config, with what transformers takes where the file has no such field."""
+        """The config with transformers' defaults."""
         return {**FAMILIES[self.model_type].defaults, **self.raw}
 
     @property
     def routed(self) -> bool:
-        """Whether tokens choose experts."""
+        """Whether routers choose experts for tokens."""
         return FAMILIES[self.model_type].routed and bool(self.full.get("enable_moe_block", True))
 
     @property
     def window(self) -> int | None:
-        """The sliding window of some layer, in keys; None where all see all."""
+        """The sliding window of some layer, in keys; None if all have full attention."""
         family = FAMILIES[self.model_type]
         full = self.full
         asked = {"none": False, "switched": bool(full.get("use_sliding_window"))}
@@ -141,7 +141,7 @@ class ModelShape:
 
 
 def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Finding] | None:
-    """Return the model's shape, or what is wrong; None where nothing on this machine says it.
+    """Return the model's shape, or what is wrong; None if its config is not on this machine.
 
     `repo_configs` is the folder whose models/<org>--<name>.json describes a hub model.
     """
@@ -189,8 +189,8 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
 
 
 def key_of_field(model: ModelBlock, *fields: str) -> str:
-    """Return the key of the recipe that says the first of these fields of the model's config that
-    it says at all, or else the key that names the model."""
+    """Return the recipe key that sets the first of these config fields, or else the key that names
+    the model."""
     places = {"model.overrides": model.overrides}
     if isinstance(model.config, dict):
         text = model.config.get("text_config")
@@ -204,13 +204,13 @@ def key_of_field(model: ModelBlock, *fields: str) -> str:
 
 
 def _seeing_all(full: Mapping[str, Any]) -> tuple[int, int]:
-    """Return KV heads and head dim of layers without a window."""
+    """Return (KV heads, head dim) of layers with full attention."""
     kv_heads = full.get("num_global_key_value_heads") if full.get("attention_k_eq_v") else None
     return int(kv_heads or full["num_key_value_heads"]), int(full["global_head_dim"])
 
 
 def no_folder(key: str, name: str, near: str | None = None) -> Finding:
-    """Return what is wrong with the name of a model or tokenizer that no hub id could be.
+    """Return the finding for the name of a model or tokenizer that cannot be a hub id.
 
     near: the hub model that may be meant.
     """
@@ -224,8 +224,8 @@ def no_folder(key: str, name: str, near: str | None = None) -> Finding:
 def config_file(
     model: ModelBlock, repo_configs: Path
 ) -> Path | dict[str, Any] | list[Finding] | None:
-    """Return the model's config.json, its contents where the recipe has them, or what is wrong;
-    None where it is not on this machine."""
+    """Return the path of the model's config.json, its contents if the recipe has them, or what is
+    wrong; None where it is not on this machine."""
     if isinstance(model.config, dict):
         return model.config
     if model.config is not None:
@@ -253,20 +253,21 @@ def config_file(
 
 
 def _barred(place: Path, key: str) -> list[Finding]:
-    """Return a finding where this user may not look at a place, so that it may be there."""
+    """Return a finding where this user has no permission to look at a path, so that it may
+    exist."""
     try:
         os.stat(place)
     except PermissionError as error:
         what = f"`{place}` cannot be read: {error.strerror}"
         return [(key, what, "let this user read it, or name another")]
-    except OSError:  # it is not there, or nothing can have such a name
+    except OSError:  # it does not exist, or the name is invalid
         pass
     return []
 
 
 def _near(name: str, models: Path) -> str | None:
-    """Return the hub model with a config in the folder `models` that a name without organisation
-    is most like; None where it is like none."""
+    """Return the hub model with a config in the folder `models` whose name is closest to one
+    without organisation; None if none is close."""
     known = {}
     for file in sorted(models.glob("*--*.json")):
         organisation, _, own = file.stem.partition("--")
@@ -304,7 +305,7 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
     if filled.get("num_key_value_heads") is None:
         filled["num_key_value_heads"] = heads
     if "intermediate_size" not in raw and FAMILIES[raw["model_type"]].routed:
-        filled["intermediate_size"] = raw.get("moe_intermediate_size")  # each layer has experts
+        filled["intermediate_size"] = raw.get("moe_intermediate_size")  # every layer has experts
     derived = filled.get("head_dim") is None
     if derived and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         usual = FAMILIES[raw["model_type"]].defaults.get("head_dim")

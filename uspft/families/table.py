@@ -1,6 +1,6 @@
-"""What uspft knows of each model_type, a line per family, and what it refuses by name.
+"""What uspft knows of each model_type, a line per family, and which models it refuses.
 
-Everything else comes from config.json, and from what transformers asks of attention in each call.
+Everything else comes from config.json, and from the arguments of transformers' calls of attention.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from uspft.families.projections import (
 )
 
 Named = Callable[..., str]
-"""A function from fields of config.json to the recipe's key that says the first of them."""
+"""A function that returns the recipe key that sets the first of these config fields."""
 
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _OLD_NAMES = {("phi3", "su"): "longrope", ("phi3", "yarn"): "longrope"}
-"""The type of rotary positions, by a model_type and the name that its older files give it."""
+"""The rotary type for each (model_type, name in its older files)."""
 
 
 @dataclass(frozen=True)
 class LayerCut:
-    """What transformers' forward needs to be that of some of a model's layers alone."""
+    """What must change so that transformers' forward runs only some of a model's layers."""
 
     by_layer: tuple[str, ...] = ()
-    """The fields of its config that have an entry for each layer, read by the layer's place."""
+    """The config fields with one entry per layer."""
     after_first: Mapping[str, Any] = field(default_factory=dict)
-    """What attributes of the model are where hidden states enter and not embeddings."""
+    """Attributes of the model with the values they need where hidden states enter instead of
+    embeddings."""
 
 
 @dataclass(frozen=True)
@@ -54,42 +55,41 @@ class Family:
     windows: str = "none"
     """Which layers have `sliding_window`: none | all | switched | typed.
 
-    switched: all or as layer_types says, where use_sliding_window is true. typed: as layer_types
-    says.
+    switched: all, or as in layer_types, if use_sliding_window is true. typed: as in layer_types.
     """
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes where config.json has no such field."""
+    """transformers' defaults for missing fields of config.json."""
     qkv_bias: bool = False
     whole_heads: bool = False
-    """Whether hidden_size must be a multiple of the heads."""
+    """Whether hidden_size must be a multiple of the number of heads."""
     ropes: tuple[str, ...] = ROPE_TYPES
     """The rotary types that its config may have."""
     scalings: tuple[str, ...] = ROPE_TYPES
     """The rotary types that model.rope_scaling may have."""
     norm_start: float = 1.0
-    """The weight of a new norm."""
+    """The initial weight of a norm."""
     routed: bool = False
-    """Whether its tokens choose experts."""
+    """Whether its layers have experts."""
     balanced: bool = True
-    """Whether transformers has a loss of its routers, where it has any."""
+    """Whether transformers has a load-balancing loss for its routers, if it has routers."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """The fields that no run may have on, and what they switch on."""
+    """Fields that must be off, with the feature that each turns on."""
     bidirectional: tuple[str, ...] = ()
-    """The values of use_bidirectional_attention that leave attention among text causal."""
+    """The values of use_bidirectional_attention under which attention among text is causal."""
     capped: bool = False
-    """Whether its attention heeds attn_logit_softcapping."""
+    """Whether its attention applies attn_logit_softcapping."""
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """The rotary parameters where config.json has none."""
+    """The default rotary parameters."""
     projections: Mapping[str, Projection] = field(default_factory=lambda: SEPARATE)
-    """How tensor parallelism divides its matrices; of experts themselves their modules say it."""
+    """How tensor parallelism splits its matrices, except those of experts."""
     states: bool = False
-    """Whether some of its layers, `linear_attention` in layer_types, are gated delta nets."""
+    """Whether its layers of type `linear_attention` are gated delta nets."""
     quantised: str = ""
-    """The quantisation from which its weights can be read, by transformers' name of it."""
+    """The quantisation from which its weights can be read, by transformers' name."""
     cut: LayerCut | None = None
-    """What a stage of its layers needs; None where nobody has found out."""
+    """What a pipeline stage of its layers needs; None: unknown, so that pipelines are refused."""
     two_sizes: bool = False
-    """Whether layers that see all have heads of another size than those with a window."""
+    """Whether layers with full attention have heads of another size than those with a window."""
 
 
 _CUT, _TYPED_CUT = LayerCut(), LayerCut(("layer_types",))
@@ -113,7 +113,7 @@ _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
 _SHARED_HYBRID = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-"""What says of Qwen's layers which have experts."""
+"""The fields that decide which of Qwen's layers have experts."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -318,23 +318,23 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What families call the number of a layer's experts, and MET that of those that a token meets."""
+"""The families' names for the number of experts in a layer; MET: of those that a token uses."""
 MET = ("num_experts_per_tok", "moe_k", "top_k_experts")
 NO_KEYS = 0
 """The sliding window of a layer without attention, in which a query sees no key."""
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
-"""The values of model.attention that can have a soft-cap."""
+"""The values of model.attention that support a soft-cap."""
 REFUSED: dict[str, tuple[str, str]] = {
     "llama4": ("takes images too, and attends in chunks", ""),
     **{kind: (UNSPLIT.format(what), "") for what, mixer in MIXERS.items() for kind in mixer.models},
 }
-"""(why, remedy) for model types that are asked for and cannot be trained exactly.
+"""(why, remedy) for model types that users ask for and that cannot be trained exactly.
 
-uspft/model/README.md says the same of each, which a test holds it to.
+uspft/model/README.md has the same list, which a test checks.
 """
 
 MIXES = re.compile(r"attn|attention|linear|rope|rotary|conv|gate|mamba|ssm|delta|recurrent|chunk")
-"""What the names of fields have in them that may say how a model mixes tokens."""
+"""Words in the names of fields that may change how a model mixes tokens."""
 _HEEDED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "attention_dropout", "num_attention_heads"), ()),
     **dict.fromkeys(("use_bidirectional_attention", "full_attention_interval"), ()),
@@ -349,8 +349,8 @@ _HEEDED: Mapping[str, tuple[Any, ...]] = {
     "output_gate_type": ("swish", "silu"),
     "mamba_ssm_dtype": ("float32",),
 }
-"""The fields of models with a state that MIXES finds and that are heeded, and the values that each
-may have; any where there are none."""
+"""Fields of models with a state that match MIXES and are supported, with their allowed values;
+empty: any."""
 _NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
 _WINDOWED, _FULL, _STATE = "sliding_attention", "full_attention", "linear_attention"
 
@@ -361,7 +361,8 @@ def unsupported(
     scaling: Mapping[str, Any] | None = None,
     kernel: str = "auto",
 ) -> list[Finding]:
-    """Return a finding for each trait that would change the mathematics and that uspft lacks.
+    """Return a finding for each feature of a config that would change the mathematics and is not
+    supported.
 
     scaling, kernel: the recipe's model.rope_scaling and model.attention.
     """
@@ -370,7 +371,7 @@ def unsupported(
     if family is None:
         mixer = mixer_of(raw)
         why, remedy = (UNSPLIT.format(mixer) if mixer else "is not available yet"), ""
-        if mixer or not is_mixed(kind):  # else it is a model without what its type may have
+        if mixer or not is_mixed(kind):  # otherwise the model lacks what its type may have
             why, remedy = REFUSED.get(kind, (why, remedy))
         named_types = f"name a model of type {', '.join(FAMILIES)}"
         return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
@@ -420,8 +421,8 @@ def _attention(kind: str, full: Mapping[str, Any], named: Named, kernel: str) ->
 
 
 def _mixes(raw: Mapping[str, Any], named: Named) -> list[Finding]:
-    """Return a finding for each field that may say how a model with a state mixes tokens, and of
-    which nobody knows that transformers and uspft heed it."""
+    """Return a finding for each field that may change how a model with a state mixes tokens and is
+    not known to be supported."""
     found = []
     for key, value in raw.items():
         known = _HEEDED.get(key)
@@ -436,7 +437,7 @@ def _mixes(raw: Mapping[str, Any], named: Named) -> list[Finding]:
 
 
 def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding]:
-    """Return what is wrong with the wish for the routers' loss."""
+    """Return what is wrong with a request for the routers' loss."""
     asked, key = full.get("output_router_logits", False), "output_router_logits"
     if type(asked) is not bool:
         return [(named(key), f"{key} is {asked!r}, not true or false", f"write {key}: true")]
@@ -455,7 +456,7 @@ def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Findi
 def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:
     """Return a finding for each source of random noise that is on.
 
-    Noise differs between layouts: no result would be that of one process.
+    Noise would differ between layouts, so that no result equals that of one process.
     """
     on = {key: value for key, value in full.items() if _NOISE.search(key) and value}
     return [
@@ -465,8 +466,7 @@ def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:
 
 
 def dequantises(kind: str, raw: Mapping[str, Any]) -> bool:
-    """Tell whether the weights of a config's model are in a type from which they are read as
-    others."""
+    """Tell whether a model's weights are quantised and are read into another dtype."""
     method = (raw.get("quantization_config") or {}).get("quant_method")
     return method is not None and method == FAMILIES[kind].quantised
 
@@ -493,7 +493,7 @@ def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]
 
 
 def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -> list[Finding]:
-    """Return what is wrong with the layers' kinds of attention and their sliding window."""
+    """Return what is wrong with the layers' types of attention and their sliding window."""
     types, window = set(full.get("layer_types") or []), full.get("sliding_window")
     known = [_FULL, _WINDOWED, *[_STATE] * family.states]
     other = sorted(map(str, types - {*known}))
@@ -512,7 +512,7 @@ def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -
             what = "use_sliding_window is false, and layer_types has sliding_attention"
             remedy = "write model.overrides.use_sliding_window: true, or false for full attention"
             key = named("use_sliding_window")
-            # An override says it of all layers: what the file says of single ones counts no more.
+            # an override applies to all layers, whatever the file has for single ones
             return [] if key.startswith("model.overrides.") else [(key, what, remedy)]
         whole = kind == "qwen3_moe"
     else:
@@ -540,9 +540,9 @@ def _no_window(kind: str, types: set[str], window: object, named: Named) -> list
 
 
 def rope_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return in one form the rotary parameters of the layers that see all.
+    """Return the rotary parameters of layers with full attention, in one form.
 
-    None where neither the config nor the family says them.
+    None where neither the config nor the family has them.
     """
     return next(iter(_ropes(raw)), None)
 
@@ -550,8 +550,8 @@ def rope_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 def _ropes(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rotary parameters of each kind of layer in one form, full attention first.
 
-    transformers 5 writes rope_parameters, older versions two keys; some families have one for each
-    layer type.
+    transformers 5 writes rope_parameters, older versions two keys; some families have one set for
+    each layer type.
     """
     family = FAMILIES.get(str(raw.get("model_type")), Family())
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or family.rope
@@ -577,16 +577,20 @@ def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
 
 
 def chosen_experts(full: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many experts a token meets, and how many a layer has, of a config as of
-    shared_features; 1 and 1 where it has none to choose among."""
+    """Return (experts that a token uses, experts in a layer); (1, 1) without routing.
+
+    full: as in shared_features.
+    """
     met, every = (next((full[n] for n in names if full.get(n)), 1) for names in (MET, EXPERTS))
     return int(met), int(every)
 
 
 def shared_features(full: Mapping[str, Any]) -> int:
-    """Return how many inner features the experts have that every token meets, of a config with what
-    transformers takes where a file has no such field; 0 without such experts."""
-    if full.get("enable_moe_block"):  # beside an MLP
+    """Return the inner features of the experts that every token uses; 0 without such experts.
+
+    full: the config with transformers' defaults.
+    """
+    if full.get("enable_moe_block"):  # in addition to an MLP
         return int(full["intermediate_size"])
     number = full.get("n_shared_experts") or full.get("moe_num_shared_experts") or 0
     whole = full.get("shared_expert_intermediate_size")

@@ -1,1 +1,2 @@
-"""A Hugging Face model that is loaded once and made to attend across ranks."""
+"""A Hugging Face model, loaded once and parallelised: attention across ranks, tensor parallelism,
+experts, stages, and memory savings."""

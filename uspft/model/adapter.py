@@ -121,7 +121,7 @@ PARAMETERS = "model.adapter.target_parameters"
 
 def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
     """Add LoRA adapters to a model on meta, and freeze its other parameters. Raises Fault."""
-    from peft import inject_adapter_in_model  # seconds, for those who ask for it
+    from peft import inject_adapter_in_model  # takes seconds, needed only with an adapter
     from peft.tuners.lora import LoraLayer
 
     words = expert_words(model)
@@ -140,7 +140,7 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
         module = model.get_submodule(owner)
         if isinstance(module, nn.Linear):
             path, _, word = owner.rpartition(".")
-            alone = nn.Module()  # peft would take the real path for that of experts
+            alone = nn.Module()  # a temporary module: peft would use the experts' real module path
             alone.linear = module
             inject(["linear"], alone)
             setattr(model.get_submodule(path), word, alone.linear)

@@ -1,7 +1,8 @@
-"""The one hook into transformers: an attention function that hands q, k, v to the bound algorithm.
+"""The only hook into transformers' attention: a function that passes q, k, v to the bound
+algorithm.
 
-transformers calls it by name. The world and the share travel with the call as `uspft=`, so the
-function keeps no state and two worlds can use one model. No mask is built: transformers makes none
+transformers calls it by name. The world and the share are passed with each call as `uspft=`, so the
+function has no state and two worlds can use one model. There is no mask: transformers makes none
 for an implementation that registers no mask function.
 """
 
@@ -42,20 +43,20 @@ IGNORED |= {"output_router_logits"}
 
 @dataclass
 class _Between:
-    """How blocks are entered and left; all copies of a Bound say the same."""
+    """How blocks are entered and left; shared by all copies of a Bound."""
 
     summed: bool = True
-    """Whether what a block has made is summed over ranks as it is left."""
+    """Whether a block's output is summed over ranks."""
     tile: bool = False
-    """Whether what enters is a tile of the tokens that each tensor rank has."""
+    """Whether a block's input is a tile of each tensor rank's tokens."""
 
 
 class Bound:
-    """What one forward call of the model hands to the attention of every layer.
+    """What one forward call of the model passes to the attention of every layer.
 
-    tokens: as in Batch. recompute: what of attention is made again by checkpointed layers, each of
-    which is called again before its backward; None where layers are not checkpointed. shelf: where
-    what these keep waits on the host; None: it stays on the device.
+    tokens: as in Batch. recompute: what of attention checkpointed layers recompute before their
+    backward; None if layers are not checkpointed. shelf: host memory for what these save; None: it
+    stays on the device.
     """
 
     def __init__(
@@ -69,29 +70,32 @@ class Bound:
         real: Tensor | None = None,
         keys: RowKeys | None = None,
     ) -> None:
-        """real [T]: which tokens are no padding; None where nobody asks. keys: of earlier chunks,
-        where the tokens are those of a chunk of rows."""
+        """real [T]: which tokens are not padding; None if nobody asks. keys: saved of earlier
+        chunks, if the tokens are a chunk of rows."""
         self._keys = keys
         self.real = torch.empty(0) if real is None else real
         self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
         self._layer, self._between = 0, _Between()
         self.begun: set[int] = set()
-        """What has run with it once: a layer that runs again is recomputed."""
+        """The layers that have run with it: a layer that runs again is being recomputed."""
         self._outputs: dict[int, list[Tensor] | list[Item]] = {}
         self.forgets = recompute in (None, "attention")
-        """Whether what attention in groups of heads gives is not remembered for a second run."""
-        # Where no heads are exchanged, there is nothing around what is remembered.
+        """Whether the results of attention in groups of heads are not saved for recomputation."""
+        # Without an exchange of heads `exchange` is the same as `nothing`.
         self._inside = recompute == "exchange" and world.layout.ulysses > 1
 
     def once(self) -> Bound:
-        """Return what is handed to layers that are not called again, and keep all they need."""
+        """Return a copy for layers that are not checkpointed and save everything."""
         found = copy(self)
         found.forgets, found.shelf = True, None
         return found
 
     def of_layer(self, layer: int) -> Bound:
-        """Return what is handed to a layer with a state. layer: as of attend."""
+        """Return a copy for a layer with a state.
+
+        layer: as in attend.
+        """
         found = copy(self)
         found._layer = layer
         return found
@@ -99,7 +103,7 @@ class Bound:
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
         """Compute the attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D].
 
-        layer: a number that is the same whenever this layer is called.
+        layer: a number that identifies the layer across calls.
         """
 
         earlier = None if self._keys is None else self._keys.layers[layer]
@@ -115,10 +119,11 @@ class Bound:
     def _remembering(
         self, layer: int, run: Any, inputs: tuple[Tensor, ...], keys: LayerKeys | None = None
     ) -> Tensor:
-        """Return run(inputs), of which a layer that is called again remembers what it is to; one
-        without a backward never is.
+        """Return run(inputs), whose results are saved if the layer will be recomputed; without a
+        backward nothing is saved.
 
-        run: takes too what calls what is between exchanges of heads. keys: of earlier chunks.
+        run: also takes an optional wrapper for what runs between exchanges of heads. keys: saved of
+        earlier chunks.
         """
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
         if self.shelf and not once:
@@ -134,8 +139,8 @@ class Bound:
         return found
 
     def remember(self, layer: int, found: list[Tensor]) -> None:
-        """Keep what a layer's attention in groups of heads made, for its second run, if it is not
-        to be made again."""
+        """Save the results of a layer's attention in groups of heads for its recomputation, unless
+        attention is to be recomputed too."""
         if self.shelf and not self.forgets:
             with self.shelf.together():
                 self._outputs[layer] = [self.shelf.keep(one) for one in found]
@@ -143,13 +148,13 @@ class Bound:
             self._outputs[layer] = [*found]
 
     def recalled(self, layer: int) -> list[Tensor] | None:
-        """Return what a layer remembered, and forget it; None where there is nothing."""
+        """Return and remove the saved results of a layer; None if there are none."""
         kept: Any = self._outputs.pop(layer, None)
         return [*map(self.shelf.get, kept)] if self.shelf and kept is not None else kept
 
     @property
     def _states(self) -> LayerStates | None:
-        """What chunks of rows hand on in this layer, where the tokens are those of one."""
+        """The states that chunks of rows pass on in this layer, if the tokens are a chunk."""
         return None if self._keys is None else self._keys.states[self._layer]
 
     def convolve(self, x: Tensor, taps: int, convolution: Convolution) -> Tensor:
@@ -157,7 +162,7 @@ class Bound:
         return self.world.convolve(x, self.share, taps, convolution, self._states)
 
     def mix(self, x: Mixed, rule: StateRule) -> Tensor:
-        """Return the out [T, H, V] of a layer with a state, each document by itself."""
+        """Return the output [T, H, V] of a layer with a state, each document by itself."""
         states = self._states
 
         def run(inputs: tuple[Tensor, ...], inside: Inside | None = None) -> Tensor:
@@ -166,14 +171,17 @@ class Bound:
         return self._remembering(self._layer, run, x)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what a block of split matrices takes, of what lies between blocks."""
+        """Return a block's input (of its column-split matrices) from hidden states between
+        blocks."""
         tokens = self.ranks * x.shape[1] if self._between.tile else len(self.tokens)
         return self.world.tensor.enter(x, tokens, self.world.mesh.columns)
 
     @contextmanager
     def in_tiles(self, *, summed: bool = True) -> Iterator[None]:
-        """Let blocks take a tile of each rank's tokens within the `with` block. summed: False where
-        they are left for their gradients alone."""
+        """Let blocks take a tile of each rank's tokens within the `with` block.
+
+        summed: False skips the sum of outputs, if only gradients are needed.
+        """
         self._between.summed, self._between.tile = summed, self.ranks > 1
         try:
             yield
@@ -181,7 +189,8 @@ class Bound:
             self._between.summed, self._between.tile = True, False
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return what lies between blocks, of what a block's row-split matrix made here."""
+        """Return hidden states between blocks from this rank's output of a block's row-split
+        matrix."""
         if self._between.summed:
             return self.world.tensor.leave(x, self.world.mesh.columns)
         if self.ranks == 1:
@@ -190,17 +199,18 @@ class Bound:
 
     @property
     def ranks(self) -> int:
-        """The tensor ranks that have different tokens between blocks; 1 where all have the same."""
+        """The number of tensor ranks with different tokens between blocks; 1 if all have
+        the same."""
         return self.world.mesh.columns.size if self.world.tensor.splits_tokens else 1
 
     @property
     def copies(self) -> int:
-        """In how many copies of its tokens the blocks of split matrices work by turns."""
+        """In how many interleaved groups blocks with split matrices process their tokens."""
         return self.world.tensor.copies if self.world.mesh.columns.size > 1 else 1
 
     @property
     def softcap(self) -> float | None:
-        """What the kernel does to scores, in every layer."""
+        """The soft-cap of scores, in every layer."""
         return self.world.kernel.softcap
 
 
@@ -240,7 +250,7 @@ def attention(
             f"and its kernel was made with {uspft.softcap}"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    # A copy: where ZeRO has partitioned the parameter, its storage is taken back after the layer.
+    # A copy: under ZeRO-3 the parameter's storage is released after the layer.
     sinks = (
         None
         if s_aux is None

@@ -1,6 +1,5 @@
-"""The making of a causal language model from its config, on meta and with uspft's attention, and
-the choice of its parameters that train.
-"""
+"""Building a causal language model from its config, on the meta device and with uspft's attention,
+and choosing the parameters that train."""
 
 from __future__ import annotations
 
@@ -36,26 +35,27 @@ CPU = torch.device("cpu")
 
 
 def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> Any:
-    """Return a config's model with parameters on meta, tied ones tied, and uspft's attention.
+    """Return a config's model with parameters on the meta device, tied ones tied, and uspft's
+    attention.
 
-    device: where its buffers are, such as the frequencies of rotary positions. DeepSpeed leaves
-    them where they are in stage 3, and each forward pass would copy them.
+    device: of its buffers, such as rotary frequencies. DeepSpeed does not move them in stage 3, and
+    each forward pass would copy them.
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     hold_corrections(model)
     bind_linear_layers(model)
-    model.tie_weights()  # not above, where making a parameter empty makes a new object
+    model.tie_weights()  # after the move, which replaces parameters by new objects
     for buffer in model.buffers():
-        # In float32 too: Gemma's embedding scale, made in dtype and used in it.
+        # in float32 too: Gemma's embedding scale, computed and used in dtype
         wide = torch.float32 if buffer.is_floating_point() else buffer.dtype
         buffer.data = buffer.data.to(device, wide)
     return model
 
 
 def hold_corrections(model: nn.Module) -> None:
-    """Make buffers of corrections that transformers has as parameters, and trains no more than
-    those: a parameter would be rounded to the model's type, and partitioned."""
+    """Turn the untrained bias of routers from parameters into buffers, since parameters would be
+    rounded to the model's dtype, and partitioned."""
     for module in model.modules():
         if (held := module._parameters.pop(CORRECTION, None)) is not None:
             module.register_buffer(CORRECTION, torch.zeros(held.shape))
@@ -69,11 +69,11 @@ def parameter_count(
     trained_only: bool = False,
     sizes: Mapping[int, int] | None = None,
 ) -> int:
-    """Count a model's parameters, tied ones once.
+    """Return the number of a model's parameters, tied ones once.
 
-    embedding: False leaves out the embedding look-up where it is not tied. active_only: whether of
-    the experts only those are counted that a token meets. trained_only: whether only parameters
-    that train are counted. sizes: those of whole parameters by identity, where ranks hold parts.
+    embedding: False leaves out an embedding that is not tied. active_only: count only as many
+    experts as a token uses. trained_only: count only parameters that train. sizes: of whole
+    parameters by identity, if ranks have parts.
     """
     counts = {
         id(p): sizes[id(p)] if sizes else getattr(p, "ds_numel", p.numel())
@@ -93,16 +93,15 @@ def parameter_count(
 
 
 def require_model(block: ModelBlock, config_of: Callable[[ModelBlock], Any]) -> tuple[Any, Any]:
-    """Return the config of a recipe's model, and the model on meta.
+    """Return the config of a recipe's model, and the model on the meta device.
 
-    config_of: makes the config. Raises Fault where transformers makes no model of it, which names
-    the field that it refuses where that is known, or where the routers' loss is asked for and the
-    model has no router.
+    config_of: returns the config. Raises Fault, naming the field if it is known, where transformers
+    cannot build the model, and where a router loss is requested for a model without routers.
     """
     config, key = config_of(block), key_of_field(block)
     try:
         model = empty_model(config, config.dtype)
-    except Exception as error:  # a field of the config, and transformers has no kind for it
+    except Exception as error:  # transformers raises no type of its own for a bad field
         why = f"{type(error).__name__}: {said(error)}"
         what = f"transformers cannot make a model of this config: {why}"
         whole = (key, what, "mend its config.json or model.overrides")
@@ -119,10 +118,10 @@ def require_model(block: ModelBlock, config_of: Callable[[ModelBlock], Any]) -> 
 
 
 def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:
-    """Require that names and shapes in the folder's safetensors files are the model's.
+    """Check that names and shapes in the folder's safetensors files are the model's.
 
     A tensor for a bias or norm that the model was built without is refused too: it would be dropped
-    in silence. Tensors of layers beyond the model's are allowed, since model.overrides can shorten
+    silently. Tensors of layers beyond the model's are allowed, since model.overrides can shorten
     it, and so are buffers. grows: whether embedding and head may have more rows than the folder's,
     for new tokens. Raises WeightsError.
     """
@@ -156,9 +155,10 @@ def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:
 
 
 def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:
-    """Add the recipe's adapter to a model on meta, and freeze what the recipe says.
+    """Add the recipe's adapter to a model on the meta device, and freeze parameters as the recipe
+    says.
 
-    Raises Fault where a name or an expression finds nothing, or nothing is left to train.
+    Raises Fault where a name or an expression matches nothing, or nothing is left to train.
     """
     if block.adapter:
         add_lora(model, block.adapter, seed)
@@ -179,9 +179,9 @@ def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:
 def _not_found(
     expression: str, model: nn.Module, trained: Mapping[str, nn.Parameter]
 ) -> tuple[str, str]:
-    """Return what is wrong with an expression that is found in no name, and the remedy.
+    """Return what is wrong with an expression that matches no name, and the remedy.
 
-    A tied weight goes by only one of its names.
+    A tied weight has only one of its names.
     """
     known = {id(parameter): name for name, parameter in trained.items()}
     for other, parameter in model.named_parameters(remove_duplicate=False):
@@ -204,7 +204,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def what_trains(model: nn.Module, block: ModelBlock) -> str | None:
-    """Tell a person how many parameters train and how many are frozen; None where all train."""
+    """Return a sentence on how many parameters train and are frozen; None where all train."""
     if not block.adapter and not block.freeze:
         return None
     trained = parameter_count(model, trained_only=True)

@@ -1,4 +1,5 @@
-"""A causal language model as the three functions of which an objective or a stage is made."""
+"""A causal language model as the three functions from which objectives and pipeline stages are
+built."""
 
 from __future__ import annotations
 
@@ -21,36 +22,36 @@ if TYPE_CHECKING:
 
 
 ALONE = Layout()
-"""The layout of one rank, which holds all of every matrix."""
+"""The layout of one rank, without any split."""
 
 
 class ForwardPass(NamedTuple):
-    """One forward pass over a micro-batch, as `CausalModel.begin` begins it."""
+    """One forward pass over a micro-batch, as returned by `CausalModel.begin`."""
 
     batch: Batch
     bound: Bound
     vocabulary: Vocabulary | None
-    """The part of the vocabulary that this rank's tensor ranks give it; None: all of it."""
+    """The part of the vocabulary on this tensor rank; None: all of it."""
 
 
 class Layered(NamedTuple):
-    """What the layers make of a micro-batch."""
+    """The output of the layers for a micro-batch."""
 
     hidden: Tensor
     """The last layer's output after the final norm, [1, T', d]; split as between blocks."""
     router_logits: tuple[Tensor, ...]
-    """Of each layer with experts, where they are asked for."""
+    """Of each layer with experts, if requested."""
 
 
 def _between(of: ForwardPass) -> Tensor:
-    """Return the numbers [1, T'] of the tokens that this rank has between blocks."""
+    """Return the token ids [1, T'] of this rank's tokens between blocks."""
     ids, world = of.batch.input_ids, of.batch.world
     return own_tokens(ids[0], world.mesh.columns)[None] if world.tensor.splits_tokens else ids
 
 
 class CausalModel(nn.Module):
-    """A Hugging Face causal language model over this rank's share of the tokens, as three functions
-    that can be called apart: `embedding`, `layers` and `head`, each of a pass that `begin` began.
+    """A Hugging Face causal language model over this rank's share of the tokens, as three
+    functions: `embedding`, `layers` and `head`, each of which takes the pass that `begin` returned.
     """
 
     def __init__(
@@ -62,10 +63,9 @@ class CausalModel(nn.Module):
         *,
         offload: bool = False,
     ) -> None:
-        """tile: as of Head. held: the layout in which the model's matrices are held; None where it
-        is that of each call's rows. recompute: what of attention checkpointed layers make again;
-        None where layers are not checkpointed. offload: whether what these keep waits on the
-        host."""
+        """tile: as in Head. held: the layout in which matrices are stored; None if it is always
+        that of the call. recompute: what of attention checkpointed layers recompute; None if layers
+        are not checkpointed. offload: whether what these save is moved to the host."""
         super().__init__()
         self.model, self._held, self._recompute = model, held, recompute
         self._padding: int | None = model.get_input_embeddings().padding_idx if not held else None
@@ -73,7 +73,8 @@ class CausalModel(nn.Module):
         self.head_of_loss = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
 
     def begin(self, batch: Batch) -> ForwardPass:
-        """Begin a forward pass over a micro-batch; what is kept for its backward is its own."""
+        """Begin a forward pass over a micro-batch; what is saved for its backward belongs to it
+        alone."""
         recompute = self._recompute if self.training else None
         shelf = HostShelf(batch.input_ids.device) if recompute and self._offload else None
         real = batch.row_of >= 0
@@ -92,8 +93,7 @@ class CausalModel(nn.Module):
         return ForwardPass(batch, bound, vocabulary)
 
     def embedding(self, of: ForwardPass) -> Tensor:
-        """Return what the first layer takes, [1, T', d], of the tokens and of the table's rows that
-        are here."""
+        """Return the first layer's input, [1, T', d], from this rank's rows of the embedding."""
         batch, bound, vocabulary = of
         embedding = self.model.get_input_embeddings()
         of_call = (bound,) if isinstance(embedding, SplitEmbedding) else ()
@@ -107,13 +107,13 @@ class CausalModel(nn.Module):
     def layers(
         self, of: ForwardPass, x: Tensor, *, routers: bool = False, base: Any = None
     ) -> Layered:
-        """Take all layers and the final norm.
+        """Run all layers and the final norm.
 
-        x: what `embedding` returns; no caller should hold it by a name, since where it waits on the
-        host, the head has its memory. routers: whether the logits of experts' routers are wanted.
-        base: has the layers that are taken, where these are not all.
+        x: the result of `embedding`; callers should not keep a reference, so that an offloaded
+        input frees device memory. routers: whether to return the router logits. base: the model
+        with the layers to run, if not all.
         """
-        # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
+        # ZeRO-3 prefetches by the order of modules, which must not depend on how rows are split,
         # since ranks with rows of other layouts fetch together with this one.
         config_asks = getattr(self.model.config, "output_router_logits", False)
         base = base or self.model.base_model
@@ -132,10 +132,10 @@ class CausalModel(nn.Module):
         return Layered(found.last_hidden_state, found.router_logits if routers else ())
 
     def head(self, of: ForwardPass, hidden: Tensor, scale: float | None) -> Tensor:
-        """Return the cross-entropy summed over this rank's targets, times scale; where that is
-        None, each target's, [C].
+        """Return the cross-entropy summed over this rank's targets, times scale; if scale is None,
+        each target's, [C].
 
-        hidden: that of `layers`.
+        hidden: from `layers`.
         """
         batch, bound, vocabulary = of
         config, held = self.model.config, self._held
@@ -152,8 +152,8 @@ class CausalModel(nn.Module):
         return found
 
     def _place_padding(self, vocabulary: Vocabulary | None) -> None:
-        """Tell the embedding which of its rows in this call, if any, is the padding token's, which
-        has no gradient."""
+        """Set which of the embedding's rows in this call is the padding token's, if any; it has no
+        gradient."""
         here, padding = (vocabulary.first, vocabulary.rows) if vocabulary else None, self._padding
         if here and padding is not None:
             padding = padding - here[0] if 0 <= padding - here[0] < here[1] else None

@@ -65,7 +65,7 @@ class LayerInCopies:
 
     def _run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         call, put_off = self._call, PutOff()
-        # Under ZeRO-3 weights are not here yet: each is gathered as it runs, and asked for then.
+        # Under ZeRO-3 weights are gathered as each module runs, and fetched then.
         weights = (one.weight for one in self._products if not hasattr(one.weight, "ds_id"))
         call.put_off = {id(one): put_off.stand_for(one) for one in weights if one.requires_grad}
         try:
@@ -101,7 +101,7 @@ class LayerInCopies:
             with self.told(ways, sizes, copy):
                 made = halves.mlp(arrived)
             del arrived
-            if again:  # it may end here: what is needed no more is not sent once more
+            if again:  # recomputation may end here: the last transfer is not needed again
                 held.append(made)
             else:
                 out_of_mlp.begin(copy, made)

@@ -1,4 +1,4 @@
-"""The download of a hub model to a local folder, once, before any rank starts."""
+"""Download of a hub model to a local folder, once, before any rank starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*
 
 
 def fetch_model(block: ModelBlock) -> dict[str, str]:
-    """Return the local folder for each key of the block that is a hub id, downloaded where needed.
+    """Return the local folder for each key of the block that is a hub id, downloaded if needed.
 
-    Raises Fault for a folder that is not here, and where the hub cannot be reached or does not know
-    the model.
+    Raises Fault for a missing folder, and where the hub cannot be reached or does not know the
+    model.
     """
     places = {}
     for field in ("name_or_path", "tokenizer"):
@@ -36,7 +36,7 @@ def _download(name: str, key: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
-    except Exception as error:  # hub, network and disk each have their own kinds
+    except Exception as error:  # hub, network and disk raise their own types
         why = said(error)
         what = f"`{name}` is no folder here, and cannot be had from the Hugging Face hub ({why})"
         remedy = f"name a folder, or run `hf download {name}` where there is a network"

@@ -1,8 +1,8 @@
-"""A transformers model whose matrices lie on a mesh of ranks, in blocks over both dimensions.
+"""A transformers model whose matrices are split in blocks over both dimensions of a mesh of ranks.
 
-Tokens are divided over mesh rows, features over mesh columns, inside of blocks and between them.
-Every projection, the embedding and every norm over features becomes a module of this file; what a
-layer is called with says how its row is split.
+Tokens are split over mesh rows, features over mesh columns, inside of blocks and between them.
+Every projection, the embedding and every norm over features is replaced by a module of this file;
+the arguments of a layer's call say how its row is split.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ if TYPE_CHECKING:
 
 
 def split_model(model: Any, holders: Holders) -> None:
-    """Make a model that is filled with this rank's parts compute with them.
+    """Replace the modules of a model, loaded with this rank's shards, by modules that compute with
+    them.
 
-    It must then be called with the world of its rows, which may be on a mesh or divide matrices in
-    Megatron's way, where ranks hold enough for both.
+    It must then be called with the world of its rows, which may be on a mesh or use Megatron's
+    split, if ranks store enough for both.
     """
     shards, config, base = holders.shards, model.config, model.base_model
     held, names = shards.layout, names_of_modules(model)
     model.parameter_names = {
         id(parameter): plain_name(name) for name, parameter in model.named_parameters()
     }
-    every = splits_of(model, on_mesh=True)  # which what is held need not be
+    every = splits_of(model, on_mesh=True)  # what ranks store need not be split like that
     columns, rows = by_module(names, every.columns), by_module(names, every.rows)
     biases = {id_: every.columns.get(f"{name}.bias") for id_, name in names.items()}
     splits = {
@@ -88,14 +89,14 @@ def split_model(model: Any, holders: Holders) -> None:
 
 
 class ProjectionSplits(NamedTuple):
-    """How mesh columns and mesh rows divide a projection's weight, and columns its bias."""
+    """How mesh columns and mesh rows split a projection's weight, and mesh columns its bias."""
 
     columns: MatrixSplit
     rows: MatrixSplit | None
     bias: MatrixSplit | None
 
     def added(self, made: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        """Return what a projection has made with what the call uses of its bias."""
+        """Return a projection's output plus the part of its bias that the call uses."""
         if bias is None or self.bias is None:
             return made
         return made + cut(bias, call.used(self.bias)[:1])
@@ -107,13 +108,13 @@ PRODUCT = {
     ("mlp", COLUMNS): 2,
     ("mlp", ROWS): 3,
 }
-"""The place of a block's first and last product in what `tensor_slices` names."""
+"""The index in `tensor_slices` of a block's first and last product."""
 
 
 def _replace(
     owner: Any, name: str, product: int, splits: Mapping[int, ProjectionSplits], call: Call
 ) -> None:
-    """Put another module in a projection's place, or in that of the one inside its adapter.
+    """Replace a projection, or the one inside its adapter, by another module.
 
     product: as in PRODUCT. splits: by the identity of a module.
     """
@@ -149,27 +150,31 @@ def products(bound: Bound) -> MeshAlgorithm:
 
 
 def whole_table(weight: Tensor, bound: Bound, config: Any, held: Layout | None) -> Tensor:
-    """Return all features of those rows of an embedding's or a head's weight that the rows of a
-    call on a mesh use; differentiable. held: as of used_by."""
+    """Return an embedding's or a head's weight with all features, for those rows (tokens) that a
+    call on a mesh uses; differentiable.
+
+    held: as in used_by.
+    """
     tokens, features = MatrixSplit(COLUMNS, (config.vocab_size,)), features_of(config, ROWS)
     used = used_by(bound, held, tokens, features)
     return products(bound).whole(cut(weight, used), bound.world.mesh)
 
 
 class SplitEmbedding(nn.Module):
-    """An embedding whose features mesh rows hold in parts, and all ranks of a row need whole."""
+    """An embedding whose features are split over mesh rows; a call gathers whole features."""
 
     def __init__(self, embedding: nn.Embedding, config: Any, held: Layout) -> None:
         super().__init__()
         self.weight = embedding.weight
-        self._plain = (embedding,)  # in a tuple, it is no module of this one
+        self._plain = (embedding,)  # in a tuple, so that it is not registered as a submodule
         self._config, self._held = config, held
         self._padding = embedding.padding_idx
 
     def forward(self, tokens: Tensor, bound: Bound) -> Tensor:
-        """Return all features of tokens [1, T], as transformers' own makes them, [1, T, d].
+        """Return all features of tokens [1, T], like transformers' own, [1, T, d].
 
-        On a mesh tokens are numbered among those that its rows use here, else among those held.
+        On a mesh, token indices are relative to the rows that the call uses, otherwise to those
+        stored.
         """
         (plain,), weight, first = self._plain, self.weight, 0
         if bound.world.layout.is_mesh:
@@ -184,10 +189,10 @@ class SplitEmbedding(nn.Module):
 
 
 class Inward(nn.Module):
-    """The projections into a block, which are computed together when the first of them is called.
+    """The projections into a block, which are all computed when the first of them is called.
 
-    transformers calls them one after another with the same tensor. Their weights are this module's,
-    so that ZeRO-3 fetches them together.
+    transformers calls them one after another with the same tensor. Their weights belong to this
+    module, so that ZeRO-3 fetches them together.
     """
 
     def __init__(self, product: int, call: Call) -> None:
@@ -199,7 +204,7 @@ class Inward(nn.Module):
         self._made: dict[str, Tensor] = {}
 
     def part(self, name: str, linear: Any, splits: ProjectionSplits) -> InwardPart:
-        """Take a projection's parameters; return the module that takes its place."""
+        """Take over a projection's parameters; return the module that replaces it."""
         self._names.append(name)
         self._splits.append(splits)
         self.register_parameter(f"{name}_weight", linear.weight)
@@ -207,7 +212,7 @@ class Inward(nn.Module):
         return InwardPart(self, name)
 
     def take(self, name: str, x: Tensor) -> Tensor:
-        """Return what one of the projections makes of x [1, t, d/C], [1, t, o/C]."""
+        """Return the output of one of the projections for x [1, t, d/C], [1, t, o/C]."""
         if self._of is not x or name not in self._made:
             self._of, self._made = x, dict(zip(self._names, self(x), strict=True))
         found = self._made.pop(name)
@@ -216,7 +221,7 @@ class Inward(nn.Module):
         return found
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return what each projection makes of x."""
+        """Return the output of each projection for x."""
         weights = [getattr(self, f"{name}_weight") for name in self._names]
         biases = [getattr(self, f"{name}_bias") for name in self._names]
         call = self._call
@@ -234,14 +239,16 @@ class Inward(nn.Module):
 
 
 class InwardPart(nn.Module):
-    """One of the projections into a block."""
+    """The replacement of one of the projections into a block."""
 
     def __init__(self, together: Inward, name: str) -> None:
         super().__init__()
-        self._together, self._name = (together,), name  # in a tuple, it is no module of this one
+        # in a tuple, so that it is not registered as a submodule
+        self._together, self._name = (together,), name
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [1, t, o/C] of x [1, t, d/C] on a mesh; else this rank's part, of all features."""
+        """Return [1, t, o/C] for x [1, t, d/C] on a mesh; otherwise this rank's part for x with all
+        features."""
         return self._together[0].take(self._name, x)
 
 
@@ -256,7 +263,7 @@ class Outward(nn.Module):
         self._splits, self._product, self._call = splits, product, call
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [1, t, d/C] of x [1, t, i/C] on a mesh; else what this rank's rows make of it."""
+        """Return [1, t, d/C] for x [1, t, i/C] on a mesh; otherwise this rank's partial output."""
         call, split = self._call, self._splits
         bias: Tensor | None = self.bias
         if call.on_mesh:

@@ -401,7 +401,8 @@ class _InGroups(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        call: BlockCall = copy(ctx.call)  # freed with all that the backward keeps in it
+        # a copy, freed with everything that the backward stores in it
+        call: BlockCall = copy(ctx.call)
         x, *found = ctx.saved_tensors
         call.begin_backward(x, found, dh)
         wanted = ctx.needs_input_grad[1]

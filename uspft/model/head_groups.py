@@ -84,7 +84,7 @@ def _enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     args, bound = args or (kwargs.pop("hidden_states"),), kwargs["uspft"]
     if not isinstance(bound, Hook):
         return with_gradient(module, args) or args, kwargs
-    if bound.entry:  # a layer runs up to attention
+    if bound.entry:  # layer is only run up to attention
         args = bound.entry.take(args[0]), *args[1:]
     return args, kwargs
 
@@ -100,7 +100,7 @@ class TwoHalves:
     def __init__(self, halves: Halves, first: GroupedBlock) -> None:
         self._halves, self._first = halves, first
         self._parts = nn.ModuleList(halves.rest)
-        routed = any(hasattr(one, "experts") for one in self._parts)  # routers see all tokens
+        routed = any(hasattr(one, "experts") for one in self._parts)  # routers need all tokens
         self._tile = None if routed else first.tile
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

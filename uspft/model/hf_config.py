@@ -33,7 +33,7 @@ RULED = {
 def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None) -> Any:
     """Return the config of a folder or config.json, with the recipe's overrides and rope scaling.
 
-    length_tokens: the length of a row, for which rotary positions that depend on it are settled.
+    length_tokens: the length of a row, for which rotary positions that depend on it are fixed.
     file: where the config is, if not where the recipe says. Raises Fault for a config that
     transformers cannot read, and for each override that does not fit it.
     """
@@ -45,7 +45,7 @@ def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None
 
     try:
         config, known = read(block)
-    except Exception as error:  # transformers has no kind of its own
+    except Exception as error:  # transformers raises no type of its own
         if finding := refused_field(block, read, said(error)):
             raise Fault([finding]) from error
         named = key if isinstance(block.config, dict) else place
@@ -71,11 +71,11 @@ def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None
 def _read(
     source: Path | dict[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[Any, Collection[str]]:
-    """Return the config of a file, or of its contents, and the keys of the overrides that are in it
+    """Return the config of a file, or of its contents, and the keys of overrides that are applied
     already.
 
-    Overrides that say which layers have a window, or heads of which size, rule over what the file
-    says of single layers, and must be known when transformers works out the layers.
+    Overrides of which layers have a window, or heads of which size, replace what the file says of
+    single layers, and must be applied before transformers derives the layers.
     """
     if isinstance(source, dict):
         raw = dict(source)
@@ -83,13 +83,13 @@ def _read(
         raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
     raw = language_model(raw)
     family = FAMILIES[raw["model_type"]]
-    if dequantises(raw["model_type"], raw):  # as which they are read, trained and written
+    if dequantises(raw["model_type"], raw):  # the form in which they are read, trained and written
         del raw["quantization_config"]
     ruling = FIELDS if family.two_sizes else WINDOWS
     known = {key: overrides[key] for key in ruling if key in overrides}
     if family.two_sizes:
         settled = one_form(raw, known, family.defaults)
-        assert not isinstance(settled, str), settled  # which read_shape refuses
+        assert not isinstance(settled, str), settled  # read_shape refuses this
         raw = settled
     elif "layer_types" in overrides or family.windows != "switched":
         known = {}
@@ -100,12 +100,12 @@ def _read(
 
 
 def language_config(source: Path) -> Any:
-    """Return transformers' config of a folder's language model, as its files have it."""
+    """Return transformers' config of a folder's language model, unchanged."""
     return _read(source, {})[0]
 
 
 def changed_fields(source: Path, config: Any) -> dict[str, Any]:
-    """Return the fields that a trained config has otherwise than the folder that it is from."""
+    """Return the fields in which a trained config differs from its source folder's."""
     start = language_config(source).to_dict()
     own = {"dtype", "_name_or_path", "architectures", "transformers_version"}
     found = config.to_dict().items()
@@ -113,7 +113,7 @@ def changed_fields(source: Path, config: Any) -> dict[str, Any]:
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return each layer's sliding window in keys, the query's own counted; None: it sees all.
+    """Return each layer's sliding window in keys, the query's own counted; None for full attention.
 
     It is NO_KEYS in a layer without attention.
     """
@@ -131,8 +131,10 @@ def heads_of_layers(config: Any) -> tuple[Heads, ...]:
 
 
 def heads_of(config: Any) -> Heads:
-    """Return the heads of attention of a model's layers, or of one. config: the layer's, where
-    layers have heads of more than one size."""
+    """Return the heads of attention of a model's layers, or of one.
+
+    config: the layer's, if layers have heads of different sizes.
+    """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Heads(config.num_attention_heads, config.num_key_value_heads, dim)
 
@@ -144,13 +146,13 @@ def shared_window(config: Any) -> int | None:
 
 
 def softcap_of(config: Any) -> float | None:
-    """Return the bound of a model's attention scores, where it has one."""
+    """Return the soft-cap of a model's attention scores, if it has one."""
     found: float | None = getattr(config, "attn_logit_softcapping", None)
     return found
 
 
 def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
-    """Set one field of a config; return what is wrong and the remedy where that cannot be."""
+    """Set one field of a config; return what is wrong and the remedy if that fails."""
     if field in RULED:
         return "cannot be overridden", RULED[field]
     if not hasattr(config, field) or callable(getattr(config, field)):
@@ -159,7 +161,7 @@ def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
         return f"{type(config).__name__} has no such field", remedy
     try:
         setattr(config, field, value)
-    except Exception as error:  # transformers validates some fields, each in its own way
+    except Exception as error:  # transformers validates some fields, and raises various types
         return f"cannot be `{value}`: {said(error)}", FITTING
     return None
 
@@ -170,15 +172,18 @@ FITTING = "write a value that the field takes"
 def refused_field(
     block: ModelBlock, make: Callable[[ModelBlock], object], why: str
 ) -> Finding | None:
-    """Return the finding of the one field that the recipe writes, in overrides or a config of its
-    own, without which `make` succeeds; None where it is no single one. why: `make` fails."""
+    """Return the finding for the single field, in overrides or in model.config, without which
+    `make` succeeds; None if there is none.
+
+    why: the error of `make`.
+    """
     for place in ("overrides", "config"):
         written = getattr(block, place)
         for field in written if isinstance(written, dict) else ():
             others = {key: value for key, value in written.items() if key != field}
             try:
                 make(block.model_copy(update={place: others}))
-            except Exception:  # transformers has no kind of its own
+            except Exception:  # transformers raises no type of its own
                 continue
             what = f"cannot be `{written[field]}`: {why}"
             return key_of_field(block, field), what, FITTING
@@ -188,37 +193,38 @@ def refused_field(
 def attention_of(config: Any) -> str:
     """Return the name of transformers' own attention for a config's model.
 
-    It is `eager` where a soft-cap or sinks are written out, with every score in memory.
+    It is `eager`, which stores every score, where other implementations lack soft-cap or sinks.
     """
     return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
 
 
 FROM_ORIGINAL = ("yarn", "longrope", "llama3")
-"""Rope types that name the positions which they start from; others start from all the model's."""
+"""Rope types whose parameters name the positions that they extend; others extend all of the
+model's."""
 _OF_THE_MODEL = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Rotary parameters that no scaling replaces."""
+"""Rotary parameters that belong to the model and that no scaling replaces."""
 _KINDS = ("full_attention", "sliding_attention")
 
 
 def scale_positions(config: Any, asked: Mapping[str, Any]) -> None:
-    """Put the recipe's rope_scaling into a config in place of its own."""
+    """Replace a config's rope scaling by the recipe's."""
     known = dict(config.rope_parameters or {})
     kept = {key: known[key] for key in _OF_THE_MODEL if key in known}
     rope = {key: list(v) if isinstance(v, tuple) else v for key, v in asked.items()}
     if rope["rope_type"] in FROM_ORIGINAL:
         key = "original_max_position_embeddings"
         rope.setdefault(key, known.get(key, config.max_position_embeddings))
-        if hasattr(config, key):  # Phi-3 has it beside them, and it would rule
+        if hasattr(config, key):  # Phi-3 has it outside of them too, with precedence
             setattr(config, key, rope[key])
     config.rope_parameters = kept | rope
 
 
 def settle_positions(config: Any, length_tokens: int) -> None:
-    """Choose the frequencies of rows of this length, for calls of every length.
+    """Fix the rotary frequencies to those for rows of this length, for calls of any length.
 
-    Dynamic NTK becomes the plain kind at the base that it has for this length; of LongRoPE's two
-    lists the one that this length asks for stands in both places. Where the rows are no longer than
-    the original positions, transformers chooses the original ones by itself: nothing changes.
+    Dynamic NTK becomes the default type with the base that it has at this length; of LongRoPE's two
+    lists the one for this length is written to both. Rows within the original positions need no
+    change, since transformers then uses the original frequencies.
     """
     ropes, positions = config.rope_parameters or {}, config.max_position_embeddings
     kinds = [kind for kind in _KINDS if ropes.get(kind)]

@@ -1,11 +1,11 @@
-"""Layers with a state: the hook into transformers' own, whether its kernels are believed, and the
-heads of it that a tensor rank has.
+"""Layers with a state (gated delta nets): the hook into transformers' code, the test of its
+kernels, and the heads that a tensor rank has.
 
-A modelling file calls its convolution and its rule by global names, and hands them what the model
-was called with. There the two names stand for functions that heed `uspft=`, as attention does, and
-are transformers' own (fla's and causal-conv1d's where installed) without it. Kernels are believed
-only after they have agreed with transformers' own written-out form on this device. That form ran on
-a GPU; fla's kernels have not yet.
+A modelling file calls its convolution and its delta rule by global names, with the arguments of the
+model's call. Both names are replaced by functions that use `uspft=`, as attention does, and without
+it call transformers' own (fla's and causal-conv1d's where installed). Kernels are used only after
+they have agreed with transformers' plain PyTorch version on this device. That version has run on a
+GPU; fla's kernels have not yet.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ if TYPE_CHECKING:
     from uspft.model.divided import Call
 
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-"""What a modelling file calls its convolution and its rule."""
+"""A modelling file's names for its convolution and its delta rule."""
 PIECE_TOKENS = 1024
-"""Tokens that transformers' written-out rule is given at once: its backward takes time by the
-square of them."""
+"""Tokens per call of transformers' plain delta rule, whose backward takes quadratic time."""
 PASSED_ON = {"use_qk_l2norm_in_kernel", "chunk_size"}
-"""Arguments of the rule that go to it as they come."""
+"""Arguments that are passed on to the rule."""
 NEUTRAL = {"initial_state": None, "output_final_state": False, "cu_seqlens": None}
 IGNORED = {"position_ids", "use_cache", "output_attentions", "output_router_logits"}
 
 
 def bind_linear_layers(model: nn.Module) -> None:
-    """Let the layers with a state of a model heed the share that it is called with.
+    """Make a model's layers with a state use the share that it is called with.
 
     Raises RuntimeError where its modelling file lacks one of the two functions.
     """
@@ -51,14 +50,14 @@ def bind_linear_layers(model: nn.Module) -> None:
 
 
 def _layers_with_a_state(model: nn.Module) -> Iterator[tuple[ModuleType, nn.Module]]:
-    """Yield each layer with a state of a model, with the module that has its code."""
+    """Yield each layer with a state of a model, with the Python module of its code."""
     for module in model.modules():
         if hasattr(module, "conv1d") and hasattr(module, "A_log"):
             yield sys.modules[type(module).__module__], module
 
 
 def _named(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Tell a layer, before it runs, which one it is of those that are remembered."""
+    """Tell a layer, before it runs, its own number, by which results are saved."""
     bound: Bound | None = kwargs.get("uspft")
     return (args, {**kwargs, "uspft": bound.of_layer(id(module))}) if bound else None
 
@@ -125,8 +124,8 @@ def _rule(
 def in_pieces(
     stock: Any, passed: dict[str, Any], x: Mixed, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Run transformers' rule on tokens and the state that enters them; on CPU a piece at a time,
-    each handing its state to the next."""
+    """Run transformers' rule on tokens with an initial state; on CPU piece by piece, each starting
+    from the state of the one before."""
     tokens = len(x.v)
     size = PIECE_TOKENS if x.v.is_cpu else max(tokens, 1)
     state = None if state is None else state[None]
@@ -142,10 +141,10 @@ def in_pieces(
 
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""By dtype, how large the norm of an error may be, relative to the norm of what is right: a kernel
-multiplies in tensor cores, float32 as tf32."""
+"""By dtype, the largest norm of an error relative to the norm of the right result: kernels use
+tensor cores, for float32 in tf32."""
 PROBE_TOKENS, PROBE_HEADS = 200, 2
-"""More than three of the rule's chunks of 64; key heads, which two value heads each share."""
+"""More tokens than three of the rule's chunks of 64; key heads, each shared by two value heads."""
 NORMED = {"use_qk_l2norm_in_kernel": True}
 
 
@@ -155,10 +154,10 @@ def believe_linear_layers(
     device: torch.device,
     told: Callable[[str], list[str]] = said_by_all,
 ) -> None:
-    """Try the kernels of a model's layers with a state where it runs on a device that has kernels.
+    """Test the kernels of a model's layers with a state on a device that has kernels.
 
-    told: returns what each rank says, by rank, and is collective. Raises RuntimeError on every rank
-    where one of them found a kernel wrong.
+    told: gathers each rank's message, collective. Raises RuntimeError on every rank if a kernel is
+    wrong on any.
     """
     layers = dict(_layers_with_a_state(model))
     if device.type == "cpu" or not layers:
@@ -175,11 +174,12 @@ def believe_linear_layers(
 
 
 def probe(modelling: ModuleType, layer: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare what a modelling file calls with what it has written out, forward and backward: the
-    rule from no state, and from one over wider values, as summaries are made; the convolution.
+    """Compare the kernels that a modelling file calls with its plain PyTorch versions, forward and
+    backward: the rule without an initial state, and with one and wider values, as for summaries;
+    the convolution.
 
-    layer: one of its layers, for the dims of heads. Raises RuntimeError, which names the function,
-    the quantity and the error.
+    layer: one of its layers, for the head dims. Raises RuntimeError, which names the function, the
+    quantity and the error.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     dims, values = (layer.head_k_dim, layer.head_v_dim), 2 * PROBE_HEADS
@@ -209,7 +209,7 @@ def probe(modelling: ModuleType, layer: Any, dtype: torch.dtype, device: torch.d
 
 
 def _both(stock: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what is called, and what transformers has written out."""
+    """Return the function that is called, and transformers' plain PyTorch version of it."""
     return stock, inspect.unwrap(stock)
 
 
@@ -245,15 +245,17 @@ def _compare(
 
 
 def divide_states(layer: Any, call: Call) -> None:
-    """Make a layer with a state, filled with this rank's parts, compute with the heads of a
-    call."""
+    """Make a layer with a state, loaded with this rank's shards, compute the heads of a call."""
     layer.uspft_heads = partial(_count_heads, call, layer.num_k_heads, layer.num_v_heads)
     layer.register_forward_pre_hook(layer.uspft_heads)
 
 
 def _count_heads(call: Call, keys: int, values: int, layer: Any, args: Any) -> None:
-    """Tell a layer with a state, which transformers asks, how many heads a call has here, before it
-    runs, unless it is to make some of them alone. keys, values: heads of all ranks."""
+    """Set the numbers of heads of a layer with a state for a call, before it runs, unless it
+    computes only some heads.
+
+    keys, values: heads of all ranks.
+    """
     if "A_log" in layer.__dict__:
         return
     ((first, stop),) = call.ranges(MatrixSplit(0, (keys,)))

@@ -68,7 +68,7 @@ class HostShelf:
 
     def _put(self, x: Tensor, *, again: bool = False) -> Item:
         storage = x.untyped_storage()
-        address = storage._cdata  # of a storage without elements too
+        address = storage._cdata  # unique also for a storage without elements
         known = self._here.get(address) if again else None
         if known is None or known[1].dtype != x.dtype:
             flat = x.detach().as_strided((storage.nbytes() // x.element_size(),), (1,), 0)

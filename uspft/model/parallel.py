@@ -102,7 +102,7 @@ def splits_of(model: Any, *, on_mesh: bool) -> ParameterSplits:
         owner, _, adapter = owner.partition(".lora_")
         found, is_norm = projection_of(model, owner), "norm" in owner.rpartition(".")[2]
         found = found or projection_of(model, name)
-        # Megatron's ranks have whole what is outside blocks, a mesh divides norms there too.
+        # Megatron replicates what is outside blocks; a mesh splits norms there too.
         known = is_norm if on_mesh else not blocks & set(owner.split("."))
         if found is None and not known:
             family = model.config.model_type

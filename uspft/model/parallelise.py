@@ -1,4 +1,5 @@
-"""What is done to a model before its engine is made: its matrices divided, and its memory saved."""
+"""The preparation of a model before its engine is built: splitting its matrices, and saving
+memory."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ def shards_under(
     stages: Stages | None = None,
     moves: bool = False,
 ) -> Shards:
-    """Return who holds what of a model on meta under a layout.
+    """Return which ranks store which parts of a model on the meta device under a layout.
 
-    tensor_of_rows: the largest tensor degree of rows that use parts of it. stages: which layers
-    each has, where there are several. moves: whether weights move between layouts: then a table of
-    embeddings that is the head's too is held, and its gradient made, at both ends.
+    tensor_of_rows: the largest tensor degree of rows, if higher than the layout's. stages: the
+    layers of each pipeline stage, if there are several. moves: whether weights move between
+    layouts: then tied embeddings are stored, and get gradients, in both the first and the last
+    stage.
     """
     tokens = world.tensor.splits_tokens
     found = parallel.shards_of(
@@ -54,10 +56,10 @@ def shards_under(
 def divide_matrices(
     model: Any, worlds: Sequence[World], holders: Holders, *, moves: bool = False
 ) -> None:
-    """Make a model that is filled with this rank's parts compute with them.
+    """Make a model, loaded with this rank's shards, compute with them.
 
-    worlds: the layouts of its rows. moves: whether what is held changes, to be what each call's
-    rows use.
+    worlds: the layouts of its rows. moves: whether weights move between layouts, so that a rank
+    always stores what each call's rows use.
     """
     if any(world.layout.is_mesh for world in worlds):
         grid.split_model(model, holders)
@@ -70,10 +72,10 @@ def divide_matrices(
 def save_memory(
     model: Any, block: MemoryBlock, stages: Stages | None = None
 ) -> tuple[Recompute | None, bool]:
-    """Make a model's layers keep less, as the recipe says.
+    """Apply the recipe's memory savings to a model's layers.
 
-    stages: which layers each has; None: one has all. Returns what of attention checkpointed layers
-    make again, and whether what they keep waits on the host.
+    stages: the layers of each; None: a single one. Returns what of attention checkpointed layers
+    recompute, and whether what they save is offloaded to the host.
     """
     stages = stages or Stages.of_sizes([model.config.num_hidden_layers], 1)
     layers = first_layers(block.gradient_checkpointing, stages)

@@ -168,7 +168,7 @@ def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) ->
     begins = chain([()], repeat(layer.__dict__.get("uspft_begins", ())))
 
     def begun(*args: Any) -> Any:
-        for begin in next(begins):  # none in the first run, where they are called as hooks
+        for begin in next(begins):  # empty in the first run, in which they are called as hooks
             begin(layer, args, run.keywords)
         return run(*args)
 

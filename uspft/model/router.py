@@ -1,9 +1,9 @@
-"""What routers chose: how evenly tokens meet the experts of a layer, and the load-balancing loss of
-whole rows, of which each rank holds a share.
+"""Statistics of routers: how evenly tokens are spread over the experts of a layer, and the
+load-balancing loss of whole rows, of which each rank has a share.
 
-The loss is that of Switch Transformer, arXiv 2101.03961, equations 4 to 6, as transformers has it:
-over all layers together, E · Σ_e f_e · p_e with f_e the choices of expert e ÷ tokens and p_e its
-mean probability. Padding does not count; packed documents count together, as their row.
+The loss is that of Switch Transformer, arXiv 2101.03961, equations 4 to 6, as in transformers: over
+all layers together, E · Σ_e f_e · p_e with f_e the choices of expert e ÷ tokens and p_e its mean
+probability. Padding does not count; packed documents count together, as their row.
 
 Shapes: T tokens here, E experts, R rows of the micro-batch.
 """
@@ -34,10 +34,10 @@ def router_loss(
 ) -> Tensor:
     """Return this rank's part of the loss summed over rows; the parts of all ranks add up to it.
 
-    Collective. logits: [T, E] of each layer. row_of [T]: each token's row, -1 for padding.
-    groups: the ranks that share the rows are those of all of them, one within another. The product
-    of two sums over ranks is no sum over ranks, but f has no gradient: with everybody's choices
-    known, the loss is linear in the probabilities.
+    Collective. logits: [T, E] of each layer. row_of [T]: each token's row, -1 for padding. groups:
+    the nested groups of ranks that together share the rows. The loss is a product of two sums over
+    ranks, but f has no gradient: once f is summed over all ranks, the loss is linear in the
+    probabilities, and each rank's part is its own tokens'.
     """
     wide = torch.promote_types(logits[0].dtype, torch.float32)
     places = torch.arange(rows, device=row_of.device)
@@ -55,19 +55,19 @@ def router_loss(
         choices = sum_over(choices, group, "router")
     tokens = (choices.sum(1, keepdim=True) / top_k).clamp(
         min=1.0
-    )  # of all layers; 0: a row of padding
+    )  # of all layers; 0 for a row of padding
     return (experts * choices / tokens.square()).to(wide).mul(sums).sum()
 
 
 class ExpertLoad:
-    """The choices of experts since they were last told: those of training, without padding.
+    """The counts of experts' choices since the last report, in training and without padding.
 
-    A layer that runs again for its backward pass counts again, all of its choices alike, which
-    changes no ratio.
+    A layer that is recomputed counts twice, for all its choices alike, so that ratios stay the
+    same.
     """
 
     def __init__(self, model: Any, holders: Holders, device: torch.device) -> None:
-        """Count what the routers of a model choose from now on."""
+        """Start to count the choices of a model's routers."""
         self._holders, self._device, self._layers = holders, device, 0
         self._counts: dict[int, Tensor] = {}
         found = {id(module): module for _, module in expert_modules(model)}
@@ -88,7 +88,7 @@ class ExpertLoad:
         index_tk, group, real_t = args[1], call.group, call.bound.real
         if split := call.bound.world.tensor.splits_tokens:
             real_t = own_tokens(real_t, group)
-        # Tensor ranks that do not split tokens each see all of them.
+        # If tensor ranks do not split tokens, each of them counts all.
         times = real_t.to(torch.float64) / (1 if split else group.size)
         if number not in self._counts:
             self._counts[number] = times.new_zeros(self._experts)
@@ -96,10 +96,10 @@ class ExpertLoad:
         self._counts[number].index_add_(0, chosen, times.repeat_interleave(index_tk.shape[1]))
 
     def told(self, *, each: bool = False) -> dict[str, Any]:
-        """Return the largest load of an expert ÷ the mean, of the layer where that is most, and
-        where ranks divide experts that of a rank; and begin anew. Collective.
+        """Return the largest ratio of an expert's load to the mean over all layers, and under
+        expert parallelism that of a rank; and reset the counts. Collective.
 
-        each: whether the load of every expert and rank ÷ the mean is told too, layer by layer.
+        each: whether to return the ratios of all experts and ranks too, by layer.
         """
         holders = self._holders
         if not self._layers:
@@ -120,7 +120,7 @@ class ExpertLoad:
         loads = here[:, group.index].sum(1)
         everyone = holders.everyone
         most = torch.tensor(largest(loads.tolist(), everyone, self._device))
-        ranks = everyone.size // holders.shards.layout.pipeline  # of those with the layer
+        ranks = everyone.size // holders.shards.layout.pipeline  # ranks with the same layer
         means = (self._sum(loads, everyone) / ranks).clamp(min=1e-9)
         found["expert_rank_load"] = float((most / means).max())
         if each:

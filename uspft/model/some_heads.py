@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Features of a projection that stand together, [start, stop)."""
+    """A range [start, stop) of a projection's features."""
 
     start: int
     stop: int
     made: bool = True
-    """Whether they are made; else zeros stand in their place."""
+    """Whether they are computed; otherwise they are zeros."""
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ def _zeros(x: Tensor, features: int) -> Tensor:
 
 
 def _writable_zeros(x: Tensor, features: int) -> Tensor:
-    """Return the same in memory of its own: attention may write into it."""
+    """Return writable zeros: attention may write into them."""
     return x.new_zeros((*x.shape[:-1], features))
 
 
@@ -153,16 +153,17 @@ class _Scaled:
 
 
 _OUTPUT_GATES = ("in_proj_z", "g_proj")
-"""The projections of layers with a state that gate what the rule gives."""
+"""The projections of layers with a state that gate the rule's output."""
 
 
 class Unit(NamedTuple):
-    """What a block of a projection has of each head."""
+    """The features of one head in a block of a projection."""
 
     of_keys: bool
-    """Whether a head is a key head; else a query head, or a value head of a layer with a state."""
+    """Whether a head is a key head; otherwise it is a query head, or a value head of a layer with a
+    state."""
     parts: tuple[tuple[int, str], ...]
-    """Features that stand together, and what they are for."""
+    """Consecutive ranges as (number of features, use): BEFORE or BEHIND."""
 
     @property
     def width(self) -> int:
@@ -170,9 +171,9 @@ class Unit(NamedTuple):
 
 
 class SomeHeads:
-    """What lets an attention, or a layer with a state, make some of its heads alone: projections of
-    these, and where norms see all heads of a token together, what they multiply it by, which is
-    measured before."""
+    """The replacements by which an attention, or a layer with a state, computes only some of its
+    heads: its projections for these heads, and norms over all heads of a token, whose factors are
+    measured beforehand."""
 
     def __init__(self, attention: nn.Module, projections: Mapping[str, Projection]) -> None:
         """projections: of the family, by the names of modules in a layer."""
@@ -194,7 +195,7 @@ class SomeHeads:
         self._norms = ("q_norm", "k_norm") if together else ()
 
     def _units(self, name: str, blocks: Sequence[str]) -> tuple[Unit, ...]:
-        """Return what each block of a projection has of a head."""
+        """Return, for each block of a projection, the features of one head."""
         attention = self.attention
         if not self.has_state:
             dim = attention.head_dim
@@ -282,11 +283,11 @@ class SomeHeads:
                 places.append(StandIn(attention._modules, name, nothing))
             elif pieces != [Piece(0, at)]:
                 places += some_of(attention, name, COLUMNS, pieces)
-        if use == BEHIND and not self.has_state:  # which nobody asks for queries and keys
+        if use == BEHIND and not self.has_state:  # queries and keys have no use after the rule
             norms = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
             places += [StandIn(attention._modules, name, same) for name in norms]
         own = attention.__dict__
-        if number == heads.query:  # the module has as many
+        if number == heads.query:  # the module has this number already
             return places
         if self.has_state:
             dims = attention.head_k_dim, attention.head_v_dim

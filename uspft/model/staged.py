@@ -1,4 +1,4 @@
-"""The stages of a model that one rank of a pipeline has, as the one module that its engine has."""
+"""The pipeline stages of one rank, as the single module that its engine trains."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def stage_of(name: str, stages: Stages) -> int:
 
 
 def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:
-    """Return by name the place along the pipeline of the ranks that hold a parameter."""
+    """Return, by name, the pipeline index of the rank that stores a parameter."""
     return {name: stages.rank_of(stage_of(name, stages)) for name in names}
 
 
 class StagedModel(nn.Module):
-    """The stages of one rank: forward takes one of them, and the last one gives an objective's
+    """The stages of one rank: forward runs one of them; the last stage returns an objective's
     terms.
 
-    Registered are the parameters of these stages alone; `named` has those of the whole model.
+    Only the parameters of these stages are registered; `named` has those of the whole model.
     """
 
     parts: CausalModel
 
     def __init__(self, parts: CausalModel, objective: Any, stages: Stages, place: int) -> None:
-        """place: this rank's along the pipeline."""
+        """place: this rank's pipeline index."""
         super().__init__()
         self.objective, self._last = objective, stages.count - 1
         self.idle: nn.Parameter | None = None
-        """What trains in a stage where nothing else does."""
+        """A dummy parameter for stages without trained parameters."""
         self._bare: frozenset[int] = frozenset()
-        self.__dict__["parts"] = parts  # of which other ranks' parameters are no concern of ours
+        self.__dict__["parts"] = parts  # not registered: it includes other ranks' parameters
         self._named = parts.named()
         base = parts.model.base_model
         mine = range(place, stages.count, stages.ranks)
@@ -74,9 +74,10 @@ class StagedModel(nn.Module):
         return self
 
     def add_idle(self, bare: Collection[int]) -> None:
-        """Add a parameter of one element, always 0, for an engine that wants one in each backward.
+        """Add a dummy parameter of one element, always 0, for an engine that needs one in each
+        backward.
 
-        bare: the stages of this rank in whose backward no other takes part.
+        bare: the stages of this rank without trained parameters.
         """
         device = self.parts.model.device
         self.idle = nn.Parameter(torch.zeros(1, dtype=self.parts.model.dtype, device=device))
@@ -85,18 +86,18 @@ class StagedModel(nn.Module):
     def forward(
         self, batch: Batch, scales: tuple[float | None, ...], stage: int | None, x: Tensor | None
     ) -> Tensor:
-        """Take a micro-batch through a stage; return what enters the next one, or of the last the
+        """Run a stage on a micro-batch; return the next stage's input, or in the last stage the
         objective's terms, [terms].
 
-        stage: None for the idle parameter alone, as `nothing`. x: what the stage before made; None
-        before the first.
+        stage: None runs only the dummy parameter, as `nothing`. x: the output of the stage before;
+        None in the first.
         """
         if stage is None:
             return self.nothing()
         made = self._made(batch, scales, stage, x)
         if stage not in self._bare or self.idle is None:
             return made
-        nothing = torch.zeros_like(self.idle)  # the gradient of what the stage does not use
+        nothing = torch.zeros_like(self.idle)  # the gradient of the unused dummy parameter
         found: Tensor = with_backward(
             lambda made, _: made.view_as(made), lambda dmade: (dmade, nothing), made, self.idle
         )
@@ -113,12 +114,13 @@ class StagedModel(nn.Module):
         return of_stage.layers(call, of_stage.embedding(call)).hidden
 
     def nothing(self) -> Tensor:
-        """Return 0 as a float32 scalar, with a gradient of 0 for all of this rank that trains."""
+        """Return 0 as a float32 scalar that gives all trained parameters of this rank a gradient of
+        0."""
         every = [p.flatten()[0].float() for p in self.parameters() if p.requires_grad]
         return torch.stack(every).sum() * 0.0
 
     def hidden_buffer(self, batch: Batch) -> Tensor:
-        """Return memory for what stages of this rank take from others of a micro-batch."""
+        """Return an empty tensor for a micro-batch's hidden states received from another rank."""
         tokens, world = batch.input_ids.shape[1], batch.world
         columns, features = world.layout.mesh_columns, self.parts.model.config.hidden_size
         if world.tensor.splits_tokens:
@@ -129,7 +131,7 @@ class StagedModel(nn.Module):
         return torch.empty(1, tokens, features, dtype=dtype, device=batch.input_ids.device)
 
     def copy_head(self, table: Tensor) -> None:
-        """Have the last stage's head use a copy of a table that another rank trains."""
+        """Make the last stage's head use a copy of tied embeddings that another rank trains."""
         head = self.parts.head_of_loss
         projection: Any = SimpleNamespace(weight=table, bias=None)
         self.head = self.parts.head_of_loss = Head(projection, head.tile, head.logits)
@@ -141,14 +143,14 @@ class StagedModel(nn.Module):
 
 
 class _OfStage:
-    """A causal language model whose layers are those of one stage."""
+    """A causal language model with only the layers of one stage."""
 
     def __init__(self, parts: CausalModel, base: Any, x: Tensor | None) -> None:
         self._parts, self._base, self._x = parts, base, x
         self.begin, self.head = parts.begin, parts.head
 
     def embedding(self, of: ForwardPass) -> Tensor:
-        """Return what the stage's first layer takes."""
+        """Return the input of the stage's first layer."""
         return self._parts.embedding(of) if self._x is None else self._x
 
     def layers(self, of: ForwardPass, x: Tensor, *, routers: bool = False) -> Layered:
@@ -156,11 +158,11 @@ class _OfStage:
 
 
 def cut_layers(base: Any, layers: range) -> Any:
-    """Return a base model (`model.base_model`) that takes hidden states through some layers.
+    """Return a base model (`model.base_model`) that runs hidden states through some layers.
 
-    They are the base model's own layers; what the first takes enters as `inputs_embeds`, and after
-    the last layer comes the final norm, after others nothing. The base model itself is left as it
-    is. Raises ValueError for a family of which it is not known what its stages need.
+    The layers are shared with the base model; the input is `inputs_embeds`, and the final norm
+    follows only the last layer. The base model itself is unchanged. Raises ValueError for a family
+    whose forward is not known to support that.
     """
     family = FAMILIES.get(base.config.model_type)
     needs = family.cut if family else None
@@ -173,7 +175,7 @@ def cut_layers(base: Any, layers: range) -> Any:
     del found.embed_tokens
     if layers.stop < len(base.layers):
         found.norm = nn.Identity()
-    # The layers keep the whole config: by it they are made, and it names their attention.
+    # the layers keep the whole config, since it describes all of them and names their attention
     found.config = copy.deepcopy(base.config)
     found.config.num_hidden_layers = len(layers)
     for field in needs.by_layer:

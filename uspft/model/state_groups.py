@@ -1,11 +1,12 @@
-"""A layer with a state in groups of heads: key heads, each with all value heads that share it.
+"""A layer with a state computed in groups of heads: some key heads with all value heads that share
+them.
 
-A group's convolution sees all tokens, and its rule runs over states as all heads' does. What
-entered fragments is kept, and the backward makes the rest of one group again. The gradient of a
-group's values takes the place of what the rule gave.
+A group's convolution and delta rule see all tokens. The initial states of fragments are saved, and
+the backward recomputes everything else one group at a time. The gradient of a group's values
+overwrites the rule's output.
 
 Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H value heads, G key heads;
-K key dim, V value dim; C channels, of queries, keys and values of a group one after another.
+K key dim, V value dim; C channels: a group's queries, keys and values, concatenated.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ if TYPE_CHECKING:
 
 
 class StateCall(BlockCall):
-    """One call of a block with a state."""
+    """One call of such a layer."""
 
     def __init__(self, block: GroupedBlock, *of: Any, keeps: bool) -> None:
         super().__init__(block, *of, keeps=keeps)
         layer = block.attention
         if counted := getattr(layer, "uspft_heads", None):
-            counted(layer, ())  # which else is told when it runs
+            counted(layer, ())  # its hook, which sets the numbers of heads, may not have run yet
         self.heads = Heads(layer.num_v_heads, layer.num_k_heads, layer.head_v_dim)
         self.key_dim, self._each = layer.head_k_dim, self.heads.query // self.heads.kv
         self.key_groups = key_ranges(self.heads.kv, self.bound.world.layout.ulysses)
         self._hook: Hook | None = None
 
     def values(self, keys: HeadRange) -> HeadRange:
-        """Return the value heads of a range of key heads."""
+        """Return the value heads that share a range of key heads."""
         return keys[0] * self._each, keys[1] * self._each
 
     def exchange(self, keys: HeadRange) -> StateExchange:
@@ -54,7 +55,7 @@ class StateCall(BlockCall):
         return StateExchange(number * self._each, number, self.bound.share, world.mesh.ulysses)
 
     def before(self, x: Tensor, tile: slice, entry: BlockInput | None = None) -> list[Tensor]:
-        """Return q, k [n, G, K], v [n, H, V] as the convolution takes them, g and β [n, H]."""
+        """Return the convolution's inputs q, k [n, G, K] and v [n, H, V], and g and β [n, H]."""
         hook = Hook(self.bound.softcap)
         self.run_up_to(hook, x, tile, entry)
         assert hook.mixed
@@ -62,7 +63,7 @@ class StateCall(BlockCall):
         return found
 
     def made(self, x: Tensor, keys: HeadRange) -> list[Tensor]:
-        """Return what the convolution takes [t, C], g and β [t, H] of a group."""
+        """Return a group's input of the convolution [t, C], and its g and β [t, H]."""
         values, some = [self.values(keys)], self.block.some
         places = some.projections(self.heads, values, range(*keys), BEFORE)
 
@@ -72,7 +73,7 @@ class StateCall(BlockCall):
         return self.made_of(x, places, form=parts)
 
     def mixed(self, made: Sequence[Tensor], keys: HeadRange) -> Mixed:
-        """Return what the rule takes of a group; differentiable."""
+        """Return a group's input of the delta rule; differentiable."""
         (qkv, g, beta), layer, key = made, self.block.attention, self.key_dim
         assert self._hook and self._hook.convolves
         taps, convolution = self._hook.convolves
@@ -89,7 +90,7 @@ class StateCall(BlockCall):
 
     @property
     def rule(self) -> tuple[Any, ...]:
-        """What runs over states takes beside tensors."""
+        """The arguments of mixed_forward and mixed_backward other than tensors."""
         assert self._hook and self._hook.mixes
         return self.bound.share.chains, self._hook.mixes, self.bound.world.mesh.ring
 
@@ -106,30 +107,30 @@ class StateCall(BlockCall):
             put(out, [self.values(keys)], exchange.back(own))
             found += kept
             del own, kept
-        self._hook = None  # which holds a weight that ZeRO takes away
+        self._hook = None  # it references a weight that ZeRO releases
         return found
 
     def begin_backward(self, x: Tensor, found: list[Tensor], dh: Tensor) -> None:
         super().begin_backward(x, found, dh)
         self._kept = [*found]
-        """Of each group what the rule's backward takes."""
+        """The tensors saved for the rule's backward, of all groups."""
         found.clear()
         self._others: list[Tensor] = []
-        """The gradients of all queries, keys and gates."""
+        """The gradients of queries, keys and gates, of all groups."""
 
     def groups(self) -> None:
         for keys in self.key_groups:
             self._take(keys)
 
     def _take(self, keys: HeadRange) -> None:
-        """Run the rule backwards for a group."""
+        """Compute the backward of a group."""
         values, exchange = self.values(keys), self.exchange(keys)
         places = self.leaves_of(self.block.attention.conv1d)
         convolution = [self.leaves[n] for n in places]
         made = [one.requires_grad_() for one in self.made(self._x, keys)]
         with torch.enable_grad():
             inside = exchange.there(self.mixed(made, keys))
-        made[0].data = made[0].data.new_empty(0)  # of which the graph has what it needs
+        made[0].data = made[0].data.new_empty(0)  # the graph has saved what it needs
         ways = [*map(torch.autograd.graph.get_gradient_edge, inside)]
         taken = Mixed(*(one.detach() for one in inside))
         del inside
@@ -148,7 +149,7 @@ class StateCall(BlockCall):
         self._put(dqkv, gates, keys)
 
     def _put(self, dqkv: Tensor, gates: Sequence[Tensor], keys: HeadRange) -> None:
-        """Put the gradients of a group where they are among all."""
+        """Write the gradients of a group into those of all groups."""
         heads, (a, b), (c, d), key = self.heads, keys, self.values(keys), self.key_dim
         if not self._others:
             like, number = dqkv.new_empty, len(dqkv)

@@ -1,19 +1,19 @@
-"""How many tokens `memory` lets a tile have; no torch."""
+"""The number of tokens in a tile under the recipe's `memory` keys; no torch."""
 
 from __future__ import annotations
 
 MAX_TILE_LOGITS = 1 << 27
-"""How many logits a tile has under `loss_tile_tokens: auto` (512 MiB in float32)."""
+"""The logits in a tile under `loss_tile_tokens: auto` (512 MiB in float32)."""
 MAX_TILE_FEATURES = 1 << 25
-"""How many inner features a tile has under `mlp_tile_tokens: auto` (64 MiB in bfloat16)."""
+"""The inner features in a tile under `mlp_tile_tokens: auto` (64 MiB in bfloat16)."""
 LEAST_OF_LOSS, LEAST_OF_MLP = 256, 1024
-"""How many tokens a tile needs at least for its products to fill a GPU."""
+"""The least tokens in a tile, so that its products fill a GPU."""
 
 
 def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
-    """Return the tokens per tile that `memory.loss_tile_tokens` asks for.
+    """Return the tokens per tile for `memory.loss_tile_tokens`, or None for all at once.
 
-    wish: auto, none or a number. None stands for all tokens at once.
+    wish: auto, none or a number.
     """
     if wish == "none":
         return None
@@ -21,9 +21,9 @@ def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
 
 
 def mlp_tile_tokens(wish: str | int, inner: int) -> int | None:
-    """Return the tokens per tile that `memory.mlp_tile_tokens` asks for; None: all at once.
+    """Return the tokens per tile for `memory.mlp_tile_tokens`, or None for all at once.
 
-    wish: auto, none or a number. inner: how many inner features an MLP makes of a token.
+    wish: auto, none or a number. inner: inner features of an MLP per token.
     """
     if wish == "none":
         return None

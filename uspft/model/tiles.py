@@ -53,13 +53,13 @@ def work_in_tiles(model: Any, tile: int) -> None:
         mlp = getattr(layer, "mlp", None) or layer.block_sparse_moe
         beside = getattr(layer, "experts", None)
         for block in filter(None, (getattr(mlp, "experts", mlp), beside)):
-            if held := getattr(block, "uspft", None):  # whose rows come from other ranks
+            if held := getattr(block, "uspft", None):  # experts receive rows from other ranks
                 held.compute = Tiled(block, tile, plain=held.compute)
             else:
                 modules.append(block)
         shared = (getattr(mlp, name, None) for name in ("shared_expert", "shared_experts"))
         modules += filter(None, shared)
-        if attention := getattr(layer, "self_attn", None):  # else it has a state
+        if attention := getattr(layer, "self_attn", None):  # otherwise the layer has a state
             of_heads += [norm for norm in _norms(attention) if not isinstance(norm, SplitNorm)]
     for module in (*modules, *of_heads):
         module.register_forward_pre_hook(with_gradient)
