@@ -359,6 +359,15 @@ def test_memory_on_a_mesh_is_that_of_the_slices_that_the_step_has() -> None:
     assert cut > 0
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_of_copies_that_take_turns_is_that_of_the_stage(stage: int) -> None:
+    """Below stage 3 they put off the gradients of weights."""
+    way, step = Way(Layout(4), WHOLE, splits_tokens=True, stage=stage), STEP.under(copies=2)
+    options = way.step(step).options
+    exact = memory_of(LLAMA, way.layout, STEP.row.length, options=options)
+    assert options.copies == 2 and ranked(step, way, H100).memory == exact
+
+
 QWEN = hub("Qwen/Qwen2.5-7B")
 FULL = [Segments.single(1 << 15)]
 SHORT = [Segments(tuple(range(0, 1 << 15, 512)), 1 << 15)]

@@ -170,9 +170,11 @@ def _pass(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, memo: Memo
 ) -> tuple[PassBytes, float]:
     """Return pass_bytes, worked out once for all ways in which they are the same."""
-    # Activations depend on the number of replicas only through expert parallelism.
+    # Activations depend on the number of replicas only through expert parallelism, and on ZeRO's
+    # stage only if copies of tokens put off the gradients of weights.
     layout = replace(layout, data=layout.experts)
-    options = replace(options, zero_stage=1, step_rows=None)
+    stage = options.zero_stage if options.copies > 1 else 1
+    options = replace(options, zero_stage=stage, step_rows=None)
     if options.first_layers is None:  # stages say which layers are checkpointed
         layout = replace(layout, pipeline=1)
         options = replace(options, schedule=PLAIN)
