@@ -362,10 +362,10 @@ def test_memory_on_a_mesh_is_that_of_the_slices_that_the_step_has() -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_memory_of_copies_that_take_turns_is_that_of_the_stage(stage: int) -> None:
     """Below stage 3 they put off the gradients of weights."""
-    way, step = Way(Layout(4), WHOLE, splits_tokens=True, stage=stage), STEP.under(copies=2)
-    options = way.step(step).options
-    exact = memory_of(LLAMA, way.layout, STEP.row.length, options=options)
-    assert options.copies == 2 and ranked(step, way, H100).memory == exact
+    way = Way(Layout(4, pipeline=2), WHOLE, splits_tokens=True, stage=stage, rows=2)
+    one = ranked(STEP.under(copies=2), way, H100)
+    options, given = one.step.options, (LLAMA, way.layout, STEP.row.length)
+    assert options.copies == 2 and one.memory == memory_of(*given, options=options)
 
 
 QWEN = hub("Qwen/Qwen2.5-7B")
