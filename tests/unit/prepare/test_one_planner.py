@@ -220,10 +220,12 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = seconds_of(of_row(placed.of(placed.step.under(micro_batch=1))))
         return [StepPart("products", placed.options.micro_batch * 1e6 / seconds)]
 
-    def product_backwards(*given: Any) -> StepTime:
-        return StepTime((StepPart("products", 1e6 / of_product(*given).seconds),))
+    class Backwards(StepTime):
+        @property
+        def seconds(self) -> float:
+            return 1e6 / super().seconds
 
-    monkeypatch.setattr(mesh, "product_time", product_backwards)
+    monkeypatch.setattr(mesh, "product_time", lambda *given: Backwards(of_product(*given).parts))
     monkeypatch.setattr(step, "step_time", step_backwards)
     monkeypatch.setattr(step, "least_seconds", lambda *_: 0.0)
     monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)
