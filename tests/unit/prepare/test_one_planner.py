@@ -355,10 +355,14 @@ def test_plan_prices_a_mesh_in_the_slices_that_a_recipe_of_that_mesh_has(tmp_pat
             )
             found = SMALL.examined(tmp_path, *FIXED, *mesh, *words)
             orders.append(ranking_of(found, step_of(found)))
-        own = {one.own.name: (one.own.step.slices, one.own.seconds) for one in orders if one.own}
+        own = {
+            one.own.name: (one.own.step.options.slices, one.own.seconds)
+            for one in orders
+            if one.own
+        }
         assert len(own) == 3 and len({cut for cut, _ in own.values()}) == 1 + (slices == "auto")
         for order in orders:
-            found_here = {one.name: (one.step.slices, one.seconds) for one in order.layouts}
+            found_here = {one.name: (one.step.options.slices, one.seconds) for one in order.layouts}
             assert own.items() <= found_here.items()
 
 
