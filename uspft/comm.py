@@ -391,7 +391,7 @@ def largest(values: Sequence[float], group: Group, device: torch.device) -> list
 
 
 def said_by_all(mine: str) -> list[str]:
-    """Return what each rank of the default group says, in rank order; collective."""
+    """Return the message of each rank of the default group, in rank order; collective."""
     said = [""] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     return said

@@ -57,6 +57,7 @@ CASES = [
     Case("mesh: divided", "zero1", "qwen2", packing="none"),
     Case("mesh: divided", "zero3", "llama", checkpointed=True),
     Case("mesh: the same", "zero2", "gemma2"),
+    Case("mesh: the same", "zero2", packing="none"),
     Case("mesh: whole", "zero1", "llama", adapter=True),
     Case("mesh: divided", "zero2", "phi3", adapter=True),
 ]

@@ -15,9 +15,11 @@ from torch import Tensor
 from tests.support.counted import Largest, moves_counted, reads_counted
 from tests.support.parts import (
     FOUR,
+    IN_TURN,
     MATRICES,
     SHAPES,
     SPLITS,
+    STAGES,
     STEPS,
     TOKENS,
     alive,
@@ -27,7 +29,6 @@ from tests.support.parts import (
     values,
 )
 from tests.support.ranks import spawn
-from tests.support.stages import ZERO
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.parameters.part import Part
@@ -55,7 +56,7 @@ def on_four(rank: int, folder: Path) -> dict[str, Any]:
     from uspft.parameters.source import FolderWeights
 
     groups, found = Groups(), {}
-    for zero in ZERO:
+    for zero in STAGES:
         read: list[int] = []
         with reads_counted(read), Largest(MATRICES.values()) as largest:
             one = alive(zero, FOUR, groups, FolderWeights(folder))
@@ -86,6 +87,11 @@ def on_four(rank: int, folder: Path) -> dict[str, Any]:
             "whole": whole,
             "export whole": set(largest.found),
         }
+        one.engine.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uspft.engine.zero.find_fragments_in_turn", lambda optimizer: None)
+        one = alive(IN_TURN, FOUR, groups, FolderWeights(folder))
+        found["as if in order"] = everything(one.engine, "weight")
         one.engine.close()
     return found
 
@@ -163,7 +169,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     return spawn(4, on_four, folder)
 
 
-@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("zero", STAGES)
 def test_training_in_parts_equals_one_process(zero: str, answers: list[dict[str, Any]]) -> None:
     numbers, first, end, adam = one_process(values(), range(1, STEPS + 1))
     got = answers[0][zero]
@@ -176,6 +182,12 @@ def test_training_in_parts_equals_one_process(zero: str, answers: list[dict[str,
     moments = dict(zip(by_decay(), (s["exp_avg_sq"] for s in adam["state"].values()), strict=True))
     assert off(got["moments"], moments) == []
     assert all(answer[zero]["numbers"] == got["numbers"] for answer in answers)
+
+
+def test_what_is_found_as_if_parameters_lay_in_order_would_be_seen(
+    answers: list[dict[str, Any]],
+) -> None:
+    assert off(answers[0]["as if in order"], values()) != []
 
 
 def by_decay() -> list[str]:
@@ -192,7 +204,7 @@ def test_a_gradient_that_is_not_summed_would_be_seen(fault: str) -> None:
     assert off(wrong, first) == [fault]
 
 
-@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("zero", STAGES)
 def test_only_what_is_held_is_read(zero: str, answers: list[dict[str, Any]]) -> None:
     layout = shards(FOUR)
     for rank, answer in enumerate(answers):
@@ -200,14 +212,14 @@ def test_only_what_is_held_is_read(zero: str, answers: list[dict[str, Any]]) -> 
         assert answer[zero]["read"] == (held if rank < 2 else 0), "one rank of those that hold it"
 
 
-@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("zero", STAGES)
 def test_no_rank_holds_a_whole_matrix(zero: str, answers: list[dict[str, Any]]) -> None:
     assert [answer[zero]["whole"] for answer in answers] == [set()] * 4
     seen = [answer[zero]["export whole"] for answer in answers]
     assert seen == [set(MATRICES.values()), set(), set(), set()], "and an export, on one"
 
 
-@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("zero", STAGES)
 def test_saving_moves_each_value_at_most_once(zero: str, answers: list[dict[str, Any]]) -> None:
     count = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     moved = sum(answer[zero]["moved"] for answer in answers)
@@ -215,7 +227,7 @@ def test_saving_moves_each_value_at_most_once(zero: str, answers: list[dict[str,
     assert (moved == 0) == (zero == "zero0"), "what all ranks have goes nowhere"
 
 
-@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("zero", STAGES)
 def test_the_export_is_the_hugging_face_model(
     zero: str, folder: Path, answers: list[dict[str, Any]]
 ) -> None:
@@ -237,7 +249,7 @@ def test_a_checkpoint_comes_back_under_another_split(
     name: str, folder: Path, answers: list[dict[str, Any]]
 ) -> None:
     ranks, layout = RESUMED[name]
-    stages = list(ZERO)
+    stages = list(STAGES)
     cases = list(zip(stages, stages[2:] + stages[:2], strict=True))
     _, _, end, adam = one_process(values(), range(1, STEPS + 1))
     numbers, _, after, _ = one_process(end, range(STEPS + 1, STEPS + 2), adam)

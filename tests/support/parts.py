@@ -38,6 +38,8 @@ SPLITS = {
 PIECES = frozenset({"per_head.weight"})
 MATRICES = {name: torch.Size(SHAPES[name]).numel() for name in SPLITS}
 """Elements of what is split."""
+IN_TURN = "zero2 in turn"
+STAGES = {**ZERO, IN_TURN: {"stage": 2, "round_robin_gradients": True}}
 FOUR, LAST = Layout(mesh_columns=2, data=2), {"step": STEPS, "rate": 1e-2}
 
 
@@ -129,7 +131,7 @@ def recipe(zero: str) -> Recipe:
             "data": {"train": "none", "sequence_length": TOKENS},
             "training": {"steps": STEPS, "global_batch_size": 4, "max_grad_norm": 0.5},
             "optimizer": {"learning_rate": LAST["rate"]},
-            "deepspeed": {"zero_optimization": ZERO[zero]},
+            "deepspeed": {"zero_optimization": STAGES[zero]},
         }
     )
 

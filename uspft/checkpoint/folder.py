@@ -2,15 +2,15 @@
 
     checkpoints/step-00000500/
         state.json                 step, tensor → file, file → bytes and checksum, its own checksum,
-                                   what resuming agrees with
+                                   the settings that a resumed run must share
         model/                     config.json and the tokenizer's files
         part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
     checkpoints/latest             name of the newest complete one
 
 Tensors are stored by name, in files of the ranks that wrote them, so any layout and stage can read
-them. A tensor that ranks held in parts is stored in parts, part k as <kind>/<name>#k; state.json
-says which part that is. Only a folder named `step-` and eight digits is a checkpoint; whatever else
-lies beside it is the user's.
+them. A tensor of which ranks have parts is stored in parts, part k as <kind>/<name>#k, with the
+ranges of each part in state.json. Only a folder named `step-` and eight digits is a checkpoint;
+other files next to it belong to the user.
 """
 
 from __future__ import annotations

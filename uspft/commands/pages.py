@@ -1,5 +1,5 @@
-"""What HTML pages of commands are made of: a frame, light or dark as its reader prefers, with no
-script and nothing fetched; tables; and charts as inline SVG in the page's colours."""
+"""Parts of HTML pages: a frame, light or dark as the browser prefers, without scripts or external
+files; tables; and charts as inline SVG in the page's colours."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ pre { font: 13px/1.5 ui-monospace, monospace; }
 
 
 def html_page(title: str, style: str, body: str, head: str = "") -> str:
-    """Return a page. style: CSS that this page needs beside STYLE. body: HTML. head: tags that come
-    before the title."""
+    """Return a page.
+
+    style: CSS in addition to STYLE. body: HTML. head: tags to put before the title.
+    """
     named = escape(title)
     return (
         f"{BEGIN}{head}<title>{named}</title>\n<style>\n{STYLE}\n{style}\n</style>\n"
@@ -43,19 +45,19 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 640, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 24
 POINTS = 240
-"""Points that are drawn of a series at most."""
+"""The most points drawn for a series."""
 TOLD = 12
-"""Steps in the table under a chart at most."""
+"""The most steps in the table under a chart."""
 MARKS = 40
-"""Marks in a chart at most."""
+"""The most event marks in a chart."""
 CELLS = 8192
-"""Cells of a map of loads at most."""
+"""The most cells in a map of loads."""
 COLOURS, DASHES = 8, 4
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: its name, its points by step, and how it is told from others."""
+    """A line of a chart: its name, its points by step, and its colour and dash pattern."""
 
     name: str
     points: Sequence[Point]
@@ -69,27 +71,27 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows over steps."""
+    """A chart of values over steps."""
 
     title: str
     names: Sequence[str] = ()
-    """The fields of metrics.jsonl that it shows, or what their names begin with."""
+    """The fields of metrics.jsonl that it shows, or their prefixes."""
     unit: str = ""
-    """What stands behind numbers; `bytes` become binary units."""
+    """The unit after numbers; `bytes` become binary units."""
     zero: bool = False
     """Whether the axis begins at 0."""
     log: bool = False
-    """Whether the axis is logarithmic, where no value is 0 or less."""
+    """Whether the axis is logarithmic, if all values are above 0."""
     series: Sequence[Series] = ()
     levels: Sequence[Series] = ()
-    """Dashed lines over all steps, each with the one value of its points."""
+    """Dashed horizontal lines, each a series with one value."""
     marks: Sequence[tuple[float, str]] = ()
     """Steps at which something happened, and what."""
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most POINTS of the points, in their order: the first, the last, and of each stretch
-    between them the lowest and the highest."""
+    """Return at most POINTS of the points, in order: the first, the last, and the lowest and
+    highest of each interval."""
     if len(points) <= POINTS:
         return list(points)
     inner, found = points[1:-1], [points[0]]
@@ -102,7 +104,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return round numbers between two bounds, about so many."""
+    """Return about `count` round numbers between two bounds."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
@@ -118,8 +120,8 @@ def shown(value: float) -> str:
 
 
 def figure(chart: Chart) -> str:
-    """Return a chart with its legend, and a table of some of its numbers, for the keyboard and for
-    who sees no picture; nothing where there is no point."""
+    """Return a chart with its legend, and a table of some of its numbers for keyboards and screen
+    readers; empty without points."""
     chart = _scaled(chart)
     series = [one for one in chart.series if one.points]
     if not series:
@@ -171,7 +173,7 @@ AlongAxis = Callable[[float], float]
 
 @dataclass(frozen=True)
 class _Axis:
-    """Where values stand along an axis, and those that have a tick."""
+    """A mapping from values to positions along an axis, and the values with a tick."""
 
     place: AlongAxis
     ticks: Sequence[float]
@@ -198,8 +200,8 @@ def _axes(chart: Chart, drawn: Sequence[Sequence[Point]]) -> tuple[_Axis, _Axis]
 
 
 def _between(low: float, high: float, begin: float, end: float) -> AlongAxis:
-    """Return the straight line that takes low to begin and high to end; the middle where both are
-    one."""
+    """Return the linear map from [low, high] to [begin, end]; the middle where both bounds are
+    equal."""
     if low == high:
         return lambda value: (begin + end) / 2
     return lambda value: begin + (value - low) / (high - low) * (end - begin)
@@ -220,7 +222,7 @@ def _within(x: _Axis, step: float) -> float:
 
 
 def _line(one: Series, points: Sequence[Point], x: _Axis, y: _Axis) -> str:
-    """Return a line through points; one that stands alone is a dot."""
+    """Return a line through points; a single point becomes a dot."""
     if len(points) == 1:
         ((step, value),) = points
         at = f'cx="{x.place(step):.1f}" cy="{y.place(value):.1f}"'
@@ -232,8 +234,7 @@ def _line(one: Series, points: Sequence[Point], x: _Axis, y: _Axis) -> str:
 def _hits(
     chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], x: _Axis
 ) -> Iterator[str]:
-    """Yield for each step the column that tells its numbers, and what happened, where a mouse is
-    over it."""
+    """Yield for each step a column that shows its numbers and events on mouse-over."""
     steps = _columns(drawn, POINTS)
     marks = [(_within(x, step), text) for step, text in chart.marks]
     at = [x.place(step) for step in steps]
@@ -253,7 +254,7 @@ def _hits(
 
 
 def _columns(drawn: Sequence[Sequence[Point]], most: int) -> list[float]:
-    """Return at most so many of the steps that are drawn, evenly spaced, with the ends."""
+    """Return at most `most` of the drawn steps, evenly spaced, with the first and the last."""
     every = sorted({x for points in drawn for x, _ in points})
     if len(every) <= most:
         return every
@@ -271,7 +272,7 @@ def _table(series: Sequence[Series], drawn: Sequence[Sequence[Point]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first column stands to the left; its text is escaped here."""
+    """Return a table whose first column is left-aligned; its text is escaped here."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
@@ -280,10 +281,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def load_map(title: str, loads: Sequence[Sequence[float]], column: str) -> str:
-    """Return a map of loads ÷ their mean, a line for each layer: even is blank, what has more than
-    the mean is one colour and what has less another. column: what stands in a column.
+    """Return a map of loads ÷ their mean, one row per layer: the mean is blank, higher loads have
+    one colour and lower ones another.
 
-    Where there are too many, neighbours share a cell, which shows the largest of them.
+    column: what a column is. With too many columns, neighbours share a cell, which shows the
+    largest load.
     """
     rows, columns = len(loads), max(map(len, loads))
     each = -(-rows * columns // CELLS)

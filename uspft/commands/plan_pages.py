@@ -1,5 +1,5 @@
-"""What `plan` prints of an order of layouts, and of several layouts in one step; and the timeline
-of a pipeline, in characters and as a picture: what each rank does when, and holds at its peak."""
+"""The output of `plan` for a ranking of layouts, and for several layouts in one step; and the
+timeline of a pipeline, as text and as SVG: the actions of each rank, and its memory at the peak."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOW: Mapping[str, tuple[str, Callable[[Ranked], int]]] = {
     STAGE: ("ZeRO", lambda one: one.way.stage),
     ROWS: ("micro-batch", lambda one: one.way.rows),
 }
-"""What has a column where it is left open."""
+"""The columns for keys that the recipe leaves open."""
 LEGEND = (
     "tie: the machine's figures do not tell it from the first; longest row: in tokens, that "
     "fits a card with as much made again as is left to auto; memory is without what kernels of "
@@ -43,14 +43,17 @@ LEGEND = (
 
 
 def shown(order: Ranking, top: int | None) -> list[Ranked]:
-    """Return the layouts that are printed: the first ones, and the recipe's own wherever it is."""
+    """Return the layouts to print: the first ones, and the recipe's own wherever it is."""
     first = order.layouts[:top]
     return [*first, *([order.own] if order.own and order.own not in first else [])]
 
 
 def layouts_table(order: Ranking, every: Sequence[Ranked], opened: Collection[str] = ()) -> str:
-    """Return a line for each layout, in their order. opened: the keys that the recipe leaves open,
-    of which ZeRO's stage and the rows of a micro-batch have columns, since no name says them."""
+    """Return a line for each layout, in order.
+
+    opened: the keys that the recipe leaves open; the ZeRO stage and the micro-batch size among them
+    have columns, since a layout's name does not include them.
+    """
     how = {head: of for key, (head, of) in _HOW.items() if key in opened}
     hardware = order.layouts[0].hardware
     card = f" of {hardware.memory.bytes / GIB:.3g}" if hardware.device else ""
@@ -73,7 +76,7 @@ def layouts_table(order: Ranking, every: Sequence[Ranked], opened: Collection[st
 
 
 def beside(one: Ranked, order: Ranking) -> str:
-    """Return why a layout is not the first, in words."""
+    """Return a phrase on why a layout is not the first."""
     first = order.layouts[0]
     if one is first:
         return "the first"
@@ -82,7 +85,7 @@ def beside(one: Ranked, order: Ranking) -> str:
 
 
 def gib_of(memory: Memory) -> str:
-    """Return what a rank needs; a dash where nothing predicts it."""
+    """Return a rank's memory; a dash if it cannot be predicted."""
     return "–" if memory.unpredicted else f"{memory.peak_bytes / GIB:.3g}"
 
 
@@ -104,8 +107,8 @@ def parts_table(one: Ranked) -> str:
 
 
 def machine_line(hardware: Hardware, ranks: int) -> str:
-    """Return a line on which of a machine's figures are measured, and from what difference on two
-    layouts are no tie."""
+    """Return a line on which hardware figures are measured, and on the difference below which two
+    layouts are a tie."""
     ties = f"layouts within {hardware.error(ranks):.0%} are a tie".replace("%", " %")
     if measured := hardware.measured:
         told = f"machine: measured on {measured.date} ({measured.versions}): "
@@ -131,8 +134,11 @@ def as_data(
     machine: str,
     longest: int | None = None,
 ) -> dict[str, Any]:
-    """Return the order of layouts as JSON has it, for programs. longest: of how many layouts the
-    longest row is worked out, beside the recipe's own; None: of all."""
+    """Return the ranking of layouts for JSON.
+
+    longest: for how many layouts to compute the longest row, besides the recipe's own; None: for
+    all.
+    """
     first = order.layouts[0]
     hardware, layouts = first.hardware, []
     for place, one in enumerate(every):
@@ -174,7 +180,8 @@ def as_data(
 
 
 def _rows(sample: DrawnRows | None) -> dict[str, Any]:
-    """Return by how many rows of the data attention is priced; 0: a row is one document."""
+    """Return over how many rows of the data attention is averaged; 0: each row counts as one
+    document."""
     if sample is None:
         return {"sampled": 0}
     found = {"sampled": len(sample.rows), "of": sample.source}
@@ -182,12 +189,12 @@ def _rows(sample: DrawnRows | None) -> dict[str, Any]:
 
 
 def shown_seconds(value: float) -> str:
-    """Return seconds for a person; a dash for none."""
+    """Return seconds as text; a dash for none."""
     return f"{value:.3g}" if value else "–"
 
 
 STATIC_LINES = 12
-"""The most static layouts that are listed; the others are counted."""
+"""The most single layouts that are listed; the others are counted."""
 MOVED_LEGEND = (
     "seconds of a row are those of a typical one, on all ranks of its group; memory is what a row "
     "takes of what the model's state leaves; static layouts have rows of the longest bucket, packed"
@@ -195,7 +202,7 @@ MOVED_LEGEND = (
 
 
 def switching_lines(found: SwitchingChoice, drawn: DrawnSteps) -> list[str]:
-    """Return the lines for a recipe's strategies, or for those that `auto` weighed."""
+    """Return the lines for a recipe's strategies, or for those that `auto` compared."""
     lines = []
     if found.layouts:
         lines += [_buckets(found.layouts, drawn), _switches(found.layouts)]
@@ -205,7 +212,7 @@ def switching_lines(found: SwitchingChoice, drawn: DrawnSteps) -> list[str]:
 
 
 def _buckets(layouts: LayoutSet, drawn: DrawnSteps) -> str:
-    """Return a line for each bucket, those of shorter rows first."""
+    """Return a line for each bucket, shortest rows first."""
     lines = [["rows of", "layout", "ranks of a group", "rows a step", "seconds a row", "memory"]]
     steps = [drawn.rows(step, layouts.bounds) for step in range(len(drawn.steps))]
     for number, (one, share) in enumerate(zip(layouts.buckets, layouts.shares, strict=True)):
@@ -225,7 +232,7 @@ def _buckets(layouts: LayoutSet, drawn: DrawnSteps) -> str:
 
 
 def _switches(layouts: LayoutSet) -> str:
-    """Return what a rank receives for each switch of layouts."""
+    """Return lines on the bytes that a rank receives in each switch of layouts."""
     if layouts.moves:
         each = [
             f"{_weights_of(layout)}: {as_size(int(moved))} in {seconds:.3g} s"
@@ -248,7 +255,8 @@ def _weights_of(layout: Layout) -> str:
 
 
 def _steps(found: SwitchingChoice) -> str:
-    """Return the predicted step of several layouts and of static layouts, the fastest first."""
+    """Return the predicted step time of several layouts and of single layouts, the fastest
+    first."""
     lines = [["step of as many samples", "seconds"]]
     if found.layouts:
         taken = " (chosen)" if found.switches else ""
@@ -261,24 +269,23 @@ def _steps(found: SwitchingChoice) -> str:
 
 
 DRAWN = 2
-"""Rounds of as many micro-batches as there are ranks that are drawn at the most: others are like
-the second."""
+"""The most rounds to draw, of as many micro-batches as ranks: later rounds look like the second."""
 
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """The forwards and backwards of a step, or of its first micro-batches alone."""
+    """The timeline of a step's forwards and backwards, or of its first micro-batches only."""
 
     title: str
     ranks: Sequence[tuple[Sequence[Timed], tuple[str, str, str]]]
-    """What each rank does when; and the share of the seconds in which it waits, the tokens of the
-    stage inputs that it keeps at its peak, and its peak in GiB."""
+    """For each rank, its actions with their times; and (the share of time in which it waits, the
+    tokens of stage inputs that it stores at its peak, its peak in GiB)."""
     seconds: float
-    """Until the last backward of those that are drawn ends."""
+    """The end of the last drawn backward."""
 
 
 def timeline_of(one: Ranked) -> PipelineTimeline:
-    """Return the timeline of a layout of several stages."""
+    """Return the timeline of a layout with pipeline stages."""
     step, layout, schedule = one.step, one.layout, one.way.schedule
     costs, _, _ = pipeline_costs(one.placed)
     passes = one.placed.passes
@@ -308,7 +315,7 @@ _FORWARD, _BACKWARD = ("#2f6fb0", "#6ba3d6", "#a9cbe8"), ("#c8641e", "#e39a5f", 
 
 
 def in_characters(drawn: PipelineTimeline) -> str:
-    """Return a line for each rank: what it does when, how long it waits, what it holds."""
+    """Return a line for each rank: its actions over time, its share of waiting, and its memory."""
     rows = [["timeline", "", "bubble", "tokens", "GiB"]]
     for number, (timed, cells) in enumerate(drawn.ranks):
         rows.append([f"rank {number}", _line(timed, drawn.seconds), *cells])
@@ -359,7 +366,8 @@ def _shapes(drawn: PipelineTimeline, width: int, height: int) -> Iterator[str]:
 
 
 def _action(one: Timed, drawn: PipelineTimeline, y: int) -> Iterator[str]:
-    """Yield an action's bar, which says when it runs, and its micro-batch where there is space."""
+    """Yield the bar of an action, with its times as a tooltip and its micro-batch if there is
+    space."""
     x = _LEFT + one.begin / drawn.seconds * _DRAWN
     wide = (one.end - one.begin) / drawn.seconds * _DRAWN
     colours = _FORWARD if one.action.kind == "forward" else _BACKWARD

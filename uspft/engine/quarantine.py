@@ -183,6 +183,22 @@ def reduce_in_one_order(optimizer: Any, together: Sequence[Sequence[nn.Parameter
     optimizer.independent_gradient_partition_epilogue = epilogue
 
 
+def find_fragments_in_turn(optimizer: Any) -> None:
+    """Have ZeRO-1 and 2 find masters, moments and gradients by parameter under
+    `round_robin_gradients`.
+
+    DeepSpeed 0.19 then lays a group's parameters flat in another order, and looks for each of them
+    where it would lie without, unless parameters are padded: checkpoints and exports would have
+    values of other parameters. It goes by the places that it keeps where a padding is noted.
+    """
+    if not getattr(optimizer, "round_robin_gradients", False):
+        return
+    padding = optimizer.round_robin_bit16_padding
+    optimizer.round_robin_bit16_padding = [[1]] * len(padding)
+    optimizer._link_all_hp_params()
+    optimizer.round_robin_bit16_padding = padding
+
+
 def begin_accumulation(optimizer: Any) -> None:
     """Make ZeRO-3 accumulate all gradients of a step, starting from zero.
 

@@ -34,6 +34,7 @@ from uspft.comm import total
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.quarantine import (
     compare_traces_within,
+    find_fragments_in_turn,
     forget_mpu,
     judge_norm,
     reduce_in_one_order,
@@ -122,6 +123,7 @@ class ZeroEngine(Engine):
                 config=deepspeed_config(recipe, holders.zero.size, passes, trained=trained),
                 mpu=mpu_of(holders),
             )
+        find_fragments_in_turn(self.deepspeed.optimizer)
         reduce_in_one_order(self.deepspeed.optimizer, _together(module))  # type: ignore[arg-type]
         whole: Any = self.deepspeed.optimizer
         self.adam = getattr(whole, "optimizer", whole)

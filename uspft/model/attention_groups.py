@@ -302,8 +302,8 @@ class GatheredCall(AttentionCall):
     tokens.
 
     Tokens are gathered once in the forward and once in the backward, a tile at a time. Queries,
-    keys and values of all this rank's heads are kept meanwhile, and turns take theirs: they are
-    smaller than the gathered tokens.
+    keys and values of all this rank's heads stay in memory meanwhile, and turns select theirs: they
+    are smaller than the gathered tokens.
     """
 
     def __init__(self, block: GroupedBlock, x: Tensor, *of: Any, keeps: bool) -> None:

@@ -175,9 +175,9 @@ class PartLinear(nn.Module):
 def part_of_product(
     x: Tensor, held: tuple[Tensor, Tensor | None], split: MatrixSplit, call: Call
 ) -> Tensor:
-    """Return this rank's part of a projection of x [1, T, features], divided along one dimension.
+    """Return this rank's part of a projection of x [1, T, features], split along one dimension.
 
-    held: weight and bias. split: how columns divide it.
+    held: the stored weight and bias. split: how columns divide it.
     """
     weight, bias = held
     used, put_off = call.used(split), call.put_off.get(id(weight))
@@ -217,10 +217,10 @@ class SplitNorm(nn.Module):
     """An RMS norm over features that are split over ranks, such as OLMo 2's over all heads."""
 
     def __init__(self, norm: Any, split: MatrixSplit, call: Call, added: float = 0.0) -> None:
-        """Take transformers' own norm.
+        """Replace one of transformers' norms.
 
-        split: of its features, by heads, which several ranks may share. added: what is added to its
-        weight: 1 in families whose norms are initialised to 0.
+        split: of its features, by heads, which several ranks may share. added: a constant added to
+        its weight: 1 in families whose norms are initialised to 0.
         """
         super().__init__()
         self.weight = norm.weight
@@ -250,14 +250,14 @@ class SplitNorm(nn.Module):
 
 
 def use_part(module: nn.Module, name: str, split: MatrixSplit, call: Call) -> None:
-    """Let a module's own parameter be, where its code reads it, the part that a call uses.
+    """Make a module read only the part of its own parameter that a call uses.
 
-    transformers reads it as an attribute; a property of a class of the module's own stands before
-    it, and the parameter stays where it is, under its name.
+    transformers reads the parameter as an attribute; a property on a class made for this module
+    overrides that. The parameter itself stays registered under its name.
     """
 
     def read(self: nn.Module) -> Tensor:
-        if name in self.__dict__:  # what stands in for it, of some heads
+        if name in self.__dict__:  # a replacement for some heads
             found: Tensor = self.__dict__[name]
             return found
         held = self._parameters[name]

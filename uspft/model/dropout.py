@@ -1,11 +1,10 @@
-"""Dropout that is a function of the seed, the module and each token's place in the data.
+"""Dropout as a function of the seed, the module and each token's position in the data.
 
-Every layout, micro-batch and recomputation drops the same features of a token, since none of them
-has a part in the draw: a rank draws for its own tokens what one process would draw for them.
+Every layout, micro-batch and recomputation drops the same features of a token: a rank draws for its
+own tokens what one process would draw for them.
 
-A word of 64 bits stands for each token, and one for each four features. The product of the two,
-mixed once more, is four draws of 16 bits each. Arithmetic is modulo 2^64, as int64 is on every
-device.
+There is a 64-bit word for each token, and one for each four features. Their product, mixed once
+more, is four draws of 16 bits each. Arithmetic is modulo 2^64, as int64 is on every device.
 
 Shapes: T tokens of this rank, d features.
 """
@@ -64,8 +63,8 @@ class TokenDropout(nn.Module):
     """Dropout whose draws are a function of seed, module name, token and feature.
 
     The output is x · m ÷ (1 − p), where m is 1 with probability 1 − p and else 0. p is rounded to a
-    multiple of 2^-16, by which what is kept is scaled. words: `token_words` of x's tokens, [T]; set
-    before each call.
+    multiple of 2^-16, also in the scale. words: `token_words` of x's tokens, [T]; set before each
+    call.
     """
 
     def __init__(self, p: float, seed: int, name: str) -> None:
@@ -80,8 +79,8 @@ class TokenDropout(nn.Module):
         """The features that x has of all, where a rank has some of them; None: x has all."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [1, T, d], or [T, d] as blocks of experts give it, with features dropped in
-        training, else as it is."""
+        """Return x [1, T, d], or [T, d] from blocks of experts, with features dropped in training,
+        otherwise unchanged."""
         if not self.training:
             return x
         if x.dim() == 2:
@@ -90,7 +89,7 @@ class TokenDropout(nn.Module):
         if words is None or words.shape != x.shape[1:2]:
             raise RuntimeError("dropout was called without the words of its tokens")
         ranges = self.ranges or ((0, x.shape[-1]),)
-        drop = partial(self.dropped, words=words, ranges=ranges)  # no mask is kept
+        drop = partial(self.dropped, words=words, ranges=ranges)  # no mask is saved
         out: Tensor = with_backward(drop, drop, x)
         return out
 
@@ -108,9 +107,10 @@ class TokenDropout(nn.Module):
         return out
 
     def _feature_words(self, ranges: Ranges, x: Tensor) -> tuple[Tensor, slice | Tensor]:
-        """Return the words of x's features [n] int64, and which of what they draw is x's.
+        """Return the words of x's features [n] int64, and the index of x's features among those
+        drawn.
 
-        They are made at the first call with these ranges.
+        They are computed at the first call with these ranges.
         """
         device, width = x.device, x.shape[-1]
         if (ranges, device) in self._features:

@@ -60,9 +60,12 @@ def over_tensor_ranks(model: nn.Module) -> ExpertSplits:
 def _parameters(
     model: nn.Module,
 ) -> Iterator[tuple[str, str, Any, tuple[ParameterAdapter | None, str]]]:
-    """Yield (name in files, name in the module, module, (None, "")) for each parameter of experts,
-    and for matrices A and B of each adapter the same with (the adapter, "A" or "B"); its name in
-    the module is that of the adapted parameter."""
+    """Yield (name in files, name in the module, module, (adapter, side)) for each parameter of
+    experts and for each matrix of their adapters.
+
+    For the experts' own parameters (adapter, side) is (None, ""); for an adapter's matrix side is
+    "A" or "B", and the name in the module is the adapted parameter's.
+    """
     for path, module in expert_modules(model):
         for own, _ in module.named_parameters(recurse=False):
             yield plain_name(f"{path}.{own}"), own, module, (None, "")
@@ -359,14 +362,14 @@ class SentRows(torch.autograd.Function):
 NAME = "uspft"
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of rows [r, d], the experts that each meets [r, k], counted from the first one here,
-and their weights [r, k]; returns the weighted sum over the experts that are here, [r, d]."""
+"""A function of rows [r, d], their experts [r, k], numbered from the first one on this rank, and
+router weights [r, k]; returns the weighted sum over this rank's experts, [r, d]."""
 
 
 def spread_experts(model: nn.Module, holders: Holders, *, moves: bool = False) -> None:
-    """Make a model that is filled with this rank's experts compute with those of all ranks.
+    """Make a model, loaded with this rank's experts, compute with those of all ranks.
 
-    moves: whether weights move between layouts, so that a rank holds just what a call uses.
+    moves: whether weights move between layouts, so that a rank always stores what a call uses.
     """
     shards, group = holders.shards, holders.experts
     layers: Any = model.base_model.layers  # type: ignore[union-attr]

@@ -156,10 +156,10 @@ class Parcel:
 class Copies:
     """Copies between a device and the host, in the order in which they are started.
 
-    The host is far ahead of the device: memory that a copy on another stream still reads or writes
-    when its tensor goes would have to wait until the host sees that the copy has ended
-    (`Tensor.record_stream`), and layers would pile up. Instead a tensor is kept here until the
-    device's own stream waits for its copy; what follows in that stream may have the memory.
+    The host runs far ahead of the device. With `Tensor.record_stream`, memory used by a copy on
+    another stream would only be reused after the host sees that the copy has ended, and layers
+    would pile up. Instead a tensor stays referenced here until the device's main stream waits for
+    its copy; later work in that stream may reuse the memory.
     """
 
     def __init__(self, device: torch.device) -> None:

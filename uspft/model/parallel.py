@@ -85,7 +85,7 @@ class ParameterSplits(NamedTuple):
     rows: dict[str, MatrixSplit]
     """Matrices over mesh rows."""
     inside: frozenset[str]
-    """What each rank has whole although it stands between the projections of a block."""
+    """The replicated parameters between the projections of a block."""
 
 
 def splits_of(model: Any, *, on_mesh: bool) -> ParameterSplits:
@@ -122,11 +122,11 @@ def splits_of(model: Any, *, on_mesh: bool) -> ParameterSplits:
 def _splits(
     config: Any, found: Projection | None, kind: str, *, on_mesh: bool
 ) -> tuple[MatrixSplit | None, MatrixSplit | None]:
-    """Return how a parameter is divided over mesh columns, which Megatron's ranks are too, and a
-    matrix over mesh rows; None where it is whole.
+    """Return how a parameter is split over mesh columns (or Megatron's ranks), and how a matrix is
+    split over mesh rows; None where it is not.
 
     found: its projection; None for what is in no block. kind: weight, bias, a parameter's own name,
-    or A or B for an adapter's factors, whose product is divided as the weight beside it.
+    or A or B of an adapter, whose product is split like the adapted weight.
     """
     if found is None:
         return features_of(config, COLUMNS) if on_mesh else None, None

@@ -1,12 +1,12 @@
 """Selective activation checkpointing, which saves attention's results so that attention is neither
 computed nor sent again when a layer is recomputed.
 
-In the first run of a checkpointed layer attention runs on an autograd graph of its own, which saves
+In the first run of a checkpointed layer attention runs on a separate autograd graph, which saves
 what its backward needs (output, log-sum-exp, received tensors) except its inputs. The second run
-recomputes these inputs, and the graph takes them from there (arXiv 2406.18485). `memory.recompute`
-says what is recomputed nevertheless: `nothing` of attention, the `exchange` of heads around it, or
-all of `attention`. If every query head has its own KV head, the first saves 5 tensors of q's size
-under Ulysses and 1 in a ring, the second 1, the last none.
+recomputes these inputs and passes them to the graph (arXiv 2406.18485). `memory.recompute` is what
+is recomputed nevertheless: `nothing` of attention, the `exchange` of heads around it, or all of
+`attention`. If every query head has its own KV head, the first saves 5 tensors of q's size under
+Ulysses and 1 in a ring, the second 1, the last none.
 """
 
 from __future__ import annotations

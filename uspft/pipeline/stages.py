@@ -175,11 +175,11 @@ def stated(key: str, given: Each, layers: int, ranks: int, virtual: int) -> Stag
 
 
 def offset(key: str, given: int | Each, layers: int, ranks: int, virtual: int) -> Stages | Finding:
-    """Return the stages of a recipe's `offset` as MindSpore Transformers means it, or what is wrong
-    with it.
+    """Return the stages of a recipe's `offset`, with MindSpore Transformers' meaning, or what is
+    wrong with it.
 
-    Each stage has ⌊layers ÷ (p·v)⌋ layers plus its offset. given: [v][p], or [p] for each of the v
-    alike, or one number for every stage; they must add up to layers mod p·v. key: its path.
+    Each stage has ⌊layers ÷ (p·v)⌋ layers plus its offset. given: [v][p], or [p] for all v alike,
+    or one number for every stage; they must add up to layers mod p·v. key: its path.
     """
     stages = ranks * virtual
     if isinstance(given, int):

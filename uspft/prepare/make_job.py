@@ -1,12 +1,13 @@
-"""The stages in which a recipe becomes a job before ranks start; each adds what it finds out.
+"""The stages in which a recipe becomes a job before ranks start; each adds facts.
 
     examine       what is written, and what this machine shows (prepare/examine.py)
     with_model    the model's folder and sizes
     with_data     the tokenised data, its formats and first rows; the layouts that `auto` becomes
-    job_of        what ranks are given
-    prepare_job   all of it for a run, with the checkpoint to go on from
+    job_of        the ranks' job
+    prepare_job   all of it for a run, with the checkpoint to resume
 
-Each returns the examination with more facts (`Known`), by which every `auto` is settled again.
+Each of the first three returns the examination with more facts (`Known`), by which every `auto` is
+resolved again.
 """
 
 from __future__ import annotations

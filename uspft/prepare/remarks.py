@@ -146,7 +146,7 @@ def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
-    """Return the rows of an epoch with their padding, and the steps with the epochs they make."""
+    """Return a sentence on an epoch's rows and padding, and on the epochs that the steps take."""
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     rows, each = stream.rows_in_epoch(0), recipe.training.global_batch_size

@@ -66,7 +66,7 @@ def _ended(text: str, start: int, stop: int, tokens: tuple[str, ...]) -> int:
 
 
 def all_but(spans: Spans, text: str) -> Spans:
-    """Return the complement of spans: what trains under `train_on: all`, if the spans do not."""
+    """Return the complement of spans: the text outside of them."""
     bounds = [0, *(bound for span in spans for bound in span), len(text)]
     pairs = zip(bounds[::2], bounds[1::2], strict=True)
     return [(start, stop) for start, stop in pairs if start < stop]

@@ -230,7 +230,10 @@ def state_cost(
 
 
 def _together(every: Iterable[Sequence[Traffic]]) -> list[Traffic]:
-    """Return the sum of what each rank sends. every: the traffic of each rank, by transfer."""
+    """Return what each rank sends in all transfers together.
+
+    every: the traffic by transfer and rank.
+    """
     return [Traffic(*map(sum, zip(*each, strict=True))) for each in zip(*every, strict=True)]
 
 

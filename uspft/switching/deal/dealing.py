@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 PLANS = 4
 """How many steps' plans are cached: those of the current and of the next."""
-IDLE_TOKENS = 1
-"""The tokens of the padding row that a rank computes while only other ranks have rows."""
+IDLE_TOKENS = 2
+"""The tokens of each rank that shares the padding row which it computes while only other ranks have
+rows: two equal parts, as of every row."""
 ROUNDED = 1 + 1e-6
 """A factor on the memory limit, so that rounding never refuses rows that fit."""
 
@@ -167,7 +168,8 @@ class SwitchingLoader(RowLoader):
 
     def row(self, index: int) -> Row:
         if index == EMPTY:
-            return empty_row(IDLE_TOKENS)
+            rows = max(world.layout.mesh_rows for world in self._idle.values())
+            return empty_row(IDLE_TOKENS * rows)
         bucket, samples = self.plan(index // self._rows_per_step + 1).rows[index]
         with self._reading:
             return self.stream.row_of(samples, self._lengths[bucket])
