@@ -105,7 +105,7 @@ def test_a_hub_model_whose_config_is_known_is_looked_at(
     said = capsys.readouterr().out
     trained = 4 * 129 * (896 + 896 + 896 + 128)
     frozen = 494_032_768 + 5 * trained
-    assert f"trains: {trained:,} parameters, beside {frozen:,} frozen ones" in said
+    assert f"trains: {trained:,} parameters, besides {frozen:,} frozen ones" in said
     assert "; the rank is more than the smaller side of v_proj, where" in said
     assert "not checked: the names" not in said
     ground.write({"model.name_or_path": "some/model", "model.freeze": ["nothing"], **lora})

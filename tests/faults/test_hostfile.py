@@ -65,7 +65,7 @@ def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_hosts_that_the_environment_names_too(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="NNODES is set beside --hostfile"):
+    with pytest.raises(LaunchError, match="NNODES is set together with --hostfile"):
         run_on_hosts(written(tmp_path, "a\n"), [], {"NNODES": "2"}, ["true"])
 
 

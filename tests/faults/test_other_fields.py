@@ -121,18 +121,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     },
     "turns under two names": (
         {**CHAT, **SHARE},
-        "conversations is there beside messages; write data.fields: {conversations: null} to take "
-        "messages, or {messages: conversations}",
+        "conversations is there together with messages; write data.fields: {conversations: null} "
+        "to take messages, or {messages: conversations}",
     ),
     "a history of messages": (
         {**CHAT, "history": [["Hi", "Hello"]]},
-        "history is there beside messages; write data.fields: {history: null} to take messages "
-        "alone",
+        "history is there together with messages; write data.fields: {history: null} to take "
+        "messages alone",
     ),
     "system messages under two names": (
         {**ALPACA, "system": "Be brief.", "system_prompt": "Be long."},
-        "system_prompt is there beside system; write data.fields: {system_prompt: null} to take "
-        "system, or {system: system_prompt}",
+        "system_prompt is there together with system; write data.fields: {system_prompt: null} to "
+        "take system, or {system: system_prompt}",
     ),
     "images": ({**SEEN, "images": ["a.png"]}, f"images {MEDIA}{{images: null}}"),
     "videos": ({**SEEN, "videos": ["a.mp4"]}, f"videos {MEDIA}{{videos: null}}"),

@@ -1,8 +1,8 @@
 """Pipelines under every pair of degrees and features, on up to eight ranks, beside one process.
 
 In float32 beside plain transformers; in bfloat16 beside a run of the project without stages, whose
-other degrees are the same, each in processes of its own: after an engine of ZeRO-3 bfloat16 rounds
-otherwise in the same process.
+other degrees are the same, in processes that have had no engine of ZeRO-3, after which bfloat16
+rounds otherwise.
 """
 
 from __future__ import annotations
@@ -183,6 +183,13 @@ TOGETHER = 6
 """How many cases share their processes."""
 
 
+def sharing(case: Case) -> tuple[Any, ...]:
+    """The key of cases that may share their processes: float32 and bfloat16 apart, and each case in
+    bfloat16 at ZeRO-3 alone."""
+    rounds = "bfloat16" in case.beside
+    return case.world, rounds, case if rounds and "zero3" in case.zero else None
+
+
 def answered(rank: int, cases: list[Case], folder: Path, data: Path) -> dict[Case, Any]:
     world = dist.get_world_size()
     return {
@@ -202,14 +209,14 @@ def answers(setting: tuple[Path, Documents]) -> Callable[[Case], dict[str, Any]]
     """What a case gives, which runs with some others."""
     folder, data = setting
     found: dict[Case, Any] = {}
+    every = [*EVERY, *APART, *(case.alone for case in APART)]
 
     def answer(case: Case) -> dict[str, Any]:
         if case not in found:
-            alike = [one for one in EVERY if one.world == case.world]
+            alike = [one for one in every if sharing(one) == sharing(case)]
             at = alike.index(case) // TOGETHER * TOGETHER
-            found.update(
-                spawn(case.world, answered, alike[at : at + TOGETHER], folder, data.path)[0]
-            )
+            some = alike[at : at + TOGETHER]
+            found.update(spawn(case.world, answered, some, folder, data.path)[0])
         got: dict[str, Any] = found[case]
         return got
 
@@ -233,10 +240,11 @@ def test_it_equals_one_process(
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.title)
-def test_it_equals_a_run_without_stages(case: Case, setting: tuple[Path, Documents]) -> None:
+def test_it_equals_a_run_without_stages(
+    case: Case, setting: tuple[Path, Documents], answers: Callable[[Case], dict[str, Any]]
+) -> None:
     folder, data = setting
-    (got,) = spawn(case.world, answered, [case], folder, data.path)[0].values()
-    (want,) = spawn(case.alone.world, answered, [case.alone], folder, data.path)[0].values()
+    got, want = answers(case), answers(case.alone)
     rounds = "bfloat16" in case.beside
     if rounds and {"chunks", "by tokens"} & {*case.beside}:
         assert rounds_more(case, got, want, folder, data) == []

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.adapters import peft_adapter
 from tests.support.dropout import written_out_dropout
-from tests.support.models import Documents, Reference, mismatch, reference
+from tests.support.models import Documents, Reference, gradients_off, mismatch, reference
 from tests.support.pairwise import pairwise
 from tests.support.runs import GROUPS, close, held, prepared, small_recipe
 from tests.support.stages import FULLY, ZERO
@@ -169,11 +169,7 @@ def wrong_of(got: Any, want: Reference) -> list[str]:
     """What differs of losses, norms, weights and the gradients themselves."""
     records, end, moments = got
     found = mismatch((records, {name: end[name] for name in want.end}), want)
-    for name, value in want.moments.items():
-        off = (moments[name] - value).norm() / value.norm()
-        if not off <= 1e-3:
-            found.append(f"the gradient of {name} is off by {off:.1e}")
-    return found
+    return found + gradients_off(moments, want)
 
 
 def wanted(case: Any, setting: tuple[Path, Documents], *, steps: int = STEPS) -> Reference:

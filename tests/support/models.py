@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -356,4 +356,14 @@ def mismatch(got: Any, want: Reference) -> list[str]:
         off = (value - want.end[name]).norm() / moved
         if not off <= 2e-3:  # a NaN is off too
             found.append(f"{name} is off by {off:.1e} of its change")
+    return found
+
+
+def gradients_off(moments: Mapping[str, torch.Tensor], want: Reference) -> list[str]:
+    """What differs of Adam's mean of gradients."""
+    found = []
+    for name, value in want.moments.items():
+        off = (moments[name] - value).norm() / value.norm()
+        if not off <= 1e-3:
+            found.append(f"the gradient of {name} is off by {off:.1e}")
     return found

@@ -85,7 +85,7 @@ def trains_under_two_layouts(model: Path, data: Documents, folder: Path) -> None
     process = Forked.start(recipe, folder)
     said, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, err
-    assert "trains: 1,664 parameters, beside " in said and "on down_proj, q_proj)" in said
+    assert "trains: 1,664 parameters, besides " in said and "on down_proj, q_proj)" in said
     assert f"adapter:    {folder}/out/adapter  (PeftModel.from_pretrained loads it)" in said
     recipe |= {"parallel_config": ULYSSES, "deepspeed": {"zero_optimization": {"stage": 1}}}
     process = Forked.start(recipe, folder, f"training.steps={STEPS}")

@@ -266,7 +266,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
 
 def _run(run: ReportedRun, predicted: Predicted) -> Iterator[str]:
     """Yield the section of one run, which follows the charts of all runs."""
-    yield f"<h2>{escape(run.name)}</h2>\n<h3>Predicted beside measured</h3>\n"
+    yield f"<h2>{escape(run.name)}</h2>\n<h3>Predicted and measured</h3>\n"
     yield "".join(f'<div class="note">{escape(line)}</div>' for line in predicted.lines)
     head = ["", "predicted", "measured (median)", "measured ÷ predicted", "why not predicted"]
     yield f'<div class="wide">{table(head, _beside(run, predicted))}</div>\n'

@@ -67,7 +67,7 @@ def copies(recipe: Recipe) -> Iterator[Finding]:
         remedy = "write model_parallel and context_parallel, or leave this out"
     elif parallel.on_a_mesh:
         name = parallel.tensor_parallel_algo
-        why = f"beside {name}, whose slices hide transfers already"
+        why = f"with {name}, whose slices hide transfers already"
         remedy = f"write 1 (at tensor_mesh [1, n] {name} hides what this would)"
     elif tensor == 1:
         why = "and model_parallel is 1: no matrix is split, and nothing to hide"
@@ -77,7 +77,7 @@ def copies(recipe: Recipe) -> Iterator[Finding]:
         remedy = "write use_seq_parallel: true, or 1"
     if why:
         yield f"parallel_config.{COPIES}", f"is {number}, {why}", remedy
-    beside = f"which is not available beside parallel_config.{COPIES} {number}"
+    beside = f"which is not available with parallel_config.{COPIES} {number}"
     yield from refused(recipe, "memory.attention_heads", ("all",), beside, "write all")
     yield from refused(recipe, "memory.mlp_tile_tokens", ("none",), beside, "write none")
 
@@ -182,11 +182,11 @@ def experts(recipe: Recipe) -> Iterator[Finding]:
     """Refuse settings with which DeepSpeed computes wrong gradients under expert parallelism."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
     if isinstance(parallel.expert_parallel, Open) and parallel.strategies is not None:
-        what = f"is {AUTO}, beside strategies, whose layouts all have it"
+        what = f"is {AUTO}, with strategies, whose layouts all have it"
         yield "parallel_config.expert_parallel", what, "write a number"
     if parallel.expert_parallel == 1:
         return
-    beside = f"beside parallel_config.expert_parallel {parallel.expert_parallel}"
+    beside = f"with parallel_config.expert_parallel {parallel.expert_parallel}"
     if zero.get("stage", 1) == 0:
         what = f"is 0, {beside}: each rank would clip by the norm of its own experts"
         yield f"{_ZERO}.stage", what, "write 1, 2 or 3"
@@ -245,7 +245,7 @@ def _of_strategies(recipe: Recipe) -> Iterator[Finding]:
             why = "and with switching: in_place ranks keep their layers"
             yield from refused(one, "pipeline_stage", (), why, "write switching: move, or 1", at)
     if staged:
-        why = "beside layouts of which each has its own stages"
+        why = "with layouts that each have their own stages"
         remedy = f"write {KEY}[n].layers_per_stage, or leave it out"
         yield from refused(recipe, "parallel_config.offset", _OFF["offset"], why, remedy)
     if staged and not isinstance(recipe.memory.gradient_checkpointing, bool):
@@ -295,7 +295,7 @@ def _chunks(recipe: Recipe) -> Iterator[Finding]:
         why, remedy = "and parallel_config.seq_split_num is 1", "leave it out, or write more chunks"
         yield from refused(recipe, "parallel_config.sequence_chunks", ("time",), why, remedy)
         return
-    beside = f"beside parallel_config.seq_split_num {chunks}"
+    beside = f"with parallel_config.seq_split_num {chunks}"
     why, remedy = f"which takes rows whole, {beside}", "write seqpipe, or seq_split_num: 1"
     by_chunk = ("seqpipe", AUTO, None)
     yield from refused(recipe, "parallel_config.pipeline_scheduler", by_chunk, why, remedy)
@@ -312,16 +312,16 @@ def beside_stages(recipe: Recipe) -> Iterator[Finding]:
         zero.get("stage", 1),
     )
     if None not in (parallel.layers_per_stage, parallel.offset):
-        what = "stands beside `parallel_config.layers_per_stage`, and only one of them can rule"
+        what = (
+            "is set together with `parallel_config.layers_per_stage`, and only one of them can rule"
+        )
         yield "parallel_config.offset", what, "keep one and write null for the other"
     if stage == 0:
-        yield f"{_ZERO}.stage", f"is 0, beside {stages}", "write 1, 2 or 3"
-    yield from _shared_in_a_host(recipe, f"beside {stages}")
+        yield f"{_ZERO}.stage", f"is 0, with {stages}", "write 1, 2 or 3"
+    yield from _shared_in_a_host(recipe, f"with {stages}")
     virtual = parallel.pp_interleave_num
     if virtual > 1 and stage in (2, 3) and zero.get("offload_optimizer"):
-        what = (
-            f"loses gradients at stage {stage}, beside parallel_config.pp_interleave_num {virtual}"
-        )
+        what = f"loses gradients at stage {stage}, with parallel_config.pp_interleave_num {virtual}"
         yield f"{_ZERO}.offload_optimizer", what, "leave it out, or write 1 virtual stage"
 
 

@@ -104,7 +104,7 @@ def _one_of(
     """
     values = [attrgetter(key)(recipe) for key in (one, other)]
     if None not in values:
-        what = f"stands beside `{one}`, and only one of them {does}"
+        what = f"is set together with `{one}`, and only one of them {does}"
         yield other, what, "keep one and write null for the other"
     if values == [None, None]:
         yield one, f"{lacks}, and so is `{other}`", remedy
@@ -118,7 +118,7 @@ def _one_model(recipe: Recipe) -> Iterator[Finding]:
 def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
     tokens = recipe.model.add_tokens
     if tokens and recipe.model.adapter:
-        what = "stands beside `model.adapter`, which does not train the rows of new tokens"
+        what = "is set together with `model.adapter`, which does not train the rows of new tokens"
         yield "model.add_tokens", what, "leave one of them out"
     for number, token in enumerate(tokens):
         if token in tokens[:number]:

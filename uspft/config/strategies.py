@@ -173,14 +173,14 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
         if stored.on_a_mesh or (one.on_a_mesh and not divides):
             remedy = "write the same tensor_mesh in all, or let one strategy have model_parallel 1"
             if not one.on_a_mesh:
-                what = f"is {degree}: its parts do not lie inside the blocks of {there}"
+                what = f"is {degree}: its parts are not contained in the blocks of {there}"
                 yield f"{key}.model_parallel", what, remedy
             elif not same:
                 mesh = "left to be chosen" if one.mesh_is_open else list(one.tensor_mesh or ())
-                what = f"is {mesh}: its blocks do not lie inside those of {there}"
+                what = f"is {mesh}: its blocks are not contained in those of {there}"
                 yield f"{key}.tensor_mesh", what, remedy
         elif not divides:
-            what = f"is {degree}: its parts do not lie inside those of {there}"
+            what = f"is {degree}: its parts are not contained in those of {there}"
             yield f"{key}.model_parallel", what, f"write a multiple of {ways} here, or 1 there"
         elif one.use_seq_parallel | one.on_a_mesh != stored.use_seq_parallel | stored.on_a_mesh:
             what = f"is {shown(one.use_seq_parallel)}, and {KEY}[{least}] has the other"

@@ -94,7 +94,7 @@ def layout(run: Conversion) -> None:
     if key and rows == 1:
         context(run, key, heads, "a2a")
     elif key and heads > 1:
-        run.refuse(key, "stands beside cp_size: an error there too", "write one of them")
+        run.refuse(key, "is set together with cp_size: an error there too", "write one of them")
     else:
         run.idle("heads are whole", key)
     what = "here `parallel_config.data_parallel: auto`: what the ranks leave"
@@ -193,7 +193,7 @@ def _file(run: Conversion, key: str) -> None:
         return
     stage = re.search(r"(?:zero|z)_?([0-3])", name.lower().replace("-", "_"))
     if "deepspeed.zero_optimization.stage" in run.given:
-        run.changed(key, "the stage of the command line stands in its place")
+        run.changed(key, "the stage of the command line is used instead")
     elif stage and not name.endswith(".json"):
         run.put(f"{ZERO_BLOCK}.stage", int(stage[1]), key)
         if "offload" in name:  # as in the names of shipped configurations

@@ -282,7 +282,7 @@ class Conversion:
 
 def in_place(ours: str) -> str:
     """Return the remark on their key when the command line sets our key instead."""
-    return f"`{ours}` of the command line stands in its place"
+    return f"`{ours}` of the command line is used instead"
 
 
 def is_whole(value: Any) -> TypeGuard[int]:

@@ -341,7 +341,7 @@ def sharding(run: Conversion, degrees: TheirDegrees, micro_batches: int) -> None
     if stage == 0 and (degrees.stages > 1 or spread or not (whole or exact)):
         beside = "several micro-batches in bfloat16"
         beside = "stages" if degrees.stages > 1 else "divided experts" if spread else beside
-        stage, say = 1, f"0 is not possible beside {beside}; the numbers are the same"
+        stage, say = 1, f"0 is not possible with {beside}; the numbers are the same"
     run.put(f"{ZERO}.stage", stage, shards, gradients, again, say=say)
     if not run.written(shards):
         here = f"is off where it is left out: here `{ZERO}.stage: {stage}`"

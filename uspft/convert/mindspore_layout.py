@@ -287,7 +287,7 @@ def _flash(run: Conversion, degrees: TheirDegrees) -> Wrong:
         (run.flag(MESH), "use_3d_tensor_parallel"),
     ):
         if asked:
-            yield _FLASH, f"is false, or left out, beside {name}", "write true"
+            yield _FLASH, f"is false, or left out, with {name}", "write true"
 
 
 def _heads(run: Conversion, degrees: TheirDegrees) -> Wrong:
@@ -326,7 +326,11 @@ def _chunks(run: Conversion, degrees: TheirDegrees) -> Wrong:
         yield CHUNKS, what, "write pipeline_config.pipeline_scheduler: seqpipe"
     for key in (_RING, _EOD):
         if run.flag(key):
-            yield key, f"is true beside seq_split_num {chunks}", "write false, or seq_split_num: 1"
+            yield (
+                key,
+                f"is true together with seq_split_num {chunks}",
+                "write false, or seq_split_num: 1",
+            )
     length = run.whole(f"{CONFIG}.seq_length", default=2048)
     if chunks < 1 or length % chunks:
         yield CHUNKS, f"is {chunks}, which does not divide seq_length {length}", "write a divisor"
@@ -338,7 +342,7 @@ def _masks(run: Conversion, degrees: TheirDegrees) -> Wrong:
         what = f"is true on rows of {length} tokens, not more than {LEAST_MASKED}"
         yield _MASKS, what, "write false"
     if run.flag(_EOD) and run.flag(_RING):
-        yield _EOD, "is true beside use_ring_attention", "write one of them false"
+        yield _EOD, "is true together with use_ring_attention", "write one of them false"
 
 
 def _stage_layers(run: Conversion, degrees: TheirDegrees) -> Wrong:
@@ -370,9 +374,9 @@ def _mesh(run: Conversion, degrees: TheirDegrees) -> Wrong:
         yield MESH, "is true without use_seq_parallel", "write use_seq_parallel: true"
     row = algorithm_of(run)
     if row is not None and row.splits is Splits.HEADS and degrees.context > 1:
-        yield MESH, f"is true beside {row.name}", "write colossalai_cp"
+        yield MESH, f"is true together with {row.name}", "write colossalai_cp"
     if run.whole(f"{CONFIG}.fine_grain_interleave") > 1:
-        yield MESH, "is true beside fine_grain_interleave", "write fine_grain_interleave: 1"
+        yield MESH, "is true together with fine_grain_interleave", "write fine_grain_interleave: 1"
 
 
 def _expert_ranks(run: Conversion, degrees: TheirDegrees) -> Wrong:

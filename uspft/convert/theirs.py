@@ -80,7 +80,7 @@ def read_theirs(file: Path, tool: str | None = None, *more: Path) -> Theirs:
         values[path] = TheirValue(value, where)
     for other in more:
         if BESIDE not in known.below:
-            what = f"stands beside a configuration of {known.title}"
+            what = f"is given together with a configuration of {known.title}"
             raise _wrong(other, what, "name one file")
         found = read_tree(other)
         if which_tool(other, found).name != BESIDE:

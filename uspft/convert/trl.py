@@ -86,7 +86,7 @@ def _rows(run: Conversion, *, sft: bool) -> None:
         run.put("data.overlong", OVERLONG[strategy], "packing_strategy", say=say)
     elif strategy:
         run.put("data.overlong", "truncate")
-        run.idle("it acts beside packing alone", "packing_strategy")
+        run.idle("it has an effect only with packing", "packing_strategy")
     answers, halves = run.written("assistant_only_loss"), run.written("completion_only_loss")
     if answers and run.flag(answers):
         run.put("data.train_on", "assistant", answers, halves)

@@ -28,11 +28,11 @@ from uspft.data.records.known_fields import (
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 _HEAD = "| field | of | data of | what becomes of it |\n| --- | --- | --- | --- |\n"
-_HELD = KnownField("", "handed to the chat template; many need none of them", TURN, also=PROTOCOL)
+_HELD = KnownField("", "passed to the chat template; many need none of them", TURN, also=PROTOCOL)
 _REST = (
-    KnownField("any other", "told as not used (`data.unused_fields`)"),
+    KnownField("any other", "reported as not used (`data.unused_fields`)"),
     KnownField(
-        "any other", "handed to the chat template; where it reads none, told as not used", TURN
+        "any other", "passed to the chat template; where it reads none, reported as not used", TURN
     ),
 )
 

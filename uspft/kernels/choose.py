@@ -1,5 +1,5 @@
-"""The choice of this device's attention kernel by `model.attention`: a kernel is believed only
-after it has been probed."""
+"""The choice of this device's attention kernel by `model.attention`; a kernel is used only after it
+has passed the probe."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class KernelSource(NamedTuple):
     module: str
     """The module that must be installed."""
     make: Callable[[], Kernel]
-    """Makes the kernel."""
+    """A function that returns the kernel."""
     capped: Callable[[float], Kernel] | None = None
-    """Makes the kernel with a soft-cap; None: it cannot have one."""
+    """A function that returns the kernel with a soft-cap; None: it does not support one."""
 
 
 SOURCES = {
@@ -42,8 +42,8 @@ SOURCES = {
     ),
     "torch": KernelSource("torch", cuda.torch_flash, TorchCapped),
 }
-"""The sources of CUDA kernels by name, the fastest first; torch's own is always installed. That of
-flash_attn_3 runs on compute capability 9.0 alone, and is refused elsewhere."""
+"""The sources of CUDA kernels by name, the fastest first; torch's own is always installed.
+flash_attn_3 runs only on compute capability 9.0, and is refused elsewhere."""
 
 
 def is_installed(name: str) -> bool:
@@ -64,15 +64,14 @@ def believed_kernel(
     *,
     said_by_all: Callable[[str], list[str]] = lambda mine: [mine],
 ) -> tuple[Kernel, list[str]]:
-    """Return the kernel that `wish` asks for, and a line for each that is installed and was refused
-    before it.
+    """Return the kernel for `wish`, and a line for each installed kernel that was tried before it
+    and failed.
 
     wish: the value of `model.attention`; `auto` is the fastest kernel that is installed, loads and
     passes the probe on every rank. shapes: the heads of each call that must be right. softcap: that
-    of the model's scores. said_by_all: returns what each rank says, by rank, and is collective.
-    Raises the error of the last kernel tried, on whichever rank it was: ImportError where the
-    kernel does not load, RuntimeError where it fails or is wrong. AcceleratorError is raised at
-    once, since the device is lost.
+    of the model's scores. said_by_all: gathers each rank's message, collective. Raises the error of
+    the last kernel tried, from any rank: ImportError where the kernel does not load, RuntimeError
+    where it fails or is wrong. AcceleratorError is raised at once, since the device is lost.
     """
     refused: list[str] = []
     error: Exception | None = None
@@ -92,8 +91,8 @@ def believed_kernel(
 def _candidates(
     wish: str, device: torch.device, softcap: float | None
 ) -> list[tuple[str, Callable[[], Kernel]]]:
-    """Return (name, what makes it) of each kernel to try: the same on every rank, although what is
-    installed may differ."""
+    """Return (name, function that returns the kernel) for each kernel to try: the same on every
+    rank, even if different kernels are installed."""
     if device.type == "cpu":
         return [("torch", TorchCpu if softcap is None else partial(TorchCapped, softcap))]
     names = SOURCES if wish == "auto" else [wish]
@@ -125,7 +124,7 @@ def _tried(
             probe(kernel, heads, dtype, device)
     except torch.AcceleratorError:
         raise
-    except Exception as error:  # packages refuse a device or a shape each in their own way
+    except Exception as error:  # packages refuse a device or a shape with various errors
         return None, error
     return kernel, None
 
@@ -140,8 +139,10 @@ def _told(error: Exception | None) -> str:
 
 
 def _refusal(name: str, said: list[str]) -> str:
-    """Return one line for why a kernel was refused. said: what each rank said, "" where it had
-    passed."""
+    """Return one line on why a kernel was refused.
+
+    said: each rank's message, "" where it passed.
+    """
     rank, what = next((rank, what) for rank, what in enumerate(said) if what)
     return f"{name} refused{f' on rank {rank}' if len(set(said)) > 1 else ''}: {what}"
 

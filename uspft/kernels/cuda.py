@@ -1,7 +1,7 @@
-"""Attention kernels for CUDA that take blocks through the variable-length signature.
+"""Attention kernels for CUDA, which take blocks through the variable-length interface.
 
 Each is probed at the start of a run. torch's own and flash-attn 4 have run on an H100; flash-attn 2
-and 3 are not yet run on a GPU.
+and 3 have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
     """Return torch's own flash attention (aten), for float16 and bfloat16; it needs no
     installation.
 
-    package: FA3 (Hopper), whose kernels torch is told to use in place of its own. Raises
-    ImportError where the package is not installed, RuntimeError where it does not fit.
+    package: FA3 (Hopper), whose kernels torch should use instead of its own. Raises ImportError
+    where the package is not installed, RuntimeError where it is incompatible.
     """
     aten = torch.ops.aten
     _use(package)
@@ -49,11 +49,11 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
 
 
 def _use(package: str | None) -> None:
-    """Make torch's flash attention a package's, or its own where `package` is None, for the whole
+    """Make torch's flash attention use a package's kernels, or its own for None, in the whole
     process.
 
-    This is asked for before each call, since another kernel may have changed it. A torch that does
-    not say what is in use is taken to run its own, and is told of a package anew each time.
+    This is called before each call, since another kernel may have changed it. A torch version that
+    does not report which kernels are active is assumed to use its own, and is set anew each time.
     """
     current = getattr(attention, "current_flash_attention_impl", lambda: None)()
     if current == package:
@@ -67,7 +67,7 @@ def _use(package: str | None) -> None:
 def flash_attn_4() -> VarlenKernel:
     """Return the kernel of the flash-attn 4 package. Raises ImportError where it is not installed.
 
-    torch 2.13 would run it too, but takes two results where release 4.0.0b36 gives five.
+    torch 2.13 can run it too, but expects two results where release 4.0.0b36 returns five.
     """
     flash = importlib.import_module("flash_attn.cute.interface")
 

@@ -37,20 +37,20 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 KernelSaved = tuple[Tensor, Tensor, Tensor]
 """(out, lse, dout) of all T tokens; out and lse are the final ones over all keys."""
 BlockGradients = tuple[list[Gradient], list[Gradient]]
-"""(dq, dk and dv) of some blocks alone."""
+"""(dq, dk and dv) of some blocks only."""
 
 
 class Kernel(Protocol):
-    """Softmax attention over blocks, each by itself; a query may stand in several of them.
+    """Softmax attention over blocks, each by itself; a query may be in several of them.
 
     lse is the natural logarithm of the softmax denominator, the scale included, in float32 (float64
     for float64).
     """
 
     name: str
-    """The recipe's word for the kernel."""
+    """The kernel's name in recipes."""
     softcap: float | None
-    """Scores s become softcap · tanh(s / softcap) before the softmax; None: they do not."""
+    """Scores s become softcap · tanh(s / softcap) before the softmax; None: unchanged."""
 
     def forward(self, qkv: Qkv, blocks: Sequence[Block], scale: float) -> list[BlockOutput]:
         """Return one part for each contiguous range of queries that was computed at once."""
@@ -59,17 +59,17 @@ class Kernel(Protocol):
     def backward(
         self, qkv: Qkv, saved: KernelSaved, blocks: Sequence[Block], scale: float
     ) -> BlockGradients:
-        """Return the gradients of these blocks alone, which final out and lse make exact
+        """Return the gradients of these blocks only, which are exact given the final out and lse
         (FlashAttention-2, algorithm 2)."""
         ...
 
 
 class Grouped:
-    """A kernel that runs another one for each (query, KV) range of heads, and lays the results side
-    by side.
+    """A kernel that runs another one for each (query, KV) range of heads, and concatenates the
+    results.
 
-    The ranges cover all query heads in order, and each KV head stands in one range. Where there is
-    no range at all (a rank without heads), nothing is computed.
+    The ranges cover all query heads in order, and each KV head is in one range. Without ranges (a
+    rank without heads) nothing is computed.
     """
 
     def __init__(self, kernel: Kernel, groups: Sequence[tuple[HeadRange, HeadRange]]) -> None:

@@ -1,10 +1,10 @@
-"""Attention over disjoint sets of keys, joined by log-sum-exp, and its gradients, added up; a sink
-is joined last.
+"""Attention over disjoint sets of keys, merged by log-sum-exp, and sums of its gradients; sinks are
+merged last.
 
-A sink is for each head a key that every query sees, with a learnt score and the value 0, so that
+A sink is, for each head, a key that every query sees, with a learnt score and the value 0, so that
 the weights of the other keys add up to less than 1 (gpt-oss, arXiv 2508.10925, section 2.3). It is
-one more term of lse. With that lse and the out that belongs to it, the backward of the kernels is
-that of attention with sinks as it stands.
+one more term of lse. With the lse and out that include it, the kernels' backward is that of
+attention with sinks, unchanged.
 
 Shapes: T tokens, h query heads, D head dim; sinks [h], float32 or wider.
 """
@@ -24,7 +24,7 @@ from uspft.kernels.kernel import BlockOutput, Gradient
 class Partial:
     """Attention of T queries over the keys seen so far: out [T, h, D] and lse [h, T].
 
-    A query that has seen no key has out 0 and lse -inf. Parts are joined in float32 or wider, by
+    A query that has seen no key has out 0 and lse -inf. Parts are merged in float32 or wider, by
     out = Σ out_i · exp(lse_i − lse), lse = log Σ exp(lse_i) (Ring Attention, online softmax).
     """
 
@@ -36,7 +36,7 @@ class Partial:
         self._lse = torch.full((heads, tokens), -torch.inf, dtype=wide, device=q.device)
 
     def add(self, parts: Sequence[BlockOutput]) -> None:
-        """Join parts, each over keys that its queries have not seen before."""
+        """Merge parts, each over keys that its queries have not seen before."""
         if self._out is None and all(a.q1 <= b.q0 for a, b in pairwise(parts)):
             self._start(parts)
             return
@@ -65,7 +65,7 @@ class Partial:
             self._lse[:, q0:q1] = lse
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return out [T, h, D] in q's dtype, contiguous, and lse [h, T]; sinks [h] are joined where
+        """Return out [T, h, D] in q's dtype, contiguous, and lse [h, T]; sinks [h] are merged if
         given."""
         if self._out is None:
             self._start([])
@@ -77,7 +77,7 @@ class Partial:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out [T, h, D], lse [h, T]) after the sinks have taken their weight."""
+    """Return (out [T, h, D], lse [h, T]) with the sinks included in the softmax."""
     whole = torch.logaddexp(lse, sinks[:, None])
     return out * (lse - whole).exp().t()[..., None], whole
 
@@ -93,8 +93,8 @@ class Sum:
     """A sum of gradients of ranges of tokens, in float32 or wider.
 
     shape: [T, heads, D], or [N, T, heads, D] for N tensors such as dK and dV. like: a tensor of the
-    compute type, on the same device. A gradient that covers all tokens is not copied while it is
-    the only one.
+    compute dtype, on the same device. A gradient of all tokens is not copied while it is the only
+    one.
     """
 
     def __init__(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> None:
@@ -114,7 +114,7 @@ class Sum:
                 row[start:stop] += tensor
 
     def add_rows(self, places: Sequence[tuple[int, int]], rows: Tensor) -> None:
-        """Add rows [N, n, heads, D]: the gradients of these ranges of tokens, laid end to end."""
+        """Add rows [N, n, heads, D]: the gradients of these ranges of tokens, concatenated."""
         at = 0
         for start, stop in places:
             self.open()[:, start:stop] += rows[:, at : at + stop - start]
@@ -132,15 +132,15 @@ class Sum:
         return self._sum
 
     def result(self) -> Any:
-        """Return the sum in the compute type, and let go of it: one tensor, or N of them where the
-        shape has an N."""
+        """Return the sum in the compute dtype and drop it: one tensor, or N of them if the shape
+        has an N."""
         tensors = self._whole if self._whole is not None else tuple(self.open())
         self._whole = self._sum = None
         tensors = tuple(t.to(self._like.dtype) for t in tensors)
         return tensors if len(self._shape) == 4 else tensors[0]
 
     def rounded(self) -> Tensor:
-        """Return the sum in the compute type as one tensor [N, T, heads, D], and let go of it."""
+        """Return the sum in the compute dtype as one tensor [N, T, heads, D], and drop it."""
         if self._whole is None:
             whole = self.open().to(self._like.dtype)
         else:

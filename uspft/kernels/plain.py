@@ -20,8 +20,8 @@ from uspft.blocks import WIDEST, Block, Mask
 from uspft.kernels.kernel import BlockGradients, BlockOutput, Gradient, Kernel, KernelSaved, Qkv
 
 TILE_SCORES = 2**18
-"""How many scores of one head are in memory at once, in each of a few tensors. The number is the
-same for any number of heads, so that heads that are computed apart come in the same pieces."""
+"""How many scores of one head are in memory at once, in each of a few tensors. It does not depend
+on the number of heads, so that heads computed separately are cut into the same pieces."""
 
 SEEN: dict[Mask, Callable[[Tensor], Tensor]] = {
     Mask.FULL: torch.clone,
@@ -120,7 +120,7 @@ class TorchCapped:
 
 
 class ByWidth:
-    """A kernel for the heads that it takes, and for wider ones attention that is written out."""
+    """A kernel for the head dims that it supports, and plain PyTorch attention for wider heads."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel, self._written = kernel, TorchCapped(kernel.softcap)

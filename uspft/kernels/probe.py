@@ -1,4 +1,5 @@
-"""A kernel is believed only after it has agreed with the written-out formula on this device."""
+"""The test that a kernel must pass before it is used: agreement with plain PyTorch attention on
+this device."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from uspft.kernels.merge import Partial
 from uspft.kernels.plain import dense_attention
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""By dtype, how large the norm of an error may be, relative to the norm of the truth, which has the
-same rounded inputs."""
+"""By dtype, the largest norm of an error relative to the norm of the right result for the same
+rounded inputs."""
 LSE_TOLERANCE = 2e-3
-"""How large an error of lse may be, for any dtype: scores are summed in float32 or wider whatever
-the inputs are."""
+"""The largest error of lse, for any dtype: scores are summed in float32 or wider whatever the
+inputs are."""
 TANH_ERROR = 2**-11
 """The largest error of a capped score, as a share of the cap: for half types kernels may take the
 GPU's approximate tanh."""
@@ -26,7 +27,7 @@ Calls = tuple[tuple[Block, ...], ...]
 
 
 class Question(NamedTuple):
-    """What a kernel is asked: attention in two calls, of so many queries over so many keys."""
+    """A test case: attention in two calls, of some queries over some keys."""
 
     queries: int
     keys: int
@@ -44,8 +45,8 @@ LONG = Question(
     *(520, 1020),
     ((Block(0, 520, 0, 520, Mask.CAUSAL),), (Block(490, 520, 520, 1020, Mask.FULL),)),
 )
-"""A question longer than a kernel's tiles; it is asked of one head, since a model's heads would
-take seconds."""
+"""A case longer than a kernel's tiles; it has one head, since a model's heads would take
+seconds."""
 
 
 ALONE = Question(
@@ -55,7 +56,7 @@ ALONE = Question(
         (Block(2, 3, 39, 40, Mask.CAUSAL),),
     ),
 )
-"""A question of single queries, for which kernels turn grouped heads into queries: another path."""
+"""Single queries, for which kernels turn grouped heads into queries, in a separate code path."""
 WINDOW = Question(
     *(48, 48),
     (
@@ -63,7 +64,7 @@ WINDOW = Question(
         tuple(Block(at, at + 16, at - 16, at, Mask.FLIPPED) for at in (16, 32)),
     ),
 )
-"""The question of a sliding window of 17 keys."""
+"""A sliding window of 17 keys."""
 
 
 def probe(
@@ -92,10 +93,11 @@ def _ask(
     wide = [torch.randn(n, h, dim, generator=generator, dtype=torch.float64) for n, h in shapes]
     by_token = [x.to(device, dtype) for x in wide]
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in by_token]
-    # Scores large enough for a soft-cap to bend: a kernel that forgets it is found out.
+    # Scores large enough for a soft-cap to matter, so that a kernel that ignores it fails.
     scale = dim**-0.5 * (kernel.softcap / 4 if kernel.softcap else 1.0)
     truth = _truth(by_token, calls, scale, kernel.softcap)
-    for inputs in (by_token, by_head):  # exchanged q, k, v lie by token, a model's own by head
+    # exchanged q, k, v are contiguous by token, a model's own by head
+    for inputs in (by_token, by_head):
         wrong = _first_wrong(_results(kernel, inputs, calls, scale), truth, dtype, kernel.softcap)
         if wrong:
             raise RuntimeError(
@@ -135,15 +137,15 @@ def _truth(inputs: list[Tensor], calls: Calls, scale: float, softcap: float | No
 def _first_wrong(
     results: list[Tensor], truth: list[Tensor], dtype: torch.dtype, softcap: float | None
 ) -> str:
-    """Return what differs first by more than rounding in dtype, and by how much, or "" where
-    nothing does."""
+    """Return the first result that differs by more than rounding in dtype, and by how much; "" if
+    none does."""
     seen = truth[-1].isfinite()
     bent = TANH_ERROR * softcap if softcap and dtype.itemsize == 2 else 0.0
     for name, got, want in zip(("out", "dq", "dk", "dv", "lse"), results, truth, strict=True):
         off = got.double() - want
         if name == "lse":
             error, allowed = float(off[seen].abs().max()), LSE_TOLERANCE + bent
-        else:  # weights and slopes move by less than the farthest score
+        else:  # weights and slopes change by less than the largest score error
             error, allowed = float(off.norm() / want.norm()), TOLERANCE[dtype] + bent / 4
         if not error <= allowed:
             return f"{name} is off by {error:.1e}"

@@ -18,11 +18,11 @@ TILE = 256
 """Rows of the smallest triangles that causal blocks are cut into: the op computes a triangle's last
 keys whole, seen or not."""
 JOINED_ROWS = 1024
-"""Rows of the largest triangle that is cut in the forward pass; in longer ones, joining the parts
-costs what the cut saves."""
+"""Rows of the largest triangle that is cut in the forward pass; in longer ones, merging the parts
+costs more than the cut saves."""
 STRIP = 480
-"""About how many keys one call in the backward pass has at most. On its own the op takes 512 at a
-time: a power of two, whose rows of scores push one another out of a core's cache."""
+"""The approximate maximum of keys per call in the backward pass. By default the op uses 512: with a
+power of two, rows of scores evict one another from a core's cache."""
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -17,7 +17,7 @@ TokenRange = tuple[int, int]
 
 
 class Varlen(NamedTuple):
-    """Cumulative lengths of a call's blocks laid end to end (int32, on the device), the longest
+    """Cumulative lengths of a call's concatenated blocks (int32, on the device), the longest
     lengths, and whether the mask is causal."""
 
     cu_q: Tensor
@@ -32,8 +32,8 @@ Backward = Callable[[tuple[Tensor, ...], KernelSaved, Varlen, float], Qkv]
 
 
 class VarlenKernel:
-    """A kernel that runs blocks through a variable-length one: in a call for each mask, and for
-    each long prefix."""
+    """A kernel that runs blocks through a variable-length kernel: one call for each mask, and one
+    for each long full block."""
 
     def __init__(
         self, name: str, forward: Forward, backward: Backward, softcap: float | None = None
@@ -71,29 +71,29 @@ class VarlenKernel:
 
 
 class Side(NamedTuple):
-    """The queries, or the keys, of a call's blocks, laid end to end."""
+    """The queries, or the keys, of a call's blocks, concatenated."""
 
     runs: tuple[TokenRange, ...]
-    """Their ranges of tokens, neighbours joined."""
+    """Their ranges of tokens, adjacent ones merged."""
     turned: bool
-    """Whether the last token comes first, the order in which a flipped mask is causal."""
+    """Whether tokens are reversed, which makes a flipped mask causal."""
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return the tokens of x in the order of the call, without a copy where they already lie in
-        it."""
+        """Return the tokens of x in the order of the call, without a copy if they are in that
+        order."""
         if len(self.runs) > 1 or self.turned:
             return x.index_select(dim, _order(self, x.device))
         start, stop = self.runs[0]
         return x.narrow(dim, start, stop - start)
 
     def pieces(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        """Return a result of the call cut into its runs."""
+        """Return a result of the call split into its runs."""
         x = x.flip(dim) if self.turned else x
         return x.split([stop - start for start, stop in self.runs], dim)
 
 
 class _Call(NamedTuple):
-    """The blocks of one call: all have one mask, which is what the kernels take."""
+    """The blocks of one call, which all have the same mask, as the kernels require."""
 
     q: Side
     k: Side
@@ -102,10 +102,10 @@ class _Call(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def calls(blocks: tuple[Block, ...], tokens: int, device: torch.device) -> list[_Call]:
-    """Return a call for each mask, and for each full block that would have too many keys copied.
+    """Return a call for each mask, and for each full block with too many keys to copy.
 
-    tokens: how many k has. The result is cached, since every layer of a step asks for the same
-    calls in each stage of its ring.
+    tokens: the number of keys in k. The result is cached, since every layer of a step makes the
+    same calls in each step of its ring.
     """
     return [_call(group, device) for group in in_calls(blocks, tokens)]
 
@@ -118,32 +118,32 @@ def _call(blocks: Sequence[Block], device: torch.device) -> _Call:
     lengths = [[b - a for a, b in (reversed(side) if turned else side)] for side in ranges]
     cu = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in lengths]
     cu_q, cu_k = (put(side, device) for side in cu)
-    # For a longest of 1 with grouped heads, flash attention 2 gives lse in another order.
+    # with a longest of 1 and grouped heads, flash attention 2 returns lse in another order
     longest_q, longest_k = max(2, *lengths[0]), max(lengths[1])
     return _Call(q, k, Varlen(cu_q, cu_k, longest_q, longest_k, causal))
 
 
 @lru_cache(maxsize=64)
 def _order(side: Side, device: torch.device) -> Tensor:
-    """Return the tokens of a side one by one, int32. The cache keeps fewer of these, since each is
-    as long as its side."""
+    """Return the tokens of a side as indices, int32. The cache is small, since each is as long as
+    its side."""
     order = torch.cat([torch.arange(*run, dtype=torch.int32) for run in side.runs])
     return put(order.flip(0) if side.turned else order, device)
 
 
 def put(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x to the device without a wait."""
+    """Copy x to the device without waiting."""
     return copied(pinned(x, device), device)
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """Return x in memory that a GPU copies from without a wait; on a CPU it is x itself."""
+    """Return x in pinned memory, from which a GPU copies without waiting; on a CPU x itself."""
     if device.type != "cuda":
         return x
-    with torch.cuda.device(device):  # a thread begins on the first GPU, whichever the rank's is
+    with torch.cuda.device(device):  # a thread starts on the first GPU, whichever the rank uses
         return x.pin_memory()
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x from pinned memory, which torch keeps until the device has read it."""
+    """Copy x from pinned memory, which torch keeps alive until the device has read it."""
     return x.to(device, non_blocking=True)

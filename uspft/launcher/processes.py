@@ -266,7 +266,7 @@ def from_status(rank: Rank, status: int) -> Failure:
     shown = "\n".join(f"    {line}" for line in lines) or "    (it printed nothing)"
     details = f"  the end of {rank.log}:\n{shown}"
     if rank.number == 0:
-        details = "  what it printed stands above"
+        details = "  its output is above"
     found = partial(Failure, rank.number, rank.ended, details=details)
     if in_vain := waited(printed):
         return found(in_vain, consequence=True, waited=True)

@@ -57,7 +57,9 @@ def run_on_hosts(
     unchanged, lines of others after the host's name. Raises LaunchError.
     """
     if told := next((name for name in ("NNODES", "NODE_RANK") if name in environment), None):
-        raise LaunchError(f"{told} is set beside --hostfile, which sets it on each host; unset it")
+        raise LaunchError(
+            f"{told} is set together with --hostfile, which sets it on each host; unset it"
+        )
     names, slots = read_hostfile(file)
     if slots and not any(word.startswith("launch.processes=") for word in words):
         words = [*words, f"launch.processes={slots}"]

@@ -217,7 +217,7 @@ def parameter_targets(model: Any, block: AdapterBlock, words: Collection[str]) -
             what = f"the model has no matrices of experts or routers `{name}`"
             findings.append((f"{PARAMETERS}[{number}]", what, _meant(name, short) or usual))
     if block.target_parameters and block.dropout:
-        what = f"is {block.dropout}, beside {PARAMETERS}: their adapters have no dropout in peft"
+        what = f"is {block.dropout}, with {PARAMETERS}: their adapters have no dropout in peft"
         findings.append(("model.adapter.dropout", what, f"write 0.0, or leave {PARAMETERS} out"))
     if findings:
         raise Fault(findings)

@@ -208,7 +208,7 @@ def what_trains(model: nn.Module, block: ModelBlock) -> str | None:
     if not block.adapter and not block.freeze:
         return None
     trained = parameter_count(model, trained_only=True)
-    line = f"{trained:,} parameters, beside {parameter_count(model) - trained:,} frozen ones"
+    line = f"{trained:,} parameters, besides {parameter_count(model) - trained:,} frozen ones"
     if block.adapter:
         # ….q_proj.lora_A.weight
         adapted = {name.split(".")[-3] for name in trained_parameters(model)}

@@ -1,1 +1,2 @@
-"""Predictions that need no device: traffic, memory, FLOPs, and what follows for a layout."""
+"""The cost model: predictions of traffic, memory, FLOPs and time without a device, and the ranking
+of layouts by them."""

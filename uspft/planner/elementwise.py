@@ -87,7 +87,7 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
     mixing = {name: one for name, one in matrices.items() if name.startswith(block)}
     mixed = sum(one.inputs for one in mixing.values() if one.splits == "inputs")
     if blocks.state:
-        # What goes through a convolution, its activation and the norms of heads.
+        # The features that pass through a convolution, its activation and the norms of heads.
         heads, normed = sum(one.outputs for one in mixing.values() if one.splits == "outputs"), 0
         turned = float(heads)
     else:
@@ -134,9 +134,10 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
 
 
 def _dispatched(step: StepShape, met: int) -> BothWays:
-    """Return the bytes of a token on its way to its experts and back. met: their number."""
+    """Return the bytes per token in the dispatch to its experts and back. met: their number."""
     e, hidden = step.options.element, step.model.hidden_size
-    s = WIDE if layer_kind(step.model).wide_scores else e  # in which rows are weighted and summed
+    wide = layer_kind(step.model).wide_scores
+    s = WIDE if wide else e  # the dtype in which rows are weighted and summed
     rows, cast = met * hidden, s + e if s > e else 0
     forward = (3 * e + 4 * s) * rows + (s + cast) * hidden
     return BothWays(forward, (2 * e + 10 * s + cast) * rows + (s + 3 * e + cast) * hidden)
@@ -145,8 +146,9 @@ def _dispatched(step: StepShape, met: int) -> BothWays:
 def _tiled(
     step: StepShape, blocks: Blocks, columns: int, parts: Mapping[str, BothWays], tile: int
 ) -> Moved:
-    """Return the bytes that a layer's tiles of tokens add: norms and MLP are run again for each
-    tile's gradients, outputs are put in place, and weights' gradients are summed in float32."""
+    """Return the bytes added by a layer's tiles of tokens: norms and MLP are recomputed for each
+    tile's gradients, outputs are written into a whole tensor, and weights' gradients are summed in
+    float32."""
     e, between = step.options.element, _between(step, columns)
     again = parts["norms"].forward + (0.0 if step.options.checkpointing else parts["mlp"].forward)
     copies = 2 * e * between * (3 + 3 + 2 * step.options.checkpointing)
@@ -155,13 +157,16 @@ def _tiled(
     matrices = inner_matrices(blocks.sizes(step.model), experts=blocks.experts)
     weights = sum(one.on(columns).parameters for one in matrices)
     added = weights * (2 * WIDE + e)
-    # The first tile's are cast, not added, and in the end the sum is.
+    # The first tile's gradients are cast, not added, and in the end the sum is cast back.
     return Moved(again + copies + added / tile, 2 * (WIDE + e) * weights - added)
 
 
 def outside_moved(step: StepShape, columns: int) -> Moved:
-    """Return the bytes of a pass outside of the layers, on one tensor rank: of the embedding, the
-    last norm, and the loss with its head. columns: as in `layer_moved`."""
+    """Return the bytes of a pass outside of the layers, on one tensor rank: the embedding, the last
+    norm, and the loss with its head.
+
+    columns: as in `layer_moved`.
+    """
     model, e, hidden = step.model, step.options.element, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
     cast, trains = (e + WIDE if e < WIDE else 0), step.options.lora is None
@@ -172,7 +177,8 @@ def outside_moved(step: StepShape, columns: int) -> Moved:
         logits += 19 * WIDE
     elif model.full.get("logits_scaling", 1.0) != 1.0:
         logits += 4 * WIDE
-    rows = (2 + 2 + 2 + 2 + 4) * e  # chosen, of the head, put in place, times a factor, put back
+    # selected, of the head, written to their positions, times a factor, written back
+    rows = (2 + 2 + 2 + 2 + 4) * e
     table = words * hidden * trains
     loss = words * logits + hidden * rows
     embedding = hidden * (2 + 3 * trains) * e

@@ -39,7 +39,7 @@ class RowSizes:
         """Return the sizes for a model. element: the bytes of an element of its weights."""
         score = WIDE if layer_kind(shape).wide_scores else element
         met, shared = shape.met_experts, bool(shape.shared_features)
-        behind = shared and shape.model_type != "ernie4_5_moe"  # which meets shared ones first
+        behind = shared and shape.model_type != "ernie4_5_moe"  # its shared experts come first
         return cls(shape.hidden_size * element, met * score, met * CHOICE, behind)
 
 

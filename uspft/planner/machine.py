@@ -223,11 +223,10 @@ PEAK_BF16 = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-"""Dense 16-bit matrix FLOP/s from the makers' data sheets, by words of the device's name.
+"""Dense 16-bit matrix FLOP/s from the vendors' data sheets, by words of the device's name.
 
-Where a name begins with another one, the longer name stands first. Hardware files name a row: a
-run's MFU needs the peaks of many devices, and only some of them are in a cluster that a file
-describes.
+If a name begins with another one, the longer name comes first. Hardware files refer to a row; a
+run's MFU also needs peaks of devices without a file.
 """
 
 OTHER = r" (?:Ti|D|Laptop)\b|.*\bMIG\b"
@@ -235,7 +234,7 @@ OTHER = r" (?:Ti|D|Laptop)\b|.*\bMIG\b"
 
 
 def device_of(device_name: str) -> str | None:
-    """Return the words of the table that a device's name holds, or None (a CPU, a new GPU)."""
+    """Return the entry of the table that a device's name contains, or None (a CPU, a new GPU)."""
     for words in PEAK_BF16:
         if re.search(rf"(?<!\w){words}(?!\w|{OTHER})", device_name):
             return words
@@ -243,13 +242,13 @@ def device_of(device_name: str) -> str | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The device's 16-bit peak, or None where it is not known."""
+    """Return the device's 16-bit peak, or None where it is not known."""
     words = device_of(device_name)
     return PEAK_BF16[words] if words else None
 
 
 _SUM_BYTES = 4
-"""The bytes of an element to which products are added, in float32."""
+"""The bytes per element of a float32 sum to which products are added."""
 PAIR_FLOPS = (4, 10)
 """The FLOPs of a (query, key) pair per element of a head, forward and backward: two and five
 products of 2 each, as FlashAttention's papers count."""
@@ -262,9 +261,9 @@ class MemorySpeed(RecipeBlock):
     """The block says how large and how fast the memory of one rank is."""
 
     bytes: Positive
-    """What a rank has of it."""
+    """Bytes of memory of a rank."""
     bytes_per_second: Positive
-    """What a rank reads and writes in a second, both counted."""
+    """Bytes that a rank reads and writes per second together."""
 
 
 class ProductSpeed(RecipeBlock):
@@ -273,9 +272,9 @@ class ProductSpeed(RecipeBlock):
     share: Annotated[float, Field(gt=0, le=1)]
     """The share of the peak that large products reach."""
     launch_seconds: NotNegative
-    """Seconds of a product of nothing."""
+    """Seconds of an empty product."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """The type that the share is for."""
+    """The dtype for which the share was measured."""
 
 
 class AttentionSpeed(RecipeBlock):
@@ -289,7 +288,7 @@ class AttentionSpeed(RecipeBlock):
     backward_flops: Positive
     """FLOP/s backward."""
     launch_seconds: NotNegative
-    """Seconds of a call that sees nothing."""
+    """Seconds of a call without (query, key) pairs."""
 
 
 Figure = Literal["memory", "products", "attention", "inside", "between", "hide"]
@@ -304,29 +303,30 @@ class Measurement(RecipeBlock):
     """The block says what `calibrate` measured of a file, when, and with which versions."""
 
     date: Annotated[Text, Field(title="a date, as 2026-11-25")]
-    """The day on which it was measured, in UTC."""
+    """The day of the measurement, in UTC."""
     versions: Annotated[Text, Field(title="names and versions")]
-    """The programs that took part, with their versions."""
+    """The software that was measured, with versions."""
     figures: Annotated[tuple[Figure, ...], Strict(False), Field(title="a list of figures")]
-    """The keys of the file that were measured; the others stand in from another file."""
+    """The keys of the file that were measured; the others come from another file."""
 
 
 class Hardware(RecipeBlock):
-    """One kind of cluster, as a file describes it; every figure has its source there."""
+    """One kind of cluster, as described by a file that has the source of every figure."""
 
     name: Annotated[Text, Field(title="the file's own name")]
     what: Annotated[Text, Field(title="what the cluster is")]
     sources: Annotated[tuple[Text, ...], Strict(False), Field(title="a list of sources")]
     device: Annotated[str, OneOf(lambda: {name: name for name in PEAK_BF16})] | None = None
-    """The GPU's name in the table of peaks, which has the FLOP/s."""
+    """The GPU's name in the table of peak FLOP/s."""
     peak_flops: Positive | None = None
-    """FLOP/s of matrix products where no table has them: of a CPU, the most that was measured."""
+    """FLOP/s of matrix products for devices not in the table; for a CPU, the most that was
+    measured."""
     kernel: Text | None = None
-    """The attention kernel that was measured, where the file comes from `calibrate`."""
+    """The attention kernel that was measured, if the file comes from `calibrate`."""
     measured: Measurement | None = None
-    """What was measured where it stands; null: nothing was, as in the files that are shipped."""
+    """What was measured; null: nothing, as in the shipped files."""
     ranks_per_host: Count
-    """Ranks of a host that compute at once: its GPUs; of CPUs, as many as were measured."""
+    """Ranks of a host that compute at once: its GPUs, or on CPUs as many as were measured."""
     memory: MemorySpeed
     products: ProductSpeed
     attention: AttentionSpeed
@@ -335,11 +335,12 @@ class Hardware(RecipeBlock):
     between: Links
     """Links between hosts."""
     hide: Fraction = 0.5
-    """The share of what keys' transfers and attention could do at the same time in which they do;
-    where a file says none, half: published runs show from a quarter to two thirds."""
+    """The reached share of the possible overlap of keys' transfers with attention; half by default:
+    published runs show from a quarter to two thirds."""
 
     def missing(self, ranks: int) -> list[str]:
-        """Return the figures that prices for `ranks` ranks depend on and that were not measured."""
+        """Return the figures that predictions for `ranks` ranks depend on and that were not
+        measured."""
         unused = {"inside"} if self.ranks_per_host == 1 or ranks == 1 else set()
         unused |= {"between"} if ranks <= self.ranks_per_host else set()
         unused |= {"hide"} if ranks == 1 else set()
@@ -347,12 +348,12 @@ class Hardware(RecipeBlock):
         return [name for name in FIGURES if name not in {*known, *unused}]
 
     def error(self, ranks: int) -> float:
-        """Return the relative error of the ratio of two layouts' prices."""
+        """Return the relative error of the ratio of two layouts' predicted times."""
         return SHIPPED_ERROR if self.missing(ranks) else CALIBRATED_ERROR
 
     @property
     def peak(self) -> float:
-        """The FLOP/s that its products could reach."""
+        """The peak FLOP/s of its products."""
         return PEAK_BF16[self.device] if self.device else float(self.peak_flops or 0)
 
     def product_seconds(
@@ -361,7 +362,7 @@ class Hardware(RecipeBlock):
         """Return the seconds of a product [m, k] × [k, n].
 
         It is bound by its FLOPs, or by reading both matrices and writing the result. added: whether
-        it is added to a sum in float32, which is read too.
+        it is added to a float32 sum, which is read too.
         """
         flops = 2.0 * m * k * n / (self.products.share * self.peak)
         moved = self.memory_seconds(product_bytes(m, k, n, element_bytes, added=added))
@@ -370,24 +371,22 @@ class Hardware(RecipeBlock):
     def attention_seconds(
         self, pairs: float, heads: float, dim: int, *, backward: bool = False
     ) -> float:
-        """Return the seconds of so many pairs of query and key in each of so many heads.
-
-        They are those of the forward alone, or of the backward alone.
-        """
+        """Return the seconds of attention for this many (query, key) pairs in each of `heads`
+        heads, either of the forward or of the backward."""
         known = self.attention
         speed = known.backward_flops if backward else known.forward_flops
         return known.launch_seconds + PAIR_FLOPS[backward] * pairs * heads * dim / speed
 
     def memory_seconds(self, moved_bytes: float) -> float:
-        """Return the seconds that the device's memory takes to read and write so many bytes
-        together."""
+        """Return the seconds that the device's memory takes to read and write this many bytes in
+        total."""
         return moved_bytes / self.memory.bytes_per_second
 
     def collective_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
         """Return the seconds of one collective of a group.
 
-        of_bytes: of an all-gather's result, of what a reduce-scatter or an all-reduce starts from;
-        of an all-to-all and point to point, what one rank sends to the others.
+        of_bytes: the size of an all-gather's result, or of the input of a reduce-scatter or an
+        all-reduce; for an all-to-all and point to point, what one rank sends to the others.
         """
         if spread.ranks == 1:
             return 0.0
@@ -431,7 +430,7 @@ class Hardware(RecipeBlock):
         if not to_next:
             return latency + self._spread_out_seconds("point_to_point", sent_bytes, spread)
         rate = link.bytes_per_second
-        if spread.spans_hosts:  # of each ring, one member a host sends to another host
+        if spread.spans_hosts:  # in each ring, one member per host sends to another host
             rate = self._across("point_to_point", spread.groups)
         return latency + sent_bytes / rate
 
@@ -505,7 +504,7 @@ class Hardware(RecipeBlock):
 
 def product_bytes(m: float, k: float, n: float, element_bytes: int, *, added: bool) -> float:
     """Return the bytes that a product [m, k] × [k, n] reads and writes: both matrices and the
-    result, once each, or the sum in float32 that it is added to."""
+    result once each, or the float32 sum to which it is added."""
     result_bytes = 2 * _SUM_BYTES if added else element_bytes
     return element_bytes * (m * k + k * n) + result_bytes * m * n
 

@@ -1,5 +1,5 @@
-"""How a step runs: the choices on which its time and the memory of its ranks depend, beside the
-model, the layout and the rows."""
+"""The options of a step: the choices on which its time and memory depend, besides the model, the
+layout and the rows."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
 
 GRADIENT_BYTES = 4
-"""The bytes of an element of a weight's gradient, which is summed in float32."""
+"""The bytes of an element of a weight's gradient in the float32 sum."""
 RECOMPUTES = ("nothing", "exchange", "attention")
 """The values of `memory.recompute`, those with the least work first."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a step runs, as far as its time or memory depends on it."""
+    """The options of a step on which its time or memory depends."""
 
     algorithm: AlgorithmRow = WHOLE
-    """The context-parallel algorithm's row in the table of config/algorithms.py."""
+    """The table row of the sequence-parallel algorithm."""
     exchange_stages: int = 0
-    """The stages in which an algorithm exchanges keys (`exchange_stages`); 0: `auto`."""
+    """The number of stages in which an exchange's keys arrive; 0 for auto."""
     use_seq_parallel: bool = False
     copies: int = 1
-    """The copies of a rank's tokens that take turns (`fine_grain_interleave`)."""
+    """The number of groups of a rank's tokens that take turns in blocks
+    (`fine_grain_interleave`)."""
     micro_batch: int = 1
-    """Rows of one replica in one forward."""
+    """Rows of a replica in one forward."""
     dtype: str = "bfloat16"
     zero_stage: int = 1
     bucket: int = ELEMENTS["reduce_bucket_size"]
     """The elements of DeepSpeed's reduce_bucket_size."""
     live: int = ELEMENTS["stage3_max_live_parameters"]
-    """The gathered elements up to which ZeRO-3 fetches weights ahead."""
+    """The gathered elements up to which ZeRO-3 prefetches weights."""
     prefetch: int = ELEMENTS["stage3_prefetch_bucket_size"]
-    """The elements that ZeRO-3 fetches ahead together."""
+    """The elements that ZeRO-3 prefetches at a time."""
     reuse: int = ELEMENTS["stage3_max_reuse_distance"]
-    """ZeRO-3 keeps gathered weights that are used again within this many elements."""
+    """The distance in elements within which ZeRO-3 keeps weights that are used again."""
     two_buckets: bool = False
     """Whether DeepSpeed has two buckets of gradients (overlap_comm)."""
     overlaps: bool | None = False
@@ -55,20 +56,20 @@ class Options:
     offload_optimizer: bool = False
     offload_weights: bool = False
     saves_beside: bool = False
-    """Whether a checkpoint waits on the host while it is written."""
+    """Whether a checkpoint is copied to the host and written while training continues."""
     gradient_reduction: str = "float32"
     """The dtype in which gradients are reduced over ranks."""
     checkpointing: bool = True
     flash: bool = False
-    """Whether attention's kernel is a GPU's, which allocates more than it returns."""
+    """Whether attention runs with a GPU's flash kernel, which allocates workspace."""
     first_layers: int | Each | None = None
-    """How many layers of a stage, or of each stage, are checkpointed; None: all."""
+    """The number of checkpointed layers per stage, or for each stage, if not all are."""
     recompute: str = "nothing"
     at_once: int | None = None
-    """The query heads per KV head that attention computes at once; None: all heads."""
+    """How many query heads of a KV head attention computes at once; None for all heads."""
     offload_activations: bool = False
     loss_tile: int | None = 1024
-    """The tokens of a tile of the loss; None: all at once."""
+    """Tokens per tile of the loss; None for all at once."""
     mlp_tile: int | None = None
     """The tokens of a tile of MLPs; None: all at once."""
     slices: tuple[int, ...] | None = None
@@ -76,11 +77,11 @@ class Options:
     fastest ones."""
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
-    """Regular expressions over the names of frozen parameters."""
+    """Regular expressions over the names of parameters that do not train."""
     schedule: Schedule = PLAIN
-    """The schedule of a pipeline."""
+    """The schedule of the pipeline."""
     equal_tokens: bool = False
-    """Whether chunks of a row have equal tokens; else they take equal time."""
+    """Whether chunks of a row have equal tokens, rather than equal time."""
     step_rows: int | None = None
     """Rows of a step, over all replicas; None: for memory, enough to fill a pipeline."""
 
@@ -121,8 +122,10 @@ class Options:
 
 
 def options_of(recipe: Recipe, layout: Layout) -> Options:
-    """Return the options of a recipe in a layout. An `auto` counts as the value that it has when
-    memory suffices."""
+    """Return the options of a recipe in a layout.
+
+    An `auto` counts as the value that it has when memory suffices.
+    """
     zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
     parallel, again = recipe.parallel_config, memory.gradient_checkpointing
     on_gpu, overlaps = recipe.launch.device == "cuda", zero.get("overlap_comm")
@@ -189,7 +192,7 @@ def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
 
 
 def schedule_of(parallel: ParallelBlock) -> Schedule:
-    """Return how the ranks of a recipe's pipeline work, with the layers of its stages where it says
+    """Return the schedule of a recipe's pipeline, with the layers of its stages if it gives
     them."""
     order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
     sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))

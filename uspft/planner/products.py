@@ -159,7 +159,7 @@ def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
 
 
 def _state_modules(shape: ModelShape) -> dict[str, ProductShape]:
-    """Return what a layer with a state has beside projections."""
+    """Return the parameters of a layer with a state other than projections, as shapes."""
     sizes = state_sizes(shape)
     assert sizes
     each, channels = sizes.values // sizes.keys, sizes.channels
@@ -179,15 +179,20 @@ def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
 
 
 def named_projections(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
-    """Return by name the projections of a layer that has these blocks, each by itself where
-    transformers has several in one matrix. shape: with the layer's sizes."""
+    """Return the projections of a layer with these blocks by name, fused ones split up.
+
+    shape: with the layer's sizes.
+    """
     mixing = state_projections(shape) if blocks.state else attention_projections(shape)
     return mixing | mlp_projections(shape, experts=blocks.experts) | added_projections(shape)
 
 
 def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
-    """Return by name the modules with weights of a layer that has these blocks, each with its
-    matrix, or vector. shape: with the layer's sizes."""
+    """Return the modules with weights of a layer with these blocks by name, each with its matrix or
+    vector.
+
+    shape: with the layer's sizes.
+    """
     kind, found = layer_kind(shape), named_projections(shape, blocks)
     if kind.fused:
         _fuse(found, "self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
@@ -212,21 +217,23 @@ def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
 
 
 def _fuse(found: dict[str, ProductShape], at: str, names: Sequence[str], name: str) -> None:
-    """Let matrices that lie one below another be one."""
+    """Replace these matrices by one that concatenates their outputs."""
     every = [found.pop(f"{at}{one}") for one in names]
     found[f"{at}{name}"] = replace(every[0], outputs=sum(one.outputs for one in every))
 
 
 def _experts_at(router: str) -> str:
-    """Return how the names of a layer's experts begin, which stand beside its router or, in Gemma
-    4, beside the MLP."""
+    """Return the prefix of the names of a layer's experts, which are next to its router or, in
+    Gemma 4, next to the MLP."""
     at = f"{router.rpartition('.')[0]}.experts."
     return at if at in EXPERTS else "experts."
 
 
 def matrices_of_experts(router: str) -> tuple[str, str]:
-    """Return the names of a layer's matrices into and out of experts. router: the name of what
-    chooses among them."""
+    """Return the names of a layer's matrices into and out of experts.
+
+    router: the router's name.
+    """
     at = _experts_at(router)
     return f"{at}gate_up_proj", f"{at}down_proj"
 

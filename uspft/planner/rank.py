@@ -1,7 +1,7 @@
-"""The ranking of layouts by predicted seconds, those that fit in memory first; and `auto`, which is
-the first of the ranking.
+"""The ranking of layouts by predicted seconds, those that fit in memory first; and `auto`, which
+takes the first of the ranking.
 
-Seconds are those of step.py, and memory that of memory.py.
+Seconds come from step.py, memory from memory/formula.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from uspft.segments import Segments
 SHORTLIST = 8
 """The number of layouts that are priced exactly, after a search by closed forms."""
 SAID = 3
-"""The number of parts that are named as reasons why a layout is slower than the first."""
+"""The number of parts named as reasons why a layout is slower than the first."""
 LEAST_SECONDS = 0.005
 """The smallest difference that is named, as a share of the first layout's step."""
 
@@ -108,7 +108,7 @@ class Ranked:
 
     @property
     def place(self) -> tuple[bool, Place]:
-        """The sort key: those that fit first, then by seconds."""
+        """The sort key: layouts that fit come first, then by seconds."""
         return not self.fits, _by_seconds(self)
 
     @cached_property
@@ -204,7 +204,7 @@ def ranked(
     if way.layout.is_mesh and shape.options.slices is None:
         shape = shape.under(slices=slices_on(PlacedStep(shape, way.layout, hardware)))
     known = Memo() if memo is None else memo
-    if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
+    if way.layout.pipeline > 1:  # once, by the documents of rows, so that time and memory agree
         dealt = price.dealt_stages(shape, way.layout, known)
         shape = shape.under(schedule=way.schedule._replace(sizes=dealt.sizes))
     return Ranked(way, shape, hardware, known, saving, own, closely)

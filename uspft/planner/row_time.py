@@ -230,7 +230,7 @@ def row_time(placed: PlacedStep, row: Segments) -> RowTime:
 def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     """Return the predicted seconds of a token and of a (query, key) pair, by which rows are cut
     into chunks of equal time."""
-    whole = placed.of(placed.step.under(schedule=PLAIN))  # of whole rows
+    whole = placed.of(placed.step.under(schedule=PLAIN))  # of unsplit rows
     step, length = whole.step, whole.step.row.length
     empty, full = Segments((0,), length), Segments.single(length)
 
@@ -238,7 +238,9 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
         for window, layers in Counter(step.windows).items():
             if window == NO_KEYS:
                 continue
-            one = whole.of(replace(step, model=replace(step.model, layers=1), windows=(window,)))
+            # What trains is told by all layers' names, and products cancel out.
+            alone = step.under(lora=None, freeze=())
+            one = whole.of(replace(alone, model=replace(step.model, layers=1), windows=(window,)))
             more = row_time(one, full).row - row_time(one, empty).row
             yield window, layers * max(more, 0.0) / int(pairs(length, window))
 

@@ -36,7 +36,7 @@ from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
 
 AGAIN = 4 / 3
-"""What a layer costs whose forward is made again, beside one whose is not."""
+"""The cost of a layer with a recomputed forward, relative to one without."""
 
 
 def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:

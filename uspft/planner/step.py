@@ -85,7 +85,7 @@ def model_flops(step: StepShape) -> float:
         if window != NO_KEYS
     )
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
-    shape = (1, model.heads, 1)  # pairs have all layers and features
+    shape = (1, model.heads, 1)  # every pair counts for all layers and features
     frozen = int((1 - step.trained) * parameters)
     return step_flops(parameters, tokens, int(step.step_rows * pairs), shape, frozen=frozen)
 
@@ -275,7 +275,8 @@ def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) 
 
 
 def _stored(placed: PlacedStep, stages: Stages | None = None, place: int = 0) -> StoredParts:
-    """Return stored_parts of a layout, counted once for all that store parameters alike."""
+    """Return stored_parts of a layout, computed once for all layouts that store parameters
+    alike."""
     step, layout = placed.step, placed.layout
     key = layout.mesh_rows, layout.mesh_columns, layout.experts, stages, place
     return placed.memo.once(("stored", *key), partial(stored_parts, step, layout, stages, place))

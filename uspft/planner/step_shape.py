@@ -146,7 +146,7 @@ class StepShape:
 
     model: ModelShape
     row: Segments
-    """The row that every row is priced as, unless there is a sample."""
+    """The row that stands for every row, unless there is a sample."""
     windows: Sequence[int | None]
     """The sliding window of each layer, as in `StepLayer`."""
     options: Options
@@ -166,7 +166,7 @@ class StepShape:
     @property
     def step_rows(self) -> int:
         """Rows of a step, over all replicas."""
-        assert self.options.step_rows  # or there is no step to price
+        assert self.options.step_rows  # otherwise there is no step to predict
         return self.options.step_rows
 
     @cached_property
@@ -180,7 +180,8 @@ class StepShape:
 
     @property
     def drawn(self) -> DrawnRows:
-        """The rows over which work is averaged: the sample, or the one row that stands for all."""
+        """The rows over which work is averaged: the sample, or the single row that stands
+        for all."""
         return self.sample or DrawnRows((self.row,))
 
     def under(self, **options: Any) -> StepShape:
@@ -201,10 +202,10 @@ Priced = TypeVar("Priced")
 
 
 class Memo(dict[Hashable, Any]):
-    """A cache of prices and memory of one step on one machine, by all else that they depend on."""
+    """A cache of predictions of one step on one machine, by everything else that they depend on."""
 
     def once(self, key: Hashable, make: Callable[[], Priced]) -> Priced:
-        """Return what make() gave the first time that key was asked for."""
+        """Return make() from the first call with this key."""
         if key not in self:
             self[key] = make()
         found: Priced = self[key]
@@ -213,13 +214,13 @@ class Memo(dict[Hashable, Any]):
 
 @dataclass(frozen=True, eq=False)
 class PlacedStep:
-    """A step in a layout on a machine: what the cost model prices."""
+    """A step in a layout on a machine: the input of the cost model."""
 
     step: StepShape
     layout: Layout
     hardware: Hardware
     algorithm: Algorithm | None = None
-    """The context-parallel algorithm at the layout's degrees; None: attention is not priced."""
+    """The context-parallel algorithm at the layout's degrees; None: attention is not predicted."""
     memo: Memo = field(default_factory=Memo)
     """The cache, shared with other layouts of the same step on the same machine."""
 

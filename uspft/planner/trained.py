@@ -1,4 +1,4 @@
-"""Which of a model's parameters train, by the names of its modules, and how many a rank holds."""
+"""Which of a model's parameters train, by the names of its modules, and how many a rank stores."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PROJECTIONS = frozenset(
 )
 """The last words of the projections of a layer."""
 EXPERT_WORDS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
-"""Those that matrices of experts have too, fused or in files, where a model has any."""
+"""Of these, the words that names of experts' matrices can have too, fused or in files."""
 _OWN = (*STATE_OWN, "router.scale", "router.per_expert_scale")
-"""How the names of parameters end that stand in no module of their own."""
+"""The endings of the names of parameters that are not in a module of their own."""
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
@@ -43,14 +43,17 @@ class Lora:
 
     rank: int
     modules: tuple[str, ...] | None = None
-    """The last words of the projections that have one; None for all."""
+    """The last words of the projections with an adapter; None for all."""
     dropout: bool = False
     parameters: tuple[str, ...] = ()
-    """The names of what has one beside these: matrices of experts, and of routers."""
+    """The names of other parameters with an adapter: matrices of experts, and of routers."""
 
     def adapts(self, name: str, words: Collection[str] = ()) -> bool:
-        """Tell whether a projection of a layer, its experts' or its router's, has an adapter; one
-        whose last word experts have too, as one of `words`, is named as a parameter."""
+        """Tell whether a projection of a layer, its experts or its router has an adapter.
+
+        words: last words that experts have too; a projection with one of these counts as a
+        parameter.
+        """
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
         word = name.rpartition(".")[2]
@@ -73,7 +76,10 @@ class Trained:
 def trained_layers(
     shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
 ) -> tuple[Trained, ...]:
-    """Return what of each layer trains. freeze: regular expressions over parameters' names."""
+    """Return the trained modules of each layer.
+
+    freeze: regular expressions over parameters' names.
+    """
     kinds, numbers = modules_of_kinds(shape)
     return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze, _words_of_experts(shape))
 
@@ -81,7 +87,7 @@ def trained_layers(
 def modules_of_kinds(
     shape: ModelShape,
 ) -> tuple[list[dict[str, ProductShape]], tuple[int, ...]]:
-    """Return the modules of each kind of layer, and of which kind each layer is."""
+    """Return the modules of each kind of layer, and the kind of each layer as an index."""
     every = layer_blocks(shape)
     kinds = list(dict.fromkeys(every))
     modules = [layer_modules(blocks.sizes(shape), blocks) for blocks in kinds]
@@ -96,8 +102,11 @@ def _trained(
     freeze: tuple[str, ...],
     words: frozenset[str],
 ) -> tuple[Trained, ...]:
-    """numbers: of which kind each layer is. kinds: the names of the modules of each. words: as of
-    Lora.adapts."""
+    """Return the trained modules of each layer.
+
+    numbers: the kind of each layer. kinds: the names of the modules of each kind. words: as in
+    Lora.adapts.
+    """
     found: list[Trained] = []
     for number, kind in enumerate(numbers):
         at, names = f"model.layers.{number}", kinds[kind]
@@ -110,7 +119,7 @@ def _trained(
 
 
 def _parameter(name: str) -> str:
-    """Return the name of a module's weight; experts are parameters themselves, and so are gates."""
+    """Return the name of a module's weight; experts and gates are parameters themselves."""
     own = _of_experts(name) or name.endswith(_OWN)
     return name if own else f"{name}.weight"
 
@@ -130,55 +139,55 @@ def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
 
 
 def outside_trains(lora: Lora | None, freeze: tuple[str, ...]) -> Mapping[str, bool]:
-    """Tell which of the embedding, the last norm and the head train."""
+    """Return for the embedding, the last norm and the head whether each trains."""
     names = (EMBEDDING, LAST_NORM, HEAD)
     return {name: not lora and not _frozen(f"{name}.weight", freeze) for name in names}
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many parameters a tensor rank holds."""
+    """The numbers of parameters that a tensor rank stores."""
 
     every: int
-    """Frozen ones and adapters counted."""
+    """All of them, frozen ones and adapters included."""
     trained: int
     largest_trained: int
-    """Of one parameter that trains."""
+    """The elements of the largest parameter that trains."""
     layer: int
-    """Of a layer, adapters counted."""
+    """Those of a layer, adapters included."""
     largest: int
-    """Of one parameter of a layer."""
+    """The elements of the largest parameter of a layer."""
     head: int
     experts: int = 0
-    """Of those of experts that ranks divide, which are counted among the others too."""
+    """Those of experts that are divided over ranks; they count in the others too."""
     experts_trained: int = 0
     vectors: bool = False
-    """Whether any of one dimension trains."""
+    """Whether any 1-D parameter trains."""
     tied: bool = False
-    """Whether the head's gradient waits for that of the embedding, which is one parameter."""
+    """Whether head and embedding are one parameter, whose gradient is complete only after both."""
     sizes: tuple[tuple[int, int], ...] = ()
-    """Of parameters that train, and how many are so large."""
+    """(elements, number of such parameters) of parameters that train."""
 
     def divided(self, ways: int) -> ParameterCounts:
-        """Return what a mesh row holds of it."""
+        """Return the counts on a mesh row."""
         counts = {one.name: -(-getattr(self, one.name) // ways) for one in fields(self)[:-1]}
         sizes = tuple((-(-size // ways), number) for size, number in self.sizes)
         return ParameterCounts(**counts, sizes=sizes)
 
     def above(self, elements: int) -> int:
-        """Return how many of them are in parameters that train and are larger than that."""
+        """Return the elements of trained parameters that are larger than this."""
         return sum(size * number for size, number in self.sizes if size > elements)
 
 
 class StageLayers(NamedTuple):
-    """What a rank of a pipeline has of a model."""
+    """The layers of a model on a rank of a pipeline."""
 
     layers: tuple[int, ...]
     first: bool
     """Whether it has the embedding."""
     last: bool
-    """Whether it has the last norm and the head; of a tied table a copy, which is none of its
-    parameters."""
+    """Whether it has the last norm and the head; if that is tied, it is a copy and not a
+    parameter."""
 
 
 def all_layers(shape: ModelShape) -> StageLayers:
@@ -187,7 +196,7 @@ def all_layers(shape: ModelShape) -> StageLayers:
 
 
 class _Held(NamedTuple):
-    """A parameter as a tensor rank holds it; both factors of an adapter are one."""
+    """A parameter as a tensor rank stores it; both factors of an adapter count as one."""
 
     elements: int
     trains: bool
@@ -204,8 +213,10 @@ def counts_of(
     stage: StageLayers | None = None,
     experts: int = 1,
 ) -> ParameterCounts:
-    """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
-    the ranks that divide those of a layer."""
+    """Return the parameter counts of a tensor rank, without biases.
+
+    stage: its layers; None: all. experts: the number of ranks that divide a layer's experts.
+    """
     mine = stage or all_layers(shape)
     outside = _outside_layers(shape, tensor, lora, freeze, mine)
     numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
@@ -235,9 +246,11 @@ def counts_of(
 def trained_above(
     shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], experts: int
 ) -> list[int]:
-    """Count, for each layer, the parameters of a tensor rank that train and whose gradients come
-    before its own: of the layers behind it, the last norm and the head, tied to the embedding or
-    not. The rest is as of counts_of."""
+    """Return, for each layer, the trained parameters of a tensor rank whose gradients are computed
+    before the layer's own: those of later layers, the last norm and the head.
+
+    The other arguments are as in counts_of.
+    """
     numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
     each = [sum(one.elements for one in kind if one.trains) for kind in held]
     outside = outside_trains(lora, freeze)
@@ -251,8 +264,8 @@ def trained_above(
 def _of_layers(
     shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], experts: int
 ) -> tuple[list[int], list[list[_Held]]]:
-    """Return of which kind each layer is, told apart by modules and by what of them trains; and
-    what a tensor rank holds of each kind."""
+    """Return the kind of each layer, as an index (kinds differ in modules or in what trains), and a
+    tensor rank's parameters of each kind."""
     modules, words = modules_of_kinds(shape), _words_of_experts(shape)
     every = list(zip(modules[1], trained_layers(shape, lora, freeze), strict=True))
     kinds, found = list(dict.fromkeys(every)), list[list[_Held]]()
@@ -273,8 +286,8 @@ def _of_layers(
 def _outside_layers(
     shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], mine: StageLayers
 ) -> list[_Held]:
-    """Return what a tensor rank of a stage holds outside of layers: the embedding, the head, the
-    last norm, and what makes the embeddings of each layer."""
+    """Return the parameters of a tensor rank of a stage outside of layers: the embedding, the head,
+    the last norm, and per-layer embeddings."""
     trains, table = outside_trains(lora, freeze), head_projection(shape).on(tensor).parameters
     found = [_Held(table, trains[EMBEDDING])] * mine.first
     found += [_Held(table, trains[HEAD])] * (mine.last and not shape.tied)

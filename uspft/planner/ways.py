@@ -105,7 +105,7 @@ class Way:
         by_turns = (self.splits_tokens or layout.context > 1) and not layout.is_mesh
         first = options.first_layers
         if not isinstance(first, int | None) and not as_many(first, layout.pipeline, self.schedule):
-            first = None  # it has a number per stage, of another number of stages
+            first = None  # its numbers are for another number of stages
         return step.under(
             algorithm=self.row,
             use_seq_parallel=self.splits_tokens,
@@ -267,7 +267,7 @@ def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) 
         if model.experts % layout.experts:
             return "the experts do not divide by the ranks that are to hold them"
         if layout.experts > 1 and way.stage == 0:
-            return "ZeRO-0 is not available beside experts that ranks divide"
+            return "ZeRO-0 is not available with expert parallelism"
         if heads.query < layout.ulysses:
             return "more ranks exchange heads than there are heads"
         if way.algorithm(step, ranks_per_host).problems(tokens, heads):
@@ -291,7 +291,7 @@ def why_no_stages(model: ModelShape, way: Way) -> str | None:
         return f"stages of {model.model_type} are not available"
     if model.joined_layers:
         return f"stages of {model.joined_layers} are not available"
-    return "ZeRO-0 is not available beside stages" if way.stage == 0 else None
+    return "ZeRO-0 is not available with stages" if way.stage == 0 else None
 
 
 def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
@@ -334,18 +334,18 @@ Problems = Callable[["Recipe", Layout], list[Finding]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, with the `parallel_config` that asks for it."""
+    """A layout, with its `parallel_config`."""
 
     parallel: ParallelBlock
     layout: Layout
     reason: str | None = None
     """Why the layout is not tried, or None where it is."""
     key: str | None = None
-    """The key of the recipe that the reason is about; None where it is about none."""
+    """The recipe key that the reason is about, if it is about one."""
 
     @property
     def name(self) -> str:
-        """The name of its way, or where strategies differ the name of each."""
+        """The name of its way, or, if strategies differ, the name of each."""
         every = each_alone(self.parallel) or [self.parallel]
         return " + ".join(dict.fromkeys(_asked(one, settled_layout(one)).name for one in every))
 
@@ -353,8 +353,8 @@ class Candidate:
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
     """Return every algorithm at every degree on this many ranks, the recipe's own layout first.
 
-    An algorithm is left out at degrees where another does the same under its own name. recipe: a
-    resolved one, whose ZeRO stage and options of algorithms are kept where they apply.
+    An algorithm is left out at degrees at which it equals another one. recipe: a resolved one,
+    whose ZeRO stage and options of algorithms are used where they apply.
     """
     own = recipe.parallel_config
     space = Space(
@@ -392,10 +392,10 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
 
 
 def chosen(all_of_them: Sequence[Candidate], limit: int | None) -> list[Candidate]:
-    """Return the same list, in which those beyond the limit have it as their reason.
+    """Return the same list with a reason for each candidate beyond the limit.
 
-    The recipe's own is kept first, then in turn one of each algorithm and context degree. limit:
-    None where there is none.
+    The recipe's own comes first, then in turn one of each algorithm and context degree. limit:
+    None: no limit.
     """
     legal = [one for one in all_of_them if one.reason is None]
     if limit is None or len(legal) <= limit:
@@ -410,7 +410,7 @@ def chosen(all_of_them: Sequence[Candidate], limit: int | None) -> list[Candidat
 
 
 def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
-    """Return how often its algorithm and each of its degrees are kept already."""
+    """Return how often its algorithm and each of its degrees are among the chosen already."""
     traits = [
         (
             each.parallel.context_parallel_algo,
@@ -425,7 +425,7 @@ def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
 
 
 def way_of(recipe: Recipe, layout: Layout) -> Way:
-    """Return the way that a resolved recipe of one layout asks for."""
+    """Return the way of a resolved recipe with one layout."""
     again = recipe.memory.recompute
     return replace(
         _asked(recipe.parallel_config, layout),
@@ -436,7 +436,7 @@ def way_of(recipe: Recipe, layout: Layout) -> Way:
 
 
 def _asked(parallel: ParallelBlock, layout: Layout) -> Way:
-    """Return a way as far as `parallel_config` asks for it."""
+    """Return the part of a way that `parallel_config` sets."""
     row = row_of(parallel.context_parallel_algo, layout.context)
     options = {name: getattr(parallel, key) for key, name in row.options.items()}
     return Way(
@@ -449,7 +449,7 @@ def _asked(parallel: ParallelBlock, layout: Layout) -> Way:
 
 
 def in_recipe(recipe: Recipe, way: Way) -> Recipe:
-    """Return a recipe that asks for a way, and is the same in all else."""
+    """Return a recipe with the keys of a way, otherwise unchanged."""
     zero = {**recipe.deepspeed.zero_optimization, "stage": way.stage}
     memory, again = dict[str, object](), recipe.memory.gradient_checkpointing
     if again:
@@ -465,7 +465,7 @@ def in_recipe(recipe: Recipe, way: Way) -> Recipe:
 
 
 def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
-    """Return the block of one way, which is `own` in all else."""
+    """Return `own` with the keys of a way."""
     update = dict(way.degrees)
     if update["context_parallel_algo"]:
         update["ulysses_degree_in_cp"] = way.layout.ulysses
@@ -480,13 +480,13 @@ def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
 
 
 def _beyond(way: Way) -> str | None:
-    """Return why a way is not tried: that virtual stages do the same with rows that are whole."""
+    """Return why a way is not tried: virtual stages with unsplit rows do the same."""
     shared = way.layout.tensor * way.layout.context > 1
     return "virtual stages of shared rows" if way.schedule.virtual > 1 and shared else None
 
 
 def _options(own: ParallelBlock, name: str | None) -> dict[str, Any]:
-    """Return the options of the algorithms, of which one's alone are kept."""
+    """Return the options of all algorithms, null except those of the named one."""
     return {
         option: (getattr(own, option) or AUTO) if row.name == name else None
         for row in CONTEXT.values()
@@ -495,7 +495,7 @@ def _options(own: ParallelBlock, name: str | None) -> dict[str, Any]:
 
 
 def _without_options(block: ParallelBlock) -> ParallelBlock:
-    """Return the block with its algorithm's options left to the algorithm, and in one slice."""
+    """Return the block with its algorithm's options left open, and with one slice."""
     row = row_of(block.context_parallel_algo, block.row_ranks)
     slices = {"tensor_slices": (1, 1, 1, 1)} if block.on_a_mesh else {}
     return block.model_copy(update={**dict.fromkeys(row.options, AUTO), **slices})

@@ -28,7 +28,7 @@ def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> li
     findings: list[Finding] = []
     degrees = {one.model_parallel for one in strategies_of(recipe)}
     if layout.experts > 1 and len(degrees) > 1:
-        what = f"is {layout.experts}, beside strategies whose model_parallel differs"
+        what = f"is {layout.experts}, with strategies whose model_parallel differs"
         findings.append((EXPERTS, what, "write 1, or one model_parallel in all strategies"))
     for number in range(every):
         alone = under(recipe, number)
@@ -97,11 +97,12 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
     kind = shape.model_type
     if shape.routed and layout.is_mesh:
         able = [name for name, one in FAMILIES.items() if not (one.routed or one.states)]
-        what = f"is meshslice, and experts, which `{kind}` has, do not lie on a mesh yet"
+        what = f"is meshslice, and experts, which `{kind}` has, cannot be split over a mesh yet"
         remedy = f"write megatron, or name a model of type {', '.join(able)}"
         return [("parallel_config.tensor_parallel_algo", what, remedy)]
     if shape.seeing_all and layout.is_mesh:
-        what = f"is meshslice, and heads of two sizes, which `{kind}` has, do not lie on a mesh yet"
+        heads = f"heads of two sizes, which `{kind}` has"
+        what = f"is meshslice, and {heads}, cannot be split over a mesh yet"
         return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
     if recipe.parallel_config.mesh_is_open:  # no mesh was found that something else does not forbid
         return []
@@ -228,7 +229,7 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
         yield from _chunk_findings(recipe, layout, shape)
     if shape and layout.pipeline > 1 and shape.raw.get("output_router_logits"):
         beside = f"parallel_config.pipeline_stage {layout.pipeline}"
-        what = f"is true, which is not available beside {beside}"
+        what = f"is true, which is not available with {beside}"
         yield "model.overrides.output_router_logits", what, "write false"
 
 

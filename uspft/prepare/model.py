@@ -227,7 +227,7 @@ def inside_findings(strategies: Sequence[Strategy], stored: Shards) -> list[Find
     least, found = degrees.index(stored.layout.tensor), []
     for number, one in enumerate(strategies):
         if name := outside(stored, one.model_parallel // one.mesh_rows):
-            what = f"is {one.model_parallel}, and its parts of {name} do not lie inside those of"
+            what = f"is {one.model_parallel}, and its parts of {name} are not contained in those of"
             there = f"{STRATEGIES}[{least}], {stored.layout.tensor} ways"
             remedy = "write switching: move, or degrees that divide the model's heads"
             key = f"{STRATEGIES}[{number}].model_parallel"

@@ -104,7 +104,7 @@ def wasted(
     # fixed order, but ranks run their stages in varying order.
     if layout.pipeline > 1 and stage_of(recipe) == 3:
         yield (
-            "deepspeed.zero_optimization.stage: is 3, beside parallel_config.pipeline_stage "
+            "deepspeed.zero_optimization.stage: is 3, with parallel_config.pipeline_stage "
             f"{layout.pipeline}: weights are not fetched ahead there, so each layer waits for its "
             "own; write 1 or 2 where a stage's weights fit"
         )

@@ -47,7 +47,7 @@ def test_what_comes_out_wrong_is_told_with_the_recipe_s_key(tmp_path: Path) -> N
         convert(theirs, words, "uspft", to=to)
     assert str(told.value).startswith(f"{to}:")
     assert not to.exists()
-    with pytest.raises(InputError, match="stands beside a configuration of MindSpore"):
+    with pytest.raises(InputError, match="is given together with a configuration of MindSpore"):
         convert(theirs, ["data.train"], "uspft", to=to)
     with pytest.raises(InputError, match="write one of mindspore"):
         convert(theirs, [], "uspft", to=to, tool="mindformers")

@@ -263,7 +263,7 @@ def test_stages_that_the_recipes_keys_forbid_are_counted(planned: Run) -> None:
     assert "data4-pipeline2" in names and not {name for name in names if "x2" in name}
     stage_0 = ["deepspeed.zero_optimization.stage=0", "training.global_batch_size=1"]
     single = planned(LLAMA, *stage_0, "--top", "400")
-    assert "since ZeRO-0 is not available beside stages" in single
+    assert "since ZeRO-0 is not available with stages" in single
     assert not {name for name in table(single) if "pipeline" in name}
 
 

@@ -29,7 +29,7 @@ def asked_of_stages(zero: dict[str, Any], **parallel: Any) -> Recipe:
 
 
 WRONG: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"stage": 0}, "stage", "is 0, beside parallel_config.expert_parallel 2", "1, 2 or 3"),
+    ({"stage": 0}, "stage", "is 0, with parallel_config.expert_parallel 2", "1, 2 or 3"),
     ({"contiguous_gradients": False}, "contiguous_gradients", "is false", "write true"),
     ({"round_robin_gradients": True}, "round_robin_gradients", "is true", "write false"),
     ({"stage": 3, "reduce_scatter": False}, "reduce_scatter", "is false", "write true"),
@@ -66,7 +66,7 @@ def test_ranks_that_divide_experts_run_as_many_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("zero", "virtual", "key", "what"),
     [
-        ({"stage": 0}, 1, "stage", "is 0, beside parallel_config.pipeline_stage 2"),
+        ({"stage": 0}, 1, "stage", "is 0, with parallel_config.pipeline_stage 2"),
         ({"stage": 3, "zero_hpz_partition_size": 2}, 1, "zero_hpz_partition_size", "is 2, which"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "stage 2"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "num 2"),
@@ -119,7 +119,7 @@ def test_lists_of_checkpointed_layers_need_a_number_of_stages() -> None:
         (
             {"tensor_parallel_algo": "meshslice", "tensor_mesh": (1, 2)},
             "fine_grain_interleave",
-            "is 2, beside meshslice, whose slices hide transfers already",
+            "is 2, with meshslice, whose slices hide transfers already",
             "write 1 (at tensor_mesh [1, n] meshslice hides what this would)",
         ),
         ({"use_seq_parallel": True}, "", "", ""),
@@ -148,7 +148,7 @@ def test_copies_by_turns_are_not_beside_what_takes_all_tokens_at_once(
     assert list(copies(plain)) == []
     other = getattr(plain, block).model_copy(update={key: value})
     ((at, what, remedy),) = copies(plain.model_copy(update={block: other}))
-    assert at == f"{block}.{key}" and "beside parallel_config.fine_grain_interleave 2" in what
+    assert at == f"{block}.{key}" and "with parallel_config.fine_grain_interleave 2" in what
     assert remedy
 
 

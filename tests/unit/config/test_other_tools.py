@@ -76,7 +76,7 @@ PREFERENCES = "uspft trains on texts and answers by cross-entropy; preference tr
 BLOCK = "it is a block of MindSpore Transformers: "
 OPTIMIZER_SHARDS = (
     "here it is `deepspeed.zero_optimization.stage`; true is stage 1, or 2 and 3 as its neighbours "
-    "say; false is stage 0, or 1 beside stages and beside several micro-batches in bfloat16"
+    "say; false is stage 0, or 1 with stages and with several micro-batches in bfloat16"
 )
 ANSWERS = "here it is `data.train_on`; true is all; false, the default, is assistant"
 TEMPLATE = (
@@ -131,7 +131,7 @@ NAMES: dict[str, dict[str, str]] = {
         "gradient_accumulation_steps: 4": ACCUMULATION,
         "val_set_size: 0.1": "here it is `data.eval_fraction`; a share, never a number of samples; "
         "0 is null",
-        "adapter: lora": "here it is `model.adapter`; lora; qlora is LoRA beside weights that are "
+        "adapter: lora": "here it is `model.adapter`; lora; qlora becomes LoRA on weights that are "
         "not quantised",
         "sequence_parallel_degree: 4": "here it is `parallel_config.context_parallel`; ranks that "
         "share a row; replicas are ranks ÷ it",

@@ -28,7 +28,7 @@ deepspeed: {zero_optimization: {stage: 1, offload_param: {device: cpu}}}"""
         "r.yaml:2: model.dtype: unknown value `bf16`; did you mean `bfloat16`? "
         "Allowed: float32 | bfloat16",
         "r.yaml:2: model.trust_remote_code: code from the hub is not available yet; write false",
-        "r.yaml:2: model.config: stands beside `model.name_or_path`, and only one of them "
+        "r.yaml:2: model.config: is set together with `model.name_or_path`, and only one of them "
         "names the model; keep one and write null for the other",
         "r.yaml:3: data.packing: unknown value `best`; did you mean `best_fit`? "
         "Allowed: none | best_fit",
@@ -78,10 +78,10 @@ COMBINATIONS = {
     EVAL % "checkpoint: {keep_best: true}": "checkpoint.keep_best: is true, and the only "
     "evaluation is that of the last step; write training.eval_every_steps, such as 100, or false "
     "here",
-    "training: {epochs: 2}": "training.epochs: stands beside `training.steps`, and only one of "
-    "them ends the run; keep one and write null for the other",
-    "lr_schedule: {warmup_steps: 3, warmup_ratio: 0.1}": "lr_schedule.warmup_steps: stands beside "
-    "`lr_schedule.warmup_ratio`, and only one of them can rule; "
+    "training: {epochs: 2}": "training.epochs: is set together with `training.steps`, "
+    "and only one of them ends the run; keep one and write null for the other",
+    "lr_schedule: {warmup_steps: 3, warmup_ratio: 0.1}": "lr_schedule.warmup_steps: is set "
+    "together with `lr_schedule.warmup_ratio`, and only one of them can rule; "
     "keep one and write null for the other",
     "lr_schedule: {warmup_initial: 1}": "lr_schedule.warmup_initial: is 1, above "
     "optimizer.learning_rate: 1e-05; write at most 1e-05",

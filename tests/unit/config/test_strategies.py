@@ -64,19 +64,19 @@ WRONG = {
     "strategies: [{max_length: 64, context_parallel: 2}]": f"{KEY}[0].context_parallel_algo: "
     "is missing, and context_parallel is 2",
     "strategies: [{max_length: 16, model_parallel: 2}, {max_length: 64, model_parallel: 3}]": KEY
-    + "[1].model_parallel: is 3: its parts do not lie inside those of",
+    + "[1].model_parallel: is 3: its parts are not contained in those of",
     f"strategies: [{{max_length: 16, {MESH}, tensor_mesh: [2, 2]}}, "
     "{max_length: 64, model_parallel: 8}]": KEY
-    + f"[1].model_parallel: is 8: its parts do not lie inside the blocks of {KEY}[0], 4 ways; "
+    + f"[1].model_parallel: is 8: its parts are not contained in the blocks of {KEY}[0], 4 ways; "
     "write the same tensor_mesh in all, or let one",
     f"strategies: [{{max_length: 16, {MESH}, tensor_mesh: [2, 2]}}, "
     f"{{max_length: 64, {MESH}, tensor_mesh: [4, 1]}}]": KEY
-    + f"[1].tensor_mesh: is [4, 1]: its blocks do not lie inside those of {KEY}[0], 4 ways",
+    + f"[1].tensor_mesh: is [4, 1]: its blocks are not contained in those of {KEY}[0], 4 ways",
     f"strategies: [{{max_length: 16, {MESH}}}, {{max_length: 64, {MESH}}}]": KEY
-    + "[1].tensor_mesh: is left to be chosen: its blocks do not lie inside those of",
+    + "[1].tensor_mesh: is left to be chosen: its blocks are not contained in those of",
     "strategies: [{max_length: 16, model_parallel: 2, use_seq_parallel: true}, "
     f"{{max_length: 64, {MESH}, tensor_mesh: [4, 1]}}]": KEY
-    + f"[1].tensor_mesh: is [4, 1]: its blocks do not lie inside those of {KEY}[0], 2 ways",
+    + f"[1].tensor_mesh: is [4, 1]: its blocks are not contained in those of {KEY}[0], 2 ways",
     "strategies: [{max_length: 16, model_parallel: 2}, "
     f"{{max_length: 64, {MESH}, tensor_mesh: [2, 2]}}]": KEY
     + f"[0].use_seq_parallel: is false, and the mesh of {KEY}[1] splits tokens between blocks; "

@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             "parallel": {"pipeline_config": {"pipeline_scheduler": "seqpipe"}},
             "config": {"use_ring_attention": True},
         },
-        "beside seq_split_num 2",
+        "together with seq_split_num 2",
     ),
     "chunks that do not divide": (
         {

@@ -152,7 +152,7 @@ def test_the_strategies_are_named_with_what_can_be_done() -> None:
     ((key, what, remedy),) = inside_findings(every, held(2, 3))
     assert key == "parallel_config.strategies[2].model_parallel"
     assert what.startswith(
-        "is 8, and its parts of k do not lie inside those of parallel_config.str"
+        "is 8, and its parts of k are not contained in those of parallel_config.str"
     )
     assert what.endswith("strategies[0], 2 ways") and remedy.startswith("write switching: move")
     assert inside_findings(every, held(2, 4)) == []

@@ -479,9 +479,13 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
     assert equal.brought(Segments((0, ROW // 4, ROW), ROW), None) == 1 + 3 / 4
 
 
-def test_prices_are_those_of_the_cost_model() -> None:
+@pytest.mark.parametrize("freeze", [(), ("norm",)])
+def test_prices_are_those_of_the_cost_model(freeze: tuple[str, ...]) -> None:
     windows = (None, 1024) * 16
-    given = replace(step_of(LLAMA, ROW, step_rows=8), windows=windows)
+    kinds = ["full_attention", "sliding_attention"] * 16
+    raw = {**LLAMA.raw, "layer_types": kinds, "use_sliding_window": True, "sliding_window": 1024}
+    model = replace(LLAMA, model_type="qwen2", raw=raw)
+    given = replace(step_of(model, ROW, step_rows=8, freeze=freeze), windows=windows)
     placed = PlacedStep(given, Layout(pipeline=2), H100, make_algorithm(WHOLE, 1, 1))
     found = chunk_prices(placed)
     whole = row_time(placed, given.row).row

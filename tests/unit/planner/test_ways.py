@@ -88,7 +88,7 @@ def test_stages_that_are_not_legal_are_counted_by_their_reason(
     deep = "more stages than layers"
     alone = {"tensor": {1}, "context": {1}, "data": {1}}
     assert left(32, **alone) == {deep: 2} and left(64, **alone) == {deep: 3}
-    assert left(8, **alone, stages=(0,)) == {"ZeRO-0 is not available beside stages": 3}
+    assert left(8, **alone, stages=(0,)) == {"ZeRO-0 is not available with stages": 3}
     monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], cut=None))
     assert left(8, **alone) == {"stages of llama are not available": 3}
 

@@ -92,7 +92,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "parallel_config.offset",
         {"parallel_config": {"offset": 1, "strategies": [STAGED]}},
-        "is 1, beside layouts of which each has its own stages",
+        "is 1, with layouts that each have their own stages",
         "layers_per_stage, or leave it out",
     ),
     (
@@ -104,7 +104,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "deepspeed.zero_optimization.zero_hpz_partition_size",
         {"deepspeed": zero(stage=3, zero_hpz_partition_size=2)},
-        "is 2, which is not available beside parallel_config.pipeline_stage 2",
+        "is 2, which is not available with parallel_config.pipeline_stage 2",
         "leave it out",
     ),
     *(
@@ -152,7 +152,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "parallel_config.offset",
         {"parallel_config": {"offset": [1, 0], "layers_per_stage": [5, 4]}},
-        "stands beside `parallel_config.layers_per_stage`",
+        "is set together with `parallel_config.layers_per_stage`",
         "keep one",
     ),
     (
@@ -176,13 +176,13 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "parallel_config.pipeline_scheduler",
         {"parallel_config": {"pipeline_scheduler": "1f1b", "seq_split_num": 2}},
-        "is 1f1b, which takes rows whole, beside parallel_config.seq_split_num 2",
+        "is 1f1b, which takes rows whole, with parallel_config.seq_split_num 2",
         "write seqpipe, or seq_split_num: 1",
     ),
     (
         "parallel_config.pipeline_scheduler",
         {"parallel_config": {"pipeline_scheduler": "gpipe", "seq_split_num": 2}},
-        "is gpipe, which takes rows whole, beside parallel_config.seq_split_num 2",
+        "is gpipe, which takes rows whole, with parallel_config.seq_split_num 2",
         "write seqpipe, or seq_split_num: 1",
     ),
     (
@@ -200,13 +200,13 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "memory.attention_heads",
         {"parallel_config": {"seq_split_num": 2}, "memory": {"attention_heads": 1}},
-        "is 1, which is not available beside parallel_config.seq_split_num 2",
+        "is 1, which is not available with parallel_config.seq_split_num 2",
         "write all",
     ),
     (
         "memory.offload_activations",
         {"parallel_config": {"seq_split_num": 2}, "memory": {"offload_activations": "cpu"}},
-        "is cpu, which is not available beside",
+        "is cpu, which is not available with",
         "write none",
     ),
     (
@@ -286,7 +286,7 @@ def test_what_a_model_speaks_against_is_named(tmp_path: Path) -> None:
         examined(tmp_path, routed)
     (problem,) = raised.value.problems
     assert problem.key == "model.overrides.output_router_logits"
-    assert "beside parallel_config.pipeline_stage 2" in problem.what
+    assert "with parallel_config.pipeline_stage 2" in problem.what
 
 
 def settled(folder: Path, **blocks: Any) -> Any:

@@ -81,7 +81,10 @@ def test_the_vocabulary_holds_them(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     adapter = {"type": "lora", "rank": 2, "alpha": 4}
     for changes, told in (
-        ({"add_tokens": NEW, "adapter": adapter}, "model.add_tokens: stands beside `model.adap"),
+        (
+            {"add_tokens": NEW, "adapter": adapter},
+            "model.add_tokens: is set together with `model.adap",
+        ),
         ({"add_tokens": [*NEW, NEW[0]]}, "model.add_tokens[3]: `<|start_header_id|>` stands th"),
         ({"add_tokens": [3]}, "model.add_tokens[0]: "),
     ):

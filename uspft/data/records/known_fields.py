@@ -143,7 +143,7 @@ FIELDS = (
         "turns before a pair's own: `[[question, answer], …]`, or a list of turns",
         tools=(FACTORY, SWIFT),
     ),
-    KnownField("tools", "handed to the chat template", tools=(FACTORY, SWIFT, TRL, OPENAI)),
+    KnownField("tools", "passed to the chat template", tools=(FACTORY, SWIFT, TRL, OPENAI)),
     KnownField("chat_template_kwargs", "settings of the chat template", tools=(TRL,)),
     KnownField(
         "prompt",
@@ -264,7 +264,7 @@ REFUSED = (
         Refused(
             name,
             f"beside `{other}`, and another: refused",
-            why=f"is there beside {other}",
+            why=f"is there together with {other}",
             remedy="write data.fields: {{{name}: null}} to take "
             + other
             + (", or {{" + other + ": {name}}}" if name != "history" else " alone"),
@@ -313,14 +313,14 @@ CONTENT = KnownField(
 )
 CALLS = KnownField(
     "tool_calls",
-    "handed to the chat template; `arguments` as it reads them, an object or JSON text",
+    "passed to the chat template; `arguments` as it reads them, an object or JSON text",
     TURN,
     also=("function_call",),
     tools=(TRL, OPENAI),
 )
 THOUGHTS = KnownField(
     "reasoning_content",
-    "handed to the chat template, as thoughts",
+    "passed to the chat template, as thoughts",
     TURN,
     also=("reasoning", "thinking"),
     tools=(TRL, SWIFT),

@@ -77,22 +77,21 @@ def work_bytes(how: Sharing, queries: int, keys: int) -> float:
     most = backward_bytes(how.row, token)
     if (
         how.row.behind and how.row.ring == 1
-    ):  # the sum of dQ, what two chunks give, and what they gave
+    ):  # the sum of dQ, the results of two chunks, and their outputs
         most = max(most, token.wide * token.query + 2 * (token.query + token.pair))
     return how.tokens * (most + how.flash * flash_bytes(how, queries, keys))
 
 
 def flash_bytes(how: Sharing, queries: int, keys: int) -> float:
-    """Return what torch's flash attention allocates of a token in a backward beside what it
-    returns: the sum of dQ in float32, and where heads share keys dK and dV of each; with two
-    float32 of a query head, for its softmax (measured, benchmarks/results/card.json: flash-attn 4
-    allocates as much or less)."""
+    """Return the bytes per token of the workspace of torch's flash attention in a backward: the sum
+    of dQ in float32; if heads share keys, dK and dV of each; and two float32 per query head for its
+    softmax (measured, benchmarks/results/card.json: flash-attn 4 allocates as much or less)."""
     wide = 4.0 * queries * (-(-how.dim // DIM_STEP) * DIM_STEP + 2)
     return wide + (2.0 * how.element * queries * how.dim if queries != keys else 0.0)
 
 
 def attended(tape: LayerTape, how: Sharing, queries: int, keys: int) -> list[Storage]:
-    """Return the log-sum-exp and the output of so many query and KV heads."""
+    """Return the log-sum-exp and the output of this many query and KV heads."""
     token, out = how.token(queries, keys), how.bytes(queries)
     lse, large = token.lse * how.tokens, out * token.wide
     sums = tape.new(lse)
@@ -102,7 +101,7 @@ def attended(tape: LayerTape, how: Sharing, queries: int, keys: int) -> list[Sto
         found = tape.new(out)
         if (
             how.row.ring == 2 and how.row.stages is None and not how.row.behind
-        ):  # its last keys are at hand
+        ):  # its last keys are in memory
             hands.pop()
         part = tape.new(out), tape.new(lse)
         if large > out:
@@ -119,10 +118,10 @@ def attended(tape: LayerTape, how: Sharing, queries: int, keys: int) -> list[Sto
 
 
 class Remembered:
-    """What model/recompute.py keeps of one layer's attention between its two runs."""
+    """What model/recompute.py saves of one layer's attention between its two runs."""
 
     def __init__(self, tape: LayerTape, wanted: bool) -> None:
-        """wanted: whether its graph keeps its inputs, which the second run makes again."""
+        """wanted: whether its graph needs its inputs, which the second run recomputes."""
         self._tape, self._wanted = tape, wanted
         self._leaves: list[Tensor] = []
         self._out: Tensor | None = None

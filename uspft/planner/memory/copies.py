@@ -1,5 +1,6 @@
-"""What a layer that works on copies of its tokens by turns keeps and needs, on a tape, as
-model/copies.py, tensor/interleaved.py and tensor/put_off.py go. Sizes are bytes."""
+"""The memory of a layer with `fine_grain_interleave`, which splits its tokens into interleaved
+groups (copies), by replaying on a tape what model/copies.py and tensor/interleaved.py allocate.
+Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from uspft.planner.memory.sizes import OUT, OUTWARD, LayerSizes
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 PutOffProducts = deque[Callable[[], None]]
-"""Products that make gradients of weights, which wait until a transfer is awaited."""
+"""A queue of products that compute weights' gradients while a transfer is awaited."""
 
 
 class PutOffGradient:
-    """The gradient of a weight that is put off, as far as it has been made."""
+    """The running sum of a weight's gradient over its delayed products."""
 
     def __init__(self, tape: LayerTape, waiting: PutOffProducts, size: float) -> None:
         self._tape, self._waiting, self._size = tape, waiting, size
         self._sum: Storage | None = None
         given = [tape.parameter(True)]
         self.stand = tape.record(given, (0.0,), self._whole)[0]
-        """What products depend on instead of the weight."""
+        """The stand-in for the weight in the graph."""
 
     def add(self, *held: Storage | None) -> None:
-        """Put off a product of what is held until then."""
+        """Queue a product; `held` stays alive until it runs."""
         of = [held]
 
         def make() -> None:
@@ -44,21 +45,25 @@ class PutOffGradient:
 
 
 class CopiesUnderWay:
-    """Copies on their way into a block or out of it, either way."""
+    """The transfers of copies into a block, or out of it."""
 
     def __init__(
         self, tape: LayerTape, one: LayerSizes, waiting: PutOffProducts, *, into: bool
     ) -> None:
-        """one: a copy's."""
+        """one: the bytes of a copy."""
         self._tape, self._waiting, self._into, self._one = tape, waiting, into, one
         self._there: dict[int, list[Storage | None]] = {}
         self._back: dict[int, list[Storage | None]] = {}
-        """Gradients on their way, which a backward that begins before a second run starts too."""
+        """Gradients in transfer, by copy; a backward that begins before recomputation starts them
+        too."""
         self._begun: dict[int, Tensor] = {}
 
     def begin(self, copy: int, x: Tensor, *, sends: bool = True) -> None:
-        """Let a copy go. sends: whether now, and not by `send`, as in a second run, whose graph is
-        in the order of the first one's."""
+        """Record a copy's transfer.
+
+        sends: whether to start it now rather than in `send`; a recomputation's graph has the order
+        of the first run's.
+        """
         x = self._tape.viewed(x)
         self._there[copy] = self._start(x.storage, self._into) if sends else [x.storage]
 
@@ -73,7 +78,7 @@ class CopiesUnderWay:
         self._there[copy] = self._start(self._there[copy][-1], self._into)
 
     def arrived(self, copy: int) -> Tensor:
-        """Return a copy once it is there."""
+        """Return a copy after its transfer."""
         out = self._there.pop(copy)[-1]
         assert out
 
@@ -85,7 +90,7 @@ class CopiesUnderWay:
         return self._tape.record((self._begun[copy],), (size,), backward, made=[out])[0]
 
     def _start(self, x: Storage | None, into: bool) -> list[Storage | None]:
-        """Start the transfer of all of a block's tokens, or of this rank's of their sum."""
+        """Start the transfer of all of a block's tokens, or of this rank's part of their sum."""
         if self._one.splits_tokens:
             size = self._one.inside_bytes() if into else self._one.between_bytes()
             return [x, self._tape.new(size)]
@@ -93,7 +98,7 @@ class CopiesUnderWay:
 
 
 class OneCopy(Layer):
-    """What works on a copy token by token, whose weights' gradients are put off."""
+    """The token-by-token modules of a layer for one copy; their weights' gradients are delayed."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
@@ -102,8 +107,8 @@ class OneCopy(Layer):
         self._sums: list[Storage] = []
 
     def mlp_of(self, x: Tensor, copy: int) -> Tensor:
-        """Return what the MLP makes of a copy; in tiles, nothing is put off, and gradients of
-        weights wait until all copies' have been added up."""
+        """Return the MLP's output for a copy; with tiles no product is delayed, and weights'
+        gradients wait until all copies' are summed."""
         s, tape = self.sizes, self.tape
         if not s.tile:
             return self.in_tiles(x)
@@ -124,8 +129,8 @@ class OneCopy(Layer):
         return float(s.element * s.features * (inside.get(name) or s.inside(block)))
 
     def puts_off(self) -> dict[str, float]:
-        """Return the bytes of weights whose gradients are put off: of a divided projection, and of
-        that factor of its adapter that is divided too."""
+        """Return the bytes of weights with delayed gradients: those of split projections, and the
+        split factors of their adapters."""
         s = self.sizes
         found = {name: self.weight(name) for name in s.trained if name.endswith("_proj")}
         for name in s.adapted:
@@ -145,7 +150,7 @@ class OneCopy(Layer):
         return self._put_off(x, name, size)
 
     def _put_off(self, x: Tensor, name: str, size: float) -> Tensor:
-        """Return a product of x, of so many bytes, that puts off the gradient of its weight."""
+        """Return a product of x of this size, with a delayed gradient of its weight."""
         tape, put_off, before = self.tape, self.put_off[name], x.size
         held, wants = x.storage, bool(x.node)
 
@@ -157,7 +162,7 @@ class OneCopy(Layer):
 
 
 class LayerOfCopies(Layer):
-    """A layer on a tape that takes its tokens in copies."""
+    """A layer on a tape that runs its tokens in copies."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
@@ -170,7 +175,7 @@ class LayerOfCopies(Layer):
             CopiesUnderWay(tape, self._one.sizes, self._waiting, into=way) for way in ways
         ]
         self._whole: dict[str, Tensor] = {}
-        """What projections have made of all copies."""
+        """The projections' outputs for all copies, by name."""
         self._again = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -209,7 +214,7 @@ class LayerOfCopies(Layer):
         return tape.joined(ends)
 
     def project(self, x: Tensor, name: str) -> Tensor:
-        """Return what has been made of all copies, or a projection of x."""
+        """Return the output of a projection for all copies if it exists, else a projection of x."""
         return self._whole[name] if name in self._whole else super().project(x, name)
 
     def _plus(self, residual: Tensor, made: Tensor) -> Tensor:
@@ -219,7 +224,7 @@ class LayerOfCopies(Layer):
         return self.tape.parted(x, [x.size / self.sizes.copies] * self.sizes.copies)
 
     def _attended_each(self, entering: CopiesUnderWay) -> list[Tensor]:
-        """Return of each copy what attention hands to its projection out."""
+        """Return, for each copy, the input of attention's output projection."""
         tape, s = self.tape, self.sizes
         parts: dict[str, list[Tensor]] = {name: [] for name in s.outputs("self_attn")}
         for copy in range(s.copies):
@@ -231,7 +236,7 @@ class LayerOfCopies(Layer):
         del arrived, made
         out = tape.viewed(out)
         if s.splits_tokens:
-            whole = tape.remade(out)  # filled up for all ranks
+            whole = tape.remade(out)  # padded for all ranks
             found = [tape.copied(one) for one in self._cut(whole)]
         else:
             found = self._cut(out)
@@ -240,6 +245,6 @@ class LayerOfCopies(Layer):
         return found
 
     def _together(self, made: list[Tensor]) -> Tensor:
-        if self.sizes.splits_tokens:  # of each rank some
+        if self.sizes.splits_tokens:  # some tokens of each rank
             made = [self.tape.viewed(one) for one in made]
         return self.tape.joined(made)

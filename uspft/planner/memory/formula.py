@@ -27,10 +27,10 @@ USABLE_SHARE = 0.92
 """The share of a card's memory, as torch reports it, that a rank's peak may fill: the context, NCCL
 and gaps take the rest."""
 ACTIVATIONS = ("activations", "at work", "batch")
-"""The parts that rows need."""
+"""The parts that depend on the rows."""
 KILOTOKEN = 1024
 MOST_KILOTOKENS = 1 << 20
-"""Of a rank, at which the search for the longest row ends."""
+"""Kilotokens per rank at which the search for the longest row ends."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Memory:
     parts: Mapping[str, int]
     """Bytes on the device at its peak, by part."""
     host_bytes: int = 0
-    """Bytes that wait in the host's memory."""
+    """Bytes in host memory."""
     unpredicted: tuple[str, ...] = ()
-    """What there is of the layout that the formula does not know; parts are a guess with any."""
+    """Features of the model that the formula does not know; with any, parts are an estimate."""
     stage_inputs: int = 0
-    """The most inputs of stages that a rank of a pipeline keeps at a time."""
+    """The most stage inputs that a pipeline rank stores at a time."""
 
     @property
     def peak_bytes(self) -> int:
@@ -52,17 +52,17 @@ class Memory:
 
     @property
     def weight_bytes(self) -> int:
-        """What weights alone need, which is known of every layout."""
+        """The bytes of the weights, known for every layout."""
         return self.parts.get("weights", 0)
 
     @property
     def activation_bytes(self) -> int:
-        """What rows need."""
+        """The bytes that depend on the rows."""
         return sum(self.parts[name] for name in ACTIVATIONS)
 
     @property
     def state_bytes(self) -> int:
-        """What weights, gradients and the optimizer need, whatever the rows."""
+        """The bytes of weights, gradients and the optimizer, whatever the rows."""
         return self.peak_bytes - self.activation_bytes
 
 
@@ -74,9 +74,10 @@ def memory_of(
     options: Options,
     memo: Memo | None = None,
 ) -> Memory:
-    """Return what a rank needs for rows of so many tokens; of a pipeline the rank that needs most.
+    """Return a rank's memory for rows of this many tokens; in a pipeline that of the rank with
+    most.
 
-    memo: what other layouts and options of the model have alike; None: nothing is shared.
+    memo: a cache that other layouts and options of the model share; None: none is shared.
     """
     if layout.pipeline > 1:
         every = memory_of_ranks(shape, layout, row_tokens, options=options, memo=memo)
@@ -99,10 +100,10 @@ def memory_of_ranks(
     options: Options,
     memo: Memo | None = None,
 ) -> list[Memory]:
-    """Return what each rank along a pipeline needs for rows of so many tokens.
+    """Return the memory of each pipeline rank for rows of this many tokens.
 
-    memo: as of memory_of; with one, of ranks with as many layers only the first, which has most
-    micro-batches under way, and the last are returned.
+    memo: as in memory_of; with one, of ranks with the same number of layers only the first, which
+    has most micro-batches in flight, and the last are returned.
     """
     windows, schedule = layer_windows(shape), options.schedule
     multiple = chunk_multiple(layout, options.use_seq_parallel)
@@ -183,7 +184,7 @@ def _pass(
 
 
 def unpredicted(shape: ModelShape) -> tuple[str, ...]:
-    """Return what there is of a model that the formula does not know."""
+    """Return the features of a model that the formula does not know."""
     found = {
         "experts beside an MLP": shape.beside_mlp,
         "embeddings of each layer": bool(shape.layer_features),
@@ -193,10 +194,12 @@ def unpredicted(shape: ModelShape) -> tuple[str, ...]:
 
 
 def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those that wait on the host. one,
-    batch: what one micro-batch takes, and its batch, where all layers are one stage. state: what
-    that takes at a layer, and beyond that of layers while the loss is made, are parts too, where
-    the peak is."""
+    """Return the bytes of activations by part at their peak, and those on the host.
+
+    one, batch: the bytes of one micro-batch and its batch, with all layers in one stage. state: the
+    model's state, whose additional bytes in a layer and during the loss count as parts if the peak
+    is there.
+    """
     layers = list(zip(one.layers, one.routers, strict=True))
     waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]
@@ -212,22 +215,23 @@ def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str
 
 
 def fits(memory: Memory, card_bytes: float) -> bool:
-    """Tell whether a card with this much memory has what a rank needs."""
+    """Tell whether a rank fits on a card with this much memory."""
     return memory.peak_bytes <= USABLE_SHARE * card_bytes
 
 
 def longest_row(shape: ModelShape, layout: Layout, card_bytes: float, *, options: Options) -> int:
-    """Return the longest row in tokens that fits a card, by kilotokens of each rank, or 0."""
+    """Return the longest row in tokens that fits on a card, in kilotokens of each rank, or 0."""
     return longest_of(
         lambda row: memory_of(shape, layout, row, options=options).peak_bytes, layout, card_bytes
     )
 
 
 def longest_of(peak: Callable[[int], float], layout: Layout, card_bytes: float) -> int:
-    """Return the longest row in tokens, by kilotokens of each rank, whose peak fits a card, or 0.
+    """Return the longest row in tokens, in kilotokens of each rank, whose peak fits on a card, or
+    0.
 
-    peak: from the tokens of a row to bytes, which grow nearly in a line: where that meets what a
-    card has is looked first.
+    peak: from the tokens of a row to bytes. They are nearly linear, so that the search starts where
+    the line reaches the card's memory.
     """
     step, usable = KILOTOKEN * layout.context, USABLE_SHARE * card_bytes
     low, high = (0, 0.0), (MOST_KILOTOKENS, math.inf)
@@ -247,8 +251,8 @@ def longest_of(peak: Callable[[int], float], layout: Layout, card_bytes: float) 
 def row_memory(
     options: Options, shape: ModelShape, row: AlgorithmRow, layout: Layout, length: int
 ) -> tuple[int, int]:
-    """Return the bytes that each further row of so many tokens takes on a rank of those that share
-    it, and those that rows take once, whatever their number."""
+    """Return the bytes of each further row of this length on one of the ranks that share it, and
+    the bytes that do not depend on the number of rows."""
     one, two = (
         memory_of(
             shape,

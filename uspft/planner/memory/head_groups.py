@@ -51,7 +51,7 @@ class GroupMemory(ABC):
         self._gates = sum(
             own for name, own in into.items() if behind.use and behind.made_share(name)
         )
-        """Those of the first that make some of what follows attention."""
+        """Of the former, the weights of projections whose features are used after attention."""
         self._kept: list[Storage] = []
         """The first run's results that the second run does not recompute; until the backward."""
         self._away: list[float] = []
@@ -107,7 +107,7 @@ class GroupMemory(ABC):
         found = self._gradients(saved, slopes)
         if s.offloads and not s.first:
             self.below = tape.new(s.between_bytes())
-        # The queries' gradient lies in the output until the input's has been made of it.
+        # The queries' gradient lies in the output's memory until the input's is computed from it.
         dx = gates or (out if out.size == self._hidden else tape.new(self._hidden))
         sums += self._summed(self._into, self._first_gradients, before=self._gates)
         if s.wide > 1:
@@ -167,7 +167,7 @@ class GroupMemory(ABC):
             x = held = self._input(one, wanted=wanted)
             x = self.tape.leaf(x.size, x.storage) if wanted else x
         out = Tensor(self._tile_out)
-        if self.sizes.gathers:  # of all ranks, which is put together
+        if self.sizes.gathers:  # of all ranks, assembled here
             size = out.size * (self._tile.sharing.tokens < self.sizes.sharing.tokens)
             out = Tensor(out.size, self.tape.new(size))
             out = self.tape.leaf(out.size, out.storage) if wanted else out
@@ -215,8 +215,7 @@ class GroupMemory(ABC):
         with tape.apart(collects=True):
             one = self._part(BEFORE)
             made = one.before(self._input(one, wanted=True))
-            # The gradient of queries, or values, is a copy, since the input's takes its place;
-            # behind that of the row each is one more.
+            # The gradient of queries, or values, is copied, since the input's overwrites it.
             slope = tape.new(made[2 if self.sizes.state else 0].size)
             sizes = [part.size for part in made]
             slopes = lambda grads: [tape.new(part) for part in sizes]  # noqa: E731
@@ -414,7 +413,7 @@ class GatheredGroupMemory(AttentionGroupMemory):
 
     def _made(self, turn: _Turn) -> list[list[Storage]]:
         how = self.sizes.sharing
-        if turn.queries == how.heads and how.row.ulysses == 1:  # all of them, as they lie
+        if turn.queries == how.heads and how.row.ulysses == 1:  # all of them, in their layout
             return [[one] for one in self._qkv]
         return self._storages(turn)
 
@@ -429,7 +428,7 @@ class GatheredGroupMemory(AttentionGroupMemory):
 
     def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
         found = super()._gradients(saved, slopes)
-        self._slopes, self._qkv = [], self._qkv[:1]  # where the queries' gradient lies
+        self._slopes, self._qkv = [], self._qkv[:1]  # the memory of the queries' gradient
         return found
 
     def _slope(self, heads: int) -> None:

@@ -1,8 +1,8 @@
-"""The most that attention's backward has alive where a rank's tokens are several blocks, or keys
-come from other ranks.
+"""The peak memory of attention's backward if a rank's tokens are several blocks, or keys come from
+other ranks.
 
-It goes as sequence/passes.py and kernels/varlen.py go, for one causal document
-in the order in which an algorithm deals tokens out, on a tape. Sizes are bytes.
+It replays sequence/passes.py and kernels/varlen.py on a tape, for one causal document in an
+algorithm's token order. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _of_a_token(found: BytesFound, walk: Walk, how: RowSharing, token: BytesPerT
         return found(how._replace(ulysses=1), token)
     if ring > SHORT[1] and (how.stages or 0) < SHORT[0]:
         each = window.row_tokens // ring if window else 0
-        if window and window.keys > SHORT[0] * each:  # which sees nearly all of a short ring's row
+        # the window covers nearly the whole row of a short ring
+        if window and window.keys > SHORT[0] * each:
             how = how._replace(window=None)
         less, more = (found(how._replace(ring=n).of_row(each * n), token) for n in SHORT)
         return less + (ring - SHORT[0]) * (more - less) / (SHORT[1] - SHORT[0])
@@ -204,7 +205,7 @@ def _up_to_end(tape: Tape, share: Share, token: BytesPerToken) -> Storage:
 
 
 def _exchange_of(share: Share, how: RowSharing) -> Exchange:
-    assert how.stages is not None  # else keys go round a ring
+    assert how.stages is not None  # otherwise keys go round a ring
     least = None if how.stages else 1 if how.window is None else PIECE_TOKENS
     return Exchange(share, how.stages, trimmed=how.trimmed, keep=False, least=least)
 
@@ -316,11 +317,11 @@ def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -
 
 
 Parcels = dict[object, list[tuple[Storage, Storage]]]
-"""By the leg of an exchange: what leaves, and what arrives."""
+"""For each leg of an exchange: (what is sent, what is received)."""
 
 
 def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
-    """Return what is under way once all transfers are posted."""
+    """Return the transfers once all are posted."""
     copies: dict[object, Storage] = {}
     parcels: Parcels = {}
     for arrival in exchange.arrivals:
@@ -338,7 +339,8 @@ def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
 def _exchange(
     tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken, dq: _Sum, own: _Sum
 ) -> None:
-    """Add to the gradients of queries, and of a rank's own keys, as an exchange brings keys."""
+    """Simulate the backward of an exchange: add to the gradients of queries and of a rank's own
+    keys."""
     tokens, held = (each[share.ring_index].tokens for each in (share.holdings, share.keys))
     parcels = _arriving(tape, exchange, token)
     queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)
@@ -365,8 +367,10 @@ def _exchange(
 def _sent(
     tape: Tape, exchange: Exchange, arrival: Arrival, parts: list[Storage], token: BytesPerToken
 ) -> list[tuple[Storage, Storage]]:
-    """Return what goes home of an arrival, and what comes home. parts: has their gradients as one,
-    and is changed."""
+    """Return the gradients of an arrival's keys that are sent, and the buffers of those received.
+
+    parts: the keys' gradients as one tensor; changed in place.
+    """
     if len(arrival.sizes) > 1:
         parts[:] = [tape.new(token.pair * size) for size in arrival.sizes]
     homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]

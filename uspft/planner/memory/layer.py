@@ -208,8 +208,7 @@ class Layer:
         return [query, key, value]
 
     def _each_turned(self, x: Tensor) -> list[Tensor]:
-        """Return queries, keys and values where each is brought into its position as soon as it is
-        there (Gemma 4)."""
+        """Return queries, keys and values, each transposed as soon as it is computed (Gemma 4)."""
         tape, s = self.tape, self.sizes
         assert s.kind.turned
         heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
@@ -228,7 +227,10 @@ class Layer:
     def _normed(
         self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
     ) -> Tensor:
-        """Return what was projected to queries or keys, normed where they are. gate: as of _qkv."""
+        """Return projected queries or keys, normed if the layer norms them.
+
+        gate: as in _qkv.
+        """
         tape, s = self.tape, self.sizes
         name = f"self_attn.{kind}_norm"
         trains, tokens = self._trains(name), s.sharing.tokens
@@ -248,11 +250,11 @@ class Layer:
         tape, s = self.tape, self.sizes
         if not s.experts:
             return self._of_every(x)
-        if not x.node and x.storage and self._any_trains("mlp."):  # as model/experts.py has it
+        if not x.node and x.storage and self._any_trains("mlp."):  # as in model/experts.py
             x = tape.leaf(x.size, x.storage)
         last = s.kind.shared_last
         every = self._of_every(x) if s.inner and not last else None
-        # Their router sees tokens as they are between blocks.
+        # Routers see tokens as they are between blocks.
         made = routed(tape, x, s, partial(enter, tape, s))
         made = self._leave(made)
         if not s.inner:
@@ -263,11 +265,11 @@ class Layer:
         return tape.added(made, every)
 
     def _of_every(self, x: Tensor) -> Tensor:
-        """Return what the MLP that every token meets makes of x."""
+        """Return the output of the MLP that every token uses."""
         return self._leave(self.in_tiles(self._enter(x)))
 
     def in_tiles(self, x: Tensor) -> Tensor:
-        """Return what the MLP makes of x, a tile at a time where that is asked for."""
+        """Return the MLP's output, computed in tiles if the options say so."""
         s = self.sizes
         if not s.tile:
             return self._dense(x)
@@ -292,7 +294,8 @@ class Layer:
 
 
 def enter(tape: LayerTape, sizes: LayerSizes, x: Tensor) -> Tensor:
-    """Return what a block, or the head, takes of what lies between (tensor/megatron.py)."""
+    """Return the input of a block or of the head from hidden states between blocks
+    (tensor/megatron.py)."""
     if sizes.tensor == 1:
         return x
     if not sizes.splits_tokens:
@@ -310,9 +313,11 @@ def norm(
     split: bool | None = None,
     weighs: bool = True,
 ) -> Tensor:
-    """Return the norm of x, a tile at a time where that is asked for. number: of what it norms.
-    split: whether of features of which this rank has some; None where it is over hidden ones.
-    weighs: whether it has a weight."""
+    """Return the norm of x, in tiles if the options say so.
+
+    number: how many norms that is. split: whether its features are split over ranks; None: hidden
+    features. weighs: whether it has a weight.
+    """
     wide, tile = sizes.wide, sizes.tile
     tokens = sizes.between if split is None else sizes.sharing.tokens
     some = bool(sizes.mesh_rows) if split is None else split

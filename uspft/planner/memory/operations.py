@@ -127,8 +127,11 @@ class LayerTape(Tape):
         bias: float = 0.0,
         matrix: Tensor | None = None,
     ) -> Tensor:
-        """Return the product of x with a matrix. weight, bias: the bytes of their gradients.
-        matrix: where it is no parameter; trains says nothing then."""
+        """Return the product of x with a matrix.
+
+        weight, bias: the bytes of their gradients. matrix: set if the matrix is not a parameter;
+        `trains` is then ignored.
+        """
         by = matrix or self.parameter(trains)
         kept = (x.storage if by.node else None), (by.storage if x.node else None)
         before, wants, trains = x.size, x.node, bool(by.node)
@@ -143,8 +146,10 @@ class LayerTape(Tape):
     def rms_norm(
         self, x: Tensor, wide: float, number: float, how: NormKind, *, trains: bool
     ) -> Tensor:
-        """Return transformers' RMS norm of x, in float32 of so many bytes; number: of what it
-        norms."""
+        """Return transformers' RMS norm of x.
+
+        wide: the bytes in float32. number: how many vectors are normed.
+        """
         inner = self._as(x, wide)
         scale = self._mean_square(inner, WIDE * number, how)
         inner = self.multiplied(inner, scale)
@@ -161,7 +166,8 @@ class LayerTape(Tape):
     def _mean_square(self, x: Tensor, size: float, how: NormKind) -> Tensor:
         """Return the factor that follows from the mean square of x's features."""
         before, held = x.size, x.storage
-        count = 3 if how.summed else 4  # spread where that is no view, powered, doubled, multiplied
+        # broadcast (if it is not a view), squared, doubled, multiplied
+        count = 3 if how.summed else 4
 
         def backward(grads: GradientStorages) -> GradientStorages:
             steps = [self.new(before) for _ in range(count)]
@@ -260,7 +266,7 @@ class LayerTape(Tape):
             first = self.new(size)
             del other
             both = first, self.new(size)
-            grads[0] = None  # of nodes of their own in torch
+            grads[0] = None  # of separate nodes in torch
             found = self.new(size)
             del first, both
             return [found]
@@ -299,8 +305,8 @@ class LayerTape(Tape):
         def backward(grads: GradientStorages) -> GradientStorages:
             found = [self.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
             sums: list[Storage] = []
-            last: list[Storage | None] = []  # which Python's loop over a tile's gradients leaves
-            for _ in range(2 if share < 1 else 1):  # the second stands for those that follow
+            last: list[Storage | None] = []  # Python's loop keeps a reference to a tile's gradients
+            for _ in range(2 if share < 1 else 1):  # the second tile stands for all later ones
                 with self.apart(collects=True) as parameters:
                     tile = parts()
                     out = module(tile)
@@ -323,5 +329,5 @@ class LayerTape(Tape):
             [*inputs, self.parameter(trains)], (inputs[0].size,), backward, saves=True, made=made
         )
         with self.no_gradient():
-            module([Tensor(size * share) for size in sizes])  # filled in
+            module([Tensor(size * share) for size in sizes])  # the output is filled in after saving
         return out[0]

@@ -76,7 +76,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
         layer.groups.waits()
     kept = tape.live
     if trains:
-        # The input that came back from the host is freed with the second run.
+        # The input copied back from the host is freed after recomputation.
         then = hidden.clear if sizes.offloads else lambda: None
         tape.second_run(lambda: layer(hidden[0]), size, then)
     held = sum({id(one): one.size for one in tape.stays}.values())
@@ -124,7 +124,7 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = tape.remade(hidden, back=hidden.size)  # those that have a target
+    rows = tape.remade(hidden, back=hidden.size)  # the rows with a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
@@ -133,7 +133,7 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     of_weight = tape.new(WIDE * weight) if sizes.trains else None
     logits: object = None
     bend: object = None
-    scaled: object = None  # a tile's logits, until those of the next have been bent
+    scaled: object = None  # a tile's logits, alive until the next tile's are scaled
     for _ in range(1 if tile == tokens else 2):
         number = float(tile * sizes.vocabulary)
         narrow = tape.new(e * number)
@@ -163,9 +163,9 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
 
 
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
-    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
-    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
-    and its logits in float32."""
+    """Return the peak bytes of the routers' loss (model/router.py), in addition to their logits:
+    the gradients from the loss, probabilities, and for one layer its choices and its logits in
+    float32."""
     s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
     wide = WIDE / s.element
     gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
@@ -176,67 +176,72 @@ class ChunkKeys(NamedTuple):
     """The bytes of a chunk's keys and values in a layer, for later chunks."""
 
     kept: float
-    """Beside what the layer keeps anyway."""
+    """The bytes saved in addition to what the layer saves anyway."""
     first: float
-    """Of what the next chunk finds for their gradients."""
+    """The bytes of the gradients from the next chunk alone."""
     summed: float
-    """Of the sum with what further ones find, in float32."""
+    """The bytes of the float32 sum of gradients from all later chunks."""
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """What one micro-batch, or its largest chunk, takes on a rank that has every layer, by
+    """The bytes of one micro-batch, or of its largest chunk, by layer, on a rank with every
     layer."""
 
     layers: tuple[LayerBytes, ...]
     head: LayerBytes
-    """From behind the last layer, with the loss."""
+    """Of everything after the last layer, including the loss."""
     any_head: LayerBytes
-    """Of that what a chunk takes whatever its size, as the gradient of the head's weight."""
+    """The part of that which does not depend on a chunk's size, such as the gradient of the head's
+    weight."""
     hidden: float
-    """Between layers, which is what stages send one another."""
+    """Of the hidden states between layers, which stages send to each other."""
     angles: float
-    """Of the rotary positions that each forward of a stage makes."""
+    """Of the rotary cosines and sines of a stage's forward."""
     embedded: float = 0.0
-    """Of the embedding's output, where it stays beside what the first layer keeps."""
+    """Of the embedding's output, if it stays alive in addition to what the first layer saves."""
     offloads: bool = False
-    """Whether what layers keep waits on the host."""
+    """Whether what layers save is moved to the host."""
     keeps_input: tuple[bool, ...] = ()
-    """Of each layer whether what it keeps has its input."""
+    """For each layer whether what it saves includes its input."""
     bare: tuple[LayerBytes, ...] = ()
-    """The same of the first layers where they are no stage's that has the embedding, and what
-    enters needs no gradient: those that do not train, and the first that does."""
+    """The first layers again, for a stage without the embedding whose input needs no gradient:
+    layers up to the first that trains."""
 
     routers: tuple[float, ...] = ()
-    """Of the logits of each layer's router, which are kept where their loss is asked for; stages
-    have none."""
+    """Of each layer's router logits, which are saved if the loss of routers is used; empty in
+    stages."""
     keys: tuple[ChunkKeys, ...] = ()
-    """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
+    """Of each layer's keys, if a micro-batch passes through stages in chunks."""
 
     @property
     def first(self) -> int:
-        """The first layer that trains; a stage before it keeps nothing: it has no backward."""
+        """The first layer that trains; earlier stages save nothing, since they have no backward."""
         return max(0, len(self.bare) - 1)
 
 
 def pass_bytes(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
-    """Return what one micro-batch takes by layer, and its batch. behind: as of RowSharing."""
+    """Return the bytes of one micro-batch by layer, and of its batch.
+
+    behind: as in RowSharing.
+    """
     kinds = layers_of(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
-    # With checkpointing transformers makes the embedding's output ask for a gradient.
+    # With checkpointing transformers makes the embedding's output require a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
     known: dict[tuple[int, bool, int], LayerBytes] = {}
     offloads = kinds[0].offloads
-    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
+    # A frozen embedding's output is a leaf, which stays alive as long as the graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
     leaf = options.checkpointing and not outside[EMBEDDING] and copied
     embedded = kinds[0].inside_bytes() if leaf else 0.0
     if offloads and all(one is not kinds[0] for one in kinds[1:]):
         kinds[0] = replace(kinds[0], first=True)
     for sizes in kinds:
-        # transformers' forward holds what the first layer takes, and what was scaled to it.
+        # transformers' forward keeps a reference to the first layer's input, and to its unscaled
+        # form.
         scaled, apart = sizes.kind.scaled, not leaf or sizes.tensor > 1
         beside = (scaled and apart) + (offloads and bool(each) and (scaled or apart))
         if sizes.recompute is None:
@@ -255,12 +260,12 @@ def pass_bytes(
     )
     loss = head_bytes(head, reached=reached)
     any_head = LayerBytes(0.0, 0.0)
-    if layout.pipeline > 1:  # of a token, beside which that is nothing
+    if layout.pipeline > 1:  # negligible for a single token
         one_token = replace(head.layer, sharing=replace(head.layer.sharing, tokens=1))
         any_head = head_bytes(replace(head, layer=one_token), reached=reached)
     tokens = kinds[0].sharing.tokens
     angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
-    # Without checkpointing a norm keeps its input where that is in float32 anyway.
+    # Without checkpointing a norm saves its input if that is float32 anyway.
     keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
@@ -285,7 +290,10 @@ def pass_bytes(
 
 def chunk_keys(layer: LayerSizes) -> ChunkKeys:
     """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
-    hands on, whose gradient comes once that is done. layer: of that chunk."""
+    passes to the next chunk; the state's gradient is not counted.
+
+    layer: of that chunk.
+    """
     if layer.state:
         of = layer.state.sizes
         return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
@@ -293,6 +301,6 @@ def chunk_keys(layer: LayerSizes) -> ChunkKeys:
     if how.row.window:
         seen = min(1.0, how.row.window.keys / (how.tokens * how.row.ulysses))
     pair = seen * how.bytes(2 * how.row.ulysses * how.widest[1])
-    # They are the attention's own, unless it keeps none, or an exchange has brought them together.
+    # They are attention's saved ones, unless it saves none, or an exchange has copied them.
     kept, wide = pair if layer.recompute or how.row.ulysses > 1 else 0.0, pair * WIDE / how.element
     return ChunkKeys(kept, pair if how.row.ring == 1 else wide, wide)

@@ -1,5 +1,5 @@
-"""The bytes of activations on a rank of a pipeline, from those of its layers: what micro-batches
-under way keep, what one that goes back needs beside, and messages (engine/pipelined.py)."""
+"""The bytes of activations on a pipeline rank: what micro-batches in flight save, what a running
+backward needs in addition, and messages (engine/pipelined.py)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from uspft.pipeline.stages import Stages
 from uspft.planner.memory.passes import ChunkKeys, LayerBytes, PassBytes
 
 SENT = 2
-"""Sent tensors that a line to another rank keeps, until the next ones are sent."""
+"""Sent tensors that stay alive per connection until later ones are sent."""
 ROUNDS = 3
-"""Rounds of as many micro-batches as there are ranks in which 1F1B reaches all that it ever has
-under way."""
+"""After this many rounds of as many micro-batches as ranks, 1F1B has its maximum in flight."""
 
 
 class Moment(NamedTuple):
     """A time at which a rank begins a backward."""
 
     stage: int
-    """Which of the rank's, from 0."""
+    """Which of the rank's stages, from 0."""
     chunk: int
     under_way: tuple[tuple[int, ...], ...]
-    """Of each of the rank's stages, by chunk, the micro-batches that have gone forward and not
-    back, this one not counted."""
+    """For each stage of the rank and each chunk, the micro-batches in flight, without the one whose
+    backward begins."""
     messages: int
-    """Tensors that are to come or have gone."""
+    """Tensors of messages to be received or being sent."""
 
 
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
-    """Return the bytes of a row's keys, and of the sums of their gradients, while each layer of a
-    stage takes a chunk's backward, and before the last one does: of its own keys those in layers
-    below. sizes: of the chunks."""
+    """Return the bytes of gradients of a row's keys, and of this chunk's saved keys in lower
+    layers, during the chunk's backward in each layer of a stage, and (last) before it begins.
+
+    sizes: of the chunks.
+    """
     last, before = len(sizes) - 1, sum(sizes[:chunk])
     with_this = (before + sizes[chunk]) * (chunk < last)
     found = []
     for layer in range(len(keys) + 1):
-        # In layers above there is what this one found for others, else what later ones did.
+        # In layers above there are gradients from this chunk alone, or else the float32 sums.
         above = sum(one.first if chunk == last else one.summed for one in keys[layer + 1 :])
         below = sum(one.first if chunk == last - 1 else one.summed for one in keys[: layer + 1])
         kept = sizes[chunk] * (chunk < last) * sum(one.kept for one in keys[:layer])
@@ -50,27 +51,27 @@ def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list
 
 
 class RankBytes(NamedTuple):
-    """What rows take on a rank at its peak."""
+    """The bytes of activations on a rank at its peak."""
 
     kept: float
     at_work: float
     on_host: float
     inputs: int
-    """The most stage inputs that are kept at a time."""
+    """The most stage inputs stored at a time."""
 
 
 class StageBytes(NamedTuple):
-    """What a micro-batch takes in one stage."""
+    """The bytes of a micro-batch in one stage."""
 
     kept: float
-    """On the device between its forward and its backward, by the tokens of its largest chunk."""
+    """Saved on the device between forward and backward, for the tokens of its largest chunk."""
     keys: float
-    """Of keys that later chunks meet, of a chunk that is not the last, in the same way."""
+    """Of keys for later chunks, for a chunk that is not the last, in the same way."""
     whole: float
-    """Of a chunk whatever its tokens."""
+    """Of a chunk regardless of its tokens."""
     on_host: float
     peaks: tuple[float, ...]
-    """The most at a time in the backward of each chunk."""
+    """The peak in the backward of each chunk."""
 
 
 def rank_bytes(
@@ -82,10 +83,10 @@ def rank_bytes(
     sizes: Sequence[float] = (1.0,),
     chunks: Sequence[PassBytes] = (),
 ) -> RankBytes:
-    """Return what the micro-batches of a step take on a rank along the pipeline.
+    """Return the bytes of a step's micro-batches on a pipeline rank.
 
-    sizes: the tokens of each chunk as shares of the largest one's. chunks: what each takes if it
-    has as many tokens as that; `one` is the first.
+    sizes: the tokens of each chunk as shares of the largest one's. chunks: the bytes of each if it
+    had as many tokens as that; `one` is the first.
     """
     mine = range(rank, stages.count, stages.ranks)
     each = [_stage_bytes(one, stages, stage, sizes, chunks) for stage in mine]
@@ -95,7 +96,7 @@ def rank_bytes(
     trained = [_trains(one, stages, stage) for stage in mine]
     begun = trained.index(True) if any(trained) else len(trained)
     every_moment = moments(stages.ranks, schedule, few, rank, begun)
-    if not every_moment:  # forward alone, while what went in before, and what came out, is there
+    if not every_moment:  # forward only: the stage's input and output
         beside = (SENT + 2) * one.hidden + 2 * one.angles
         return RankBytes(0.0, max(peak for stage in each for peak in stage.peaks) + beside, 0.0, 0)
     message = one.hidden * sum(sizes) / len(sizes)
@@ -131,7 +132,7 @@ def _stage_bytes(
     sizes: Sequence[float],
     chunks: Sequence[PassBytes],
 ) -> StageBytes:
-    """Return what a micro-batch takes in a stage; the rest is as of rank_bytes."""
+    """Return the bytes of a micro-batch in a stage; other arguments are as in rank_bytes."""
     trains, last = _trains(one, stages, stage), stage == stages.count - 1
     alone, mine = one.bare if stage or not trains else (), stages.layers(stage)
 
@@ -165,12 +166,14 @@ def _stage_bytes(
 def moments(
     ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
 ) -> tuple[Moment, ...]:
-    """Return the times at which a rank begins a backward, each that differs once. begun: the first
-    of its stages that has one."""
+    """Return the distinct times at which a rank begins a backward.
+
+    begun: the first of its stages that has one.
+    """
     virtual, last = schedule.virtual, ranks * schedule.virtual - 1
     actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
     under_way = [[0] * schedule.chunks for _ in range(virtual)]
-    # What is received for its stages is posted one ahead for each rank that sends it.
+    # From each sending rank one receive is posted ahead.
     coming: Counter[int] = Counter()
     for action in actions:
         coming[_source(action.kind, action.stage, last, ranks)] += 1
@@ -195,23 +198,26 @@ def moments(
 
 
 def _source(kind: str, stage: int, last: int, ranks: int) -> int:
-    """Return which rank sends what an action takes; -1 where nothing comes."""
+    """Return the rank that sends the input of an action; -1 if nothing is sent."""
     other = stage - 1 if kind == "forward" else stage + 1
     return other % ranks if 0 <= other <= last else -1
 
 
 def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
-    """Note what a line keeps. alone: nothing else does; what goes forward the backward needs."""
+    """Count a tensor that a connection keeps alive.
+
+    alone: whether nothing else does; a forward's output is needed by the backward anyway.
+    """
     lines[to] = [*lines.get(to, []), alone][-SENT:]
 
 
 def each_chunk(
     tokens: Sequence[int], ring: int, taking: Callable[[float], PassBytes]
 ) -> list[PassBytes]:
-    """Return what each chunk takes if it has as many tokens as the largest one.
+    """Return the bytes of each chunk if it had as many tokens as the largest one.
 
-    tokens: of each. taking: with so many tokens of earlier ones behind each of its own. Where no
-    ring brings their keys together, one earlier chunk is at work at a time, however many there are.
+    tokens: of each chunk. taking: returns them for a number of earlier tokens per token. Without a
+    ring, attention sees one earlier chunk at a time, however many there are.
     """
     before = accumulate(tokens[:-1], initial=0)
     behind = [a / b if ring > 1 else float(a > 0) for a, b in zip(before, tokens, strict=True)]

@@ -1,4 +1,4 @@
-"""A layer as a rank has it: the sizes, options and degrees that decide its memory."""
+"""A layer on a rank: the sizes, options and degrees that determine its memory."""
 
 from __future__ import annotations
 
@@ -30,56 +30,56 @@ if TYPE_CHECKING:
 
 OUT = "self_attn.o_proj"
 OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
-"""The projection out of each block that may lie on a mesh."""
+"""The projection out of each block that may be on a mesh."""
 FRAGMENTS = 2
-"""Stretches of a document that a rank of a ring has: one of its beginning and one of its end."""
+"""Fragments of a document on a ring rank: one near its beginning and one near its end."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share a row's attention, whose heads are those of a tensor rank."""
+    """How ranks share a row's attention, with the heads of a tensor rank."""
 
     element: int
     tokens: int
-    """Of this rank."""
+    """Tokens of this rank."""
     heads: int
     kv_heads: int
     dim: int
     row: RowSharing
     sinks: bool
     flash: bool
-    """As of Options."""
+    """As in Options."""
 
     @property
     def widest(self) -> tuple[int, int]:
-        """The query and KV heads of the member of Ulysses that has most."""
+        """The query and KV heads of the Ulysses rank with most."""
         shares = split_heads(self.heads, self.kv_heads, self.row.ulysses)
         heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
         return heads, kv
 
     def bytes(self, heads: float) -> float:
-        """Return the bytes of so many heads of this rank's tokens."""
+        """Return the bytes of this many heads of this rank's tokens."""
         return float(heads * self.dim * self.tokens * self.element)
 
     def token(self, queries: int, keys: int) -> BytesPerToken:
-        """Return the bytes of a token where so many query and KV heads meet."""
+        """Return the bytes per token for this many query and KV heads."""
         query, pair = (self.bytes(each) / self.tokens for each in (queries, 2 * keys))
         return BytesPerToken(query, pair, 4.0 * queries, 4 // self.element, self.sinks)
 
 
 @dataclass(frozen=True)
 class StateHeads:
-    """The heads of a layer with a state, as a rank has them."""
+    """The heads of a layer with a state, on a rank."""
 
     element: int
     tokens: int
-    """Of this rank."""
+    """Tokens of this rank."""
     sizes: StateSizes
-    """Of this tensor rank."""
+    """The sizes on this tensor rank."""
     ulysses: int
     ring: int
     into: tuple[tuple[str, int], ...]
-    """The names of the projections into it, and the features that each makes."""
+    """The names of the projections into it, with their output features."""
     out: str
     """The name of the projection out of it."""
 
@@ -89,51 +89,51 @@ class StateHeads:
 
     @property
     def grouped(self) -> bool:
-        """Whether all that is of a key head comes from one projection, as Qwen3-Next's."""
+        """Whether one projection has everything of a key head, as in Qwen3-Next."""
         return f"{STATE_LAYER}.in_proj_qkvz" in dict(self.into)
 
     @property
     def separate(self) -> bool:
-        """Whether queries, keys and values are projected one by one, as OLMo Hybrid's."""
+        """Whether queries, keys and values have separate projections, as in OLMo Hybrid."""
         return f"{STATE_LAYER}.q_proj" in dict(self.into)
 
     @property
     def inside(self) -> StateSizes:
-        """All heads of the member of Ulysses that has most, times the members."""
+        """The heads of the Ulysses rank with most, times the number of Ulysses ranks."""
         shares = split_heads(self.sizes.values, self.sizes.keys, self.ulysses)
         values, keys = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
         return self.sizes._replace(keys=self.ulysses * keys, values=self.ulysses * values)
 
     @property
     def fragments(self) -> int:
-        """Of a document of several ranks, those of one."""
+        """The fragments on a rank of a document that extends over several."""
         return FRAGMENTS if self.ring > 1 else 1
 
     @property
     def state(self) -> float:
-        """The bytes of a state of the heads inside."""
+        """The bytes of the states of one Ulysses rank's heads."""
         of = self.inside
         return float(WIDE * of.values * of.key_dim * of.value_dim) / self.ulysses
 
     @property
     def passes(self) -> float:
-        """Those of how a fragment passes it on."""
+        """The bytes of a fragment's matrices M, by which it passes on a state."""
         return self.state / self.sizes.value_dim * self.sizes.key_dim
 
     @property
     def others(self) -> float:
-        """Those of the others' fragments that come before, or behind, one of this rank's; two
-        neighbours of one rank are one."""
+        """The bytes of the summaries of other ranks' fragments before (or after) this rank's;
+        adjacent fragments of one rank count as one."""
         return max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
 
     def group(self, keys: int) -> StateHeads:
-        """Return so many key heads of them, with their value heads."""
+        """Return the sizes for only `keys` key heads, with their value heads."""
         share, values = keys / self.sizes.keys, keys * (self.sizes.values // self.sizes.keys)
         into = tuple((name, round(share * features)) for name, features in self.into)
         return replace(self, sizes=self.sizes._replace(keys=keys, values=values), into=into)
 
     def bytes(self, features: float, element: int = 0) -> float:
-        """Return the bytes of so many features of this rank's tokens."""
+        """Return the bytes of this many features of this rank's tokens."""
         return float(features * self.tokens * (element or self.element))
 
     def taken(self, of: StateSizes) -> list[float]:
@@ -149,21 +149,21 @@ class StateHeads:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer, as ranks divide them."""
+    """The experts of a layer on a rank."""
 
     inner: int
-    """Features of each on this rank."""
+    """Inner features of each expert on this rank."""
     number: int
     met: int
-    """How many of them a token meets."""
+    """How many of them a token uses."""
     ranks: int
-    """That divide them."""
+    """The number of ranks that divide them."""
     met_ranks: float
-    """How many others of these a token meets."""
+    """To how many other ranks a token is sent, on average."""
 
     def sent(self, tokens: float) -> float:
-        """Return the rows that leave, and that come, of so many tokens: one for each rank that it
-        meets, with its own as likely as another."""
+        """Return the rows sent, and received, for this many tokens: one per rank with some of a
+        token's experts, each rank equally likely."""
         if self.ranks == 1:
             return tokens
         return tokens * self.met_ranks * self.ranks / max(1, self.ranks - 1)
@@ -174,47 +174,47 @@ class LayerSizes:
     """A layer as a rank has it."""
 
     sharing: Sharing
-    """Of attention, whose tokens are those inside of blocks."""
+    """Of attention; its tokens are those inside of blocks."""
     hidden: int
     inner: int
-    """Features of the MLP, or of the expert that every token meets; 0 where there is neither."""
+    """Features of the MLP, or of the expert that every token uses; 0 without either."""
     kind: LayerKind = LLAMA
     tensor: int = 1
-    """Megatron's ranks, or mesh columns."""
+    """Tensor parallel ranks, or mesh columns."""
     splits_tokens: bool = False
-    """Whether Megatron's have different tokens between blocks."""
+    """Whether Megatron's tensor ranks have different tokens between blocks."""
     mesh_rows: int = 0
-    """0 where matrices do not lie on a mesh."""
+    """0 without a mesh."""
     slices: tuple[int, ...] = (1, 1, 1, 1)
-    """Of each product on a mesh: into attention, out of it, into the MLP, out of it."""
+    """The slices of each product on a mesh: into attention, out of it, into the MLP, out of it."""
     experts: Experts | None = None
     trained: frozenset[str] = frozenset()
-    """The names inside a layer of modules whose weights train."""
+    """The names of modules in the layer whose weights train."""
     adapted: frozenset[str] = frozenset()
-    """Those of projections that have an adapter."""
+    """The names of projections with an adapter."""
     rank: int = 0
-    """Of adapters."""
+    """The adapters' rank."""
     dropout: bool = False
     state: StateHeads | None = None
     """The heads of a layer with a state and no attention."""
     tile: int | None = None
-    """Tokens; None where MLPs and norms take all at once."""
+    """Tokens per tile; None: MLPs and norms are not tiled."""
     at_once: int | None = None
-    """How many query heads of a KV head are attended with at once; None where all heads are."""
+    """How many query heads of a KV head are computed at once; None for all heads."""
     recompute: str | None = None
-    """What of attention is made again; None where the layer is not checkpointed."""
+    """What of attention is recomputed; None if the layer is not checkpointed."""
     offloads: bool = False
     copies: int = 1
-    """Of a rank's tokens, which blocks take by turns."""
+    """The number of interleaved groups of tokens (`fine_grain_interleave`)."""
     puts_off: bool = True
-    """Whether copies put off the gradients of weights, which are here as long as a layer runs."""
+    """Whether copies delay weights' gradients, whose inputs stay alive while the layer runs."""
     first: bool = False
-    """Whether there is no layer below, whose input comes from the host."""
+    """Whether there is no layer below whose input is copied back from the host."""
     some_heads: bool = False
-    """Whether norms over all heads see those of a tensor rank, where `tensor` does not say so."""
+    """Whether norms over all heads see only a tensor rank's, if `tensor` does not imply that."""
     use: str = ""
-    """BEFORE or BEHIND, where projections make features for what attention takes, or for what
-    follows it, and zeros for the rest; empty where for both."""
+    """BEFORE or BEHIND, if projections compute only features used before or after attention and
+    zeros for the rest; empty for both."""
 
     @property
     def element(self) -> int:
@@ -222,7 +222,7 @@ class LayerSizes:
 
     @property
     def wide(self) -> float:
-        """How much larger float32 is than the type of the weights."""
+        """The size of float32 divided by that of the weights' dtype."""
         return WIDE / self.element
 
     @property
@@ -233,33 +233,33 @@ class LayerSizes:
 
     @property
     def features(self) -> int:
-        """Of a token between blocks."""
+        """The features per token between blocks."""
         return self.hidden // self.tensor if self.mesh_rows else self.hidden
 
     @property
     def trains(self) -> bool:
-        """Whether any weight of the layer does."""
+        """Whether any weight of the layer trains."""
         return bool(self.trained or self.adapted)
 
     @property
     def block(self) -> str:
-        """The name of what mixes tokens."""
+        """The name of the module that mixes tokens."""
         return STATE_LAYER if self.state else "self_attn"
 
     @property
     def out(self) -> str:
-        """The name of the projection out of it."""
+        """The name of its output projection."""
         return self.state.out if self.state else OUT
 
     def inside(self, block: str) -> int:
-        """Return the features that the projection out of a block takes."""
+        """Return the input features of a block's output projection."""
         if block == STATE_LAYER and self.state:
             return self.state.values
         return self.sharing.heads * self.sharing.dim if block == "self_attn" else self.inner
 
     @property
     def in_halves(self) -> bool:
-        """Whether the MLP with its norm and residual is one function."""
+        """Whether the MLP with its norm and residual is one autograd function."""
         return bool(self.at_once) and not (self.tensor > 1 and self.kind.norms.behind_attention)
 
     @property
@@ -269,15 +269,17 @@ class LayerSizes:
 
     @property
     def gathers(self) -> bool:
-        """Whether that puts the tokens of tensor ranks together itself."""
+        """Whether that function itself gathers the tokens of tensor ranks."""
         return self.whole_first and self.splits_tokens and self.tensor > 1
 
     def of_tile(
         self, some: Sharing | StateHeads | None = None, use: str = "", *, split: bool = False
     ) -> LayerSizes:
-        """Return the layer as it takes a tile of tokens. some: other heads, as Sharing or
-        StateHeads. use: what projections make features for. split: whether tensor ranks have parts
-        of the tile."""
+        """Return the layer's sizes for a tile of tokens.
+
+        some: other heads, as Sharing or StateHeads. use: as in the field. split: whether the tile
+        is split over tensor ranks.
+        """
         sharing = some if isinstance(some, Sharing) else self.sharing
         state = some if isinstance(some, StateHeads) else self.state
         tokens = min(self.tile or sharing.tokens, sharing.tokens)
@@ -288,12 +290,12 @@ class LayerSizes:
         return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
     def weights(self, name: str, takes: int, gives: int) -> float:
-        """Return the bytes of those weights of a projection that train."""
+        """Return the bytes of a projection's weights that train."""
         own = takes * gives if name in self.trained else 0
         return float(self.element * (own + self.rank * (takes + gives) * (name in self.adapted)))
 
     def between_bytes(self) -> float:
-        """Return the bytes of what is between blocks."""
+        """Return the bytes of hidden states between blocks."""
         return float(self.between * self.features * self.element)
 
     def inside_bytes(self) -> float:
@@ -301,7 +303,7 @@ class LayerSizes:
         return float(self.sharing.tokens * self.hidden * self.element)
 
     def outputs(self, block: str) -> dict[str, int]:
-        """Return the features that each projection into a block makes."""
+        """Return the output features of each projection into a block."""
         how = self.sharing
         queries, keys = how.heads * how.dim, how.kv_heads * how.dim
         if block == "self_attn" and self.kind.fused:
@@ -318,7 +320,7 @@ class LayerSizes:
         return into | ({SHARED_GATE: 1} if self.mlp == SHARED_EXPERT else {})
 
     def made_share(self, name: str) -> float:
-        """Return the share of a projection's features that are made and not zeros."""
+        """Return the share of a projection's features that are computed, not zeros."""
         if not self.use or name == self.out:
             return 1.0
         behind = float(name in (f"{STATE_LAYER}.in_proj_z", f"{STATE_LAYER}.g_proj"))
@@ -330,15 +332,17 @@ class LayerSizes:
 
     @property
     def mlp(self) -> str:
-        """The name of what every token meets."""
+        """The name of the MLP that every token uses."""
         return self.kind.shared if self.experts else "mlp"
 
 
 def layers_of(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> list[LayerSizes]:
-    """Return every layer as a rank has it, those that are alike as one object. behind: as of
-    RowSharing."""
+    """Return the sizes of every layer on a rank; equal layers are one object.
+
+    behind: as in RowSharing.
+    """
     tokens, columns = -(-options.micro_batch * row_tokens // layout.context), layout.mesh_columns
     windows, lora = layer_windows(shape), options.lora
     trains = trained_layers(shape, lora, options.freeze)
@@ -405,7 +409,7 @@ def _checkpointed(
 
 
 def _row(layout: Layout, options: Options, behind: float) -> RowSharing:
-    """Return how ranks share a row, but for windows."""
+    """Return how ranks share a row, without windows."""
     stages = options.exchange_stages if "exchange_stages" in options.algorithm.options else None
     every = options.algorithm.all_at_once
     stages = 1 if every else stages
@@ -413,7 +417,10 @@ def _row(layout: Layout, options: Options, behind: float) -> RowSharing:
 
 
 def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> StateHeads:
-    """Return the heads of a model's layers with a state. tokens: of one rank."""
+    """Return the heads of a model's layers with a state.
+
+    tokens: of one rank.
+    """
     sizes, columns = state_sizes(shape), layout.mesh_columns
     assert sizes
     every = {name: one.on(columns) for name, one in state_projections(shape).items()}

@@ -1,5 +1,5 @@
-"""What a layer with a state keeps and needs, on a tape, as transformers' Qwen3.5, Qwen3-Next and
-OLMo Hybrid have it and as uspft exchanges its heads (sequence/mixing.py). Sizes are bytes."""
+"""The memory of a layer with a state, by replaying on a tape transformers' Qwen3.5, Qwen3-Next and
+OLMo Hybrid and uspft's exchange of heads (sequence/mixing.py). Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uspft.planner.memory.tape import GradientStorages, Tensor
 
 
 class StateLayer(Layer):
-    """A layer on a tape with a state and no attention."""
+    """A layer with a state and no attention, on a tape."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
@@ -23,14 +23,17 @@ class StateLayer(Layer):
         self._heads = sizes.state
 
     def taken(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return what the last projection takes of a layer's input and of what the rule gives."""
+        """Return the output projection's input.
+
+        x: the layer's input. out: the delta rule's output.
+        """
         _, gate, *held = self._before_rule(x)
         found = self._by_gate(x, out, gate)
         del held
         return found
 
     def before(self, x: Tensor) -> list[Tensor]:
-        """Return what the convolution before the rule takes of an input, and both gates."""
+        """Return the inputs of the convolution, and both gates."""
         found, *held = self._before_rule(x)
         del held
         return found
@@ -38,7 +41,8 @@ class StateLayer(Layer):
     def _attended(self, x: Tensor) -> Tensor:
         tape, of = self.tape, self._heads
         convolve = partial(convolved, tape, of=of, trains=self._trains(f"{STATE_LAYER}.conv1d"))
-        # transformers' forward holds what goes into the rule, and both gates, until it is done.
+        # transformers' forward keeps references to the rule's inputs, and to both gates, until it
+        # is done.
         taken, gate, *held = self._before_rule(x, convolve)
         out = self._mix(taken, partial(_over_heads, tape, of=of), partial(run_rule, tape, of=of))
         found = self._by_gate(x, out, gate)
@@ -61,8 +65,8 @@ class StateLayer(Layer):
     def _before_rule(
         self, x: Tensor, convolve: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        """Return what the rule takes, the output's gate where it is made before, and what the
-        model's forward holds until it is done."""
+        """Return the rule's inputs, the output's gate if it is computed before, and what the
+        model's forward references until it is done."""
         tape, of = self.tape, self._heads
         held: list[Tensor] = []
         gate: Tensor | None = None
@@ -86,15 +90,18 @@ class StateLayer(Layer):
         return [query, key, value, *taken], gate, [*held, every]
 
     def _by_key_heads(self, x: Tensor, held: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries with keys and values, the output's gate, and both of the rule's, where a
-        projection has those of a key head together. held: gets what the forward holds until it is
-        done, and behind these what it holds until the convolution is."""
+        """Return queries with keys and values, the output's gate, and both gates of the rule, if
+        one projection has everything of a key head.
+
+        held: receives what the forward references until its end, followed by what it references
+        until the convolution is done.
+        """
         tape, of = self.tape, self._heads
         both, gates = (self.project(x, name) for name, _ in of.into)
         queries, keys, values = of.taken(of.sizes)[:3]
         query, key, value, gate = tape.parted(both, [queries, keys, values, values])
         replaced, kept = tape.halves(gates)
-        if of.sizes.values > of.sizes.keys:  # else they lie as they are wanted
+        if of.sizes.values > of.sizes.keys:  # otherwise they have the right layout
             gate, replaced, kept = (tape.copied(one) for one in (gate, replaced, kept))
         held += [both, gates, *(tape.copied(one) for one in (query, key, value))]
         return tape.joined(held[2:]), gate, replaced, kept
@@ -113,9 +120,11 @@ class StateLayer(Layer):
 
 
 def convolved(tape: LayerTape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
-    """Return what the convolution makes of x: with the taps that reach beyond it, which are cut
-    off. Where ranks share a row, the tokens before each fragment are laid before it, and taken out
-    again."""
+    """Return the convolution's output for x, including the extra positions of its padding, which
+    are cut off.
+
+    If ranks share a row, the tokens before each fragment are inserted before it, and removed again.
+    """
     sizes, size, shared = of.sizes, x.size, of.ring * of.ulysses > 1
     if shared:
         x = _with_halo(tape, x, of)
@@ -137,7 +146,7 @@ def convolved(tape: LayerTape, x: Tensor, of: StateHeads, trains: bool) -> Tenso
 
 
 def _with_halo(tape: LayerTape, x: Tensor, of: StateHeads) -> Tensor:
-    """Return tokens with those before each fragment (sequence/mixing.py, laid_out)."""
+    """Return tokens with the halo before each fragment (sequence/mixing.py, laid_out)."""
     size, wide = x.size, x.size * WIDE / of.element
 
     def backward(grads: GradientStorages) -> GradientStorages:
@@ -153,8 +162,8 @@ def _with_halo(tape: LayerTape, x: Tensor, of: StateHeads) -> Tensor:
 
 
 def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
-    """Return the rule's output of one document, of which each rank of a ring has FRAGMENTS. What
-    the rule's kernel takes inside is not in it."""
+    """Return the rule's output for one document, of which each ring rank has FRAGMENTS fragments.
+    The workspace of the rule's kernel is not included."""
     sizes, heads, number = [one.size for one in parts], of.inside, of.fragments
     out, state = of.bytes(heads.values * heads.value_dim), of.state
     others, crossing = of.others, of.ring > 1
@@ -162,7 +171,7 @@ def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
     def backward(grads: GradientStorages) -> GradientStorages:
         return rule_gradients(tape, sizes, of)
 
-    if crossing:  # the rule on wider values, a fragment at a time, and what ranks exchange
+    if crossing:  # the rule on wider values, one fragment at a time, and the exchange of summaries
         wider = 1 + heads.key_dim / heads.value_dim
         wide = tape.new(wider * out / number), tape.new(wider * out / number)
         del wide
@@ -180,17 +189,17 @@ def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
 
 
 def kept_bytes(of: StateHeads) -> float:
-    """Return the bytes that the rule's backward takes beside what the rule took.
+    """Return the bytes that the rule's backward saves in addition to the rule's inputs.
 
-    Of two ranks one has the first and the last fragment, between which states are the other's, and
-    that has one.
+    Of two ranks each has one fragment with an initial state: the last of the document, or the two
+    adjacent ones in its middle, which count as one.
     """
     entered = of.fragments if of.ring > 2 else 1
     return entered * (of.state + of.passes) if of.ring > 1 else 0.0
 
 
 def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> GradientStorages:
-    """Return the gradients of what the rule took, of these sizes."""
+    """Return the gradients of the rule's inputs, which have these sizes."""
     heads, number = of.inside, of.fragments
     out = of.bytes(heads.values * heads.value_dim)
     again = [tape.new(out), tape.new(number * of.state)]
@@ -198,7 +207,7 @@ def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> G
     came = tape.new((of.ring > 1) * of.others)
     found: GradientStorages = [None] * len(sizes)
     for _ in range(number):
-        # Of a fragment's tokens, and one after another, the last first, of all tokens.
+        # one fragment's tokens at a time, the last first, written into those of all tokens
         part = [tape.new(size / number) for size in sizes]
         while part:
             at = len(part) - 1
@@ -211,24 +220,27 @@ def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> G
 
 
 def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
-    """Return what the rule takes of some heads and all tokens of a Ulysses group."""
+    """Return the rule's inputs for some heads and all tokens of a Ulysses group."""
     heads = of.inside
     inside = scattered(tape, parts, of.taken(heads), of.element)
-    if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
+    if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # each value head's key head
         each = of.bytes(heads.values * heads.key_dim)
         inside[:2] = [tape.remade(one, each) for one in inside[:2]]
     return inside
 
 
 def at_home(tape: LayerTape, out: Tensor, of: StateHeads) -> Tensor:
-    """Return the rule's output of all heads of this rank's tokens."""
+    """Return the rule's output with all heads of this rank's tokens."""
     return tape.remade(out, of.bytes(of.values), beside=out.size, back=out.size)
 
 
 def _over_heads(
     tape: LayerTape, parts: list[Tensor], of: StateHeads, inner: InnerAttention
 ) -> Tensor:
-    """Return the rule's output between two exchanges of heads. inner: the rule between them."""
+    """Return the rule's output between two exchanges of heads.
+
+    inner: the rule between them.
+    """
     if of.ulysses == 1:
         return inner(parts)
     inside = inside_heads(tape, parts, of)

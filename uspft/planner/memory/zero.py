@@ -131,9 +131,10 @@ def state_of(
         state.device["gradients"] -= every
         state.beyond["reduction"] += every
         state.at_loss = {}
-    if options.saves_beside:  # ranks that hold the same parts divide them evenly
+    if options.saves_beside:  # ranks that store the same parts split them evenly
         state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
-    if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
+    # a copy of tied embeddings, and the sum of its gradients
+    if stage and stage.last and shape.tied:
         table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
         trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
         state.device["tied copy"] = table * (options.element + WIDE * trains)
@@ -145,16 +146,16 @@ def moving_state_bytes(
 ) -> float:
     """Return the bytes of one rank's state under `switching: move`.
 
-    Each parameter's master weight, moments and summed gradient are divided over all ranks; weights
-    and their float32 gradients are those of the layout that runs. counts: of the whole model.
-    at_work: of the part that a rank holds in that layout.
+    Each parameter's master weight, moments and summed gradient are sharded over all ranks; weights
+    and their float32 gradients are those of the current layout. counts: of the whole model.
+    at_work: of a rank's part in that layout.
     """
     here = element * at_work.every + WIDE * at_work.trained
     return here + (2 * WIDE + ADAM) * counts.trained / ranks
 
 
 def _whole(zero: ZeroRank) -> State:
-    """Stage 0, whose optimizer takes gradients in float32."""
+    """Return the state at stage 0, whose optimizer takes float32 gradients."""
     counts = zero.counts
     e, trained = zero.element, float(counts.trained)
     master, copy = (0, NORM * counts.largest_trained) if e == WIDE else (WIDE, WIDE * trained)
@@ -168,7 +169,8 @@ def _whole(zero: ZeroRank) -> State:
 
 
 def _divided(zero: ZeroRank) -> State:
-    """Stages 1 and 2, which shard optimizer states, and stage 2 gradients too.
+    """Return the state at stages 1 and 2, which shard optimizer states, and at stage 2 gradients
+    too.
 
     At stage 2, or with the optimizer on the host, 16-bit gradients are summed in a flat float32
     tensor. During a step's first loss there are no gradients yet.
@@ -185,7 +187,7 @@ def _divided(zero: ZeroRank) -> State:
     bucket, each = min(options.bucket, trained), 2 if options.two_buckets else 1
     norm = NORM * min(counts.largest_trained, own)
     if options.zero_stage == 2:
-        # Laid flat once more, and cast, while the gradient that is next waits.
+        # Flattened and cast once more, while the next gradient is waiting.
         matrix = float(e * min(zero.matrix, counts.largest_trained))
         device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
         device["gradients"] = WIDE * own if e < WIDE or not away else 0.0
@@ -198,14 +200,15 @@ def _divided(zero: ZeroRank) -> State:
             more["reduction"] = end + e * bucket * each + matrix
         more = {name: size - device["waiting"] for name, size in more.items()}
         if zero.several and e == WIDE and not away:
-            # They come beside the sums of the backwards before, which alone the update has.
+            # They come in addition to the sums of earlier backwards, which are all that the update
+            # has.
             device["gradients"] += WIDE * own
             more["update"] -= WIDE * own
     else:
         device |= {"buckets": float(WIDE * bucket * each), "gradients": float(WIDE * trained)}
         at_loss = {} if zero.several else {"gradients": -device["gradients"]}
-        # What fills the first bucket lies in it, and then beside it for the owner; what is larger
-        # lies beside it at once.
+        # Gradients that fit in the first bucket are stored there, and then also at their owner;
+        # larger ones are separate at once.
         summed = WIDE * own if e < WIDE or not away else 0.0
         cast = (WIDE + zero.cast(WIDE)) * bucket if e < WIDE else 0.0
         large = device["buckets"] * (counts.largest_trained > options.bucket)
@@ -215,8 +218,8 @@ def _divided(zero: ZeroRank) -> State:
     beyond = {name: size - device["buckets"] for name, size in more.items()}
     if not away:
         return State({**device, "optimizer": optimizer}, beyond=beyond, at_loss=at_loss)
-    # The host also has gradients, at stage 2 their sums over several backwards, and new weights of
-    # its part; both sides a buffer for one gradient.
+    # The host also has gradients (at stage 2 their sums over several backwards) and the new weights
+    # of its part; device and host each have a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
     device["buckets"] += buffer
     optimizer += (WIDE * (1 + (zero.several and options.zero_stage == 2)) + e) * own + buffer
@@ -224,11 +227,11 @@ def _divided(zero: ZeroRank) -> State:
 
 
 def _large(zero: ZeroRank) -> tuple[float, float]:
-    """Return what stage 2 has beside its buckets of gradients that wait or are larger than these:
-    from the loss on, and when a backward ends.
+    """Return the bytes of gradients at stage 2 outside of its buckets: during the loss, and at the
+    end of a backward.
 
-    The head's waits for that of an embedding that is the same table. One that is larger than a
-    bucket crosses alone, and in 16 bits those of a rank's own part stay until the update.
+    A tied head's gradient waits for the embedding's. A gradient larger than a bucket is reduced
+    alone, and in 16 bits a rank's own part stays until the update.
     """
     options, counts = zero.options, zero.counts
     e, tied, largest = zero.element, counts.head * counts.tied, counts.largest_trained
@@ -242,9 +245,9 @@ def _large(zero: ZeroRank) -> tuple[float, float]:
 
 
 def _summed(zero: ZeroRank) -> float:
-    """Return what is laid beside the gradients of DeepSpeed's BF16_Optimizer: each in float32 as it
-    is added; then their flat copies as they cross ranks, of few in float32 too, where matrices and
-    the rest are summed at once, and in the type that crosses."""
+    """Return the additional bytes of DeepSpeed's BF16_Optimizer: each gradient in float32 while it
+    is added; then flat copies for the reduction in its dtype, also in float32 if matrices and the
+    rest are reduced at once."""
     counts = zero.counts
     dense = counts.trained - counts.experts_trained
     laid = WIDE * dense if counts.vectors and dense <= LAID_FLAT else 0
@@ -253,17 +256,17 @@ def _summed(zero: ZeroRank) -> float:
 
 
 def _gathered(zero: ZeroRank) -> State:
-    """Stage 3.
+    """Return the state at stage 3.
 
-    DeepSpeed gathers weights ahead up to its bound of those and one parameter more, a layer in any
-    case; the last layers of a forward stay for their backward as far as its reuse distance reaches,
-    which no bound limits. What it fetches ahead together it gathers into one flat buffer. As the
-    first of it is needed, all is copied out, and the buffer stays until the last is (0.19.8,
-    AllGatherCoalescedHandle.wait). The head comes with what is before it, and so lies there twice
-    before the last norm; while the loss is made it lies there once.
+    DeepSpeed prefetches weights up to its bound plus one parameter, at least a layer; the last
+    layers of a forward are kept for their backward within its reuse distance, regardless of the
+    bound. Prefetched weights are gathered into one flat buffer. When the first of them is needed,
+    all are copied out, and the buffer stays until the last is used (0.19.8,
+    AllGatherCoalescedHandle.wait). The head is gathered together with the weights before it, so
+    that it exists twice before the last norm, and once during the loss.
 
-    Where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
-    grad_partitions_flat_buffer), and stay there once more as the update takes them.
+    With the optimizer on the host, gradients are summed next to it (DeepSpeed's
+    grad_partitions_flat_buffer), and copied once more for the update.
     """
     options, counts = zero.options, zero.counts
     e, own, every = zero.element, zero.own, counts.every
@@ -273,7 +276,7 @@ def _gathered(zero: ZeroRank) -> State:
     in_layers = e * float(max(live + min(every, together), kept))
     at_head = max(counts.head, min(every, ahead))
     at_loss = e * float(max(at_head, kept))
-    # Where more is kept than is gathered ahead, the head is fetched when it is needed, alone.
+    # If more is kept than the prefetch bound, the head is fetched alone when it is needed.
     with_others = at_once and options.live > kept - counts.head
     twice = min(every, max(at_once, counts.head)) if with_others else 0
     between = {"head": e * float(at_head + twice)}
@@ -281,12 +284,12 @@ def _gathered(zero: ZeroRank) -> State:
     largest = counts.largest_trained
     beyond = {"reduction": head + max(_crossing(zero, largest), 3 * waits)}
     if options.bucket < counts.trained:
-        # When the bucket is full, those are not there any more whose gradients fill it.
+        # When the bucket is full, the gradients that fill it are freed.
         gone = every * options.bucket / counts.trained
         beside = max(min(live, every - gone), kept - gone)
         crossing = _crossing(zero, min(largest, counts.largest))
         in_layers = max(in_layers, e * beside + crossing)
-        if largest > options.bucket:  # as a head's, before the layers'
+        if largest > options.bucket:  # such as the head's, before the layers'
             others = min(live, every - largest)
             between["reduction"] = e * others + _crossing(zero, largest)
     device = {
@@ -301,7 +304,7 @@ def _gathered(zero: ZeroRank) -> State:
     if options.offload_optimizer:
         host |= {name: device.pop(name) for name in ("gradients", "optimizer")}
         host["update"] = WIDE * own
-    else:  # the gradients of one of DeepSpeed's groups of parameters
+    else:  # the gradients of one of DeepSpeed's parameter groups
         beyond["update"] = WIDE * min(own, SUB_GROUP)
     if options.offload_weights:
         host["weights"] = device.pop("weights")
@@ -313,12 +316,11 @@ def _gathered(zero: ZeroRank) -> State:
 
 
 def _crossing(zero: ZeroRank, largest: int) -> float:
-    """Return what stage 3 has beside its bucket as gradients cross: the bucket laid out once more
-    by rank while the next gradient waits, or one that is larger than the bucket. largest: the
-    elements of a gradient.
+    """Return the bytes at stage 3 outside of its bucket while gradients are reduced: the bucket
+    rearranged by rank while the next gradient is waiting, or a gradient larger than the bucket.
 
-    Shares that cross in 16 bits are widened to be added up; on their way to the host their norms
-    are taken.
+    largest: the elements of a gradient. 16-bit shards are cast to be added; if they go to the host,
+    their norms are computed.
     """
     options, counts = zero.options, zero.counts
     e, bucket = zero.element, min(options.bucket, counts.trained)
@@ -333,9 +335,9 @@ def _crossing(zero: ZeroRank, largest: int) -> float:
 
 
 def _kept(zero: ZeroRank) -> float:
-    """Return the elements that stay from the end of a forward for the backward: those of the head
-    and of the last layers, between which and their next use DeepSpeed meets less than its reuse
-    distance: the head twice, layers behind them in each pass."""
+    """Return the elements that are kept from the end of a forward for the backward: weights of the
+    head and the last layers with less than DeepSpeed's reuse distance between their two uses. The
+    head is used twice, later layers in each pass."""
     options, counts = zero.options, zero.counts
     passes, far = 3 if options.checkpointing else 2, zero.in_order(options.reuse) - 2 * counts.head
     return counts.head + counts.layer * ceil(far / (passes * counts.layer)) if far > 0 else 0.0
