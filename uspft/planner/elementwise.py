@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from uspft.families import Blocks
-from uspft.families.projections import STATE_LAYER
 from uspft.planner.layer_kinds import Norms, layer_kind
 from uspft.planner.memory.operations import WIDE
 from uspft.planner.products import (
+    attention_projections,
     head_projection,
     inner_features,
     inner_matrices,
     layer_modules,
-    named_projections,
+    state_projections,
 )
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import EXPERT_WORDS
@@ -82,20 +82,16 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
     choices of experts are taken to be equally likely. columns: as in `layer_moved`."""
     e, of, kind = step.options.element, blocks.sizes(step.model), layer_kind(step.model)
     between, entered = _between(step, columns), step.model.hidden_size
-    matrices = {name: one.on(columns) for name, one in named_projections(of, blocks).items()}
-    block = f"{STATE_LAYER if blocks.state else 'self_attn'}."
-    mixing = {name: one for name, one in matrices.items() if name.startswith(block)}
-    mixed = sum(one.inputs for one in mixing.values() if one.splits == "inputs")
+    mixing = state_projections(of) if blocks.state else attention_projections(of)
+    parts = {name: one.on(columns) for name, one in mixing.items()}
+    into = {name: one.outputs for name, one in parts.items() if one.splits == "outputs"}
+    (mixed,) = (one.inputs for one in parts.values() if one.splits == "inputs")
     if blocks.state:
         # The features that pass through a convolution, its activation and the norms of heads.
-        heads, normed = sum(one.outputs for one in mixing.values() if one.splits == "outputs"), 0
+        heads, normed = sum(into.values()), 0
         turned = float(heads)
     else:
-        query = mixed
-        key, value = (
-            mixing[name].outputs if name in mixing else 0
-            for name in ("self_attn.k_proj", "self_attn.v_proj")
-        )
+        query, key, value = mixed, *(into.get(f"self_attn.{one}_proj", 0) for one in "kv")
         turned = (query + key) * kind.turned_share * bool(kind.turned)
         heads = query + key + value
         normed = (query + key) * (kind.normed_heads or kind.normed_together)

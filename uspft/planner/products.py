@@ -101,13 +101,13 @@ def inner_matrices(shape: ModelShape, *, experts: bool) -> list[ProductShape]:
 def mlp_projections(shape: ModelShape, *, experts: bool) -> dict[str, ProductShape]:
     """Return by name the projections of a layer's MLP; or of its router, experts and shared
     expert."""
-    router = layer_kind(shape).router if experts else ""
-    found, at = {router: ProductShape(shape.hidden_size, shape.experts)} if router else {}, "mlp."
-    if router:
-        at = _experts_at(router)
+    found, at, beside = dict[str, ProductShape](), "mlp.", dict[str, ProductShape]()
+    if experts:
+        router = layer_kind(shape).router
+        found[router] = ProductShape(shape.hidden_size, shape.experts)
+        at, beside = _experts_at(router), shared_projections(shape)
     names = (f"{at}gate_proj", f"{at}up_proj", f"{at}down_proj")
-    found |= zip(names, inner_matrices(shape, experts=experts), strict=True)
-    return found | (shared_projections(shape) if experts else {})
+    return found | dict(zip(names, inner_matrices(shape, experts=experts), strict=True)) | beside
 
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
